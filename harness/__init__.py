@@ -1,0 +1,1 @@
+"""A torchrun SPMD harness for SGLang reinforcement learning, without Ray."""

@@ -1,0 +1,216 @@
+"""All parts of a run, built in the order that wastes least time, and conducted to a verdict."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from harness.cluster.mesh import ParallelDims, build_mesh
+from harness.cluster.world import World
+from harness.config.layers import ConfigError
+from harness.config.schema import Config
+from harness.events import EventLog
+from harness.models.names import is_tiny
+from harness.models.tiny import save_tiny_model
+from harness.ppo import Ppo, tolerance
+from harness.report import Report
+from harness.rollout import sglang_api
+from harness.rollout.defaults import engine_defaults
+from harness.rollout.memory import MemoryStages
+from harness.rollout.verl_engine import VerlEngine
+from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
+from harness.trainer.actor import Actor, Reference
+from harness.trainer.advantages import AdaptiveKl, FixedKl
+from harness.trainer.critic import Critic
+from harness.trainer.model import load_causal_lm, load_value_model
+from harness.weights.sync import WeightSync
+from harness.weights.verify import check_same_gpu
+
+T = TypeVar("T")
+
+
+def conduct(
+    config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, launched: float
+) -> int:
+    """Build, step, check, report; the exit code. A collective call of all ranks."""
+    report = Report(folder=folder, config=config, world=world, launched=launched)
+    events.say(f"imported torch and transformers; run directory {folder}")
+    ppo = assemble(config, world, dims, events, folder, report)
+    try:
+        for index in range(config.run.steps):
+            started = time.monotonic()
+            metrics = ppo.step(index)
+            metrics["seconds"] = time.monotonic() - started
+            if index == 0 and ppo.first_token_at is not None:
+                report.startup["first_token"] = ppo.first_token_at - launched
+                events.say(report.startup_line())
+            report.add(metrics)
+            events.say(report.step_line(metrics))
+        final = ppo.final_check(config.run.steps)
+        report.finish(final)
+    finally:
+        with events.phase("shutdown", waiting_for="the engine's processes to end"):
+            ppo.engine.shutdown()
+    if world.rank == 0:
+        report.write()
+    events.say(report.verdict(tolerance(config)))
+    return 0
+
+
+def assemble(
+    config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, report: Report
+) -> Ppo:
+    """Every part of the run on this rank. The trainer's models are built while the engine's schedulers start."""
+    api = sglang_api.probe()
+    arguments = engine_arguments(config, world, api, events)
+    rows = load_rows(config.task.source, config.task.split, config.task.rows)
+    with events.phase("model_folder", waiting_for="the model's folder"):
+        model_folder = make_model_folder(config, world, folder, rows)
+    if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
+        events.say("the engine starts on dummy weights: what the first sync does not bring will show")
+    mesh = build_mesh(dims, "cpu")
+    ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
+    with report.timed("sglang_import"), events.phase("import_sglang", waiting_for="SGLang's import"):
+        sglang_api.import_engine()
+    trainer = in_background(lambda: build_trainer(config, world, ranks_mesh, model_folder, report))
+    waiting = f"SGLang's schedulers to start and load the model (their output: {folder}/engines)"
+    with report.timed("engine"), events.phase("start_engine", waiting_for=waiting):
+        engine = VerlEngine(
+            mesh["tp", "pp"] if dims.pp > 1 else mesh["tp"],
+            log_dir=folder / "engines",
+            base_port=config.engine.base_port,
+            on_death=None,
+            **arguments | {"model_path": str(model_folder)},
+        )
+    events.say(f"engine up: sglang {api.version}, tp {dims.tp}, pp {dims.pp}, {engine.nnodes} host(s), {dims.dp} engine(s)")
+    with events.phase("build_trainer", waiting_for="actor, critic and reference"):
+        actor, critic, reference = trainer.result()
+    check_same_gpu(world, engine)
+    tokenizer = load_tokenizer(model_folder)
+    prompts = tokenize_prompts(
+        rows, tokenizer, config.task.template, config.task.max_prompt_tokens, config.task.overlong
+    )
+    events.say(f"{len(prompts)} prompts of {len(rows)} rows ({config.task.source})")
+    saver = bool(arguments.get("enable_memory_saver"))
+    return Ppo(
+        config=config,
+        world=world,
+        dims=dims,
+        events=events,
+        engine=engine,
+        memory=MemoryStages(engine, saver),
+        sync=WeightSync(engine, actor.model, config.weights),
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        kl_control=kl_control(config),
+        prompts=PromptSampler(prompts, config.rollout.prompts_per_step, config.run.seed),
+        tokenizer=tokenizer,
+        model_folder=model_folder,
+    )
+
+
+def engine_arguments(config: Config, world: World, api: sglang_api.SGLangApi, events: EventLog) -> dict[str, Any]:
+    """User's arguments over the harness's defaults; says which defaults this sglang does not know.
+
+    Raises ConfigError for a user's argument that it does not know.
+    """
+    device = "cpu" if world.device.type == "cpu" else "cuda"
+    dp_index = world.rank // (config.parallel.tp * config.parallel.pp)
+    defaults = engine_defaults(device) | {
+        "dtype": config.model.dtype,
+        # Engines of one run must not sample alike.
+        "random_seed": config.run.seed * 1009 + dp_index,
+        "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
+    }
+    try:
+        arguments, dropped = sglang_api.check_arguments(api, config.engine.args, defaults)
+    except sglang_api.UnknownEngineArgument as error:
+        raise ConfigError(str(error)) from error
+    if dropped:
+        events.say(f"sglang {api.version} does not know these harness defaults, dropped: {', '.join(dropped)}")
+    return arguments
+
+
+def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row]) -> Path:
+    """The folder that trainer and engine load: for a tiny model made here, once on each host; else as configured."""
+    if not is_tiny(config.model.name):
+        return Path(config.model.name)
+    target = folder / f"model-host{world.hosts.index(world.host)}"
+    first_on_host = next(seat.rank for seat in world.seats if seat.host == world.host)
+    if world.rank == first_on_host:
+        texts = [row.question + row.answer for row in rows]
+        device: Literal["cpu", "cuda"] = "cpu" if world.device.type == "cpu" else "cuda"
+        save_tiny_model(
+            config.model.name, target, config.run.seed, config.model.dtype, device, config.model.shape, texts=texts
+        )
+    dist.barrier()
+    return target
+
+
+def build_trainer(
+    config: Config, world: World, ranks_mesh: DeviceMesh, model_folder: Path, report: Report
+) -> tuple[Actor, Critic | None, Reference | None]:
+    """Actor, critic where GAE needs one, reference where the KL counts. A collective call of all ranks."""
+    dtype = getattr(torch, config.model.dtype)
+
+    def load(load_model: Callable[..., nn.Module], checkpointing: bool) -> nn.Module:
+        return load_model(
+            str(model_folder),
+            dtype,
+            world.device,
+            ranks_mesh,
+            weights=config.model.weights,
+            seed=config.run.seed,
+            gradient_checkpointing=checkpointing,
+        )
+
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # the current device is each thread's own
+    with report.timed("models"):
+        model = load(load_causal_lm, config.actor.gradient_checkpointing)
+        actor = Actor(model, config.actor, config.algorithm, config.rollout, ranks_mesh, world.device)
+        critic = reference = None
+        if config.algorithm.advantage == "gae":
+            value_model = load(load_value_model, config.critic.gradient_checkpointing)
+            critic = Critic(value_model, config.critic, config.rollout, ranks_mesh, world.device)
+        if config.algorithm.kl_placement != "none":
+            frozen = load(load_causal_lm, False)
+            reference = Reference(frozen, config.rollout.temperature, ranks_mesh, world.device)
+    return actor, critic, reference
+
+
+def load_tokenizer(model_folder: Path) -> Any:
+    """The tokenizer beside the model."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(model_folder))
+
+
+def kl_control(config: Config) -> FixedKl | AdaptiveKl:
+    """A fixed coefficient, or one that holds the KL at its target."""
+    algorithm = config.algorithm
+    if algorithm.kl_target == 0:
+        return FixedKl(algorithm.kl_coefficient)
+    return AdaptiveKl(algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon)
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Run in a daemon thread, which does not hold up an exit when its collectives can never end."""
+    future: Future[T] = Future()
+
+    def target() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=target, name="build-trainer", daemon=True).start()
+    return future

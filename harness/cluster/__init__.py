@@ -1,0 +1,1 @@
+"""Where this process stands: ranks, hosts, mesh, GPUs."""

@@ -1,0 +1,235 @@
+"""Which hosts and GPUs each engine spans, from what every rank reports of itself.
+
+Every engine node is given exactly its own ranks' GPUs, in engine order, with base_gpu_id 0. SGLang then puts the
+scheduler of (tp, pp) on the GPU of the trainer rank with the same (tp, pp), which CUDA-IPC handles of weights rely on.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Literal
+
+from harness.cluster.mesh import ParallelDims
+
+_UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_TOKEN_KINDS = (
+    ("index", re.compile(r"[0-9]+")),
+    ("GPU UUID", re.compile(rf"GPU-{_UUID}")),
+    ("MIG UUID", re.compile(rf"MIG-({_UUID}|GPU-{_UUID}/[0-9]+/[0-9]+)")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a rank reports of itself.
+
+    host: opaque identity; equal for two ranks exactly if they share a host. visible: CUDA_VISIBLE_DEVICES as
+    `parse_visible` gives it, None if unset, () if it hides every GPU. gpu_count: GPUs CUDA shows the rank, if known.
+    """
+
+    rank: int
+    host: str
+    local_rank: int
+    visible: tuple[str, ...] | None
+    gpu_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNode:
+    """One host's share of an engine.
+
+    ranks: world ranks in engine order. visible_devices: their GPU tokens in the same order, None on CPU.
+    """
+
+    node_rank: int
+    host: str
+    ranks: tuple[int, ...]
+    visible_devices: tuple[str, ...] | None
+    base_gpu_id: int = 0
+
+    @property
+    def builder(self) -> int:
+        """The world rank that constructs sglang.Engine on this node."""
+        return self.ranks[0]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlacement:
+    """One engine: its dp index and its nodes, by node_rank."""
+
+    dp: int
+    nodes: tuple[EngineNode, ...]
+
+    @property
+    def nnodes(self) -> int:
+        return len(self.nodes)
+
+
+def parse_visible(value: str | None) -> tuple[str, ...] | None:
+    """The GPU tokens of a CUDA_VISIBLE_DEVICES value: None if unset, () if it hides every GPU.
+
+    As in CUDA, the list ends at -1. Raises ValueError for an entry that is neither an index nor a full UUID as
+    nvidia-smi -L prints it (an abbreviation could name a GPU twice), for a mix of kinds, and for a repeated GPU.
+    """
+    if value is None:
+        return None
+    tokens: list[str] = []
+    for entry in map(str.strip, value.split(",") if value.strip() else []):
+        if entry == "-1":
+            break
+        kind = _kind(entry)
+        if kind is None:
+            raise ValueError(
+                f"CUDA_VISIBLE_DEVICES = '{value}' has the entry '{entry}': each must be an index, or a full GPU- or "
+                "MIG- UUID as nvidia-smi -L prints it"
+            )
+        token = str(int(entry)) if kind == "index" else entry
+        if token in tokens:
+            raise ValueError(f"CUDA_VISIBLE_DEVICES = '{value}' lists GPU {token} twice: list each GPU once")
+        if tokens and _kind(tokens[0]) != kind:
+            raise ValueError(
+                f"CUDA_VISIBLE_DEVICES = '{value}' mixes {_kind(tokens[0])} and {kind} entries: write all in one form"
+            )
+        tokens.append(token)
+    return tuple(tokens)
+
+
+def gpu_of(seat: Seat) -> str:
+    """The physical GPU (index or UUID) that the rank's trainer uses: its only visible one, else the local_rank-th.
+
+    Raises ValueError where there is no such GPU.
+    """
+    who = f"rank {seat.rank} on host {seat.host}"
+    if seat.visible == ():
+        raise ValueError(
+            f"{who} has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it, or list the GPUs of this host's ranks"
+        )
+    shown = "unset" if seat.visible is None else f"'{','.join(seat.visible)}'"
+    index = 0 if seat.visible is not None and len(seat.visible) == 1 else seat.local_rank
+    counts = [seat.gpu_count, None if seat.visible is None else len(seat.visible)]
+    count = min((known for known in counts if known is not None), default=None)
+    if count is not None and index >= count:
+        raise ValueError(
+            f"{who} has local rank {seat.local_rank} but sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}): make "
+            "one GPU visible for each rank of the host, or start fewer ranks with --nproc-per-node"
+        )
+    return str(index) if seat.visible is None else seat.visible[index]
+
+
+def place(dims: ParallelDims, seats: Sequence[Seat], device: Literal["cpu", "cuda"]) -> tuple[EnginePlacement, ...]:
+    """Where each engine goes, one placement for each dp index; seats may come in any order.
+
+    Raises ValueError for missing or repeated ranks, for two ranks on one GPU, and for an engine whose ranks lie on
+    their hosts in a way that SGLang cannot reproduce.
+    """
+    by_rank = _seats_by_rank(dims, seats)
+    gpus = _gpus_by_rank(by_rank) if device == "cuda" else None
+    return tuple(_place_engine(dims, dp, by_rank, gpus) for dp in range(dims.dp))
+
+
+def _kind(token: str) -> str | None:
+    return next((kind for kind, pattern in _TOKEN_KINDS if pattern.fullmatch(token)), None)
+
+
+def _seats_by_rank(dims: ParallelDims, seats: Sequence[Seat]) -> list[Seat]:
+    by_rank: dict[int, Seat] = {}
+    for seat in seats:
+        if seat.rank in by_rank:
+            other = by_rank[seat.rank]
+            raise ValueError(
+                f"rank {seat.rank} is reported twice, by host {other.host} (local rank {other.local_rank}) and host "
+                f"{seat.host} (local rank {seat.local_rank}): give every process its own RANK, as torchrun does"
+            )
+        by_rank[seat.rank] = seat
+    # Here the ranks are distinct, so some rank in 0..len - 1 is missing exactly if some seat is outside that range.
+    missing = next((rank for rank in range(len(seats)) if rank not in by_rank), None)
+    if missing is not None:
+        last = by_rank[max(by_rank)]
+        raise ValueError(
+            f"rank {missing} is missing: {len(seats)} ranks report, the last of them rank {last.rank} on host "
+            f"{last.host}, and they must be 0, 1, 2, ... without a gap, as one torchrun numbers them"
+        )
+    dims.validate(len(seats))
+    return [by_rank[rank] for rank in range(len(seats))]
+
+
+def _gpus_by_rank(seats: Sequence[Seat]) -> list[str]:
+    """GPU token of each rank, after checking that no two ranks of a host share one."""
+    gpus = [gpu_of(seat) for seat in seats]
+    first_on_host: dict[str, Seat] = {}
+    owner: dict[tuple[str, str], Seat] = {}
+    for seat, gpu in zip(seats, gpus, strict=True):
+        first = first_on_host.setdefault(seat.host, seat)
+        if _kind(gpu) != _kind(gpus[first.rank]):
+            raise ValueError(
+                f"rank {first.rank} uses GPU {gpus[first.rank]} and rank {seat.rank} uses GPU {gpu} of host "
+                f"{seat.host}, which may be the same one: set CUDA_VISIBLE_DEVICES in one form, all indices or all "
+                "UUIDs, for every rank of a host"
+            )
+        other = owner.setdefault((seat.host, gpu), seat)
+        if other is not seat:
+            raise ValueError(
+                f"rank {other.rank} and rank {seat.rank} (local ranks {other.local_rank} and {seat.local_rank}) both "
+                f"use GPU {gpu} of host {seat.host}: set CUDA_VISIBLE_DEVICES to one list of distinct GPUs for the "
+                "whole host, or to a GPU of its own for each rank"
+            )
+    return gpus
+
+
+def _place_engine(dims: ParallelDims, dp: int, seats: Sequence[Seat], gpus: Sequence[str] | None) -> EnginePlacement:
+    ranks = dims.engine_ranks(dp)
+    _check_hosts(dims, dp, seats)
+    nodes = []
+    for node_rank, (host, group) in enumerate(groupby(ranks, key=lambda rank: seats[rank].host)):
+        own = tuple(group)
+        nodes.append(EngineNode(node_rank, host, own, None if gpus is None else tuple(gpus[rank] for rank in own)))
+    return EnginePlacement(dp, tuple(nodes))
+
+
+def _check_hosts(dims: ParallelDims, dp: int, seats: Sequence[Seat]) -> None:
+    """SGLang gives node n the n-th equal share of the engine order; refuse what differs.
+
+    Its rule (tp_per_node = tp // max(nnodes // pp, 1), pp_per_node = max(pp // nnodes, 1)) does that only where one
+    of pp and nnodes divides the other; elsewhere it leaves ranks unplaced or places them twice.
+    """
+    ranks = dims.engine_ranks(dp)
+    share = Counter(seats[rank].host for rank in ranks)
+    engine = f"engine {dp} (ranks {min(ranks)} to {max(ranks)}, tp = {dims.tp}, pp = {dims.pp})"
+    if len(set(share.values())) > 1:
+        (most, n_most), (least, n_least) = share.most_common()[0], share.most_common()[-1]
+        example = next(rank for rank in ranks if seats[rank].host == least)
+        raise ValueError(
+            f"{engine} has {n_most} ranks on host {most} but {n_least} on host {least} (rank {example}): SGLang needs "
+            "equal shares, so choose parallel.tp * parallel.pp to divide --nproc-per-node or to be a multiple of it"
+        )
+    nnodes = len(share)
+    if dims.pp % nnodes != 0 and nnodes % dims.pp != 0:
+        raise ValueError(
+            f"{engine} spans {nnodes} hosts, from rank {ranks[0]} on host {seats[ranks[0]].host}, and SGLang cannot "
+            f"split {dims.pp} stages over {nnodes} hosts: choose parallel.pp so that one of the two numbers divides "
+            "the other"
+        )
+    broken = _first_return(ranks, seats)
+    if broken is None:
+        return
+    back, before = broken
+    told = (
+        f"{engine} is not contiguous by host in SGLang's order (pp, then tp): rank {back} is on host "
+        f"{seats[back].host} again after rank {before} on host {seats[before].host}"
+    )
+    if _first_return(sorted(ranks), seats) is None:
+        raise ValueError(f'{told}: set parallel.rank_order = "dp,pp,tp"')
+    raise ValueError(f"{told}, and its hosts are not adjacent: number the ranks host by host, as torchrun does")
+
+
+def _first_return(ranks: Sequence[int], seats: Sequence[Seat]) -> tuple[int, int] | None:
+    """The first rank whose host had ranks before the previous rank's host, with that previous rank."""
+    left: set[str] = set()
+    for before, rank in pairwise(ranks):
+        if seats[rank].host != seats[before].host:
+            left.add(seats[before].host)
+            if seats[rank].host in left:
+                return rank, before
+    return None

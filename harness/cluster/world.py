@@ -1,0 +1,205 @@
+"""Ranks, hosts and process groups: a clean start, a clean end, and the environment that a child may see."""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.cluster.placement import Seat, parse_visible
+
+# What torchrun sets for its workers. An engine that inherits it takes itself for one of them: with
+# TORCHELASTIC_USE_AGENT_STORE its rank 0 becomes a client of a store that nobody serves.
+TORCHRUN_VARIABLES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+)  # fmt: skip
+TORCHRUN_PREFIX = "TORCHELASTIC_"
+
+# Variables that change how torch, NCCL, CUDA or SGLang behave: ranks must agree on them.
+BEHAVIOUR_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "SGL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_")
+# These differ between ranks by design: placement handles the first, torchrun the second.
+RANK_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_ERROR_FILE")
+
+
+class WorldError(ValueError):
+    """This process was not started as a rank, or the ranks do not agree. Exit code 2."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """This process among all ranks, with the default process group open."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    """Identity of the host: hostname, boot id and network namespace."""
+    device: torch.device
+    seats: tuple[Seat, ...]
+    """What every rank said of itself, by rank."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Distinct hosts, in the order of their first ranks."""
+        return tuple(dict.fromkeys(seat.host for seat in self.seats))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What torchrun told this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Launch":
+        """Raises WorldError when this process was not started by torchrun."""
+        try:
+            return cls(
+                rank=int(environment["RANK"]),
+                world_size=int(environment["WORLD_SIZE"]),
+                local_rank=int(environment["LOCAL_RANK"]),
+            )
+        except KeyError as missing:
+            raise WorldError(
+                f"{missing.args[0]} is not in the environment; start this with"
+                " torchrun --nnodes=1 --nproc-per-node=2 launch/ppo.py CONFIG.toml."
+            ) from None
+
+
+def host_identity() -> str:
+    """(hostname, boot id, network namespace): two containers or namespaces of one machine are two hosts."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/net')}"
+
+
+def own_seat(on_cpu: bool) -> Seat:
+    """What this rank says of itself; on the CPU no GPU matters. Needs torchrun's environment."""
+    launch = Launch.from_environment(os.environ)
+    return Seat(
+        rank=launch.rank,
+        host=host_identity(),
+        local_rank=launch.local_rank,
+        visible=None if on_cpu else parse_visible(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        gpu_count=None if on_cpu else torch.cuda.device_count(),
+    )
+
+
+def route_to_master() -> str:
+    """This host's address on the interface that routes to MASTER_ADDR: what the job's other hosts can reach."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # a datagram socket: nothing is sent, the kernel picks the route
+        return str(probe.getsockname()[0])
+
+
+def choose_device(wanted: str, launch: Launch) -> torch.device:
+    """The device of this rank for engine.device = wanted. Raises WorldError when CUDA is asked for and absent."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise WorldError(f'engine.device = "{wanted}" but rank {launch.rank} sees no GPU; set engine.device = "cpu".')
+    # One visible GPU: a wrapper gave each rank its own. More: torchrun's way, the local rank picks.
+    index = 0 if count == 1 else launch.local_rank
+    if index >= count:
+        raise WorldError(
+            f"rank {launch.rank} has local rank {launch.local_rank} but sees {count} GPUs;"
+            " give --nproc-per-node at most the number of visible GPUs."
+        )
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def open_world(launch: Launch, device: torch.device, timeout_seconds: float) -> Iterator[World]:
+    """Open the default process group (gloo, and NCCL beside it on CUDA); destroy it at the end."""
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    try:
+        seat = own_seat(on_cpu=device.type == "cpu")
+        yield World(
+            rank=launch.rank,
+            world_size=launch.world_size,
+            local_rank=launch.local_rank,
+            host=seat.host,
+            device=device,
+            seats=tuple(all_gather(seat)),
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's picklable value, by rank of the group."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[str]:
+    """Compare the config and the behaviour-changing environment of all ranks; the same answer on every rank.
+
+    Returns one sentence for each variable that differs, naming its values by rank. Raises WorldError when the
+    configs differ: those ranks would run different programs.
+    """
+    mine = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(BEHAVIOUR_PREFIXES) and name not in RANK_OWN_VARIABLES
+    }
+    digests, environments = zip(*all_gather((config_digest, mine)), strict=True)
+    if len(set(digests)) > 1:
+        raise WorldError(
+            f"the resolved config differs between ranks ({by_rank([d[:8] for d in digests])});"
+            " start every host with the same files and overrides."
+        )
+    names = sorted({name for each in environments for name in each})
+    values = {name: [each.get(name) for each in environments] for name in names}
+    return [f"{name} differs between ranks: {by_rank(seen)}" for name, seen in values.items() if len(set(seen)) > 1]
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """Group ranks by value: "0 on ranks 0, 2; unset on rank 1"."""
+    groups: dict[object, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    parts = []
+    for value, ranks in groups.items():
+        shown = "unset" if value is None else value
+        parts.append(f"{shown} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
+    return "; ".join(parts)
+
+
+@contextmanager
+def child_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """While open, os.environ is what an engine may see: without torchrun's variables, with `changes` (None removes).
+
+    On leaving, os.environ is exactly as before, also where the engine changed it.
+    """
+    before = dict(os.environ)
+    for name in list(os.environ):
+        if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIX):
+            del os.environ[name]
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

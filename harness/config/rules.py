@@ -1,0 +1,167 @@
+"""What no type says: values out of range, and combinations that cannot work."""
+
+from harness.config.layers import ConfigError
+from harness.config.schema import Config
+
+RESERVED_ENGINE_ARGUMENTS = {
+    "model_path": "model.name",
+    "dtype": "model.dtype",
+    "device": "engine.device",
+    "tp_size": "parallel.tp",
+    "pp_size": "parallel.pp",
+    "nnodes": "torchrun's --nnodes",
+    "node_rank": "torchrun's --nnodes",
+    "dist_init_addr": "engine.base_port",
+    "nccl_port": "engine.base_port",
+    "port": "engine.base_port",
+    "base_gpu_id": "CUDA_VISIBLE_DEVICES",
+    "gpu_id_step": "CUDA_VISIBLE_DEVICES",
+    "random_seed": "run.seed",
+    "load_format": "engine.initial_weights",
+}
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError, one sentence, for the first value or combination that cannot work."""
+    _check_ranges(config)
+    _check_batches(config)
+    _check_algorithm(config)
+    _check_engine(config)
+
+
+def _require(condition: bool, key: str, value: object, remedy: str) -> None:
+    if not condition:
+        shown = f'"{value}"' if isinstance(value, str) else value
+        raise ConfigError(f"{key} = {shown} cannot work: {remedy}.")
+
+
+def _check_ranges(config: Config) -> None:
+    run, rollout, task, weights = config.run, config.rollout, config.task, config.weights
+    for axis in ("dp", "tp", "pp"):
+        size = getattr(config.parallel, axis)
+        _require(size >= 1, f"parallel.{axis}", size, "it must be at least 1")
+    _require(run.steps >= 1, "run.steps", run.steps, "it must be at least 1")
+    _require(run.seed >= 0, "run.seed", run.seed, "it must be 0 or more")
+    _require(run.timeout_seconds > 0, "run.timeout_seconds", run.timeout_seconds, "it must be above 0")
+    _require(rollout.temperature > 0, "rollout.temperature", rollout.temperature, "it must be above 0")
+    _require(0 < rollout.top_p <= 1, "rollout.top_p", rollout.top_p, "it must be above 0 and at most 1")
+    top_k_works = rollout.top_k == -1 or rollout.top_k >= 1
+    _require(top_k_works, "rollout.top_k", rollout.top_k, "it must be -1 (all tokens) or at least 1")
+    for name in ("prompts_per_step", "responses_per_prompt", "max_response_tokens"):
+        value = getattr(rollout, name)
+        _require(value >= 1, f"rollout.{name}", value, "it must be at least 1")
+    _require(task.rows >= 0, "task.rows", task.rows, "it must be 0 (all rows) or more")
+    _require(task.max_prompt_tokens >= 1, "task.max_prompt_tokens", task.max_prompt_tokens, "it must be at least 1")
+    _require("{question}" in task.template, "task.template", task.template, "it must contain {question}")
+    _require(weights.bucket_megabytes >= 1, "weights.bucket_megabytes", weights.bucket_megabytes, "it must be at least 1")
+    for name in ("tolerance_float32", "tolerance_bfloat16"):
+        value = getattr(weights, name)
+        _require(value > 0, f"weights.{name}", value, "it must be above 0")
+    for section in ("actor", "critic"):
+        values = getattr(config, section)
+        for name in ("minibatch_size", "microbatch_size", "ppo_epochs"):
+            value = getattr(values, name)
+            _require(value >= 1, f"{section}.{name}", value, "it must be at least 1")
+        for name in ("learning_rate", "max_grad_norm"):
+            value = getattr(values, name)
+            _require(value > 0, f"{section}.{name}", value, "it must be above 0")
+        decay = values.weight_decay
+        _require(decay >= 0, f"{section}.weight_decay", decay, "it must be 0 or more")
+
+
+def _check_batches(config: Config) -> None:
+    """Every rank must hold the same number of sequences: FSDP's collectives run once for each."""
+    parallel, rollout = config.parallel, config.rollout
+    prompts, responses = rollout.prompts_per_step, rollout.responses_per_prompt
+    _require(
+        prompts % parallel.dp == 0,
+        "rollout.prompts_per_step",
+        prompts,
+        f"it must be a multiple of parallel.dp = {parallel.dp}",
+    )
+    ranks = parallel.tp * parallel.pp
+    _require(
+        prompts // parallel.dp * responses % ranks == 0,
+        "rollout.prompts_per_step",
+        prompts,
+        f"each engine's {prompts // parallel.dp * responses} responses must be a multiple of its"
+        f" parallel.tp x parallel.pp = {ranks} ranks",
+    )
+    world_size = parallel.dp * ranks
+    sequences = prompts * responses
+    trained = [("actor", config.actor)] + ([("critic", config.critic)] if config.algorithm.advantage == "gae" else [])
+    for section, values in trained:
+        size = values.minibatch_size
+        key = f"{section}.minibatch_size"
+        _require(size % world_size == 0, key, size, f"it must be a multiple of the {world_size} ranks")
+        _require(
+            sequences % size == 0,
+            key,
+            size,
+            f"it must divide the step's {sequences} sequences"
+            " (rollout.prompts_per_step x rollout.responses_per_prompt)",
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm, actor, critic = config.algorithm, config.actor, config.critic
+    _require(0 <= algorithm.gamma <= 1, "algorithm.gamma", algorithm.gamma, "it must be between 0 and 1")
+    _require(0 <= algorithm.lam <= 1, "algorithm.lam", algorithm.lam, "it must be between 0 and 1")
+    coefficient = algorithm.kl_coefficient
+    _require(coefficient >= 0, "algorithm.kl_coefficient", coefficient, "it must be 0 or more")
+    _require(algorithm.kl_target >= 0, "algorithm.kl_target", algorithm.kl_target, "it must be 0 (fixed) or more")
+    _require(algorithm.kl_horizon >= 1, "algorithm.kl_horizon", algorithm.kl_horizon, "it must be at least 1")
+    _require(
+        algorithm.kl_target == 0 or algorithm.kl_placement == "reward",
+        "algorithm.kl_target",
+        algorithm.kl_target,
+        'only algorithm.kl_placement = "reward" adapts; set it, or algorithm.kl_target = 0',
+    )
+    _require(
+        algorithm.advantage != "grpo" or config.rollout.responses_per_prompt >= 2,
+        "rollout.responses_per_prompt",
+        config.rollout.responses_per_prompt,
+        'algorithm.advantage = "grpo" compares the responses of one prompt and needs at least 2',
+    )
+    for name in ("clip_low", "clip_high"):
+        value = getattr(actor, name)
+        _require(value > 0, f"actor.{name}", value, "it must be above 0")
+    _require(actor.clip_low < 1, "actor.clip_low", actor.clip_low, "it must be below 1")
+    dual_clip_works = actor.dual_clip == 0 or actor.dual_clip > 1
+    _require(dual_clip_works, "actor.dual_clip", actor.dual_clip, "it must be 0 (off) or above 1")
+    entropy = actor.entropy_coefficient
+    _require(entropy >= 0, "actor.entropy_coefficient", entropy, "it must be 0 or more")
+    _require(critic.value_clip >= 0, "critic.value_clip", critic.value_clip, "it must be 0 (off) or more")
+
+
+def _check_engine(config: Config) -> None:
+    for argument, instead in RESERVED_ENGINE_ARGUMENTS.items():
+        if argument in config.engine.args:
+            raise ConfigError(
+                f"engine.args.{argument} = {config.engine.args[argument]!r} cannot be set there:"
+                f" the harness derives it from {instead}."
+            )
+    _require(
+        config.model.weights == "checkpoint" or config.engine.initial_weights == "dummy",
+        "engine.initial_weights",
+        config.engine.initial_weights,
+        'model.weights = "random" saves no checkpoint; use engine.initial_weights = "dummy"',
+    )
+    _require(
+        1024 <= config.engine.base_port <= 60000,
+        "engine.base_port",
+        config.engine.base_port,
+        "it must be between 1024 and 60000",
+    )
+    _require(
+        config.engine.implementation == "harness" or config.parallel.pp == 1,
+        "engine.implementation",
+        config.engine.implementation,
+        "sglang's own VerlEngine has no pipeline parallelism; use parallel.pp = 1 or engine.implementation = \"harness\"",
+    )
+    _require(
+        config.engine.implementation == "harness" or config.weights.transport == "tensor",
+        "weights.transport",
+        config.weights.transport,
+        'sglang\'s own VerlEngine takes named tensors only; use weights.transport = "tensor"',
+    )

@@ -1,0 +1,218 @@
+"""What a run is: one keyword-only dataclass a section, every field with its unit and its meaning.
+
+Nothing here imports torch: `--help`, `--dry-run` and every configuration error must be instant.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Dtype = Literal["float32", "bfloat16"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """How long the run is, what it is seeded with, where it writes."""
+
+    dir: str = ""
+    """Run directory; empty means runs/<date>-<time>."""
+    steps: int = 3
+    """PPO steps. Never one: failures of the second step are real, and common."""
+    seed: int = 0
+    """Seeds the model, the data order and the engine's sampling."""
+    timeout_seconds: float = 600.0
+    """How long a collective or the engine's start may take before the run fails."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Parallel:
+    """The mesh: dp engines, each of tp x pp ranks. Their product is the world size."""
+
+    dp: int = 1
+    """Number of engines."""
+    tp: int = 2
+    """Tensor-parallel ranks of one engine."""
+    pp: int = 1
+    """Pipeline-parallel stages of one engine."""
+    rank_order: Literal["dp,tp,pp", "dp,pp,tp"] = "dp,tp,pp"
+    """How ranks fill the mesh, slowest axis first. SGLang fills hosts in dp,pp,tp order: needed where tp > 1 and pp > 1 span hosts."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    """Which model actor, critic and reference start from."""
+
+    name: str = "qwen2"
+    """A tiny model made on the spot (qwen2, qwen3, llama, qwen3_moe, deepseek_v3, moonlight), a local folder, or a hub id."""
+    dtype: Dtype = "float32"
+    """Dtype of the trainer's parameters and of the engine's weights."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Fields of the transformers config that replace those of a tiny model, such as num_hidden_layers = 4."""
+    weights: Literal["checkpoint", "random"] = "checkpoint"
+    """checkpoint: the engine loads the saved model. random: nothing is saved or loaded, each rank fills its own shards, and the first sync brings the engine its weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Engine:
+    """One SGLang engine for each (tp, pp) group."""
+
+    implementation: Literal["harness", "sglang"] = "harness"
+    """harness: our SPMD wrapper of sglang.Engine. sglang: the VerlEngine that sglang ships itself, up to 0.4.7.post1."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is a GPU, else SGLang's CPU mode. Trainer and engine share it."""
+    initial_weights: Literal["dummy", "checkpoint"] = "dummy"
+    """dummy: the engine starts on meaningless weights, so that whatever the first sync does not bring shows. checkpoint: on the model's own."""
+    base_port: int = 30000
+    """First port of the block of ports that each engine of a host leases."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments for sglang.Engine, as this sglang names them, such as mem_fraction_static = 0.5."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Task:
+    """Prompts, and the rule that scores a response."""
+
+    source: str = "arithmetic"
+    """arithmetic (word problems made by the harness), a folder of jsonl or parquet files, or a hub id."""
+    split: str = "train"
+    """Which file stem (folder) or split (hub id) to read."""
+    rows: int = 0
+    """How many rows to use, from the first; 0 means all."""
+    template: str = "Question: {question}\nAnswer: "
+    """The prompt; {question} is replaced by the row's question."""
+    max_prompt_tokens: int = 256
+    """Longer prompts are overlong."""
+    overlong: Literal["filter", "error"] = "filter"
+    """filter: leave overlong prompts out. error: fail, naming the row."""
+    reward: Literal["gsm8k", "digits"] = "gsm8k"
+    """gsm8k: 1 if the number after #### is right. digits: the share of the response's characters that are digits."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Rollout:
+    """What the engines generate in one step."""
+
+    prompts_per_step: int = 8
+    """Prompts over all engines."""
+    responses_per_prompt: int = 2
+    """Responses sampled for each prompt; GRPO compares within them."""
+    max_response_tokens: int = 16
+    """Longest response."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probs use it too. Must be above 0: greedy responses teach nothing."""
+    top_p: float = 1.0
+    """Nucleus sampling."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 means all."""
+    ignore_eos: bool = False
+    """Go on to max_response_tokens even after the end token."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Algorithm:
+    """From rewards to advantages."""
+
+    advantage: Literal["gae", "grpo"] = "gae"
+    """gae needs a critic; grpo compares the responses of one prompt."""
+    gamma: float = 1.0
+    """Discount of GAE."""
+    lam: float = 0.95
+    """Lambda of GAE."""
+    normalize_by_std: bool = True
+    """GRPO: divide by the group's standard deviation."""
+    kl_placement: Literal["none", "reward", "loss"] = "reward"
+    """Where the KL to the frozen reference counts: subtracted from each token's reward, a term of the loss, or nowhere."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL, after http://joschu.net/blog/kl-approx.html."""
+    kl_coefficient: float = 0.001
+    """Weight of the KL."""
+    kl_target: float = 0.0
+    """Above 0, kl_coefficient adapts to hold the KL here (kl_placement = "reward" only)."""
+    kl_horizon: int = 10000
+    """How many sequences the adaptation of kl_coefficient takes."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Actor:
+    """Updates of the policy."""
+
+    learning_rate: float = 1e-5
+    """Of AdamW."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    minibatch_size: int = 8
+    """Sequences of one optimizer step, over all ranks."""
+    microbatch_size: int = 4
+    """Sequences of one forward and backward, on one rank."""
+    ppo_epochs: int = 1
+    """Passes over a step's sequences."""
+    clip_low: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = 0.2
+    """See clip_low."""
+    dual_clip: float = 3.0
+    """Bound of the loss for negative advantages (arXiv 1912.09729); 0 turns it off."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """How token losses become one number, over all ranks."""
+    max_grad_norm: float = 1.0
+    """Gradient norm is clipped to this."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Critic:
+    """Updates of the value model; used when algorithm.advantage is gae."""
+
+    learning_rate: float = 1e-4
+    """Of AdamW."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    minibatch_size: int = 8
+    """Sequences of one optimizer step, over all ranks."""
+    microbatch_size: int = 4
+    """Sequences of one forward and backward, on one rank."""
+    ppo_epochs: int = 1
+    """Passes over a step's sequences."""
+    value_clip: float = 0.5
+    """New values are clipped to this distance from the old ones; 0 turns it off."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """How token losses become one number, over all ranks."""
+    max_grad_norm: float = 1.0
+    """Gradient norm is clipped to this."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Weights:
+    """How the actor's weights reach the engines, and how far to trust that they did."""
+
+    transport: Literal["tensor", "bucket"] = "bucket"
+    """tensor: a list of named tensors a call. bucket: one flattened buffer a call (sglang 0.5.1 and newer)."""
+    bucket_megabytes: int = 512
+    """Bytes of one call, in MiB; tensors that fuse on arrival stay together even beyond it."""
+    tolerance_float32: float = 1e-4
+    """Largest allowed mean |engine log-prob - trainer log-prob| of a step's samples, model.dtype float32."""
+    tolerance_bfloat16: float = 2e-2
+    """The same for bfloat16."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """One run."""
+
+    run: Run = field(default_factory=Run)
+    parallel: Parallel = field(default_factory=Parallel)
+    model: Model = field(default_factory=Model)
+    engine: Engine = field(default_factory=Engine)
+    task: Task = field(default_factory=Task)
+    rollout: Rollout = field(default_factory=Rollout)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    actor: Actor = field(default_factory=Actor)
+    critic: Critic = field(default_factory=Critic)
+    weights: Weights = field(default_factory=Weights)

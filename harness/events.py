@@ -1,0 +1,105 @@
+"""Phases and facts of one rank: a line of events.jsonl each; on rank 0 also a line on the console.
+
+A phase has a name, a start, an end and a memory figure. While one lasts, rank 0 says every few seconds what is being
+waited for, so that a silent minute is never a mystery.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+PATIENCE_SECONDS = 5.0  # a phase shorter than this needs no word on what it waits for
+
+
+@dataclass(slots=True)
+class Console:
+    """Lines for a person, each with the seconds since launch. Only rank 0 has one."""
+
+    stream: IO[str]
+    launched: float
+    """time.time() at which the launcher started."""
+
+    def say(self, text: str) -> None:
+        """Print one line, at once."""
+        self.stream.write(f"[{time.time() - self.launched:6.1f} s] {text}\n")
+        self.stream.flush()
+
+    def show(self, text: str) -> None:
+        """Print a block, such as a table, without a time."""
+        self.stream.write(text.rstrip() + "\n")
+        self.stream.flush()
+
+
+@dataclass(slots=True)
+class EventLog:
+    """What one rank did, in order. Safe to use from several threads of that rank."""
+
+    path: Path
+    rank: int
+    host: str
+    console: Console | None = None
+    memory: Callable[[], dict[str, int]] = dict
+    """Returns bytes by name; called at the end of each phase."""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Durations of finished phases by name, in seconds."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _file: IO[str] | None = None
+
+    def fact(self, name: str, **values: Any) -> None:
+        """Write one line: time (UNIX seconds), rank, host, name and the values."""
+        line = json.dumps({"time": time.time(), "rank": self.rank, "host": self.host, "event": name} | values, default=str)
+        with self._lock:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def say(self, text: str) -> None:
+        """A line on the console, on rank 0; a fact on every rank."""
+        self.fact("say", text=text)
+        if self.console:
+            self.console.say(text)
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None, waiting_for: str = "") -> Iterator[None]:
+        """Mark a phase. With `waiting_for`, the console says every few seconds what a long one waits for."""
+        started = time.monotonic()
+        self.fact("phase_start", phase=name, step=step)
+        stop = self._announce(name, waiting_for) if self.console and waiting_for else None
+        try:
+            yield
+        except BaseException as error:
+            self.fact("phase_failed", phase=name, step=step, error=f"{type(error).__name__}: {error}")
+            raise
+        else:
+            elapsed = time.monotonic() - started
+            self.seconds.setdefault(name, []).append(elapsed)
+            self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=self.memory())
+        finally:
+            if stop:
+                stop.set()
+
+    def close(self) -> None:
+        """Close the file; a later fact opens it again."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _announce(self, name: str, waiting_for: str) -> threading.Event:
+        stop = threading.Event()
+
+        def talk() -> None:
+            started = time.monotonic()
+            while not stop.wait(PATIENCE_SECONDS):
+                assert self.console is not None
+                self.console.say(f"{name}: waiting for {waiting_for} ({time.monotonic() - started:.0f} s so far)")
+
+        threading.Thread(target=talk, name=f"announce-{name}", daemon=True).start()
+        return stop

@@ -1,0 +1,1 @@
+"""Tiny random models of real architectures, with a tokenizer."""

@@ -1,0 +1,222 @@
+"""One PPO step, read from top to bottom.
+
+wake weights -> sync -> wake KV cache -> generate -> sleep -> scores -> old log-probs (the check that the weights
+arrived) -> reference log-probs, values -> advantages -> updates of critic and actor -> metrics.
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.cluster.mesh import ParallelDims
+from harness.cluster.world import World, all_gather
+from harness.config.schema import Config
+from harness.events import EventLog
+from harness.rollout.memory import MemoryStages
+from harness.rollout.verl_engine import VerlEngine
+from harness.task.data import Prompt, PromptSampler
+from harness.task.rewards import score
+from harness.trainer import advantages
+from harness.trainer.actor import Actor, Reference
+from harness.trainer.batch import Batch, from_sequences, scatter_responses
+from harness.trainer.critic import Critic
+from harness.weights.sync import WeightSync
+from harness.weights.verify import LogProbDifference, WeightsDidNotArrive, log_prob_difference, suspects
+
+Metrics = dict[str, float]
+
+
+@dataclass(kw_only=True, slots=True)
+class Ppo:
+    """All parts of a run on one rank. Every method is a collective call of all ranks."""
+
+    config: Config
+    world: World
+    dims: ParallelDims
+    events: EventLog
+    engine: VerlEngine
+    memory: MemoryStages
+    sync: WeightSync
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    kl_control: advantages.FixedKl | advantages.AdaptiveKl
+    prompts: PromptSampler
+    tokenizer: Any
+    model_folder: Path
+    first_token_at: float | None = field(default=None)
+    """time.time() when the first step's first tokens arrived."""
+
+    def step(self, index: int) -> Metrics:
+        """One PPO step; its metrics, the same on every rank. Raises WeightsDidNotArrive when a sync did not."""
+        rollout, metrics = self.rollout(index)
+        metrics |= self.learn(index, rollout)
+        return metrics | {"step": index}
+
+    def rollout(self, index: int) -> tuple[Batch, Metrics]:
+        """Sync the weights, generate with them, and prove by the log-probs that they arrived."""
+        phase = self.events.phase
+        with phase("wake_weights", index, "the engine to take its weights' memory back"):
+            self.memory.wake_weights()
+        with phase("sync", index, "all ranks to gather the weights and the engine to load them"):
+            self.sync.push()
+        with phase("wake_kv_cache", index, "the engine to take its KV cache's memory back"):
+            self.memory.wake_kv_cache()
+        with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
+            batch, scores = self.generate(index)
+        with phase("sleep", index, "the engine to free its memory"):
+            self.memory.sleep()
+        with phase("old_log_probs", index, "the actor's log-probs of the responses"):
+            old, entropy = self.actor.log_probs(batch, self.config.actor.microbatch_size)
+        difference = log_prob_difference(batch.require("rollout_log_probs"), old, batch.response_mask)
+        self.check_arrival(index, difference)
+        batch = batch.replace(old_log_probs=old)
+        lengths = batch.response_mask.sum(-1).float()
+        return batch, {
+            "reward_mean": self.mean(scores),
+            "response_tokens_mean": self.mean(lengths),
+            "rollout_entropy": self.token_mean(entropy, batch),
+            "log_prob_difference_mean": difference.mean,
+            "log_prob_difference_max": difference.largest,
+        }
+
+    def learn(self, index: int, batch: Batch) -> Metrics:
+        """Advantages, then the updates of critic and actor."""
+        phase, metrics = self.events.phase, Metrics()
+        if self.reference:
+            with phase("reference_log_probs", index, "the reference's log-probs of the responses"):
+                reference = self.reference.log_probs(batch, self.config.actor.microbatch_size)
+            batch = batch.replace(reference_log_probs=reference)
+        if self.critic:
+            with phase("values", index, "the critic's values of the responses"):
+                values = self.critic.values(batch, self.config.critic.microbatch_size)
+            batch = batch.replace(old_values=values)
+        with phase("advantages", index):
+            batch, reward_metrics = self.advantages(batch)
+        generator = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + index)
+        if self.critic:
+            with phase("update_critic", index, "the critic's optimizer steps"):
+                metrics |= {f"critic/{name}": value for name, value in self.critic.update(batch, generator).items()}
+        with phase("update_actor", index, "the actor's optimizer steps"):
+            metrics |= {f"actor/{name}": value for name, value in self.actor.update(batch, generator).items()}
+        return reward_metrics | metrics
+
+    def generate(self, index: int) -> tuple[Batch, torch.Tensor]:
+        """Responses of this rank's share of its engine's prompts, and their scores [B]."""
+        config = self.config.rollout
+        prompts = self.engine_prompts(index)
+        repeated = [prompt for prompt in prompts for _ in range(config.responses_per_prompt)]
+        answers = self.engine.generate(
+            input_ids=[prompt.input_ids for prompt in repeated],
+            sampling_params={
+                "temperature": config.temperature,
+                "top_p": config.top_p,
+                "top_k": config.top_k,
+                "max_new_tokens": config.max_response_tokens,
+                "ignore_eos": config.ignore_eos,
+            },
+        )
+        if self.first_token_at is None:
+            self.first_token_at = time.time()
+        size = len(repeated) // self.dims.engine_size
+        start = self.dims.engine_rank(self.world.rank) * size
+        own, answers = repeated[start : start + size], answers[start : start + size]
+        log_probs = [[entry[0] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+        responses = [[entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        scores = torch.tensor(
+            [
+                score(self.config.task.reward, text, prompt.answer)
+                for text, prompt in zip(texts, own, strict=True)
+            ],
+            dtype=torch.float32,
+        )
+        self.show_sample(index, own[0], texts[0], float(scores[0]))
+        pad_id = self.tokenizer.pad_token_id or 0
+        batch = from_sequences([prompt.input_ids for prompt in own], responses, pad_id)
+        return batch.replace(
+            group=torch.tensor([prompt.index for prompt in own]),
+            scores=scores,
+            rollout_log_probs=scatter_responses(log_probs, batch),
+        ), scores
+
+    def engine_prompts(self, index: int) -> list[Prompt]:
+        """The prompts of this rank's engine: its share of the step's, by dp index."""
+        prompts = self.prompts.batch(index)
+        share = len(prompts) // self.dims.dp
+        start = self.dims.coordinates(self.world.rank).dp * share
+        return prompts[start : start + share]
+
+    def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Token rewards less the KL, and from them advantages; whitened (GAE) or compared (GRPO) over all ranks."""
+        algorithm, mask = self.config.algorithm, batch.response_mask
+        metrics = Metrics()
+        kl = None
+        if self.reference:
+            kl = advantages.kl(
+                batch.require("old_log_probs"), batch.require("reference_log_probs"), algorithm.kl_estimator
+            )
+            metrics["reference_kl"] = self.token_mean(kl, batch)
+            metrics["kl_coefficient"] = self.kl_control.coefficient
+        in_reward = kl if algorithm.kl_placement == "reward" else None
+        rewards = advantages.token_rewards(batch.require("scores"), mask, in_reward, self.kl_control.coefficient)
+        if in_reward is not None:
+            sequences = self.config.rollout.prompts_per_step * self.config.rollout.responses_per_prompt
+            self.kl_control.update(metrics["reference_kl"], sequences)
+        if self.critic:
+            raw, returns = advantages.gae(rewards, batch.require("old_values"), mask, algorithm.gamma, algorithm.lam)
+            whitened = advantages.masked_whiten(raw, mask, all_sum=self.all_sum) * mask
+            return batch.replace(advantages=whitened, returns=returns), metrics
+        # The responses of one prompt may lie on several ranks: compare sequence scores of all of them.
+        gathered = all_gather((rewards.sum(-1), batch.require("group")))
+        scores, groups = (torch.cat(parts) for parts in zip(*gathered, strict=True))
+        everywhere = torch.ones_like(scores)[:, None]
+        compared = advantages.grpo(scores[:, None], everywhere, groups, algorithm.normalize_by_std)
+        start = sum(len(each[0]) for each in gathered[: self.world.rank])
+        mine = compared[start : start + len(batch)]
+        return batch.replace(advantages=mine * mask), metrics
+
+    def check_arrival(self, index: int, difference: LogProbDifference) -> None:
+        """Raise WeightsDidNotArrive, naming suspects, when the engine's log-probs are not the trainer's."""
+        allowed = tolerance(self.config)
+        self.events.fact("log_prob_difference", step=index, mean=difference.mean, max=difference.largest)
+        if difference.mean <= allowed:
+            return
+        with self.events.phase("find_suspects", index, "the engine to reload the weights from disk, for comparison"):
+            self.memory.wake_weights()
+            names = suspects(self.sync, self.world, self.model_folder)
+        listed = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")
+        raise WeightsDidNotArrive(
+            f"step {index}: the engine's log-probs are off by {difference.mean:.2e} in the mean"
+            f" (largest {difference.largest:.2e}, allowed mean {allowed:.0e});"
+            f" engine tensors that differ from the trainer's: {listed or 'none found'}"
+        )
+
+    def final_check(self, index: int) -> Metrics:
+        """Sync the last update too, and prove it on one more rollout that nobody learns from."""
+        _, metrics = self.rollout(index)
+        return {name: metrics[name] for name in ("log_prob_difference_mean", "log_prob_difference_max", "reward_mean")}
+
+    def show_sample(self, index: int, prompt: Prompt, response: str, reward: float) -> None:
+        """Keep one prompt and response a step and rank, for the reader."""
+        self.events.fact("sample", step=index, prompt=prompt.text, response=response, reward=reward)
+
+    def all_sum(self, total: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks."""
+        return torch.stack(all_gather(total)).sum(0)
+
+    def mean(self, values: torch.Tensor) -> float:
+        """Mean of every rank's values, [B] each."""
+        return float(torch.cat(all_gather(values)).double().mean())
+
+    def token_mean(self, values: torch.Tensor, batch: Batch) -> float:
+        """Mean over the response tokens of all ranks."""
+        return float(advantages.masked_mean(values.double(), batch.response_mask.double(), all_sum=self.all_sum))
+
+
+def tolerance(config: Config) -> float:
+    """Allowed mean |engine log-prob - trainer log-prob| for the run's dtype."""
+    return config.weights.tolerance_float32 if config.model.dtype == "float32" else config.weights.tolerance_bfloat16

@@ -1,0 +1,1 @@
+"""The engine's side: one SGLang engine for each (tp, pp) group."""

@@ -1,0 +1,51 @@
+"""Makes the installed torchvision importable beside a CPU torch, then becomes it.
+
+The published torchvision is a CUDA build. Beside a CPU torch its extension cannot load, and the import fails where it
+registers fake kernels for two operators that the extension would have defined. This file declares those two, with the
+schemas of torchvision's own sources, and replaces itself in sys.modules by the installed package. Called, the two
+operators raise.
+"""
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+def _installed() -> importlib.machinery.ModuleSpec:
+    standins = Path(__file__).resolve().parent.parent
+    path = [entry for entry in sys.path if Path(entry).resolve() != standins]
+    spec = importlib.machinery.PathFinder.find_spec("torchvision", path)
+    if spec is None or spec.loader is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'torchvision': only its stand-in was found", name="torchvision")
+    return spec
+
+
+def _extension_loads(package: Path) -> bool:
+    for extension in package.glob("_C*.so"):
+        try:
+            torch.ops.load_library(str(extension))
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _hand_over() -> None:
+    spec = _installed()
+    assert spec.loader is not None and spec.origin is not None
+    if not _extension_loads(Path(spec.origin).parent):
+        for name in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, name):
+                torch.library.define(f"torchvision::{name}", _SCHEMA)
+    module = importlib.util.module_from_spec(spec)
+    # The import system returns what it finds under this name once this file has run.
+    sys.modules["torchvision"] = module
+    spec.loader.exec_module(module)
+
+
+_hand_over()

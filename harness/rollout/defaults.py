@@ -1,0 +1,56 @@
+"""The harness's defaults for sglang.Engine, by device. A user's engine.args replace them one by one; those that a
+release does not know are dropped (sglang_api.check_arguments), so new and old names of one switch stand side by
+side."""
+
+from typing import Any, Literal
+
+
+def engine_defaults(device: Literal["cpu", "cuda"]) -> dict[str, Any]:
+    """Engine arguments that do not depend on the run's shape. Raises ValueError for another device."""
+    by_device = {"cpu": _CPU, "cuda": _CUDA}
+    if device not in by_device:
+        raise ValueError(f"device = {device}: must be one of {', '.join(by_device)}.")
+    return {**_COMMON, **by_device[device]}
+
+
+_COMMON: dict[str, Any] = {
+    # Prompts leave and responses arrive as token ids; text is the trainer's business. Answers carry output_ids in every
+    # release only so, and no tokenizer or detokenizer can fail. The end token is then the one of the model's config.
+    "skip_tokenizer_init": True,
+    # Code from a model's folder runs only where the user asks for it.
+    "trust_remote_code": False,
+    # The Engine's own default is "error", which hides why a scheduler died; "info" prints hundreds of lines.
+    "log_level": "warning",
+}
+
+_CPU: dict[str, Any] = {
+    "device": "cpu",
+    # The one attention backend in pure torch; the others need kernels that no CPU build on PyPI has.
+    "attention_backend": "torch_native",
+    # The same for sampling.
+    "sampling_backend": "pytorch",
+    # There are no graphs on CPU; without this the scheduler compiles the model.
+    "disable_cuda_graph": True,
+    # Tokens of KV cache. Enough for the tiny tasks, and it bounds memory where mem_fraction_static is a share of host
+    # RAM.
+    "max_total_tokens": 2048,
+    # Share of host memory; several engines and trainers live on one laptop.
+    "mem_fraction_static": 0.1,
+}
+
+_CUDA: dict[str, Any] = {
+    "device": "cuda",
+    # Compiles what it needs by itself, for every GPU; FlashInfer and FA3 need wheels matched to torch and CUDA.
+    "attention_backend": "triton",
+    # The sampler that honours a seed; FlashInfer's does not.
+    "sampling_backend": "pytorch",
+    # Capture takes a minute and gigabytes, for three short steps.
+    "disable_cuda_graph": True,
+    # The same for piecewise capture (8-60 s): its switch until 0.5.13, and from 0.5.14 on.
+    "disable_piecewise_cuda_graph": True,
+    "disable_prefill_cuda_graph": True,
+    # Without it release and resume do nothing.
+    "enable_memory_saver": True,
+    # Share of the GPU memory free at start. The trainer's model, gradients and Adam states live on the same GPU.
+    "mem_fraction_static": 0.4,
+}

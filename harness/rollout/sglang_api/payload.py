@@ -1,0 +1,69 @@
+"""What travels from a trainer rank to the schedulers: serialized tensors and flattened buckets.
+
+On a GPU a payload is a CUDA IPC handle: the sender's memory must live until the engine has answered. On CPU it names
+shared memory through a file descriptor that can be fetched once: each scheduler process needs a payload of its own.
+
+`serialize` imports nothing of sglang. The others import what they return, which takes sglang's whole import (8 s on a
+laptop for 0.5.20, 15 s for its engine) in a process that has not built an engine.
+"""
+
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from harness.rollout.sglang_api import source
+from harness.rollout.sglang_api.probe import MODEL_RUNNER, SGLangApi
+
+WEIGHT_UPDATER = "srt/model_executor/model_runner_components/weight_updater.py"
+PATCHES = ("srt/utils/patch_torch.py", "srt/patch_torch.py")
+
+
+def serialize(obj: object) -> bytes:
+    """What sglang's MultiprocessingSerializer.serialize(obj) returns in every release: a pickle by ForkingPickler, for
+    which torch.multiprocessing has registered how tensors share memory.
+
+    As bytes; its base64 form (output_str=True) is for HTTP alone, and returns bytes in 0.5.4 by mistake. The receiver
+    reads it with ForkingPickler.loads until 0.5.4, then with an unpickler that allows only torch, sglang and builtin
+    classes.
+    """
+    import torch.multiprocessing  # noqa: F401 - registers the reducers of tensors
+
+    return bytes(ForkingPickler.dumps(obj))
+
+
+def local_serialized_tensor(api: SGLangApi, values: Sequence[bytes]) -> Any:
+    """A stand-in for one tensor of which TP rank r opens values[r], each serialized by the trainer rank beside it."""
+    module = WEIGHT_UPDATER if _has_class(api, WEIGHT_UPDATER, "LocalSerializedTensor") else MODEL_RUNNER
+    return source.load(module, "LocalSerializedTensor")(values=list(values))
+
+
+def flattened_bucket(api: SGLangApi, named_tensors: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The dict that load_format="flattened_bucket" wants: flattened_tensor, a copy of all tensors in one, on their
+    device, and metadata. Serialize it once for each TP rank.
+
+    Raises ValueError where SGLang has no buckets, for no tensors, and for several dtypes where a bucket holds one.
+    """
+    if not api.flattened_bucket:
+        raise ValueError(f"weights.transport = bucket: sglang {api.version} has no flattened buckets; use tensor.")
+    dtypes = sorted({str(tensor.dtype) for _, tensor in named_tensors})
+    if len(dtypes) > 1 and not api.bucket_mixes_dtypes:
+        raise ValueError(f"bucket of {', '.join(dtypes)}: sglang {api.version} takes one dtype a bucket; split it.")
+    bucket = source.load("srt/weight_sync/tensor_bucket.py", "FlattenedTensorBucket")(named_tensors=list(named_tensors))
+    return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+
+
+def patch_reductions(api: SGLangApi) -> None:
+    """Make CUDA IPC handles carry the GPU's UUID, not its index, so that sender and scheduler may number GPUs
+    differently.
+
+    Call before `serialize` on every rank that sends GPU tensors; twice does no harm. Since 0.4.4.post3; raises
+    ValueError before, where trainer and scheduler must see the same CUDA_VISIBLE_DEVICES.
+    """
+    path = next((path for path in PATCHES if api.tree.has(path)), None)
+    if path is None:
+        raise ValueError(f"patch_reductions: sglang {api.version} has no patch_torch module; use 0.4.4.post3 or newer.")
+    source.load(path, "monkey_patch_torch_reductions")()
+
+
+def _has_class(api: SGLangApi, path: str, name: str) -> bool:
+    return api.tree.find_class(name, path) is not None

@@ -1,0 +1,368 @@
+"""VerlEngine: the SPMD face of one SGLang engine. Every rank of its group makes the same call, with its own tensors.
+
+One rank of each host builds the sglang.Engine there; the first rank of the group (tp 0, pp 0) speaks to it and hands
+the answer to the others. The interface is that of the VerlEngine which sglang shipped from 0.4.3.post3 to 0.4.7.post1.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from harness.cluster.mesh import ParallelDims
+from harness.cluster.placement import EngineNode, Seat, place
+from harness.cluster.ports import PortLease
+from harness.cluster.world import all_gather, child_environment, own_seat, route_to_master
+from harness.rollout import sglang_api, worker
+from harness.rollout.cpu.activate import engine_environment
+from harness.rollout.processes import ChildWatch, children, end, first_error, ignore_signal, output_to
+
+T = TypeVar("T")
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
+class EngineFailed(RuntimeError):
+    """The engine did not start, died, or failed a call; says on which rank, and the first error of its log."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The ranks of one engine."""
+
+    process_group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    """World ranks in engine order: pp major, then tp."""
+    rank: int
+    """This process's world rank."""
+    tp: int
+    pp: int
+
+    @property
+    def head(self) -> int:
+        """The rank that calls the engine."""
+        return self.ranks[0]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "Group":
+        """mesh: 1-D over tp, or 2-D over (tp, pp). Raises ValueError for another number of axes."""
+        if mesh.ndim not in (1, 2):
+            raise ValueError(f"device_mesh_cpu has axes {mesh.mesh_dim_names}; give the tp axis, or the tp and pp axes.")
+        table = mesh.mesh.view(mesh.size(0), -1)
+        ranks = tuple(table.T.flatten().tolist())
+        return cls(
+            # A group of its own, even where the mesh is the whole world: trainer threads use the default group while
+            # the engine starts, and two threads must not share one.
+            process_group=dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True),
+            ranks=ranks,
+            rank=dist.get_rank(),
+            tp=table.shape[0],
+            pp=table.shape[1],
+        )
+
+
+class VerlEngine:
+    """One SGLang engine, driven by all ranks of device_mesh_cpu in step."""
+
+    def __init__(
+        self,
+        device_mesh_cpu: DeviceMesh,
+        nnodes: int | None = None,
+        *,
+        log_dir: Path = Path("."),
+        base_port: int = 30000,
+        on_death: Callable[[str], None] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """Build the engine; returns on every rank when it serves.
+
+        nnodes: hosts of this group; None counts them. log_dir receives what the engine's processes print.
+        on_death(message) is called once, from a thread, when a process of the engine dies; by default this process
+        prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them.
+        Raises EngineFailed on every rank when it does not start, ValueError for a placement that cannot work.
+        """
+        self.api = sglang_api.probe()
+        self.group = Group.of(device_mesh_cpu)
+        self._cpu = engine_args.get("device") == "cpu"
+        self._seats = self._local_seats()
+        self.node = self._find_node(nnodes)
+        self.log = log_dir / f"engine-rank{self.node.builder}.log"
+        self._engine: Any = None
+        self._lease: PortLease | None = None
+        self._watch: ChildWatch | None = None
+        self._on_death = on_death or _exit_with
+        self._signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
+        if self._cpu:
+            self._share_authkey()
+        arguments = engine_args | self._placement_arguments(base_port)
+        self._together("engine start", lambda: self._build(arguments) if self.is_builder else None)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this rank calls the engine."""
+        return self.group.rank == self.group.head
+
+    @property
+    def is_builder(self) -> bool:
+        """Whether this rank's process is the parent of this host's schedulers."""
+        return self.group.rank == self.node.builder
+
+    def generate(
+        self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, Any], return_logprob: bool = True
+    ) -> list[dict[str, Any]]:
+        """One answer a prompt, in order, the same on every rank: output_ids, text and meta_info, as sglang gives them."""
+        return self._on_head(
+            lambda engine: sglang_api.generate(
+                engine, input_ids=input_ids, sampling_params=sampling_params, return_logprob=return_logprob
+            )
+        )
+
+    async def async_generate(
+        self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, Any], return_logprob: bool = True
+    ) -> list[dict[str, Any]]:
+        """generate() without blocking the caller's event loop. One call at a time: ranks must call in the same order."""
+        return await asyncio.to_thread(self.generate, input_ids, sampling_params, return_logprob)
+
+    def update_weights_from_tensor(
+        self, named_tensors: NamedTensors, load_format: str | None = None, flush_cache: bool = True
+    ) -> None:
+        """Load full tensors under their checkpoint names; every rank passes the same names and its own copy.
+
+        named_tensors: (name, Tensor or DTensor); a DTensor is gathered over its mesh. load_format: None sends them one
+        handle each, "flattened_bucket" all in one buffer; the path of a custom loader is passed on.
+        All tensors of one call arrive together: SGLang fuses some only when their other half is in the same call.
+        """
+        full = [(name, _full(tensor)) for name, tensor in named_tensors]
+        if load_format == "flattened_bucket":
+            payload: Any = sglang_api.serialize(sglang_api.flattened_bucket(self.api, full))
+        else:
+            payload = [(name, sglang_api.serialize(tensor)) for name, tensor in full]
+        payloads = all_gather_to(payload, self.group)
+        self._on_head(lambda engine: self._send(engine, payloads[: self.group.tp], load_format, flush_cache))
+        del full  # the engine has answered: only now may the memory behind the handles go
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Free the GPU memory of "kv_cache", "weights" or both; their contents are lost. None: all."""
+        self._on_head(lambda engine: sglang_api.release_memory_occupation(self.api, engine, tags))
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back. The weights must be updated before the engine generates again."""
+        self._on_head(lambda engine: sglang_api.resume_memory_occupation(self.api, engine, tags))
+
+    def flush_cache(self) -> None:
+        """Forget the prefix cache, whose keys and values are of the old weights."""
+        self._on_head(lambda engine: sglang_api.flush_cache(self.api, engine))
+
+    def update_weights_from_disk(self, path: str) -> None:
+        """Load a checkpoint folder that every host of the engine can read."""
+        self._on_head(lambda engine: sglang_api.update_weights_from_disk(engine, path))
+
+    def shutdown(self) -> None:
+        """End the engine; returns on every rank when its processes are gone. Twice does no harm."""
+        if self._watch:
+            self._watch.stop()
+        if self._engine is not None:
+            processes = children()
+            sglang_api.shutdown(self._engine)
+            end(processes)
+            self._engine = None
+            self._restore_signals()
+        if self._lease:
+            self._lease.close()
+            self._lease = None
+        dist.barrier(group=self.group.process_group)
+
+    def _send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
+        update: Any = list(payloads)
+        if load_format != "flattened_bucket":
+            update = [
+                (named[0][0], sglang_api.local_serialized_tensor(self.api, [payload for _, payload in named]))
+                for named in zip(*payloads, strict=True)
+            ]
+        with sglang_api.update_session(self.api, engine):
+            sglang_api.update_weights_from_tensor(
+                self.api, engine, update, load_format=load_format, flush_cache=flush_cache
+            )
+
+    def _on_head(self, call: Callable[[Any], T]) -> T:
+        """call(engine) on the head; its value, or its failure, on every rank."""
+        outcome: list[Any] = [None]
+        if self.is_head:
+            try:
+                outcome = [("value", call(self._engine))]
+            except Exception as error:
+                dist.broadcast_object_list([("error", _describe(error))], self.group.head, self.group.process_group)
+                raise
+            finally:
+                self._restore_signals()
+        dist.broadcast_object_list(outcome, self.group.head, self.group.process_group)
+        kind, value = outcome[0]
+        if kind == "error":
+            raise EngineFailed(f"on rank {self.group.head}: {value}")
+        return value
+
+    def _together(self, what: str, work: Callable[[], None]) -> None:
+        """work() on this rank; raises on every rank of the group when it failed on one."""
+        failure, cause = None, None
+        try:
+            work()
+        except Exception as error:
+            failure, cause = _describe(error), error
+        failures = all_gather(failure, self.group.process_group)
+        for rank, message in zip(sorted(self.group.ranks), failures, strict=True):
+            if message:
+                raise EngineFailed(f"{what} failed on rank {rank}: {message}") from cause
+
+    def _build(self, arguments: dict[str, Any]) -> None:
+        if self.api.custom_sigquit_handler:
+            arguments["custom_sigquit_handler"] = ignore_signal
+        if self.api.custom_weight_loader:
+            arguments["custom_weight_loader"] = [*arguments.get("custom_weight_loader", ()), worker.INSPECT]
+        before = children()
+        try:
+            with child_environment(self._environment()), output_to(self.log):
+                self._engine = sglang_api.build_engine(arguments)
+                if self.is_head:
+                    # SGLang's own signal handlers are set with its first call: make that now, then take them back.
+                    sglang_api.start_loop(self._engine)
+        except Exception as error:
+            end({pid: child for pid, child in children().items() if pid not in before})
+            cause = first_error(self.log.read_text(encoding="utf-8", errors="replace"))
+            raise EngineFailed(f"{cause or _describe(error)} (whole log: {self.log})") from error
+        finally:
+            self._restore_signals()
+        started = {pid: child for pid, child in children().items() if pid not in before and not _is_tracker(child)}
+        self._watch = ChildWatch(started, self._report_death)
+        self._watch.start()
+
+    def _report_death(self, name: str, pid: int) -> None:
+        cause = first_error(self.log.read_text(encoding="utf-8", errors="replace"))
+        self._on_death(f"engine process {name} (pid {pid}) died: {cause or 'it printed nothing'} (whole log: {self.log})")
+
+    def _restore_signals(self) -> None:
+        """Take SIGTERM and SIGQUIT back: SGLang's handlers ignore the first and kill this process on the second."""
+        loop = getattr(self._engine, "loop", None)
+        for number, handler in self._signals.items():
+            if loop is not None and not loop.is_closed():
+                loop.remove_signal_handler(number)
+            signal.signal(number, ignore_signal if number == signal.SIGQUIT and self._engine else handler)
+
+    @property
+    def _mesh_order(self) -> list[int]:
+        """The group's world ranks, tp major, then pp."""
+        pp, tp, ranks = self.group.pp, self.group.tp, self.group.ranks
+        return [ranks[stage * tp + index] for index in range(tp) for stage in range(pp)]
+
+    def _local_seats(self) -> tuple[Seat, ...]:
+        """The group's seats, numbered as a mesh of one engine numbers them: tp major, then pp."""
+        seats = {seat.rank: seat for seat in all_gather(own_seat(self._cpu), self.group.process_group)}
+        return tuple(
+            Seat(position, seats[rank].host, seats[rank].local_rank, seats[rank].visible, seats[rank].gpu_count)
+            for position, rank in enumerate(self._mesh_order)
+        )
+
+    def _find_node(self, nnodes: int | None) -> EngineNode:
+        """This rank's node of the engine, in world ranks."""
+        dims = ParallelDims(dp=1, tp=self.group.tp, pp=self.group.pp)
+        placement = place(dims, self._seats, "cpu" if self._cpu else "cuda")[0]
+        if nnodes is not None and nnodes != placement.nnodes:
+            raise ValueError(
+                f"nnodes = {nnodes}, but the {len(self.group.ranks)} ranks of this engine are on {placement.nnodes} hosts;"
+                f" pass nnodes = {placement.nnodes}, or leave it out."
+            )
+        self.nnodes = placement.nnodes
+        order = self._mesh_order
+        nodes = [
+            EngineNode(node.node_rank, node.host, tuple(order[rank] for rank in node.ranks), node.visible_devices)
+            for node in placement.nodes
+        ]
+        return next(node for node in nodes if self.group.rank in node.ranks)
+
+    def _placement_arguments(self, base_port: int) -> dict[str, Any]:
+        """Lease ports on each builder; agree on the head's address."""
+        if self.is_builder:
+            self._lease = PortLease(base_port)
+        address: list[str] = [""]
+        if self.is_head:
+            assert self._lease is not None
+            host = "127.0.0.1" if self.nnodes == 1 else route_to_master()
+            address = [f"{f'[{host}]' if ':' in host else host}:{self._lease.ports.dist_init_port}"]
+        dist.broadcast_object_list(address, self.group.head, self.group.process_group)
+        if self._lease is None:
+            return {}
+        arguments: dict[str, Any] = {
+            "tp_size": self.group.tp,
+            "nnodes": self.nnodes,
+            "node_rank": self.node.node_rank,
+            "base_gpu_id": self.node.base_gpu_id,
+            "dist_init_addr": address[0],
+            "port": self._lease.ports.port,
+        }
+        if self.group.pp > 1:
+            arguments["pp_size"] = self.group.pp
+        if "nccl_port" in self.api.engine_arguments:
+            arguments["nccl_port"] = self._lease.ports.nccl_port
+        return arguments
+
+    def _environment(self) -> dict[str, str | None]:
+        """What this engine's processes see beside the parent's environment; None removes."""
+        balance = sglang_api.memory_imbalance_environment(self.api)
+        changes: dict[str, str | None] = {name: None for name in balance.unset} | dict(balance.set)
+        if self.api.nonblocking_variable:
+            changes[self.api.nonblocking_variable] = "0"
+        if self.node.visible_devices is not None:
+            changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.node.visible_devices)
+        if self._cpu:
+            # Each engine rank gets its trainer rank's share of the cores, so that engines of one host do not overlap.
+            shared = engine_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
+            cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+            mine = [cores[self._local_rank(rank)] for rank in self.node.ranks]
+            changes |= shared | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(mine)}
+        return changes
+
+    def _local_rank(self, rank: int) -> int:
+        return self._seats[self._mesh_order.index(rank)].local_rank
+
+    def _share_authkey(self) -> None:
+        """One key for all ranks: a scheduler fetches CPU payloads from each trainer rank, and must prove it may."""
+        key = [bytes(multiprocessing.current_process().authkey) if self.is_head else b""]
+        dist.broadcast_object_list(key, self.group.head, self.group.process_group)
+        multiprocessing.current_process().authkey = key[0]
+
+
+def all_gather_to(payload: T, group: Group) -> list[T]:
+    """Every rank's payload in engine order on the head; an empty list elsewhere."""
+    received: list[Any] | None = [None] * len(group.ranks) if group.rank == group.head else None
+    dist.gather_object(payload, received, group.head, group.process_group)
+    by_rank = dict(zip(sorted(group.ranks), received or [], strict=False))
+    return [by_rank[rank] for rank in group.ranks] if received else []
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
+
+
+def _is_tracker(process: Any) -> bool:
+    """multiprocessing's resource tracker: it outlives nothing that matters, and may be restarted."""
+    return any("resource_tracker" in word for word in process.cmdline())
+
+
+def _exit_with(message: str) -> None:
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
+    os._exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes

@@ -1,0 +1,141 @@
+"""A run from launch to verdict, on one rank: a clean start, the steps, a verdict, and nothing left behind.
+
+Nothing heavy is imported at the top: on CPU the stand-ins must be on the path before transformers and SGLang are.
+"""
+
+import os
+import sys
+import traceback
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from harness.cluster.mesh import ParallelDims
+from harness.cluster.placement import place
+from harness.cluster.world import Launch, World, WorldError, check_agreement, choose_device, open_world
+from harness.config.layers import ConfigError, digest, to_toml
+from harness.config.schema import Config
+from harness.events import Console, EventLog
+from harness.mistake import say_mistake
+from harness.rollout.cpu.activate import activate
+
+FAILED = 1
+
+
+def run(config: Config) -> int:
+    """Run on this rank; its exit code. Only rank 0 prints, save for the rank that fails."""
+    launched = _launched_at()
+    try:
+        launch = Launch.from_environment(os.environ)
+    except WorldError as error:
+        return say_mistake(error, rank=0)
+    try:
+        ParallelDims(
+            dp=config.parallel.dp, tp=config.parallel.tp, pp=config.parallel.pp, rank_order=config.parallel.rank_order
+        ).validate(launch.world_size)
+        device = choose_device(config.engine.device, launch)
+    except ValueError as error:
+        return say_mistake(error, launch.rank)
+    console = _console(launched) if launch.rank == 0 else None
+    if device.type == "cpu":
+        for sentence in activate():
+            if console:
+                console.say(f"CPU mode: {sentence}")
+    _agree_with_engine(config, device)
+    if console:
+        console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
+    with open_world(launch, device, config.run.timeout_seconds) as world:
+        return _in_world(config, world, console, launched)
+
+
+def _in_world(config: Config, world: World, console: Console | None, launched: float) -> int:
+    folder = _run_folder(config)
+    events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, _memory)
+    try:
+        differences = check_agreement(digest(config), os.environ)
+        dims = ParallelDims(
+            dp=config.parallel.dp, tp=config.parallel.tp, pp=config.parallel.pp, rank_order=config.parallel.rank_order
+        )
+        placements = place(dims, world.seats, "cpu" if world.device.type == "cpu" else "cuda")
+    except ValueError as error:
+        return say_mistake(error, world.rank)
+    for sentence in differences:
+        events.say(f"warning: {sentence}")
+    events.fact("placement", engines=[repr(placement) for placement in placements])
+    if world.rank == 0:
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    # Imported here: this pulls in transformers and torch.distributed's heavier half.
+    from harness.assemble import conduct
+
+    try:
+        with events.phase("run"):
+            return conduct(config, world, dims, events, folder, launched)
+    except ConfigError as error:
+        return say_mistake(error, world.rank)
+    except Exception as error:
+        _tell_failure(events, error)
+        # Peers may sit in a collective that will never end, and so may our own threads.
+        events.close()
+        sys.stderr.flush()
+        os._exit(FAILED)
+    finally:
+        events.close()
+
+
+def _tell_failure(events: EventLog, error: Exception) -> None:
+    text = "".join(traceback.format_exception(error))
+    events.fact("failed", error=f"{type(error).__name__}: {error}", traceback=text)
+    print(f"rank {events.rank} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
+    print(f"rank {events.rank}: traceback in {events.path}", file=sys.stderr)
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+
+
+def _agree_with_engine(config: Config, device: torch.device) -> None:
+    """Give this rank what the engine will set on the rank that builds it: NCCL communicators are made lazily, and two
+    ranks with different settings fail in their first collective after the engine is up."""
+    if device.type != "cuda":
+        return
+    from harness.rollout import sglang_api
+
+    api = sglang_api.probe()
+    rules = sglang_api.engine_environment_rules(api)
+    os.environ.update(sglang_api.common_environment(rules, config.engine.args, os.environ))
+
+
+def _run_folder(config: Config) -> Path:
+    """run.dir, or runs/<date>-<time> as rank 0 names it; the same on every rank."""
+    name = [config.run.dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
+    dist.broadcast_object_list(name, src=0)
+    folder = Path(name[0]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _launched_at() -> float:
+    """When torchrun started, in UNIX seconds; without it, when this process did."""
+    parent = psutil.Process().parent()
+    is_torchrun = parent is not None and "TORCHELASTIC_RUN_ID" in os.environ
+    return float((parent if is_torchrun and parent else psutil.Process()).create_time())
+
+
+def _console(launched: float) -> Console:
+    """A stream of its own: descriptor 1 is the engine's log while the engine starts."""
+    return Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace"), launched)
+
+
+def _memory() -> dict[str, int]:
+    figures = {"rss": psutil.Process().memory_info().rss}
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        figures |= {
+            "gpu_free": free,
+            "gpu_total": total,
+            "gpu_allocated": torch.cuda.memory_allocated(),
+            "gpu_reserved": torch.cuda.memory_reserved(),
+        }
+    return figures
+

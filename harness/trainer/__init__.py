@@ -1,0 +1,1 @@
+"""The learner's side: FSDP2 models and the PPO arithmetic."""

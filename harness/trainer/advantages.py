@@ -1,0 +1,179 @@
+"""From rewards to advantages: masked statistics, GAE, GRPO, RLOO and the KL to the reference. Pure functions of
+tensors.
+
+Masks are [B, T], any dtype, nonzero where a token counts. Statistics follow verl 0.9.1 (core_algos.py,
+torch_functional.py) to the last epsilon, so that numbers can be compared. Where a statistic spans several ranks,
+`all_sum` adds a tensor up over them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KlEstimator = Literal["k1", "abs", "k2", "k3"]
+AllSum = Callable[[Tensor], Tensor]
+
+
+def one_rank(total: Tensor) -> Tensor:
+    """The `all_sum` of a single rank: the sum over ranks is its own."""
+    return total
+
+
+def masked_sum(x: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
+    """Sum of x where mask is nonzero, a scalar. What lies under a zero mask does not matter, NaN included."""
+    return all_sum(torch.where(mask.bool(), x, torch.zeros_like(x)).sum())
+
+
+def masked_mean(x: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
+    """Mean of x where mask is nonzero, a scalar: sum / (n + 1e-8), hence 0 for an empty mask."""
+    return masked_sum(x, mask, all_sum) / (all_sum(mask.bool().sum().to(x.dtype)) + 1e-8)
+
+
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True, all_sum: AllSum = one_rank) -> Tensor:
+    """Variance of x where mask is nonzero, a scalar; unbiased divides by n - 1.
+
+    Raises ValueError if unbiased and fewer than two tokens count.
+    """
+    mean = masked_mean(x, mask, all_sum)
+    variance = masked_mean((x - mean).square(), mask, all_sum)
+    if not unbiased:
+        return variance
+    count = all_sum(mask.bool().sum().to(x.dtype))
+    if count < 2:
+        raise ValueError(f"mask counts {int(count)} tokens, but an unbiased variance needs at least 2")
+    return variance * count / (count - 1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, all_sum: AllSum = one_rank) -> Tensor:
+    """x scaled to variance 1, and to mean 0 if shift_mean, over the tokens that count; 0 elsewhere.
+
+    Raises ValueError if fewer than two tokens count.
+    """
+    mean = masked_mean(x, mask, all_sum)
+    white = (x - mean) * torch.rsqrt(masked_var(x, mask, all_sum=all_sum) + 1e-8)
+    return torch.where(mask.bool(), white if shift_mean else white + mean, torch.zeros_like(x))
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
+    """1 - var(returns - values) / var(returns), a scalar; 0 where the returns do not vary: nothing to explain."""
+    total = masked_var(returns, mask, unbiased=False, all_sum=all_sum)
+    left = masked_var(returns - values, mask, unbiased=False, all_sum=all_sum)
+    # Equal returns have a variance of rounding errors, not of 0.
+    varies = total > 1e-10 * masked_mean(returns.square(), mask, all_sum)
+    return torch.where(varies, 1 - left / total, torch.zeros_like(total))
+
+
+def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
+    """Rewards per token, [B, T]: a response's score [B] at its last token, less kl_coefficient * kl [B, T] at each.
+
+    Raises ValueError if a row's mask is empty: its score would have no token to stand at.
+    """
+    counts = mask.bool()
+    if not bool(counts.any(dim=-1).all()):
+        row = int((~counts.any(dim=-1)).nonzero()[0])
+        raise ValueError(f"response {row} has no token, but its score needs a last token to stand at")
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    last = torch.where(counts, positions, -1).amax(dim=-1)
+    rewards = scores.new_zeros(mask.shape).scatter(-1, last[:, None], scores[:, None])
+    if kl is not None:
+        rewards = rewards - kl_coefficient * kl
+    return torch.where(counts, rewards, torch.zeros_like(rewards))
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), [B, T], not whitened, 0 under mask 0.
+
+    rewards [B, T] and values [B, T] share one float dtype. Where the mask is 0, as in the prompts of later turns, the
+    recursion carries the next value and advantage over, so that what lies there has no influence.
+    """
+    counts = mask.bool()
+    next_value = torch.zeros_like(values[:, 0])
+    advantage = torch.zeros_like(next_value)
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(values.shape[1])):
+        here = counts[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(here, delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = torch.where(here, advantage, torch.zeros_like(advantage))
+    return advantages, torch.where(counts, advantages + values, torch.zeros_like(values))
+
+
+def _group_sums(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row's group: row number of the group [B], scores added up [B], responses [B]."""
+    _, row = group.unique(return_inverse=True)
+    zeros = scores.new_zeros(int(row.max()) + 1)
+    total = zeros.index_add(0, row, scores)
+    count = zeros.index_add(0, row, torch.ones_like(scores))
+    return row, total[row], count[row]
+
+
+def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
+    """Group-relative advantages (arXiv 2402.03300), [B, T]: (score - mean) / (std + epsilon) within a prompt's group.
+
+    rewards [B, T], added up to a score per row; group [B] integers, equal for the responses of one prompt. The std is
+    unbiased. A response alone in its group has mean 0 and std 1: its score passes through. normalize_by_std False is
+    Dr. GRPO (arXiv 2503.20783).
+    """
+    scores = torch.where(mask.bool(), rewards, torch.zeros_like(rewards)).sum(dim=-1)
+    row, total, count = _group_sums(scores, group)
+    centred = torch.where(count > 1, scores - total / count, scores)
+    if normalize_by_std:
+        squares = _group_sums(centred.square(), row)[1]
+        std = torch.where(count > 1, (squares / (count - 1).clamp(min=1)).sqrt(), torch.ones_like(count))
+        centred = centred / (std + epsilon)
+    return torch.where(mask.bool(), centred[:, None], torch.zeros_like(rewards))
+
+
+def rloo(rewards: Tensor, mask: Tensor, group: Tensor) -> Tensor:
+    """Leave-one-out advantages (arXiv 2402.14740), [B, T]: a score less the mean of its group's others, if any."""
+    scores = torch.where(mask.bool(), rewards, torch.zeros_like(rewards)).sum(dim=-1)
+    _, total, count = _group_sums(scores, group)
+    advantages = torch.where(count > 1, (scores - total / count) * count / (count - 1).clamp(min=1), scores)
+    return torch.where(mask.bool(), advantages[:, None], torch.zeros_like(rewards))
+
+
+def kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
+    """KL of the policy from the reference, estimated at each sampled token, nats, shape of the inputs.
+
+    Estimators after http://joschu.net/blog/kl-approx.html: k1 is unbiased and may be negative, k2 is half its square,
+    k3 is unbiased and never negative. k3 is clamped as in verl: its exponent to +-20, its value to +-10.
+    """
+    difference = log_probs - reference_log_probs
+    if estimator == "k1":
+        return difference
+    if estimator == "abs":
+        return difference.abs()
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    if estimator == "k3":
+        exponent = (-difference).clamp(min=-20, max=20)
+        return (exponent.exp() - exponent - 1).clamp(min=-10, max=10)
+    raise ValueError(f"kl_estimator is {estimator!r}, but must be one of k1, abs, k2, k3")
+
+
+@dataclass
+class FixedKl:
+    """A KL coefficient that stays."""
+
+    coefficient: float
+
+    def update(self, current_kl: float, sequences: int) -> None:
+        """Nothing to do."""
+
+
+@dataclass
+class AdaptiveKl:
+    """A KL coefficient that holds the KL near target (arXiv 1909.08593): at most 20 % per horizon sequences."""
+
+    coefficient: float
+    target: float
+    horizon: int
+
+    def update(self, current_kl: float, sequences: int) -> None:
+        """Adapt to the mean KL of a step that saw so many sequences."""
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        self.coefficient *= 1 + error * sequences / self.horizon

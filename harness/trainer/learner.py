@@ -1,0 +1,145 @@
+"""What actor and critic share: minibatch steps whose loss is right over all ranks, and metrics that are the same on all
+ranks.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from harness.config import schema
+from harness.trainer.batch import Batch, microbatches, minibatches
+from harness.trainer.losses import Counts, local_counts
+
+MicrobatchLoss = Callable[[Batch, Counts], tuple[Tensor, dict[str, Tensor]]]
+"""(microbatch, counts of its minibatch over all ranks) -> (this microbatch's share of the loss, sums over its tokens by
+metric).
+"""
+
+
+def all_sum(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor added up over the mesh's ranks, in place and returned; the same on every rank."""
+    dist.all_reduce(tensor, group=mesh.get_group())
+    return tensor
+
+
+def check_same_on_all_ranks(what: str, number: int, mesh: DeviceMesh, device: torch.device) -> None:
+    """Raises ValueError, on every rank, if the ranks disagree on a number that decides how many collectives they will
+    run.
+    """
+    numbers = torch.zeros(mesh.size(), dtype=torch.int64, device=device)
+    numbers[mesh.get_local_rank()] = number
+    everyone = all_sum(numbers, mesh).tolist()
+    if len(set(everyone)) > 1:
+        raise ValueError(f"{what} is {everyone} on ranks 0 to {mesh.size() - 1}, but must be the same on every rank")
+
+
+@dataclass
+class Tally:
+    """Sums over tokens of one rank, gathered microbatch by microbatch."""
+
+    sums: dict[str, Tensor]
+    tokens: int
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        """Add a microbatch's sums, kept in float64."""
+        for name, total in sums.items():
+            self.sums[name] = (
+                self.sums.get(name, torch.zeros_like(total, dtype=torch.float64)) + total.detach().double()
+            )
+
+    def means(self, mesh: DeviceMesh) -> dict[str, float]:
+        """Sums over all ranks, divided by the tokens of all ranks: `tokens` is that total already."""
+        totals = all_sum(torch.stack(list(self.sums.values())), mesh).tolist()
+        return {name: total / self.tokens for name, total in zip(self.sums, totals, strict=True)}
+
+
+class Learner:
+    """A sharded model, its AdamW, and the loop of epochs, minibatches and microbatches."""
+
+    def __init__(
+        self, name: str, model: nn.Module, config: schema.Actor | schema.Critic, mesh: DeviceMesh, device: torch.device
+    ) -> None:
+        """Raises ValueError if the minibatch does not divide over the mesh's ranks."""
+        if config.minibatch_size % mesh.size():
+            raise ValueError(
+                f"{name}.minibatch_size is {config.minibatch_size}, but must be a multiple of the {mesh.size()} ranks"
+            )
+        self.name = name
+        self.model = model
+        self.config = config
+        self.mesh = mesh
+        self.device = device
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+        )
+
+    def update(self, batch: Batch, generator: torch.Generator, loss: MicrobatchLoss) -> dict[str, float]:
+        """Every epoch over the rank's batch, in minibatches of the generator's order; a collective call.
+
+        The generator, on the CPU, must have the same state on every rank. Returns metrics, the same on every rank:
+        means weighted by tokens; for loss and grad_norm, means over optimizer steps. Raises ValueError if the ranks'
+        batches differ in size.
+        """
+        check_same_on_all_ranks("the number of sequences in the batch", len(batch), self.mesh, self.device)
+        size = self.config.minibatch_size // self.mesh.size()
+        steps = [
+            self.step(minibatch, loss)
+            for _ in range(self.config.ppo_epochs)
+            for minibatch in minibatches(batch, size, generator)
+        ]
+        tokens = sum(step["tokens"] for step in steps)
+        metrics = {
+            name: sum(step[name] * step["tokens"] for step in steps) / tokens
+            for name in steps[0]
+            if name not in ("tokens", "loss", "grad_norm")
+        }
+        for name in ("loss", "grad_norm"):
+            metrics[name] = sum(step[name] for step in steps) / len(steps)
+        return {**metrics, "optimizer_steps": float(len(steps)), "learning_rate": self.config.learning_rate}
+
+    def step(self, minibatch: Batch, loss: MicrobatchLoss) -> dict[str, float]:
+        """One optimizer step on this rank's part of a minibatch; a collective call. Returns metrics, `tokens` included.
+
+        Every microbatch's gradient is reduced at once: it costs a reduce-scatter each, and no rank holds an unsharded
+        gradient. Raises ValueError if no rank has a response token, FloatingPointError if the gradient is not finite;
+        the model is then as before.
+        """
+        counts = self._global_counts(minibatch.response_mask)
+        minibatch = minibatch.to(self.device)
+        tally = Tally(sums={}, tokens=counts.tokens)
+        self.model.train()
+        self.optimizer.zero_grad()
+        share_of_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for microbatch in microbatches(minibatch, self.config.microbatch_size):
+            share, sums = loss(microbatch, counts)
+            # FSDP averages gradients over ranks, but the shares of the loss are to be added up.
+            (share * self.mesh.size()).backward()
+            share_of_loss += share.detach().double()
+            tally.add(sums)
+        grad_norm = self._clip_gradient()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        total_loss = float(all_sum(share_of_loss, self.mesh))
+        return {**tally.means(self.mesh), "loss": total_loss, "grad_norm": grad_norm, "tokens": float(counts.tokens)}
+
+    def _global_counts(self, response_mask: Tensor) -> Counts:
+        """Tokens and sequences of the minibatch over all ranks."""
+        tokens, sequences = all_sum(local_counts(response_mask.to(self.device)), self.mesh).tolist()
+        if tokens == 0:
+            raise ValueError("the minibatch has 0 response tokens over all ranks, but a loss needs at least 1")
+        return Counts(tokens=tokens, sequences=sequences)
+
+    def _clip_gradient(self) -> float:
+        """Clip the gradient to max_grad_norm; returns its norm over all ranks before that."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(grad_norm):
+            self.optimizer.zero_grad()
+            raise FloatingPointError(f"the gradient norm of the {self.name} is {grad_norm}, but must be finite")
+        return grad_norm

@@ -1,0 +1,129 @@
+"""Losses of actor and critic, and how token losses become one number over all ranks. Pure functions of tensors.
+
+Formulas follow verl 0.9.1 (core_algos.py). Masks are [B, T], any dtype, nonzero where a token counts.
+"""
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from harness.config.schema import LossAggregation
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a minibatch holds over ALL ranks and ALL microbatches: the denominators of its loss."""
+
+    tokens: int
+    """Response tokens."""
+    sequences: int
+    """Sequences with at least one response token."""
+
+
+def local_counts(mask: Tensor) -> Tensor:
+    """(tokens, sequences) of one rank's mask [B, T], int64 [2]; summed over ranks they are Counts."""
+    counts = mask.bool()
+    return torch.stack([counts.sum(), counts.any(dim=-1).sum()])
+
+
+def aggregate(loss: Tensor, mask: Tensor, mode: LossAggregation, counts: Counts, horizon: int) -> Tensor:
+    """The share of this microbatch in the minibatch's loss, a scalar: summed over ranks and microbatches it is the loss
+    of one process.
+
+    loss [B, T]; mask [B, T]; counts of the whole minibatch over all ranks; horizon is the number of tokens that
+    seq-mean-token-sum-norm divides by (the longest response allowed), unused by the other modes.
+
+    Gradients of these shares must be SUMMED over ranks. FSDP averages them, so its caller multiplies the share by the
+    world size.
+    """
+    tokens = torch.where(mask.bool(), loss, torch.zeros_like(loss))
+    if mode == "token-mean":
+        return tokens.sum() / counts.tokens
+    if mode == "token-sum":
+        return tokens.sum()
+    if mode == "seq-mean-token-sum":
+        return tokens.sum() / counts.sequences
+    if mode == "seq-mean-token-mean":
+        lengths = mask.bool().sum(dim=-1).to(loss.dtype)
+        return (tokens.sum(dim=-1) / (lengths + 1e-8)).sum() / counts.sequences
+    if mode == "seq-mean-token-sum-norm":
+        return tokens.sum() / counts.sequences / horizon
+    raise ValueError(f"loss_aggregation is {mode!r}, but must be one of {', '.join(get_args(LossAggregation))}")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """Tokens of the clipped policy loss, each [B, T]; what lies outside the mask has no meaning."""
+
+    loss: Tensor
+    """The loss, with its gradient."""
+    clipped: Tensor
+    """1 where the ratio's clipping decided, else 0."""
+    clipped_lower: Tensor
+    """1 where the dual clip decided, else 0."""
+    kl: Tensor
+    """Old minus new log-prob: the k1 estimate of how far this update has moved the policy, nats."""
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> PolicyLoss:
+    """PPO's clipped loss (arXiv 1707.06347) with separate bounds and a dual clip (arXiv 1912.09729), per token.
+
+    The ratio is clipped to [1 - clip_low, 1 + clip_high]; where the advantage is negative, the loss is at most
+    dual_clip times its size (0 turns that off). The log-ratio is clamped to +-20 against overflow.
+
+    Raises ValueError for a dual_clip between 0 and 1: it would cut into the ratio's own clipping.
+    """
+    if dual_clip != 0 and dual_clip <= 1:
+        raise ValueError(f"dual_clip is {dual_clip}, but must be above 1, or 0 for none")
+    log_ratio = (log_probs - old_log_probs).clamp(min=-20, max=20)
+    ratio = log_ratio.exp()
+    free = -advantages * ratio
+    bound = -advantages * ratio.clamp(min=1 - clip_low, max=1 + clip_high)
+    loss = torch.maximum(free, bound)
+    clipped_lower = torch.zeros_like(loss)
+    if dual_clip:
+        worst = -advantages * dual_clip
+        clipped_lower = ((loss > worst) & (advantages < 0)).to(loss.dtype)
+        loss = torch.where(advantages < 0, torch.minimum(loss, worst), loss)
+    return PolicyLoss(
+        loss=loss, clipped=(bound > free).to(loss.dtype), clipped_lower=clipped_lower, kl=-log_ratio.detach()
+    )
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:
+    """Half the squared error of the values, per token, and 1 where clipping decided: ([B, T], [B, T]).
+
+    The loss is the larger of the errors of the values and of the values clipped to old_values +- value_clip; 0 turns
+    clipping off.
+    """
+    free = (values - returns).square()
+    if value_clip == 0:
+        return 0.5 * free, torch.zeros_like(free)
+    bound = (torch.clamp(values, old_values - value_clip, old_values + value_clip) - returns).square()
+    return 0.5 * torch.maximum(free, bound), (bound > free).to(free.dtype)
+
+
+def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, in float32 or better."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each label: logits [..., V], labels [...] int64 -> [...], nats, in float32 or better."""
+    scaled = _at_temperature(logits, temperature)
+    return scaled.gather(-1, labels[..., None]).squeeze(-1) - scaled.logsumexp(dim=-1)
+
+
+def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy of the distribution over the vocabulary: logits [..., V] -> [...], nats, in float32 or better."""
+    scaled = _at_temperature(logits, temperature)
+    return scaled.logsumexp(dim=-1) - (scaled.softmax(dim=-1) * scaled).sum(dim=-1)

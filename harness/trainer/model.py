@@ -1,0 +1,240 @@
+"""FSDP2 models: a causal language model, or a value model on the same backbone, sharded over all ranks of a 1-D mesh.
+
+Every rank builds the model on the meta device and shards it, so that no device ever holds it whole. The values come
+from a generator, or from a checkpoint, which rank 0 of the mesh reads into its host's memory and broadcasts one tensor
+at a time. It reads through transformers' from_pretrained, which knows how files differ from memory: transformers 5
+keeps experts fused that files hold one by one.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
+
+Weights = Literal["checkpoint", "random"]
+
+VALUE_HEAD = "value_head.weight"
+
+
+class ValueModel(nn.Module):
+    """A transformers backbone, and a linear head that makes a scalar of each position's last hidden state."""
+
+    def __init__(self, backbone: nn.Module, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=dtype)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, use_cache: bool = False) -> Tensor:
+        """Values [B, T, 1] in the parameters' dtype; position t has read the tokens up to and including t."""
+        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+        return self.value_head(output.last_hidden_state)
+
+
+def load_causal_lm(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: DeviceMesh,
+    weights: Weights = "checkpoint",
+    seed: int = 0,
+    attention: Literal["sdpa", "eager"] = "sdpa",
+    gradient_checkpointing: bool = False,
+) -> nn.Module:
+    """The causal language model at path (a folder, or a hub id), sharded over the 1-D mesh; a collective call.
+
+    weights "checkpoint" reads the saved tensors, "random" reads the config alone and fills each rank's shards, with
+    values that depend on seed and parameter name and not on the world size. Parameters have `dtype`; persistent buffers
+    are float32 always.
+    """
+    config = AutoConfig.from_pretrained(path)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **_dtype_argument(dtype))
+    model.tie_weights()  # moving to the meta device unties
+    if gradient_checkpointing:
+        _recompute_activations(model)
+    _shard(model, model.base_model.layers, device, mesh)
+    if weights == "random":
+        fill_random(model, config, seed)
+    else:
+        _fill_from_rank_0(model, mesh, lambda: _read(path, dtype).state_dict())
+    return model
+
+
+def load_value_model(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: DeviceMesh,
+    weights: Weights = "checkpoint",
+    seed: int = 0,
+    attention: Literal["sdpa", "eager"] = "sdpa",
+    gradient_checkpointing: bool = False,
+) -> ValueModel:
+    """As load_causal_lm, with a value head in the place of the language model's, always drawn from seed.
+
+    The head's std is 1 / sqrt(hidden_size + 1), as in arXiv 2009.01325: not zero, so that the first update reaches the
+    backbone.
+    """
+    config = AutoConfig.from_pretrained(path)
+    with init_empty_weights(include_buffers=False):
+        backbone = AutoModel.from_config(config, attn_implementation=attention, **_dtype_argument(dtype))
+        model = ValueModel(backbone, config.hidden_size, dtype)
+    if gradient_checkpointing:
+        _recompute_activations(backbone)
+    _shard(model, backbone.layers, device, mesh)
+    fill_random(model, config, seed, only=None if weights == "random" else VALUE_HEAD)
+    if weights == "checkpoint":
+        _fill_from_rank_0(backbone, mesh, lambda: _read(path, dtype).base_model.state_dict())
+    return model
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(live name, DTensor or Tensor) of parameters and persistent buffers in module order; tied ones by first name."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The names that named_tensors leaves out, each with the first name of the same tensor."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+    return tied
+
+
+def _dtype_argument(dtype: torch.dtype) -> dict[str, Any]:
+    """The keyword under which this transformers takes a dtype: renamed in 4.56."""
+    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
+    return {"dtype" if (major, minor) >= (4, 56) else "torch_dtype": dtype}
+
+
+def _read(path: str, dtype: torch.dtype) -> Any:
+    """The saved transformers model, whole, on the CPU. Raises ValueError if a tensor is missing: transformers would draw it."""
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **_dtype_argument(dtype))
+    if report["missing_keys"]:
+        raise ValueError(
+            f"{path} lacks {sorted(report['missing_keys'])[0]}, but a checkpoint must have every tensor of its model"
+        )
+    return model
+
+
+def _recompute_activations(model: Any) -> None:
+    """Let a transformers model recompute each layer's activations in the backward pass, in training mode."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _shard(model: nn.Module, layers: nn.ModuleList, device: torch.device, mesh: DeviceMesh) -> None:
+    """Shard each decoder layer and the rest over the mesh, and give the shards memory on the device, not yet values.
+
+    Buffers keep their values. Root parameters are resharded after the forward too, so that between calls every
+    parameter is a DTensor.
+    """
+    tied = tied_names(model)
+    buffers = dict(model.named_buffers())
+    persistent = {name for name, _ in named_tensors(model)}
+    # Gradients of bfloat16 parameters are added up over ranks in float32.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    model.to_empty(device=device)  # allocates buffers anew, too, and unties what is tied
+    for name, buffer in buffers.items():
+        wide = buffer.float() if name in persistent and buffer.is_floating_point() else buffer
+        _owner(model, name)._buffers[name.rpartition(".")[2]] = wide.to(device)
+    for name, first in tied.items():
+        setattr(_owner(model, name), name.rpartition(".")[2], model.get_parameter(first))
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The module that holds the tensor of that name."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """What this rank holds of a plain tensor, or of a DTensor sharded by rows, and its first row's index in the whole.
+
+    Rows are shared out as torch.chunk does, so that the last ranks may hold fewer, or none.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    if tuple(tensor.placements) != (Shard(0),):
+        raise ValueError(
+            f"a tensor has placements {tensor.placements}, but trainer parameters are sharded by rows: (Shard(0),)"
+        )
+    rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size())
+    return tensor.to_local(), min(tensor.device_mesh.get_local_rank() * rows_per_rank, tensor.shape[0])
+
+
+@torch.no_grad()
+def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str | None = None) -> None:
+    """Fill this rank's shards of every named tensor, or of the one called `only`, with normal values drawn from seed.
+
+    Matrices have std initializer_range, norms mean 1 and std 0.1, biases std 0.1, so that a tensor that did not arrive
+    shows. A generator is seeded by (seed, name, row) for each row of a matrix: a rank draws its own rows, and the whole
+    does not depend on the number of ranks.
+    """
+    for name, tensor in named_tensors(model):
+        if only is not None and name != only:
+            continue
+        local, first_row = local_rows(tensor)
+        if tensor.ndim == 1:
+            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            whole = _normal((tensor.shape[0],), f"{seed}/{name}", local.device) * 0.1 + mean
+            local.copy_(whole[first_row : first_row + local.shape[0]])
+            continue
+        std = (config.hidden_size + 1) ** -0.5 if name == VALUE_HEAD else config.initializer_range
+        for row in range(local.shape[0]):
+            local[row] = _normal(tuple(local.shape[1:]), f"{seed}/{name}/{first_row + row}", local.device) * std
+
+
+def _normal(shape: tuple[int, ...], key: str, device: torch.device) -> Tensor:
+    """Standard normal float32 values that depend on shape, key and kind of device alone."""
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:4], "little"))
+    return torch.randn(shape, generator=generator, device=device)
+
+
+@torch.no_grad()
+def _fill_from_rank_0(model: nn.Module, mesh: DeviceMesh, read: Callable[[], dict[str, Tensor]]) -> None:
+    """Broadcast rank 0's tensors one at a time; each rank keeps its shard, in the dtype its tensor has.
+
+    Raises ValueError, on every rank, if the names or shapes on rank 0 are not those of the model.
+    """
+    group, is_reader = mesh.get_group(), mesh.get_local_rank() == 0
+    wanted = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
+    source: dict[str, Tensor] = {}
+    problem: list[str | None] = [None]
+    if is_reader:
+        source = read()
+        found = {name: tuple(tensor.shape) for name, tensor in source.items() if name not in tied_names(model)}
+        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        if wrong:
+            name = wrong[0]
+            problem = [f"{name} has shape {found.get(name)} in the checkpoint, but {wanted.get(name)} in the model"]
+    dist.broadcast_object_list(problem, group=group, group_src=0)
+    if problem[0] is not None:
+        raise ValueError(problem[0])
+    for name, tensor in named_tensors(model):
+        local, first_row = local_rows(tensor)
+        if is_reader:
+            whole = source.pop(name).to(device=local.device, dtype=local.dtype).contiguous()
+        else:
+            whole = torch.empty(tensor.shape, device=local.device, dtype=local.dtype)
+        dist.broadcast(whole, group=group, group_src=0)
+        local.copy_(whole[first_row : first_row + local.shape[0]] if whole.ndim else whole)

@@ -1,0 +1,1 @@
+"""From trainer to engine: names, buckets, transports, checks."""

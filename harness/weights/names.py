@@ -1,0 +1,77 @@
+"""Live parameter names -> checkpoint names: what `save_pretrained` would write, as views of the live tensors.
+
+Since version 5 transformers holds experts fused in memory (`experts.gate_up_proj`) and writes them one by one
+(`experts.0.gate_proj.weight`). SGLang knows the names on disk and silently ignores all others. transformers knows how
+to undo its own fusing; that is run once on meta tensors, and each checkpoint tensor is remembered as a strided view.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+
+class NotAViewError(ValueError):
+    """The checkpoint form of a live tensor is no view of it, so it cannot be sent without a conversion of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointTensor:
+    """One tensor as the checkpoint names it: a strided view of one live tensor."""
+
+    name: str
+    live_name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """In elements, from the live tensor's first."""
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, contiguous."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view(self, live: torch.Tensor) -> torch.Tensor:
+        """The checkpoint tensor inside the full, contiguous live tensor, without a copy."""
+        return torch.as_strided(live, self.shape, self.stride, live.storage_offset() + self.offset)
+
+
+def checkpoint_layout(model: Any, live: Mapping[str, torch.Tensor]) -> tuple[CheckpointTensor, ...]:
+    """What a checkpoint of `model` holds, in the order of the live tensors, by name within one of them.
+
+    live: full shapes and dtypes by live name; the values are not read, so DTensors and meta tensors do.
+    Raises NotAViewError for an architecture whose checkpoint form needs a transpose or a merge.
+    """
+    meta = {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in live.items()}
+    owner_of = {each.untyped_storage()._cdata: name for name, each in meta.items()}
+    layout: dict[str, list[CheckpointTensor]] = {name: [] for name in live}
+    for name, saved in sorted(_undo_fusing(model, meta).items()):
+        owner = owner_of.get(saved.untyped_storage()._cdata)
+        if owner is None:
+            raise NotAViewError(
+                f"{name} of {type(model).__name__} is no view of one live parameter;"
+                " use an architecture whose checkpoint only splits or renames parameters."
+            )
+        layout[owner].append(
+            CheckpointTensor(
+                name=name,
+                live_name=owner,
+                shape=tuple(saved.shape),
+                stride=tuple(saved.stride()),
+                offset=int(saved.storage_offset()),
+                dtype=saved.dtype,
+            )
+        )
+    return tuple(tensor for tensors in layout.values() for tensor in tensors)
+
+
+def _undo_fusing(model: Any, meta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if find_spec("transformers.core_model_loading") is None:
+        return meta  # transformers 4 fuses nothing: live names are checkpoint names
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(meta))
+    return reverted

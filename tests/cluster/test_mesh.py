@@ -1,0 +1,175 @@
+"""Properties, for every shape up to 4 x 4 x 4 and both rank orders:
+
+- coordinates and rank_of are inverse to each other;
+- every rank is in exactly one engine, that of its dp coordinate, at the position engine_rank;
+- an engine's ranks are one contiguous range of world ranks, in either order;
+- engine order is SGLang's: tp_size * pp_rank + tp_rank;
+- the DeviceMesh gives every rank the same coordinates, and sub-groups of the same ranks.
+"""
+
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.cluster.mesh import RANK_ORDERS, Coordinates, ParallelDims, build_mesh
+
+sizes = st.integers(1, 4)
+all_dims = st.builds(ParallelDims, dp=sizes, tp=sizes, pp=sizes, rank_order=st.sampled_from(RANK_ORDERS))
+
+
+@settings(deadline=None)
+@given(all_dims)
+def test_coordinates_and_rank_of_are_inverse(dims: ParallelDims) -> None:
+    everywhere = [dims.coordinates(rank) for rank in range(dims.world_size)]
+    assert [dims.rank_of(at) for at in everywhere] == list(range(dims.world_size))
+    assert len(set(everywhere)) == dims.world_size
+
+
+@settings(deadline=None)
+@given(all_dims)
+def test_every_rank_is_in_exactly_one_engine(dims: ParallelDims) -> None:
+    engines = [dims.engine_ranks(dp) for dp in range(dims.dp)]
+    assert sorted(rank for engine in engines for rank in engine) == list(range(dims.world_size))
+    for dp, engine in enumerate(engines):
+        assert sorted(engine) == list(range(engine[0], engine[0] + dims.tp * dims.pp))
+        for position, rank in enumerate(engine):
+            at = dims.coordinates(rank)
+            assert (at.dp, dims.tp * at.pp + at.tp) == (dp, position)
+            assert dims.engine_rank(rank) == position
+
+
+@settings(deadline=None)
+@given(all_dims)
+def test_rank_orders_are_the_documented_formulas(dims: ParallelDims) -> None:
+    for rank in range(dims.world_size):
+        at = dims.coordinates(rank)
+        if dims.rank_order == "dp,tp,pp":
+            assert rank == (at.dp * dims.tp + at.tp) * dims.pp + at.pp
+        else:
+            assert rank == (at.dp * dims.pp + at.pp) * dims.tp + at.tp
+
+
+def test_engine_order_of_both_rank_orders() -> None:
+    assert ParallelDims(dp=2, tp=2, pp=2).engine_ranks(1) == (4, 6, 5, 7)
+    assert ParallelDims(dp=2, tp=2, pp=2, rank_order="dp,pp,tp").engine_ranks(1) == (4, 5, 6, 7)
+
+
+def test_the_error_spells_out_the_product() -> None:
+    dims = ParallelDims(dp=2, tp=4, pp=1)
+    dims.validate(8)
+    with pytest.raises(ValueError) as raised:
+        dims.validate(4)
+    assert str(raised.value) == (
+        "parallel.dp * parallel.tp * parallel.pp = 2 * 4 * 1 = 8, but the world size is 4: start 8 ranks "
+        "(--nnodes times --nproc-per-node) or set parallel.dp = 1"
+    )
+    with pytest.raises(ValueError, match=r"world size is 6: start 8 ranks \(--nnodes times --nproc-per-node\)$"):
+        dims.validate(6)
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
+def test_sizes_below_one_are_refused(axis: str) -> None:
+    shape = {"dp": 1, "tp": 1, "pp": 1} | {axis: 0}
+    with pytest.raises(ValueError, match=rf"^parallel\.{axis} = 0 .* must be 1 or more$"):
+        ParallelDims(dp=shape["dp"], tp=shape["tp"], pp=shape["pp"])
+
+
+def test_unknown_rank_order_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'^parallel\.rank_order = "tp,dp,pp" .*"dp,tp,pp" or "dp,pp,tp"$'):
+        ParallelDims(dp=1, tp=1, pp=1, rank_order="tp,dp,pp")
+
+
+def test_what_is_outside_the_mesh_is_refused() -> None:
+    dims = ParallelDims(dp=2, tp=3, pp=1)
+    for rank in (-1, 6):
+        with pytest.raises(ValueError, match=f"rank = {rank} .* 0 to 5"):
+            dims.coordinates(rank)
+    with pytest.raises(ValueError, match="tp = 3 .* 0 to 2"):
+        dims.rank_of(Coordinates(0, 3, 0))
+
+
+def test_the_module_imports_no_torch() -> None:
+    program = "import sys, harness.cluster.plan; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+
+
+def _join_fake_group(rank: int, world_size: int) -> None:
+    """The fake group answers every collective at once; it stands in for worlds too large to start here."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # slow to import: not for the spawned processes
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def _peers(dims: ParallelDims, rank: int, axis: str) -> list[int]:
+    """World ranks that differ from rank in this axis alone, by their coordinate in it."""
+    at = dims.coordinates(rank)
+    return [
+        dims.rank_of(Coordinates(**({"dp": at.dp, "tp": at.tp, "pp": at.pp} | {axis: index})))
+        for index in range(getattr(dims, axis))
+    ]
+
+
+@pytest.mark.parametrize("rank_order", RANK_ORDERS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 2), (1, 2, 4), (4, 1, 2)])
+def test_mesh_of_a_fake_process_group(shape: tuple[int, int, int], rank_order: str) -> None:
+    dims = ParallelDims(dp=shape[0], tp=shape[1], pp=shape[2], rank_order=rank_order)
+    for rank in range(dims.world_size):
+        _join_fake_group(rank, dims.world_size)
+        try:
+            mesh = build_mesh(dims, "cpu")
+            at = dims.coordinates(rank)
+            assert mesh.mesh_dim_names == ("dp", "tp", "pp")
+            assert tuple(mesh.mesh.shape) == shape
+            assert tuple(mesh.get_coordinate() or ()) == (at.dp, at.tp, at.pp)
+            for axis in ("dp", "tp", "pp"):
+                assert dist.get_process_group_ranks(mesh.get_group(axis)) == sorted(_peers(dims, rank, axis))
+        finally:
+            dist.destroy_process_group()
+
+
+def test_mesh_of_the_wrong_world_size_is_refused() -> None:
+    _join_fake_group(0, 4)
+    try:
+        with pytest.raises(ValueError, match=r"2 \* 4 \* 1 = 8, but the world size is 4"):
+            build_mesh(ParallelDims(dp=2, tp=4, pp=1), "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def _gather_over_every_axis(rank: int, store: str, shapes: list[ParallelDims]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    try:
+        for dims in shapes:
+            mesh = build_mesh(dims, "cpu")
+            for axis in ("dp", "tp", "pp"):
+                parts = [torch.zeros(1, dtype=torch.int64) for _ in range(getattr(dims, axis))]
+                dist.all_gather(parts, torch.tensor([rank]), group=mesh.get_group(axis))
+                assert [int(part) for part in parts] == _peers(dims, rank, axis), (rank, axis, dims)
+                assert mesh.get_local_rank(axis) == getattr(dims.coordinates(rank), axis)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_mesh_of_four_gloo_processes(tmp_path: Path) -> None:
+    shapes = [
+        ParallelDims(dp=dp, tp=tp, pp=pp, rank_order=order)
+        for dp, tp, pp in ((1, 2, 2), (2, 2, 1), (2, 1, 2))
+        for order in RANK_ORDERS
+    ]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.device_mesh"])  # torch is imported once, not four times
+    store = str(tmp_path / "store")
+    processes = [context.Process(target=_gather_over_every_axis, args=(rank, store, shapes)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]

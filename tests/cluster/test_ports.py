@@ -1,0 +1,227 @@
+"""Properties of ports:
+
+- blocks of one host, whatever the two base ports, are the same or disjoint;
+- every port of a block, and so every one that SGLang derives from it, is within 1024..65535;
+- leases held at one time, by one process or several, have different blocks; a closed, ended or killed holder's block
+  is free again; a port that anything listens on is never leased.
+
+Other programs may hold ports of this machine, so tests say which blocks must differ, not which numbers come out.
+"""
+
+import ast
+import errno
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import harness.cluster.ports
+from harness.cluster.ports import PORTS_PER_ENGINE, EnginePorts, PortLease, planned_ports
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import sys
+from harness.cluster.ports import PortLease
+lease = PortLease(int(sys.argv[1]))
+print(lease.ports.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_lock_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keeps the locks of these tests from those of runs on this machine."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield
+
+
+@settings(deadline=None)
+@given(st.integers(1024, 65000), st.integers(0, 10), st.integers(1024, 65000), st.integers(0, 10))
+def test_blocks_are_the_same_or_disjoint(base: int, index: int, other_base: int, other_index: int) -> None:
+    ours, theirs = planned_ports(base, index), planned_ports(other_base, other_index)
+    assert ours == theirs or abs(ours.port - theirs.port) >= PORTS_PER_ENGINE
+    assert base + index * PORTS_PER_ENGINE <= ours.port < base + (index + 1) * PORTS_PER_ENGINE
+
+
+@settings(deadline=None)
+@given(st.integers(1024, 65535), st.integers(0, 2000))
+def test_every_port_of_a_block_is_a_port(base: int, index: int) -> None:
+    try:
+        ports = planned_ports(base, index)
+    except ValueError as error:
+        assert base + (index + 2) * PORTS_PER_ENGINE > 65535
+        assert f"engine.base_port = {base} leaves no 32 ports up to 65535 for engine {index}" in str(error)
+        return
+    assert 1024 <= ports.port < ports.nccl_port < ports.dist_init_port
+    # SGLang's handshake of DP attention, the farthest port it derives.
+    assert ports.dist_init_port + 13 < ports.port + PORTS_PER_ENGINE <= 65536
+
+
+def test_the_default_base_port_is_the_first_port() -> None:
+    assert planned_ports(30000, 0) == EnginePorts(port=30000, nccl_port=30004, dist_init_port=30008)
+    assert planned_ports(30000, 2).port == 30064
+
+
+@pytest.mark.parametrize("base_port", [-1, 0, 80, 1023, 65536])
+def test_impossible_base_ports_are_refused(base_port: int) -> None:
+    with pytest.raises(ValueError, match=rf"^engine\.base_port = {base_port} .* must be 1024 to 65535$"):
+        planned_ports(base_port, 0)
+
+
+def test_leases_of_one_process_differ_and_come_back() -> None:
+    with PortLease(20000) as first, PortLease(20000) as second, PortLease(20010) as third:
+        assert len({first.ports.port, second.ports.port, third.ports.port}) == 3
+        assert 20000 <= first.ports.port < second.ports.port
+    with PortLease(20000) as again:
+        assert again.ports == first.ports
+
+
+def test_index_on_host_is_where_the_walk_begins() -> None:
+    with PortLease(20000, 3) as lease:
+        assert lease.ports.port >= planned_ports(20000, 3).port
+
+
+def test_close_twice_and_no_file_stays(tmp_path: Path) -> None:
+    lease = PortLease(20000)
+    assert len(list(tmp_path.iterdir())) == 1
+    lease.close()
+    with PortLease(20000) as other:
+        lease.close()
+        assert [path.name for path in tmp_path.iterdir()] == [f"harness-ports-{other.ports.port}.lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_block_with_a_taken_port_is_passed_over(family: socket.AddressFamily, listening: bool) -> None:
+    if family == socket.AF_INET6 and not _has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback address")
+    with PortLease(20000) as lease:
+        planned = lease.ports
+    with socket.socket(family, socket.SOCK_STREAM) as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # A port that SGLang derives, on the loopback address alone.
+        taken.bind(("127.0.0.1" if family == socket.AF_INET else "::1", planned.dist_init_port + 5))
+        if listening:
+            taken.listen()
+        with PortLease(20000) as lease:
+            assert lease.ports.port > planned.port
+
+
+def test_leased_ports_can_be_bound() -> None:
+    with PortLease(20000) as lease:
+        for port in (lease.ports.port, lease.ports.nccl_port, lease.ports.dist_init_port):
+            with socket.create_server(("", port)) as server:
+                assert server.getsockname()[1] == port
+
+
+def test_no_free_block_is_an_error() -> None:
+    last = planned_ports(65535 - 2 * PORTS_PER_ENGINE, 0)
+    with socket.create_server(("", last.nccl_port)):
+        held = []
+        with pytest.raises(
+            OSError, match="has no block of 32 free ports above it on this host: choose a lower"
+        ) as raised:
+            for _ in range(3):
+                held.append(PortLease(last.port))
+        assert raised.value.errno == errno.EADDRINUSE
+        for lease in held:
+            lease.close()
+
+
+def _has_ipv6() -> bool:
+    return Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text() != ""
+
+
+def _hold(base_port: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(base_port)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _port(process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+def test_processes_that_start_at_once_get_different_blocks() -> None:
+    processes = [_hold(base_port) for base_port in (20000, 20000, 20001, 20000, 20031, 20000)]
+    try:
+        ports = sorted(map(_port, processes))
+        assert all(b - a >= PORTS_PER_ENGINE for a, b in pairwise(ports))
+    finally:
+        for process in processes:
+            process.communicate("")
+
+
+def test_a_killed_holder_frees_its_block(tmp_path: Path) -> None:
+    process = _hold(20000)
+    port = _port(process)
+    with PortLease(20000) as lease:
+        assert lease.ports.port > port
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert (tmp_path / f"harness-ports-{port}.lock").exists()
+    with PortLease(20000) as lease:
+        assert lease.ports.port == port
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_on_a_removed_file_is_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The race, forced: the holder removes the file after another process opened it and before that one locks it."""
+    path = tmp_path / "block.lock"
+    open_file = harness.cluster.ports._open
+    removed = open_file(path)
+    path.unlink()
+    descriptors = iter([removed])
+    monkeypatch.setattr(harness.cluster.ports, "_open", lambda path: next(descriptors, None) or open_file(path))
+    lock = harness.cluster.ports._try_lock(path)
+    assert lock is not None
+    assert os.path.samestat(os.fstat(lock), path.stat())
+    assert harness.cluster.ports._try_lock(path) is None
+    os.close(lock)
+
+
+def _open_and_close(base_port: int, rounds: int, folder: str) -> None:
+    """Marks the block as held in a folder beside; a mark that exists already means that two processes hold it."""
+    for _ in range(rounds):
+        with PortLease(base_port) as lease:
+            mark = Path(folder, str(lease.ports.port))
+            mark.touch(exist_ok=False)
+            mark.unlink()
+
+
+def test_opening_and_closing_in_turn_never_shares_a_block(tmp_path: Path) -> None:
+    """The same race, as it comes."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_open_and_close, args=(20000, 100, str(marks))) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+def test_nothing_random_is_imported() -> None:
+    tree = ast.parse(Path(harness.cluster.ports.__file__).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert "socket" in names
+    assert not names & {"random", "secrets", "numpy", "torch"}

@@ -1,0 +1,68 @@
+"""Properties: what to_toml writes, read_layer reads back; later layers win key by key; the digest follows the values."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config.command import parse
+from harness.config.layers import Layer, build_config, digest, read_layer, to_toml
+from harness.config.schema import Config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(args=st.dictionaries(st.text(min_size=1), VALUES, max_size=4), template=st.text(), rate=st.floats(1e-9, 1e9))
+def test_resolved_config_reads_back(args: dict[str, object], template: str, rate: float) -> None:
+    import tomllib
+
+    config = Config()
+    config.engine.args, config.task.template, config.actor.learning_rate = args, template, rate
+    table = tomllib.loads(to_toml(config))
+    assert build_config([Layer(source="file", table=table)]) == config
+
+
+def test_later_layers_win_key_by_key(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text("[run]\nsteps = 7\nseed = 1\n[engine.args]\nmem_fraction_static = 0.5\nlog_level = 'info'\n")
+    second.write_text("[run]\nseed = 2\n[engine.args]\nmem_fraction_static = 0.6\n")
+    config = parse([str(first), str(second), "--run.steps", "9", "--engine.args.max_total_tokens=64"]).config
+    assert (config.run.steps, config.run.seed) == (9, 2)
+    assert config.engine.args == {"mem_fraction_static": 0.6, "log_level": "info", "max_total_tokens": 64}
+
+
+def test_override_text_is_read_by_the_type_of_its_key() -> None:
+    config = parse(
+        ["--actor.learning-rate", ".5", "--model.name", "1", "--model.shape", "{num_hidden_layers = 3}", "--rollout.top_k", "-1"]
+    ).config
+    assert (config.actor.learning_rate, config.model.name, config.rollout.top_k) == (0.5, "1", -1)
+    assert config.model.shape == {"num_hidden_layers": 3}
+
+
+def test_digest_follows_the_values() -> None:
+    assert digest(Config()) == digest(Config())
+    assert digest(parse(["--run.seed", "1"]).config) != digest(Config())
+
+
+def test_every_config_in_the_tree_is_valid() -> None:
+    files = sorted((REPOSITORY / "configs").rglob("*.toml"))
+    assert files
+    for file in files:
+        assert read_layer(str(file))
+        parse([str(file)])
+
+
+def test_help_lists_every_key_without_torch() -> None:
+    code = "import sys, runpy; sys.argv = ['launch/ppo.py', '--help']\ntry: runpy.run_path('launch/ppo.py', run_name='__main__')\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'torch'"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for key in ("--actor.learning_rate", "--engine.args", "--dry_run", "--weights.bucket_megabytes"):
+        assert key in done.stdout

@@ -1,0 +1,161 @@
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.rollout.cpu.activate import engine_environment, require_absorbed_mla, standins_path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+WORKER = Path(__file__).with_name("engine_worker.py")
+
+IMPORTS = """
+import importlib.metadata, importlib.util, multiprocessing, os, sys
+
+def report(where):
+    import torchvision
+    from torchvision import transforms
+    from torchvision.ops import nms
+    assert "standins" not in torchvision.__file__, torchvision.__file__
+    assert importlib.util.find_spec("torchvision").origin == torchvision.__file__
+    assert transforms.Resize(4).size == 4
+    assert torchvision.__version__.split("+")[0] == importlib.metadata.version("torchvision").split("+")[0]
+    print(where, "torchvision", flush=True)
+
+def child():
+    import sgl_kernel
+    assert "standins" in sgl_kernel.__file__
+    report("child")
+
+if __name__ == "__main__":
+    from harness.rollout.cpu.activate import activate
+    sentences = activate()
+    assert activate() == sentences and len(sentences) == 3
+    assert os.environ["PYTHONPATH"].count("standins") == 1 and sum("standins" in entry for entry in sys.path) == 1
+    report("parent")
+    from transformers.image_utils import load_image
+    from transformers import AutoImageProcessor, LlamaConfig
+    import sglang
+    print("parent sglang", sglang.__version__, flush=True)
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 0, method
+"""
+
+
+def python(*arguments: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=timeout,
+        env={**inherited, "HF_HUB_OFFLINE": "1", **environment},
+    )
+
+
+def test_the_real_packages_import_in_parent_and_children(tmp_path: Path) -> None:
+    script = tmp_path / "imports.py"
+    script.write_text(IMPORTS)
+    run = python(str(script), PYTHONPATH=str(REPOSITORY))
+    assert run.returncode == 0, run.stderr
+    assert "parent sglang " in run.stdout
+    assert run.stdout.count("child torchvision") == 2
+
+
+def test_sgl_kernel_imports_eight_names_and_calls_none() -> None:
+    code = """
+import sgl_kernel
+names = [name for name in vars(sgl_kernel) if name.endswith("_cpu")]
+assert len(names) == 8, names
+for name in names:
+    try:
+        getattr(sgl_kernel, name)(1, key=2)
+    except NotImplementedError as error:
+        assert name in str(error)
+    else:
+        raise AssertionError(name)
+try:
+    from sgl_kernel import rmsnorm
+except ImportError:
+    print("refused")
+"""
+    run = python("-c", code, PYTHONPATH=str(standins_path()))
+    assert run.stdout == "refused\n", run.stderr
+
+
+def test_torchvision_stand_in_alone_is_no_torchvision(tmp_path: Path) -> None:
+    code = f"""
+import torch, sys
+sys.path[:] = [{str(standins_path())!r}, *(p for p in sys.path if "site-packages" not in p)]
+try:
+    import torchvision
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    run = python("-c", code)
+    assert run.stdout == "torchvision\n", run.stderr
+
+
+def test_activation_after_torchvision_is_refused() -> None:
+    code = """
+import sys, types
+sys.modules["torchvision"] = types.ModuleType("torchvision")
+from harness.rollout.cpu.activate import activate
+activate()
+"""
+    run = python("-c", code)
+    assert run.returncode == 1
+    assert "RuntimeError: torchvision is already imported" in run.stderr
+
+
+def test_the_plugin_is_an_entry_point() -> None:
+    found = importlib.metadata.distributions(path=[str(standins_path())])
+    points = [point for distribution in found for point in distribution.entry_points]
+    assert [(point.group, point.value) for point in points] == [("sglang.srt.plugins", "harness_sglang_cpu:register")]
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "bind"),
+    [
+        ({0, 1}, 1, "0,1"),
+        ({0, 1}, 2, "0|1"),
+        ({0, 1}, 5, "0|1|0|1|0"),
+        ({2, 5, 7, 9, 11}, 2, "2,5|7,9"),
+        ({3}, 2, "3|3"),
+    ],
+)
+def test_cores_are_split_among_ranks(monkeypatch: pytest.MonkeyPatch, cores: set[int], ranks: int, bind: str) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)  # this machine's cores are not the test's
+    assert engine_environment(ranks) == {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": bind}
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="ranks_on_host = 0 must be 1 or more"):
+        engine_environment(0)
+
+
+def test_mla_is_refused_on_a_sglang_without_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_absorbed_mla()
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(NotImplementedError, match="an MLA model"):
+        require_absorbed_mla()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen2", "deepseek_v3"])
+def test_a_real_engine_serves_with_the_stand_ins(tmp_path: Path, model: str) -> None:
+    run = python(str(WORKER), model, str(tmp_path / model), timeout=600)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert lines, run.stdout[-2000:] + run.stderr[-4000:]
+    answer = json.loads(lines[0].removeprefix("ANSWER "))
+    assert len(answer["tokens"]) == 6
+    assert answer["got"] == pytest.approx(answer["expected"], abs=1e-4)

@@ -1,0 +1,396 @@
+"""Source trees written here stand for old and new releases of sglang; RecordingEngine stands for an engine where only
+the calls made on it matter. test_sglang_api_real.py builds a real engine."""
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.rollout import sglang_api
+from harness.rollout.defaults import engine_defaults
+from harness.rollout.sglang_api import EngineRefused, SGLangApi, SourceTree, UnknownEngineArgument
+
+needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+ROOT = Path(__file__).resolve().parents[2]
+
+OLD = {
+    "version.py": '__version__ = "0.4.7.old"\n',
+    "srt/entrypoints/engine.py": """
+import os
+class Engine:
+    def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True): ...
+    def update_weights_from_distributed(self, name, dtype, shape): ...
+    def release_memory_occupation(self): ...
+    def flush_cache(self): ...
+def _set_envs_and_config(server_args):
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"
+    os.environ["NCCL_NVLS_ENABLE"] = str(int(server_args.enable_nccl_nvls))
+    def handler(): os.environ["NCCL_INSIDE_A_HANDLER"] = "1"
+    if os.getenv("SGLANG_BLOCK_NONZERO_RANK_CHILDREN") == "0": ...
+""",
+    "srt/entrypoints/verl_engine.py": "class VerlEngine: update = self._engine.tokenizer_manager.flush_cache()\n",
+    "srt/managers/tokenizer_manager.py": "class TokenizerManager:\n    async def flush_cache(self): ...\n",
+    "srt/managers/io_struct.py": "class U:\n    serialized_named_tensors: List[bytes]\n",
+    "srt/model_executor/model_runner.py": 'if get_bool_env_var("SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"): ...\n',
+    "srt/server_args.py": """
+class ServerArgs:
+    model_path: str
+    tp_size: int = 1
+    LIMIT: ClassVar[int] = 3
+    _own: int = 0
+""",
+}
+NEW = {
+    "_version.py": "__version__: str\n__version__ = version = '0.9.9.new'\n",
+    "srt/entrypoints/engine.py": """
+class Engine(EngineBase):
+    def begin_weight_update(self, selector="all"): ...
+    def end_weight_update(self): ...
+    def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True): ...
+    def update_weights_from_distributed(self, names, dtypes, shapes, group_name="g", flush_cache=1, load_format=0): ...
+    def destroy_weights_update_group(self, group_name): ...
+    def release_memory_occupation(self, tags=None): ...
+    def flush_cache(self): ...
+def _set_envs_and_config(server_args):
+    cfg = view(server_args)
+    if cfg.nnodes > 1 and on_fabric():
+        os.environ.setdefault("NCCL_MNNVL_ENABLE", "1")
+    if "NCCL_CUMEM_ENABLE" not in os.environ or cfg.enable_symm_mem:
+        os.environ["NCCL_CUMEM_ENABLE"] = str(int(cfg.enable_symm_mem))
+    if not cfg.enable_symm_mem:
+        os.environ["NCCL_NVLS_ENABLE"] = str(int(cfg.enable_nccl_nvls or cfg.enable_symm_mem))
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    os.environ["SGLANG_RUN_ID"] = f"run-{time.time()}"
+""",
+    "srt/managers/tokenizer_manager.py": """
+class TokenizerManager:
+    def _batch_has_text(self): ...
+    async def pause_generation(self, obj): ...
+    async def flush_cache(self): ...
+""",
+    "srt/managers/io_struct.py": """
+class PauseGenerationReqInput:
+    mode: Literal["abort", "retract"] = "abort"
+class U:
+    serialized_named_tensors: Annotated[List[bytes], X()]
+""",
+    "srt/managers/scheduler_components/weight_updater.py": "def check_weights():\n    dist.all_gather_object(a)\n",
+    "srt/utils/weight_checker.py": """
+class WeightChecker:
+    def handle(self, action):
+        if action == "snapshot": return 1
+        elif action == "checksum": return 2
+    def _compute_checksum(self):
+        torch.cuda.synchronize()
+""",
+    "srt/weight_sync/tensor_bucket.py": "class FlattenedTensorBucket:\n    supports_multi_dtypes = True\n",
+    "srt/constants.py": 'GPU_MEMORY_TYPE_KV_CACHE = "kv_cache"\nGPU_MEMORY_TYPE_WEIGHTS = "weights"\nPREFIX = "H"\n',
+    "srt/environ.py": "class Envs:\n    SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK = EnvBool(True)\n",
+    "srt/server_args.py": "class ServerArgs:\n    pass\n",
+    "srt/arg_groups/fields/model.py": "class M:\n    model_path: A[str]\n    custom_weight_loader: A[str] = None\n",
+    "srt/arg_groups/fields/parallel.py": "class P(msgspec.Struct):\n    pp_size: int = 1\n    tp_size: int = 1\n",
+}
+
+
+def probed(folder: Path, files: dict[str, str]) -> SGLangApi:
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return sglang_api.probe(SourceTree(folder))
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> SGLangApi:
+    return probed(tmp_path / "old", OLD)
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> SGLangApi:
+    return probed(tmp_path / "new", NEW)
+
+
+@dataclass
+class RecordingEngine:
+    """Answers every method with `answers[name]`, or None, and keeps the calls."""
+
+    answers: dict[str, Any]
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args, kwargs))
+            return self.answers.get(name)
+
+        return call
+
+    def called(self) -> list[str]:
+        return [name for name, _, _ in self.calls]
+
+
+def engine(**answers: Any) -> RecordingEngine:
+    return RecordingEngine(answers, [])
+
+
+def test_probe_of_an_old_tree(old: SGLangApi) -> None:
+    assert (old.version, old.engine_arguments) == ("0.4.7.old", {"model_path", "tp_size"})
+    assert old.own_verl_engine and not old.own_verl_engine_flushes_cache
+    assert old.nonblocking_variable == "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"
+    assert old.memory_tags is None and old.pause_modes is None and old.weight_check_actions == ()
+    assert old.distributed_update_parameters == ("name", "dtype", "shape")
+    assert old.payload_per_tp_rank and old.engine_flushes_cache
+    for absent in (
+        "update_session",
+        "flattened_bucket",
+        "custom_weight_loader",
+        "batch_is_one_message",
+        "pipeline_parallel",
+    ):
+        assert getattr(old, absent) is False
+
+
+def test_probe_of_a_new_tree(new: SGLangApi) -> None:
+    assert new.version == "0.9.9.new"
+    assert new.engine_arguments == {"model_path", "custom_weight_loader", "pp_size", "tp_size"}
+    assert new.memory_tags == ("kv_cache", "weights")
+    assert new.pause_modes == ("abort", "retract")
+    assert new.weight_check_actions == ("snapshot", "checksum")
+    for present in (
+        "update_session",
+        "update_session_selector",
+        "flattened_bucket",
+        "bucket_mixes_dtypes",
+        "pipeline_parallel",
+    ):
+        assert getattr(new, present) is True
+    for present in ("custom_weight_loader", "checksum_covers_tp_ranks", "checksum_needs_cuda", "batch_is_one_message"):
+        assert getattr(new, present) is True
+    assert new.destroys_update_group and not new.own_verl_engine and not new.compare_needs_cuda
+
+
+def test_a_folder_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is it the folder of sglang"):
+        sglang_api.probe(SourceTree(tmp_path))
+
+
+def test_awaited_flush_and_absent_pause_are_told_apart(tmp_path: Path) -> None:
+    fixed = {**OLD, "srt/entrypoints/verl_engine.py": "class VerlEngine: update = self._engine.flush_cache()\n"}
+    assert probed(tmp_path / "fixed", fixed).own_verl_engine_flushes_cache
+    manager = "class T:\n    def flush_cache(): ...\n    async def pause_generation(): ...\n"
+    api = probed(tmp_path / "sync", {**OLD, "srt/managers/tokenizer_manager.py": manager})
+    assert api.own_verl_engine_flushes_cache and api.pause_modes == ()
+
+
+def test_user_arguments_replace_defaults_and_unknown_defaults_are_dropped(new: SGLangApi) -> None:
+    kept, dropped = sglang_api.check_arguments(new, {"tp_size": 4}, {"tp_size": 1, "pp_size": 2, "gone": True})
+    assert kept == {"tp_size": 4, "pp_size": 2}
+    assert dropped == ("gone",)
+
+
+def test_an_unknown_user_argument_names_the_version_and_the_nearest(new: SGLangApi) -> None:
+    with pytest.raises(
+        UnknownEngineArgument, match=r"engine\.args\.tpsize: sglang 0\.9\.9\.new .* nearest it has is tp_size"
+    ):
+        sglang_api.check_arguments(new, {"tpsize": 4}, {})
+
+
+@pytest.mark.parametrize(
+    "result", [None, True, (True, "Success"), (True, "ok", 0), SimpleNamespace(success=True, message="")]
+)
+def test_check_result_passes_success_through(result: object) -> None:
+    assert sglang_api.check_result("call", result) is result
+
+
+@pytest.mark.parametrize(
+    "result", [(False, "why"), (False, "why", None, None), SimpleNamespace(success=False, message="why")]
+)
+def test_check_result_raises_on_failure(result: object) -> None:
+    with pytest.raises(EngineRefused, match="update: the engine refused: why") as raised:
+        sglang_api.check_result("update", result)
+    assert (raised.value.call, raised.value.message) == ("update", "why")
+    with pytest.raises(EngineRefused, match="no reason given"):
+        sglang_api.check_result("flush_cache", False)
+
+
+@pytest.mark.parametrize("result", [(), ("Success", True), 1, "Success", {"success": True}])
+def test_check_result_rejects_what_it_cannot_read(result: object) -> None:
+    with pytest.raises(TypeError, match="call returned"):
+        sglang_api.check_result("call", result)
+
+
+def test_memory_tags(old: SGLangApi, new: SGLangApi) -> None:
+    assert sglang_api.memory_arguments(new, ("weights",)) == {"tags": ["weights"]}
+    assert sglang_api.memory_arguments(new, None) == sglang_api.memory_arguments(old, None) == {}
+    with pytest.raises(ValueError, match=r"\['weight'\].*has kv_cache, weights"):
+        sglang_api.memory_arguments(new, ("weight",))
+    with pytest.raises(ValueError, match="has kv_cache, weights"):
+        sglang_api.memory_arguments(new, ())
+    with pytest.raises(ValueError, match="all memory at once"):
+        sglang_api.memory_arguments(old, ("weights",))
+
+
+def test_session_opens_and_closes(old: SGLangApi, new: SGLangApi) -> None:
+    recording = engine(begin_weight_update=(True, ""), end_weight_update=(True, ""))
+    with sglang_api.update_session(new, recording, "target"):
+        assert recording.calls == [("begin_weight_update", (), {"selector": "target"})]
+    assert recording.called() == ["begin_weight_update", "end_weight_update"]
+    without = engine()
+    with sglang_api.update_session(old, without):
+        pass
+    assert without.calls == []
+
+
+def test_session_closes_after_a_failure_and_keeps_it_first(new: SGLangApi) -> None:
+    recording = engine(begin_weight_update=(True, ""), end_weight_update=(False, "no session"))
+    with pytest.raises(KeyError, match="first") as raised, sglang_api.update_session(new, recording):
+        raise KeyError("first")
+    assert recording.called()[-1] == "end_weight_update"
+    assert "no session" in raised.value.__notes__[0]
+
+
+def test_a_session_that_does_not_open_or_close_is_a_failure(new: SGLangApi) -> None:
+    refused = engine(begin_weight_update=(False, "already open"))
+    with pytest.raises(EngineRefused, match="already open"), sglang_api.update_session(new, refused):
+        pytest.fail("the body must not run")
+    assert refused.called() == ["begin_weight_update"]
+    stuck = engine(begin_weight_update=(True, ""), end_weight_update=(False, "bad scale"))
+    with pytest.raises(EngineRefused, match="end_weight_update: .*bad scale"), sglang_api.update_session(new, stuck):
+        pass
+
+
+def test_distributed_update_is_one_call_or_one_a_tensor(old: SGLangApi, new: SGLangApi) -> None:
+    shapes = [("a", "bfloat16", (2, 3)), ("b", "float32", (4,))]
+    recording = engine(update_weights_from_distributed=(True, ""))
+    sglang_api.update_weights_from_distributed(old, recording, shapes, group_name="g", flush_cache=False)
+    assert [args for _, args, _ in recording.calls] == [("a", "bfloat16", [2, 3]), ("b", "float32", [4])]
+    recording = engine(update_weights_from_distributed=(True, ""))
+    sglang_api.update_weights_from_distributed(new, recording, shapes, group_name="g", flush_cache=False)
+    ((_, _, sent),) = recording.calls
+    assert sent["names"] == ["a", "b"] and sent["shapes"] == [[2, 3], [4]] and sent["flush_cache"] is False
+    with pytest.raises(ValueError, match="load_format = flattened_bucket"):
+        sglang_api.update_weights_from_distributed(
+            old, recording, shapes, group_name="g", flush_cache=False, load_format="flattened_bucket"
+        )
+
+
+def test_what_a_release_lacks_is_said_before_the_engine_is_called(old: SGLangApi) -> None:
+    recording = engine()
+    for load_format in ("flattened_bucket", "package.loader"):
+        with pytest.raises(ValueError, match=r"sglang 0\.4\.7\.old has no"):
+            sglang_api.update_weights_from_tensor(old, recording, [], load_format=load_format, flush_cache=True)
+    with pytest.raises(ValueError, match="has none"):
+        sglang_api.check_weights(old, recording, "checksum")
+    with pytest.raises(ValueError, match="has none"):
+        sglang_api.pause_generation(old, recording)
+    with pytest.raises(ValueError, match="no patch_torch"):
+        sglang_api.patch_reductions(old)
+    with pytest.raises(ValueError, match="no flattened buckets"):
+        sglang_api.flattened_bucket(old, [])
+    assert sglang_api.destroy_weights_update_group(old, recording, "g") is False
+    assert recording.calls == []
+
+
+def test_own_verl_engine_is_refused_where_there_is_none_and_for_its_own_arguments(
+    old: SGLangApi, new: SGLangApi
+) -> None:
+    with pytest.raises(ValueError, match=r"0\.4\.3\.post3 to 0\.4\.7\.post1"):
+        sglang_api.build_own_verl_engine(new, None, 1, {})
+    with pytest.raises(ValueError, match=r"engine\.args\.tp_size = 2"):
+        sglang_api.build_own_verl_engine(old, None, 1, {"tp_size": 2})
+
+
+def test_several_dtypes_need_a_bucket_that_mixes_them(new: SGLangApi) -> None:
+    tensors = [("a", SimpleNamespace(dtype="float32")), ("b", SimpleNamespace(dtype="bfloat16"))]
+    with pytest.raises(ValueError, match="bfloat16, float32.*one dtype a bucket"):
+        sglang_api.flattened_bucket(replace(new, bucket_mixes_dtypes=False), tensors)
+
+
+def test_an_assertion_of_collective_rpc_is_a_refusal() -> None:
+    class Asserting:
+        def collective_rpc(self, method: str, **_: Any) -> None:
+            raise AssertionError(f"no {method}")
+
+    with pytest.raises(EngineRefused, match="no nothing"):
+        sglang_api.collective_rpc(Asserting(), "nothing")
+
+
+def test_generate_refuses_what_would_not_be_one_batch() -> None:
+    with pytest.raises(ValueError, match="n = 2"):
+        sglang_api.generate(engine(), input_ids=[[1]], sampling_params={"n": 2})
+    with pytest.raises(ValueError, match="some of them empty"):
+        sglang_api.generate(engine(), input_ids=[[1], []], sampling_params={})
+
+
+def test_environment_of_an_old_engine_is_fixed(old: SGLangApi) -> None:
+    rules = sglang_api.engine_environment_rules(old)
+    assert [rule.variable for rule in rules] == ["NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"]
+    user = {"NCCL_CUMEM_ENABLE": "1"}
+    assert sglang_api.common_environment(rules, {}, user) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert sglang_api.common_environment(rules, {"enable_nccl_nvls": True}, {})["NCCL_NVLS_ENABLE"] == "1"
+
+
+def test_environment_of_a_new_engine_keeps_the_users_value_unless_asked(new: SGLangApi) -> None:
+    rules = sglang_api.engine_environment_rules(new)
+    common = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert sglang_api.common_environment(rules, {}, {}) == common
+    user = {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert sglang_api.common_environment(rules, {}, user) == {**common, "NCCL_CUMEM_ENABLE": "1"}
+    asked = sglang_api.common_environment(rules, {"enable_symm_mem": True}, {"NCCL_CUMEM_ENABLE": "0"})
+    assert asked == {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert {rule.variable for rule in rules if not rule.certain} == {"NCCL_MNNVL_ENABLE", "SGLANG_RUN_ID"}
+
+
+def test_an_engine_whose_environment_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    api = probed(tmp_path, {"srt/entrypoints/engine.py": "class Engine:\n    def generate(self): ...\n"})
+    with pytest.raises(ValueError, match="_set_envs_and_config"):
+        sglang_api.engine_environment_rules(api)
+
+
+def test_memory_balance_check_is_turned_off_by_the_name_that_is_read(
+    old: SGLangApi, new: SGLangApi, tmp_path: Path
+) -> None:
+    change = sglang_api.memory_imbalance_environment(old)
+    assert (dict(change.set), change.unset) == ({"SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}, ())
+    change = sglang_api.memory_imbalance_environment(new)
+    assert dict(change.set) == {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+    assert "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK" in change.unset
+    neither = {path: text for path, text in OLD.items() if "model_runner" not in path}
+    assert (
+        sglang_api.memory_imbalance_environment(probed(tmp_path / "neither", neither)) == sglang_api.EnvironmentChange()
+    )
+
+
+def test_defaults_name_their_device_and_no_other() -> None:
+    assert engine_defaults("cpu")["device"] == "cpu" and engine_defaults("cuda")["device"] == "cuda"
+    assert not engine_defaults("cuda")["trust_remote_code"]
+    with pytest.raises(ValueError, match="must be one of cpu, cuda"):
+        engine_defaults("tpu")  # type: ignore[arg-type]
+
+
+def test_serialize_is_what_a_process_can_open_once() -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch
+
+    tensor = torch.arange(6.0).reshape(2, 3)
+    payload = sglang_api.serialize([("w", tensor)])
+    assert isinstance(payload, bytes)
+    ((name, received),) = ForkingPickler.loads(payload)
+    assert name == "w" and torch.equal(received, tensor)
+
+
+@needs_sglang
+def test_probing_the_installed_sglang_imports_neither_it_nor_torch() -> None:
+    code = (
+        "import sys; from harness.rollout import sglang_api as s; a = s.probe(); s.engine_environment_rules(a);"
+        "s.memory_imbalance_environment(a); print(len(a.engine_arguments), {'sglang', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    count, modules = done.stdout.strip().split(maxsplit=1)
+    assert int(count) > 100 and modules == "set()"

@@ -1,0 +1,266 @@
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from harness.task.data import (
+    ARITHMETIC_ROWS,
+    Prompt,
+    PromptSampler,
+    Row,
+    check_template,
+    load_rows,
+    tokenize_prompts,
+)
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+TEMPLATE = "Question: {question}\nAnswer: "
+ROWS = [
+    Row("How many?", "#### 1", "first"),
+    Row("How many are there, all in all?", "#### 2", "second"),
+]
+
+
+def write_jsonl(folder, split, records):
+    path = folder / f"{split}.jsonl"
+    path.write_text(
+        "".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in records),
+        encoding="utf-8",
+    )
+    return path
+
+
+def records(count):
+    return [{"question": f"What is {i}?", "answer": f"It is {i}.\n#### {i}", "extra": None} for i in range(count)]
+
+
+class Characters:
+    """A tokenizer of one token a character."""
+
+    def encode(self, text):
+        return [ord(character) for character in text]
+
+
+def test_arithmetic():
+    rows = load_rows("arithmetic", "train", 5)
+    assert len(rows) == 5 and rows == load_rows("arithmetic", "train")[:5]
+    assert len(load_rows("arithmetic", "test")) == ARITHMETIC_ROWS
+    assert load_rows("arithmetic", "test", 5) != rows
+    assert rows[2].where == "arithmetic/train row 3"
+    with pytest.raises(ValueError, match="split 'dev' is unknown: source arithmetic has train, test"):
+        load_rows("arithmetic", "dev")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4])
+def test_jsonl_keeps_order_and_line_numbers(tmp_path, rows):
+    path = write_jsonl(tmp_path, "train", [*records(2), "\n", *records(1)])
+    found = load_rows(str(tmp_path), "train", rows)
+    expected = [Row(r["question"], r["answer"], "") for r in [*records(2), *records(1)]][: rows or None]
+    assert [(row.question, row.answer) for row in found] == [(row.question, row.answer) for row in expected]
+    assert [row.where for row in found] == [f"{path} line {n}" for n in (1, 2, 4)][: rows or None]
+
+
+def test_parquet(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list(records(3)).to_parquet(str(tmp_path / "dev.parquet"))
+    rows = load_rows(str(tmp_path), "dev", 2)
+    assert [row.answer for row in rows] == ["It is 0.\n#### 0", "It is 1.\n#### 1"]
+    assert rows[1].where == f"{tmp_path / 'dev.parquet'} row 2"
+    datasets.Dataset.from_list([{"question": "q", "answer": 3}]).to_parquet(str(tmp_path / "bad.parquet"))
+    with pytest.raises(ValueError, match=r"bad\.parquet row 1 has a int as 'answer': it must be a text"):
+        load_rows(str(tmp_path), "bad")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{'question'\n", "is not JSON"),
+        ("[1]\n", "is a JSON list: it must be an object"),
+        ({"answer": "#### 1"}, "has no field 'question'"),
+        ({"question": "q"}, "has no field 'answer'"),
+        ({"question": None, "answer": "#### 1"}, "has a NoneType as 'question'"),
+        ({"question": "q", "answer": 1}, "has a int as 'answer'"),
+        (
+            {"question": "q", "answer": "1"},
+            "has no number after #### in 'answer': it must end in \"#### N\"",
+        ),
+    ],
+)
+def test_a_bad_row_names_file_line_and_field(tmp_path, bad, message):
+    path = write_jsonl(tmp_path, "train", [*records(2), bad])
+    with pytest.raises(ValueError) as error:
+        load_rows(str(tmp_path), "train")
+    assert str(error.value).startswith(f"{path} line 3 {message}")
+
+
+def test_errors_of_the_source(tmp_path):
+    with pytest.raises(
+        ValueError,
+        match="is no folder: it must be arithmetic, an existing folder or a hub id",
+    ):
+        load_rows(str(tmp_path / "missing"), "train")
+    with pytest.raises(ValueError, match="there is no jsonl or parquet file"):
+        load_rows(str(tmp_path), "train")
+    path = write_jsonl(tmp_path, "train", records(1))
+    write_jsonl(tmp_path, "test", [])
+    with pytest.raises(ValueError, match="split 'dev' has no file in .*: there is test, train"):
+        load_rows(str(tmp_path), "dev")
+    with pytest.raises(ValueError, match="split 'test' of .* has no rows"):
+        load_rows(str(tmp_path), "test")
+    with pytest.raises(ValueError, match="is a file: it must be the folder"):
+        load_rows(str(path), "train")
+    with pytest.raises(ValueError, match="rows is -1"):
+        load_rows(str(tmp_path), "train", -1)
+    (tmp_path / "train.parquet").touch()
+    with pytest.raises(ValueError, match="must be one file, and .* has train.jsonl and train.parquet"):
+        load_rows(str(tmp_path), "train")
+
+
+def test_a_hub_that_cannot_be_asked_is_one_sentence_with_its_cause():
+    code = (
+        "from harness.task.data import load_rows\n"
+        "try:\n    load_rows('no-such-owner/no-such-set', 'train')\n"
+        "except ValueError as error:\n    print(error); print(type(error.__cause__).__mro__)\n"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sentence, cause = done.stdout.splitlines()
+    assert "source 'no-such-owner/no-such-set' is no folder here, and as a hub id its split 'train' cannot" in sentence
+    assert "Exception" in cause and "NoneType" not in cause
+
+
+def test_hub_falls_back_to_config_main(monkeypatch):
+    """No hub can be reached here: load_dataset is a fake that fails as the real one does for openai/gsm8k."""
+    import datasets
+
+    asked = []
+
+    def fake_load_dataset(*args, split):
+        asked.append((*args, split))
+        if len(args) == 1:
+            raise ValueError(
+                "Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']"
+            )
+        return datasets.Dataset.from_list(records(3))
+
+    monkeypatch.setattr(datasets, "load_dataset", fake_load_dataset)
+    rows = load_rows("openai/gsm8k", "test", 2)
+    assert asked == [("openai/gsm8k", "test"), ("openai/gsm8k", "main", "test")]
+    assert [row.where for row in rows] == [
+        "openai/gsm8k/test row 1",
+        "openai/gsm8k/test row 2",
+    ]
+
+
+@pytest.mark.skipif(
+    not GSM8K.is_dir(),
+    reason="GSM8K is not beside the repository, in ../shared/data/gsm8k",
+)
+def test_real_gsm8k():
+    assert len(load_rows(str(GSM8K), "test")) == 1319
+    assert load_rows(str(GSM8K), "train", 1)[0].answer.endswith("#### 72")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "",
+        "Question",
+        "{answer}",
+        "{question} {answer}",
+        "{}",
+        "{question!r}",
+        "{question:>9}",
+    ],
+)
+def test_template_must_have_the_question_and_no_other_field(template):
+    with pytest.raises(ValueError, match="must have the field {question} and no other"):
+        check_template(template)
+
+
+def test_template_braces():
+    check_template("{{{question}}}")
+    with pytest.raises(ValueError, match="has a lone brace"):
+        check_template("{question} {")
+
+
+def test_prompts_in_order():
+    prompts = tokenize_prompts(ROWS, Characters(), TEMPLATE, 100)
+    assert [prompt.text for prompt in prompts] == [f"Question: {row.question}\nAnswer: " for row in ROWS]
+    assert [(p.index, p.answer, p.where) for p in prompts] == [
+        (0, "#### 1", "first"),
+        (1, "#### 2", "second"),
+    ]
+    assert all("".join(map(chr, prompt.input_ids)) == prompt.text for prompt in prompts)
+
+
+def test_overlong(caplog):
+    length = len(TEMPLATE.format(question=ROWS[0].question))
+    with caplog.at_level("INFO", logger="harness.task.data"):
+        prompts = tokenize_prompts([ROWS[1], ROWS[0]], Characters(), TEMPLATE, length)
+    assert [(prompt.index, prompt.where) for prompt in prompts] == [(1, "first")]
+    assert caplog.messages == [f"left out 1 of 2 prompts, longer than {length} tokens"]
+    with pytest.raises(
+        ValueError,
+        match=rf"the prompt of second has 50 tokens: max_prompt_tokens = {length} must be",
+    ):
+        tokenize_prompts(ROWS, Characters(), TEMPLATE, length, "error")
+    with pytest.raises(ValueError, match="none of 2 prompts has at most max_prompt_tokens = 5 tokens"):
+        tokenize_prompts(ROWS, Characters(), TEMPLATE, 5)
+    with pytest.raises(ValueError, match="overlong is 'cut': it must be filter or error"):
+        tokenize_prompts(ROWS, Characters(), TEMPLATE, 5, "cut")
+
+
+def prompts(count):
+    return [Prompt(i, str(i), [i], f"#### {i}", f"row {i}") for i in range(count)]
+
+
+def test_sampler_is_a_function_of_seed_and_step():
+    one, other = (
+        PromptSampler(prompts(10), 3, seed=5),
+        PromptSampler(prompts(10), 3, seed=5),
+    )
+    assert [one.batch(step) for step in range(12)] == [other.batch(step) for step in reversed(range(12))][::-1]
+    assert one.batch(0) != PromptSampler(prompts(10), 3, seed=6).batch(0)
+
+
+def test_sampler_takes_each_prompt_at_most_once_an_epoch_and_reshuffles():
+    sampler = PromptSampler(prompts(10), 3, seed=0)
+    epochs = [[p.index for step in range(3) for p in sampler.batch(3 * epoch + step)] for epoch in range(40)]
+    assert all(len(set(epoch)) == 9 for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 40
+    seen = Counter(index for epoch in epochs for index in epoch)
+    assert set(seen) == set(range(10)) and min(seen.values()) > 25
+
+
+def test_sampler_with_as_many_prompts_as_a_step_takes():
+    sampler = PromptSampler(prompts(4), 4, seed=0)
+    for step in range(5):
+        assert {prompt.index for prompt in sampler.batch(step)} == {0, 1, 2, 3}
+
+
+def test_sampler_is_the_same_in_another_process():
+    code = (
+        "from tests.task.test_data import prompts; from harness.task.data import PromptSampler\n"
+        "print([p.index for s in range(9) for p in PromptSampler(prompts(10), 3, 1).batch(s)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    sampler = PromptSampler(prompts(10), 3, 1)
+    assert done.stdout.strip() == str([p.index for s in range(9) for p in sampler.batch(s)])
+
+
+@pytest.mark.parametrize("size", [0, -1, 5])
+def test_sampler_needs_a_batch_of_prompts(size):
+    with pytest.raises(ValueError, match=f"prompts_per_step is {size}: it must be 1 to 4"):
+        PromptSampler(prompts(4), size, seed=0)

@@ -1,0 +1,185 @@
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from harness.task.rewards import (
+    RULES,
+    digits_reward,
+    extract_answer,
+    gsm8k_reward,
+    score,
+)
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 72", "72"),
+        ("worked: 3+4=7\n#### 7", "7"),
+        ("####7", "7"),
+        ("####\n7", "7"),
+        ("#### 7\n8 more", "7"),
+        ("#### 1\nno, wait\n#### 2", "2"),
+        ("#### -3", "-3"),
+        ("#### \u22123", "-3"),
+        ("#### +7", "7"),
+        ("#### 1.0", "1"),
+        ("#### .5", "0.5"),
+        ("#### 0.50", "0.5"),
+        ("#### 5.", "5"),
+        ("#### 007", "7"),
+        ("#### 1,234", "1234"),
+        ("#### 12,345,678.90", "12345678.9"),
+        ("#### $1,234.50", "1234.5"),
+        ("#### $ 5", "5"),
+        ("#### -$3", "-3"),
+        ("#### $-3", "-3"),
+        ("#### \u20ac12", "12"),
+        ("#### 12 apples", "12"),
+        ("#### 12apples", "12"),
+        ("#### 12 eggs", "12"),
+        ("#### 50%", "50"),
+        ("#### 30 km/h", "30"),
+        ("#### 12, as shown", "12"),
+        ("#### 12.<eos>", "12"),
+    ],
+)
+def test_reads(text, number):
+    assert extract_answer(text) == Decimal(number)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "72",
+        "### 72",
+        "####",
+        "#### ",
+        "#### about 5",
+        "#### five",
+        "#### $",
+        "#### -",
+        "#### - 3",
+        "#### +-3",
+        "#### -$-3",
+        "#### 1,23",
+        "#### 1,2345",
+        "#### 1,234,56",
+        "#### 1234,567",
+        "#### 1.2.3",
+        "#### 1.234,56",
+        "#### 1e3",
+        "#### 1E-3",
+        "#### 1/2",
+        "#### 2 1/2",
+        "#### 3-4",
+        "#### 3 + 4",
+        "#### 12:30",
+        "#### 5 000",
+        "#### \u0663",
+        "#### 7\n####",
+    ],
+)
+def test_does_not_read(text):
+    assert extract_answer(text) is None
+
+
+numbers = st.decimals(min_value=-(10**12), max_value=10**12, places=3) | st.integers(-(10**30), 10**30).map(Decimal)
+units = st.sampled_from(
+    [
+        "",
+        " ",
+        "%",
+        " %",
+        " apples",
+        "kg",
+        " m2",
+        ".",
+        ",",
+        ", done",
+        "\n9",
+        " dollars\n1 2 3",
+        "</s>",
+    ]
+)
+
+
+@given(
+    number=numbers,
+    commas=st.booleans(),
+    plus=st.booleans(),
+    currency=st.sampled_from(["", "$", "$ ", "\u00a3"]),
+    unit=units,
+)
+@example(number=Decimal("-0.001"), commas=True, plus=False, currency="$", unit="%")
+def test_any_number_in_any_format_round_trips(number, commas, plus, currency, unit):
+    sign = "-" if number < 0 else "+" if plus else ""
+    digits = format(number.copy_abs(), ",f" if commas else "f")
+    for written in (sign + currency + digits + unit, currency + sign + digits + unit):
+        assert extract_answer(f"some 5 words\n#### 4\n#### {written}") == number
+
+
+@given(st.text())
+def test_any_text_is_read_or_not_but_never_fails(text):
+    assert extract_answer("#### " + text) is None or any(character in "0123456789" for character in text)
+
+
+@given(number=st.integers(0, 10**6), other=st.integers(0, 10**6))
+def test_reward_is_equality_of_numbers(number, other):
+    assert gsm8k_reward(f"#### {other}", f"so\n#### {number}") == float(number == other)
+
+
+def test_equal_numbers_written_differently_score():
+    assert gsm8k_reward("I think\n#### $1,000.00 in all", "#### 1000") == 1.0
+    assert gsm8k_reward("1000", "#### 1000") == 0.0
+    assert gsm8k_reward("#### -0", "#### 0") == 1.0
+
+
+def test_a_row_without_a_number_is_an_error_and_not_a_zero():
+    with pytest.raises(ValueError, match='must end in "#### N"'):
+        gsm8k_reward("#### 3", "3")
+
+
+def test_digits():
+    assert digits_reward("") == 0.0
+    assert digits_reward("1234") == 1.0
+    assert digits_reward("a1b2") == 0.5
+    assert digits_reward("\u0663\u00b2") == 0.0
+
+
+@given(st.text())
+def test_digits_is_a_share(text):
+    assert 0.0 <= digits_reward(text) <= 1.0
+    assert digits_reward(text + "7") > digits_reward(text) or digits_reward(text) == 1.0
+
+
+def test_score_chooses_the_rule():
+    assert score("gsm8k", "#### 3", "#### 3") == 1.0
+    assert score("digits", "ab12", "#### 3") == 0.5
+    assert {rule: score(rule, "", "#### 1") for rule in RULES} == {
+        "gsm8k": 0.0,
+        "digits": 0.0,
+    }
+    with pytest.raises(ValueError, match="'exact' is unknown: it must be one of gsm8k, digits"):
+        score("exact", "", "#### 1")
+
+
+@pytest.mark.skipif(
+    not GSM8K.is_dir(),
+    reason="GSM8K is not beside the repository, in ../shared/data/gsm8k",
+)
+@pytest.mark.parametrize(("split", "rows"), [("train", 7473), ("test", 1319)])
+def test_every_real_answer_is_read(split, rows):
+    answers = [
+        json.loads(line)["answer"] for line in (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(answers) == rows
+    for answer in answers:
+        assert str(extract_answer(answer)) == answer.rpartition("#### ")[2].replace(",", "")

@@ -1,0 +1,63 @@
+"""The policy's updates: over two ranks as in one process, and the same again from the same seed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.torchrun import torchrun
+
+Measurements = list[dict[str, Any]]
+
+pytestmark = pytest.mark.slow
+
+ARCHITECTURES = ("qwen2", "qwen2_tied", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_two_ranks_in_microbatches_step_as_one_process_at_once(measurements: Measurements, name: str) -> None:
+    for rank in measurements:
+        measured = rank[f"update/{name}"]
+        assert measured["gradient_names"] == 0, "every parameter has a gradient"
+        assert measured["gradients"] < 1e-5, "relative to the largest"
+        assert measured["metrics"] < 1e-4
+        assert measured["weights"] < 1e-5, "after two steps"
+        assert measured["metrics_agree"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_step_changes_every_parameter_and_no_buffer(measurements: Measurements, name: str) -> None:
+    for rank in measurements:
+        assert rank[f"update/{name}"]["unchanged"] == []
+        assert rank[f"update/{name}"]["changed_buffers"] == []
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradient_checkpointing_changes_no_gradient(measurements: Measurements, name: str) -> None:
+    assert measurements[0][f"update/{name}"]["checkpointed"] < 1e-6
+
+
+def test_clipping_and_kl_took_part(measurements: Measurements) -> None:
+    measured = measurements[0]["update/qwen2"]
+    assert measured["grad_norm"] > 0.5, "above max_grad_norm"
+    assert measured["clip_fraction_lower"] > 0
+    assert measured["kl"] > 0.1
+
+
+def test_errors_are_raised_on_every_rank_and_leave_the_model(measurements: Measurements) -> None:
+    for rank in measurements:
+        errors = rank["errors"]
+        for name in ("uneven_log_probs", "uneven_update"):
+            assert "[4, 3] on ranks 0 to 1, but must be the same on every rank" in errors[name]
+        assert errors["infinite"].startswith("the gradient norm of the actor is nan")
+        assert "0 response tokens over all ranks" in errors["silent"]
+        assert errors["minibatch"] == "actor.minibatch_size is 3, but must be a multiple of the 2 ranks"
+        assert errors["weights"] == 0
+
+
+def test_same_seed_same_updates(measurements: Measurements, tmp_path: Path) -> None:
+    first = measurements[0]["training"]
+    second = torchrun("worker_determinism.py", 2, tmp_path / "training.json", str(tmp_path / "model"))
+    assert first == second == measurements[1]["training"]
+    assert len(set(first["digests"])) == 3, "each update changes the weights"
+    assert [metrics["optimizer_steps"] for metrics in first["metrics"]] == [4, 4]

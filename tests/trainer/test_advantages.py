@@ -1,0 +1,144 @@
+"""Advantages and statistics against numbers that verl 0.9.1 computed."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.trainer import advantages as a
+
+VECTORS: dict[str, Any] = json.loads((Path(__file__).parent / "ppo-vectors.json").read_text())
+
+
+def tensor(numbers: Any) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def close(actual: Tensor, expected: Any) -> None:
+    torch.testing.assert_close(actual, tensor(expected), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("vector", VECTORS["gae"])
+def test_gae(vector: dict[str, Any]) -> None:
+    mask = tensor(vector["mask"])
+    raw, returns = a.gae(tensor(vector["rewards"]), tensor(vector["values"]), mask, vector["gamma"], vector["lam"])
+    close(raw, vector["raw_adv_masked"])
+    close(returns, vector["returns_masked"])
+    close(a.masked_whiten(raw, mask), vector["whitened_adv_masked"])
+
+
+@pytest.mark.parametrize("garbage", [1e9, float("nan"), float("inf")])
+def test_gae_does_not_read_masked_positions(garbage: float) -> None:
+    vector = VECTORS["gae"][4]
+    mask, rewards, values = (tensor(vector[name]) for name in ("mask", "rewards", "values"))
+    masked = mask == 0
+    raw, returns = a.gae(
+        rewards.masked_fill(masked, garbage), values.masked_fill(masked, garbage), mask, vector["gamma"], vector["lam"]
+    )
+    close(raw, vector["raw_adv_masked"])
+    close(returns, vector["returns_masked"])
+
+
+def test_masked_statistics() -> None:
+    vector = VECTORS["masked"]
+    x, mask = tensor(vector["x"]), tensor(vector["mask"])
+    close(a.masked_mean(x, mask), vector["mean"])
+    close(a.masked_var(x, mask), vector["var_unbiased"])
+    close(a.masked_var(x, mask, unbiased=False), vector["var_biased"])
+    close(a.masked_whiten(x, mask), vector["whiten"])
+    close(a.masked_whiten(x, mask, shift_mean=False), vector["whiten_noshift"])
+
+
+def test_masked_statistics_ignore_nan_under_the_mask() -> None:
+    x, mask = tensor([[1.0, 3.0, float("nan")]]), tensor([[1, 1, 0]])
+    assert float(a.masked_mean(x, mask)) == pytest.approx(2.0)
+    assert torch.isfinite(a.masked_whiten(x, mask)).all()
+
+
+def test_masked_whiten_over_ranks_is_that_of_all_their_tokens() -> None:
+    vector = VECTORS["masked"]
+    x, mask = tensor(vector["x"]), tensor(vector["mask"])
+    # Rank 0 has the first row. The sums that all_sum must return to it are those of both rows, in the order asked for.
+    asked: list[Tensor] = []
+
+    def record(total: Tensor) -> Tensor:
+        asked.append(total)
+        return total
+
+    a.masked_whiten(x, mask, all_sum=record)
+    whole = iter(asked)
+    close(a.masked_whiten(x[:1], mask[:1], all_sum=lambda _: next(whole)), vector["whiten"][:1])
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_unbiased_variance_needs_two_tokens(count: int) -> None:
+    with pytest.raises(ValueError, match=f"counts {count} tokens"):
+        a.masked_var(torch.ones(1, 3), (torch.arange(3) < count)[None])
+
+
+def test_group_advantages() -> None:
+    vector = VECTORS["grpo"]
+    rewards, group = tensor(vector["token_rewards"]), torch.tensor(vector["index"])
+    mask = torch.ones_like(rewards)
+    for result, name in (
+        (a.grpo(rewards, mask, group), "std_norm"),
+        (a.grpo(rewards, mask, group, normalize_by_std=False), "no_std"),
+        (a.rloo(rewards, mask, group), "rloo"),
+    ):
+        close(result, [[number, number] for number in vector[name]])
+
+
+def test_group_advantages_need_no_order_and_keep_to_the_mask() -> None:
+    vector = VECTORS["grpo"]
+    rewards, group = tensor(vector["token_rewards"]), torch.tensor(vector["index"]) * 7 - 3
+    mask = torch.ones_like(rewards)
+    mask[0, 0] = 0
+    order = torch.tensor([3, 0, 5, 2, 4, 1])
+    result = a.grpo(rewards[order], mask[order], group[order])
+    close(result, (tensor(vector["std_norm"])[:, None] * mask)[order].tolist())
+
+
+@pytest.mark.parametrize("estimator", get_args(a.KlEstimator))
+def test_kl(estimator: a.KlEstimator) -> None:
+    vector = VECTORS["kl"]
+    close(a.kl(tensor(vector["logp"]), tensor(vector["ref"]), estimator), vector[estimator])
+
+
+def test_kl_rejects_other_estimators() -> None:
+    with pytest.raises(ValueError, match="kl_estimator is 'k4'"):
+        a.kl(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+
+
+def test_kl_controllers() -> None:
+    vector = VECTORS["adaptive_kl"]
+    adaptive = a.AdaptiveKl(vector["init"], vector["target"], vector["horizon"])
+    adaptive.update(vector["current"], vector["n_steps"])
+    assert adaptive.coefficient == pytest.approx(vector["after"], abs=1e-12)
+    adaptive.update(0.0, vector["n_steps"])
+    assert adaptive.coefficient == pytest.approx(vector["after"] * (1 - 0.2 * 256 / 10000))
+    fixed = a.FixedKl(0.1)
+    fixed.update(9.0, 256)
+    assert fixed.coefficient == 0.1
+
+
+def test_token_rewards_stand_at_the_last_token() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]])
+    rewards = a.token_rewards(tensor([2.0, -1.0]), mask, kl=torch.ones(2, 4, dtype=torch.float64), kl_coefficient=0.1)
+    close(rewards, [[0, -0.1, 1.9, 0], [-0.1, 0, -0.1, -1.1]])
+    close(a.token_rewards(tensor([2.0, -1.0]), mask), [[0, 0, 2.0, 0], [0, 0, 0, -1.0]])
+
+
+def test_token_rewards_need_a_token() -> None:
+    with pytest.raises(ValueError, match="response 1 has no token"):
+        a.token_rewards(torch.ones(2), torch.tensor([[0, 1], [0, 0]]))
+
+
+def test_explained_variance() -> None:
+    returns, mask = tensor([[1.0, 2.0, 3.0, 50.0]]), tensor([[1, 1, 1, 0]])
+    assert float(a.explained_variance(returns, returns, mask)) == 1.0
+    assert float(a.explained_variance(tensor([[7.0, 7, 7, 0]]), returns, mask)) == pytest.approx(0.0)
+    assert float(a.explained_variance(-returns, returns, mask)) == pytest.approx(-3.0)
+    assert float(a.explained_variance(returns, torch.full_like(returns, 0.1), mask)) == 0.0

@@ -1,0 +1,281 @@
+"""Two ranks measure sharded models against whole ones. Arguments: file for the measurements, folder for the tiny
+models.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel, AutoModelForCausalLM
+
+from harness.config import schema
+from harness.trainer.actor import Actor, Reference
+from harness.trainer.batch import Batch
+from harness.trainer.critic import Critic
+from harness.trainer.model import load_causal_lm, load_value_model, named_tensors, tied_names
+from tests.trainer.sequences import advantage_batch, sequences
+from tests.trainer.tiny_models import NAMES, define_torchvision_operators, save_tiny
+from tests.trainer.worker_determinism import train
+
+CPU = torch.device("cpu")
+ROLLOUT = schema.Rollout(temperature=0.7, max_response_tokens=12)
+KL_IN_LOSS = schema.Algorithm(kl_placement="loss", kl_estimator="k3", kl_coefficient=0.1)
+ACTOR = {
+    "minibatch_size": 8,
+    "learning_rate": 0.05,
+    "entropy_coefficient": 0.01,
+    "max_grad_norm": 0.5,
+    "dual_clip": 1.5,
+}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()).detach()
+
+
+def wholes(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(tensor) for name, tensor in named_tensors(model)}
+
+
+def furthest(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Largest difference over all tensors; infinite if the names differ."""
+    if left.keys() != right.keys():
+        return float("inf")
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def record_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Filled with the clipped gradients when the optimizer steps."""
+    gradients: dict[str, Tensor] = {}
+
+    def record(*_: Any) -> None:
+        gradients.update({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(record)
+    return gradients
+
+
+def plain_log_probs(model: nn.Module, batch: Batch) -> Tensor:
+    """One sequence at a time, without padding."""
+    log_probs = torch.zeros(batch.input_ids.shape)
+    for row in range(len(batch)):
+        ids = batch.input_ids[row, : int(batch.attention_mask[row].sum())]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / ROLLOUT.temperature
+        log_probs[row, 1 : len(ids)] = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    return log_probs
+
+
+def new_actor(model: nn.Module, mesh: DeviceMesh, **changes: Any) -> Actor:
+    return Actor(model, schema.Actor(**{**ACTOR, **changes}), KL_IN_LOSS, ROLLOUT, mesh, CPU)
+
+
+def with_sgd(learner: Any) -> None:
+    """AdamW steps by the learning rate however small the gradient, so that rounding would decide the sign."""
+    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=learner.config.learning_rate)
+
+
+def measure_log_probs(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = load_causal_lm(path, torch.float32, CPU, mesh)
+    log_probs, entropy = new_actor(model, mesh).log_probs(local, microbatch_size=3)
+    reference = Reference(load_causal_lm(path, torch.float32, CPU, mesh, attention="eager"), 0.7, mesh, CPU)
+    with torch.no_grad():
+        expected = plain_log_probs(plain, local)
+    mask = local.attention_mask.bool()
+    buffers = dict(model.named_buffers())
+    result: dict[str, Any] = {
+        "log_probs": float((log_probs - expected)[mask].abs().max()),
+        "eager": float((reference.log_probs(local, microbatch_size=2) - expected)[mask].abs().max()),
+        "entropy_min": float(entropy[local.response_mask.bool()].min()),
+        "buffers": max(float((buffers[name] - buffer).abs().max()) for name, buffer in plain.named_buffers()),
+        "buffer_names": len(buffers),
+        "weights": furthest(wholes(model), {n: t for n, t in plain.state_dict().items() if n not in tied_names(model)}),
+        "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
+    }
+    value_model = load_value_model(path, torch.float32, CPU, mesh)
+    critic = Critic(value_model, schema.Critic(), ROLLOUT, mesh, CPU)
+    backbone, head = AutoModel.from_pretrained(path, dtype=torch.float32), whole(value_model.value_head.weight)
+    values = critic.values(local, microbatch_size=2)
+    with torch.no_grad():
+        states = backbone(input_ids=local.input_ids, attention_mask=local.attention_mask).last_hidden_state
+    shifted = mask[:, 1:]
+    result["values"] = float((values[:, 1:] - (states @ head[0])[:, :-1])[shifted].abs().max())
+    result["value_spread"] = float(values[mask].std())
+    return result
+
+
+def measure_update(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch, everyone: Batch) -> dict[str, Any]:
+    sharded = new_actor(load_causal_lm(path, torch.float32, CPU, mesh), mesh, microbatch_size=2)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    single = new_actor(plain, alone, microbatch_size=8)
+    frugal_model = load_causal_lm(path, torch.float32, CPU, mesh, gradient_checkpointing=True)
+    frugal = new_actor(frugal_model, mesh, microbatch_size=2)
+    before = wholes(sharded.model)
+    gradients = []
+    for actor in (sharded, single, frugal):
+        with_sgd(actor.learner)
+        gradients.append(record_gradients(actor.model, actor.learner.optimizer))
+    first = sharded.step(local)
+    after_first = wholes(sharded.model)
+    alone_first = single.step(everyone)
+    frugal.step(local)
+    largest = max(float(gradient.abs().max()) for gradient in gradients[1].values())
+    result: dict[str, Any] = {
+        "gradients": furthest(gradients[0], gradients[1]) / largest,
+        "gradient_names": len(gradients[0]) - len(list(sharded.model.parameters())),
+        "checkpointed": furthest(gradients[2], gradients[0]) / largest,
+        "metrics": max(abs(first[name] - alone_first[name]) for name in alone_first),
+        "grad_norm": first["grad_norm"],
+        "clip_fraction_lower": first["clip_fraction_lower"],
+        "kl": first["kl"],
+    }
+    sharded.step(local)
+    single.step(everyone)
+    after = wholes(sharded.model)
+    buffers = {name for name, _ in sharded.model.named_buffers()}
+    result["weights"] = furthest(after, wholes(single.model))
+    result["unchanged"] = [n for n in before if n not in buffers and torch.equal(after_first[n], before[n])]
+    result["changed_buffers"] = [n for n in before if n in buffers and not torch.equal(after[n], before[n])]
+    ranks: list[Any] = [None, None]
+    dist.all_gather_object(ranks, first)
+    result["metrics_agree"] = ranks[0] == ranks[1]
+    return result
+
+
+def measure_critic(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch, everyone: Batch) -> dict[str, Any]:
+    config = schema.Critic(minibatch_size=8, microbatch_size=3, learning_rate=0.02)
+    critics = [Critic(load_value_model(path, torch.float32, CPU, m), config, ROLLOUT, m, CPU) for m in (mesh, alone)]
+    before = wholes(critics[0].model)
+    for critic in critics:
+        with_sgd(critic.learner)
+    metrics = [
+        critic.update(batch, torch.Generator().manual_seed(1))
+        for critic, batch in zip(critics, (local, everyone), strict=True)
+    ]
+    after = wholes(critics[0].model)
+    counts = everyone.response_mask.bool()
+    returns, error = (
+        everyone.require("returns")[counts].double(),
+        (everyone.require("returns") - everyone.require("old_values"))[counts].double(),
+    )
+    explained = float(1 - error.var(unbiased=False) / returns.var(unbiased=False))
+    return {
+        "weights": furthest(after, wholes(critics[1].model)),
+        "moved": furthest(after, before),
+        "metrics": max(abs(metrics[0][name] - metrics[1][name]) for name in metrics[1]),
+        "explained_variance": metrics[0]["explained_variance"],
+        "explained_variance_whole": explained,
+    }
+
+
+def measure_random(path: str, mesh: DeviceMesh, alone: DeviceMesh) -> dict[str, Any]:
+    models = [load_causal_lm(path, torch.bfloat16, CPU, m, weights="random", seed=3) for m in (mesh, alone)]
+    other = wholes(load_causal_lm(path, torch.bfloat16, CPU, mesh, weights="random", seed=4))
+    values = [load_value_model(path, torch.float32, CPU, m, weights="random", seed=3) for m in (mesh, alone)]
+    tensors = wholes(models[0])
+    norms = torch.cat([t.float() for n, t in tensors.items() if n.endswith("norm.weight")])
+    matrices = torch.cat([t.float().flatten() for n, t in tensors.items() if t.ndim > 1])
+    return {
+        "differences": furthest(tensors, wholes(models[1])),
+        "value_differences": furthest(wholes(values[0]), wholes(values[1])),
+        "same_as_other_seed": [n for n in tensors if torch.equal(tensors[n], other[n])],
+        "norm_mean": float(norms.mean()),
+        "norm_std": float(norms.std()),
+        "matrix_std": float(matrices.std()),
+        "smallest": min(float(t.abs().max()) for t in tensors.values()),
+    }
+
+
+def measure_bfloat16(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
+    saved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    model = load_causal_lm(path, torch.bfloat16, CPU, mesh)
+    dtypes = {name: str(tensor.dtype) for name, tensor in named_tensors(model)}
+    biases = {name: tensor for name, tensor in wholes(model).items() if name.endswith("e_score_correction_bias")}
+    metrics = new_actor(model, mesh, microbatch_size=4).step(local)
+    return {
+        "dtypes": dtypes,
+        "bias_differences": max(float((tensor - saved[name]).abs().max()) for name, tensor in biases.items()),
+        "inv_freq_dtypes": sorted({str(b.dtype) for n, b in model.named_buffers() if n.endswith("inv_freq")}),
+        "loss": metrics["loss"],
+    }
+
+
+def measure_tied(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
+    model = load_causal_lm(path, torch.float32, CPU, mesh)
+    actor = new_actor(model, mesh, microbatch_size=2)
+    actor.step(local)
+    weights = dict(model.state_dict(keep_vars=True))
+    return {
+        "tied": tied_names(model),
+        "names": [name for name, _ in named_tensors(model)],
+        "equal": torch.equal(whole(weights["lm_head.weight"]), whole(weights["model.embed_tokens.weight"])),
+    }
+
+
+def message(error: type[Exception], call: Any) -> str:
+    """What the error says; fails the worker if the call raises none."""
+    try:
+        call()
+    except error as raised:
+        return str(raised)
+    raise AssertionError(f"no {error.__name__} was raised")
+
+
+def measure_errors(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
+    rank = mesh.get_local_rank()
+    actor = new_actor(load_causal_lm(path, torch.float32, CPU, mesh), mesh)
+    uneven = local.select(slice(0, 4 - rank))
+    infinite = local.replace(advantages=torch.full_like(local.require("advantages"), float("inf")))
+    silent = local.replace(response_mask=torch.zeros_like(local.response_mask))
+    before = wholes(actor.model)
+    result: dict[str, Any] = {
+        "uneven_log_probs": message(ValueError, lambda: actor.log_probs(uneven, 2)),
+        "uneven_update": message(ValueError, lambda: actor.update(uneven, torch.Generator())),
+        "infinite": message(FloatingPointError, lambda: actor.step(infinite)),
+        "silent": message(ValueError, lambda: actor.step(silent)),
+        "minibatch": message(ValueError, lambda: new_actor(actor.model, mesh, minibatch_size=3)),
+    }
+    result["weights"] = furthest(before, wholes(actor.model))
+    return result
+
+
+def main() -> None:
+    out, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    define_torchvision_operators()
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        for name in NAMES:
+            save_tiny(name, folder / name)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    own_group, _ = dist.new_subgroups(group_size=1)
+    alone = DeviceMesh.from_group(own_group, "cpu")
+    prompts, responses = sequences()
+    mine = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
+    local, everyone = advantage_batch(prompts, responses, mine), advantage_batch(prompts, responses, slice(0, 8))
+    results: dict[str, Any] = {}
+    for name in NAMES:
+        results[f"log_probs/{name}"] = measure_log_probs(str(folder / name), mesh, local)
+    for name in ("qwen2", "qwen2_tied", "qwen3_moe", "deepseek_v3"):
+        results[f"update/{name}"] = measure_update(str(folder / name), mesh, alone, local, everyone)
+    results["critic"] = measure_critic(str(folder / "deepseek_v3"), mesh, alone, local, everyone)
+    results["random"] = measure_random(str(folder / "deepseek_v3"), mesh, alone)
+    results["bfloat16"] = measure_bfloat16(str(folder / "deepseek_v3"), mesh, local)
+    results["tied"] = measure_tied(str(folder / "qwen2_tied"), mesh, local)
+    results["training"] = train(folder / "training", mesh)
+    results["errors"] = measure_errors(str(folder / "qwen2"), mesh, local)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, results)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(ranks))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
