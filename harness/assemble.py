@@ -24,6 +24,7 @@ from harness.report import Report
 from harness.rollout import sglang_api
 from harness.rollout.defaults import engine_defaults
 from harness.rollout.memory import MemoryStages
+from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
 from harness.trainer.actor import Actor, Reference
@@ -36,9 +37,7 @@ from harness.weights.verify import check_same_gpu
 T = TypeVar("T")
 
 
-def conduct(
-    config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, launched: float
-) -> int:
+def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, launched: float) -> int:
     """Build, step, check, report; the exit code. A collective call of all ranks."""
     report = Report(folder=folder, config=config, world=world, launched=launched)
     events.say(f"imported torch and transformers; run directory {folder}")
@@ -64,9 +63,7 @@ def conduct(
     return 0
 
 
-def assemble(
-    config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, report: Report
-) -> Ppo:
+def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, report: Report) -> Ppo:
     """Every part of the run on this rank. The trainer's models are built while the engine's schedulers start."""
     api = sglang_api.probe()
     arguments = engine_arguments(config, world, api, events)
@@ -79,17 +76,23 @@ def assemble(
     ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
     with report.timed("sglang_import"), events.phase("import_sglang", waiting_for="SGLang's import"):
         sglang_api.import_engine()
+    shipped = config.engine.implementation == "sglang"
     trainer = in_background(lambda: build_trainer(config, world, ranks_mesh, model_folder, report))
-    waiting = f"SGLang's schedulers to start and load the model (their output: {folder}/engines)"
+    waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
     with report.timed("engine"), events.phase("start_engine", waiting_for=waiting):
-        engine = VerlEngine(
+        if shipped:
+            trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
+        engine = (ShippedVerlEngine if shipped else VerlEngine)(
             mesh["tp", "pp"] if dims.pp > 1 else mesh["tp"],
             log_dir=folder / "engines",
             base_port=config.engine.base_port,
-            on_death=None,
             **arguments | {"model_path": str(model_folder)},
         )
-    events.say(f"engine up: sglang {api.version}, tp {dims.tp}, pp {dims.pp}, {engine.nnodes} host(s), {dims.dp} engine(s)")
+    maker = "sglang's own VerlEngine" if shipped else "the harness's VerlEngine"
+    events.say(
+        f"engine up: sglang {api.version} behind {maker}, {dims.dp} engine(s) of tp {dims.tp}, pp {dims.pp},"
+        f" {engine.nnodes} host(s) each"
+    )
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = trainer.result()
     check_same_gpu(world, engine)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-PATIENCE_SECONDS = 5.0  # a phase shorter than this needs no word on what it waits for
+PATIENCE_SECONDS = 10.0  # how often a phase that lasts says what it waits for
 
 
 @dataclass(slots=True)
@@ -52,7 +52,9 @@ class EventLog:
 
     def fact(self, name: str, **values: Any) -> None:
         """Write one line: time (UNIX seconds), rank, host, name and the values."""
-        line = json.dumps({"time": time.time(), "rank": self.rank, "host": self.host, "event": name} | values, default=str)
+        line = json.dumps(
+            {"time": time.time(), "rank": self.rank, "host": self.host, "event": name} | values, default=str
+        )
         with self._lock:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -128,10 +128,7 @@ class Ppo:
         responses = [[entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         scores = torch.tensor(
-            [
-                score(self.config.task.reward, text, prompt.answer)
-                for text, prompt in zip(texts, own, strict=True)
-            ],
+            [score(self.config.task.reward, text, prompt.answer) for text, prompt in zip(texts, own, strict=True)],
             dtype=torch.float32,
         )
         self.show_sample(index, own[0], texts[0], float(scores[0]))

@@ -138,4 +138,3 @@ def _memory() -> dict[str, int]:
             "gpu_reserved": torch.cuda.memory_reserved(),
         }
     return figures
-

@@ -111,7 +111,9 @@ def _set_option(options: Options, name: str, value: str) -> None:
         options.cuda_visible_devices.append(value)
     elif name in ("nnodes", "nproc_per_node"):
         if not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"--{name} = {value!r} ({COMMAND_LINE}) is not a count; write a whole number of at least 1.")
+            raise ConfigError(
+                f"--{name} = {value!r} ({COMMAND_LINE}) is not a count; write a whole number of at least 1."
+            )
         setattr(options, name, int(value))
     else:
         raise ConfigError(f"--{name} = {value!r} ({COMMAND_LINE}) takes no value; write --{name} alone.")

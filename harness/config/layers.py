@@ -150,14 +150,18 @@ def _insert(table: dict[str, Any], parts: list[str], key: str, value: Any) -> No
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--{key} ({COMMAND_LINE}) goes inside a value that another option sets; give one of them.")
+            raise ConfigError(
+                f"--{key} ({COMMAND_LINE}) goes inside a value that another option sets; give one of them."
+            )
     before = table.get(parts[-1])
     table[parts[-1]] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
 
 
 def _unknown_key(key: str, source: str, known: list[str]) -> str:
     name = key.rsplit(".", 1)[-1]
-    match = [full for full in known if _initials(full) == name] or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    match = [full for full in known if _initials(full) == name] or difflib.get_close_matches(
+        key, known, n=1, cutoff=0.75
+    )
     if not match:  # a key that is right, but in another section
         match = [full for full in _all_keys() if full.rsplit(".", 1)[-1] == name][:1]
     if not match:

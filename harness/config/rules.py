@@ -53,7 +53,9 @@ def _check_ranges(config: Config) -> None:
     _require(task.rows >= 0, "task.rows", task.rows, "it must be 0 (all rows) or more")
     _require(task.max_prompt_tokens >= 1, "task.max_prompt_tokens", task.max_prompt_tokens, "it must be at least 1")
     _require("{question}" in task.template, "task.template", task.template, "it must contain {question}")
-    _require(weights.bucket_megabytes >= 1, "weights.bucket_megabytes", weights.bucket_megabytes, "it must be at least 1")
+    _require(
+        weights.bucket_megabytes >= 1, "weights.bucket_megabytes", weights.bucket_megabytes, "it must be at least 1"
+    )
     for name in ("tolerance_float32", "tolerance_bfloat16"):
         value = getattr(weights, name)
         _require(value > 0, f"weights.{name}", value, "it must be above 0")
@@ -157,7 +159,7 @@ def _check_engine(config: Config) -> None:
         config.engine.implementation == "harness" or config.parallel.pp == 1,
         "engine.implementation",
         config.engine.implementation,
-        "sglang's own VerlEngine has no pipeline parallelism; use parallel.pp = 1 or engine.implementation = \"harness\"",
+        'sglang\'s own VerlEngine has no pipeline parallelism; use parallel.pp = 1 or engine.implementation = "harness"',
     )
     _require(
         config.engine.implementation == "harness" or config.weights.transport == "tensor",

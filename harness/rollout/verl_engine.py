@@ -57,7 +57,9 @@ class Group:
     def of(cls, mesh: DeviceMesh) -> "Group":
         """mesh: 1-D over tp, or 2-D over (tp, pp). Raises ValueError for another number of axes."""
         if mesh.ndim not in (1, 2):
-            raise ValueError(f"device_mesh_cpu has axes {mesh.mesh_dim_names}; give the tp axis, or the tp and pp axes.")
+            raise ValueError(
+                f"device_mesh_cpu has axes {mesh.mesh_dim_names}; give the tp axis, or the tp and pp axes."
+            )
         table = mesh.mesh.view(mesh.size(0), -1)
         ranks = tuple(table.T.flatten().tolist())
         return cls(
@@ -105,7 +107,7 @@ class VerlEngine:
         if self._cpu:
             self._share_authkey()
         arguments = engine_args | self._placement_arguments(base_port)
-        self._together("engine start", lambda: self._build(arguments) if self.is_builder else None)
+        self._together("engine start", lambda: self._build(arguments) if self._takes_part else None)
 
     @property
     def is_head(self) -> bool:
@@ -116,6 +118,19 @@ class VerlEngine:
     def is_builder(self) -> bool:
         """Whether this rank's process is the parent of this host's schedulers."""
         return self.group.rank == self.node.builder
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether this rank has something to construct."""
+        return self.is_builder
+
+    @property
+    def _inner(self) -> Any:
+        """The sglang.Engine of this process, None where there is none."""
+        return self._engine
+
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        return sglang_api.build_engine(arguments)
 
     def generate(
         self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, Any], return_logprob: bool = True
@@ -173,7 +188,7 @@ class VerlEngine:
             self._watch.stop()
         if self._engine is not None:
             processes = children()
-            sglang_api.shutdown(self._engine)
+            sglang_api.shutdown(self._inner or self._engine)
             end(processes)
             self._engine = None
             self._restore_signals()
@@ -199,7 +214,7 @@ class VerlEngine:
         outcome: list[Any] = [None]
         if self.is_head:
             try:
-                outcome = [("value", call(self._engine))]
+                outcome = [("value", call(self._inner))]
             except Exception as error:
                 dist.broadcast_object_list([("error", _describe(error))], self.group.head, self.group.process_group)
                 raise
@@ -231,10 +246,10 @@ class VerlEngine:
         before = children()
         try:
             with child_environment(self._environment()), output_to(self.log):
-                self._engine = sglang_api.build_engine(arguments)
+                self._engine = self._start(arguments)
                 if self.is_head:
                     # SGLang's own signal handlers are set with its first call: make that now, then take them back.
-                    sglang_api.start_loop(self._engine)
+                    sglang_api.start_loop(self._inner)
         except Exception as error:
             end({pid: child for pid, child in children().items() if pid not in before})
             cause = first_error(self.log.read_text(encoding="utf-8", errors="replace"))
@@ -247,11 +262,13 @@ class VerlEngine:
 
     def _report_death(self, name: str, pid: int) -> None:
         cause = first_error(self.log.read_text(encoding="utf-8", errors="replace"))
-        self._on_death(f"engine process {name} (pid {pid}) died: {cause or 'it printed nothing'} (whole log: {self.log})")
+        self._on_death(
+            f"engine process {name} (pid {pid}) died: {cause or 'it printed nothing'} (whole log: {self.log})"
+        )
 
     def _restore_signals(self) -> None:
         """Take SIGTERM and SIGQUIT back: SGLang's handlers ignore the first and kill this process on the second."""
-        loop = getattr(self._engine, "loop", None)
+        loop = getattr(self._inner, "loop", None)
         for number, handler in self._signals.items():
             if loop is not None and not loop.is_closed():
                 loop.remove_signal_handler(number)

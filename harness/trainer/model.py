@@ -125,7 +125,7 @@ def _dtype_argument(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _read(path: str, dtype: torch.dtype) -> Any:
-    """The saved transformers model, whole, on the CPU. Raises ValueError if a tensor is missing: transformers would draw it."""
+    """The saved model, whole, on the CPU. Raises ValueError if a tensor is missing: transformers would draw it."""
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **_dtype_argument(dtype))
     if report["missing_keys"]:
         raise ValueError(

@@ -41,7 +41,16 @@ def test_later_layers_win_key_by_key(tmp_path: Path) -> None:
 
 def test_override_text_is_read_by_the_type_of_its_key() -> None:
     config = parse(
-        ["--actor.learning-rate", ".5", "--model.name", "1", "--model.shape", "{num_hidden_layers = 3}", "--rollout.top_k", "-1"]
+        [
+            "--actor.learning-rate",
+            ".5",
+            "--model.name",
+            "1",
+            "--model.shape",
+            "{num_hidden_layers = 3}",
+            "--rollout.top_k",
+            "-1",
+        ]
     ).config
     assert (config.actor.learning_rate, config.model.name, config.rollout.top_k) == (0.5, "1", -1)
     assert config.model.shape == {"num_hidden_layers": 3}

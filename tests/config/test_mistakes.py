@@ -23,7 +23,10 @@ FILES = {
 }
 
 MISTAKES = [
-    ("unknown_key.toml", "actor.learning_rat ({dir}/unknown_key.toml) is not a key; the nearest is actor.learning_rate."),
+    (
+        "unknown_key.toml",
+        "actor.learning_rat ({dir}/unknown_key.toml) is not a key; the nearest is actor.learning_rate.",
+    ),
     (
         "unknown_section.toml",
         "optimizer ({dir}/unknown_section.toml) is not a key; the keys there are run, parallel, model, engine, task,"
@@ -33,7 +36,10 @@ MISTAKES = [
     ("section_as_value.toml", "actor = 3 ({dir}/section_as_value.toml) is an integer; it must be a table."),
     ("table_as_value.toml", "engine.args = 5 ({dir}/table_as_value.toml) is an integer; it must be a table."),
     ("bool_as_int.toml", "run.steps = true ({dir}/bool_as_int.toml) is true or false; it must be an integer."),
-    ("missing.toml", "{dir}/missing.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml."),
+    (
+        "missing.toml",
+        "{dir}/missing.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml.",
+    ),
     (
         "broken.toml",
         "{dir}/broken.toml is not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 5).",
@@ -44,11 +50,17 @@ MISTAKES = [
     ),
     ("--actor.lr 1e-5", "actor.lr (command line) is not a key; the nearest is actor.learning_rate."),
     ("--actor.tp 2", "actor.tp (command line) is not a key; the nearest is parallel.tp."),
-    ("--actor.minibatch_size eight", 'actor.minibatch_size = "eight" (command line) is a string; it must be an integer.'),
+    (
+        "--actor.minibatch_size eight",
+        'actor.minibatch_size = "eight" (command line) is a string; it must be an integer.',
+    ),
     ("--run.steps 2.5", "run.steps = 2.5 (command line) is a number; it must be an integer."),
     ("--algorithm.advantage ppo", 'algorithm.advantage = "ppo" (command line) is not one of "gae", "grpo".'),
     ("--model.dtype fp16", 'model.dtype = "fp16" (command line) is not one of "float32", "bfloat16".'),
-    ("quickstart", '"quickstart" (command line) is neither a TOML file nor an option; write --section.key VALUE, or FILE.toml.'),
+    (
+        "quickstart",
+        '"quickstart" (command line) is neither a TOML file nor an option; write --section.key VALUE, or FILE.toml.',
+    ),
     ("--run.steps", "--run.steps (command line) has no value; write --run.steps VALUE."),
     ("--run.steps --run.seed 1", "--run.steps (command line) has no value; write --run.steps VALUE."),
     ("--dry-rnu", "--dry_rnu (command line) is not an option; the nearest is --dry_run."),
