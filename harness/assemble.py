@@ -1,5 +1,6 @@
 """All parts of a run, built in the order that wastes least time, and conducted to a verdict."""
 
+import faulthandler
 import threading
 import time
 from collections.abc import Callable
@@ -76,6 +77,7 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
     with report.timed("sglang_import"), events.phase("import_sglang", waiting_for="SGLang's import"):
         sglang_api.import_engine()
+    faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python
     shipped = config.engine.implementation == "sglang"
     trainer = in_background(lambda: build_trainer(config, world, ranks_mesh, model_folder, report))
     waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"

@@ -104,8 +104,9 @@ class VerlEngine:
         self._watch: ChildWatch | None = None
         self._on_death = on_death or _exit_with
         self._signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
-        if self._cpu:
-            self._share_authkey()
+        self._share_authkey()
+        if not self._cpu and self.api.patches_reductions:
+            sglang_api.patch_reductions(self.api)  # handles then name GPUs by UUID: each rank may number them its own way
         arguments = engine_args | self._placement_arguments(base_port)
         self._together("engine start", lambda: self._build(arguments) if self._takes_part else None)
 
@@ -351,7 +352,7 @@ class VerlEngine:
         return self._seats[self._mesh_order.index(rank)].local_rank
 
     def _share_authkey(self) -> None:
-        """One key for all ranks: a scheduler fetches CPU payloads from each trainer rank, and must prove it may."""
+        """One key for all ranks: a scheduler fetches tensors in host memory from each trainer rank, and must prove it may."""
         key = [bytes(multiprocessing.current_process().authkey) if self.is_head else b""]
         dist.broadcast_object_list(key, self.group.head, self.group.process_group)
         multiprocessing.current_process().authkey = key[0]

@@ -12,10 +12,9 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from harness.rollout.sglang_api import source
-from harness.rollout.sglang_api.probe import MODEL_RUNNER, SGLangApi
+from harness.rollout.sglang_api.probe import MODEL_RUNNER, PATCHES, SGLangApi
 
 WEIGHT_UPDATER = "srt/model_executor/model_runner_components/weight_updater.py"
-PATCHES = ("srt/utils/patch_torch.py", "srt/patch_torch.py")
 
 
 def serialize(obj: object) -> bytes:

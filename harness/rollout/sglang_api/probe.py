@@ -20,6 +20,7 @@ SCHEDULER_WEIGHTS = (
     "srt/managers/scheduler_components/weight_updater.py",
     "srt/managers/scheduler_update_weights_mixin.py",
 )
+PATCHES = ("srt/utils/patch_torch.py", "srt/patch_torch.py")
 NONBLOCKING_VARIABLE = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"
 
 
@@ -85,6 +86,11 @@ class SGLangApi:
     def pipeline_parallel(self) -> bool:
         """Since 0.4.6.post2."""
         return "pp_size" in self.engine_arguments
+
+    @property
+    def patches_reductions(self) -> bool:
+        """CUDA IPC handles can name GPUs by UUID, since 0.4.4.post3; before, by index, so all ranks must number them alike."""
+        return any(self.tree.has(path) for path in PATCHES)
 
     @property
     def custom_sigquit_handler(self) -> bool:
