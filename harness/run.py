@@ -89,9 +89,16 @@ def _tell_failure(events: EventLog, error: Exception) -> None:
     text = "".join(traceback.format_exception(error))
     events.fact("failed", error=f"{type(error).__name__}: {error}", traceback=text)
     print(f"rank {events.rank} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
-    print(f"rank {events.rank}: traceback in {events.path}", file=sys.stderr)
+    print(f"rank {events.rank}: in {_where(error)}; traceback in {events.path}", file=sys.stderr)
     for child in psutil.Process().children(recursive=True):
         child.kill()
+
+
+def _where(error: Exception) -> str:
+    """File, line and function that raised, the last of ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if f"{os.sep}harness{os.sep}" in frame.filename] or frames
+    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
 
 
 def _agree_with_engine(config: Config, device: torch.device) -> None:

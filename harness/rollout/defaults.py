@@ -49,6 +49,9 @@ _CUDA: dict[str, Any] = {
     # The same for piecewise capture (8-60 s): its switch until 0.5.13, and from 0.5.14 on.
     "disable_piecewise_cuda_graph": True,
     "disable_prefill_cuda_graph": True,
+    # Since 0.5.12 or so MoE models on Hopper switch this fusion on by themselves for tp > 1, and compile it with nvcc for
+    # minutes at every first start. Measured on H200 with 0.5.17: still compiling after 150 s.
+    "enforce_disable_flashinfer_allreduce_fusion": True,
     # Without it release and resume do nothing.
     "enable_memory_saver": True,
     # Share of the GPU memory free at start. The trainer's model, gradients and Adam states live on the same GPU.

@@ -95,7 +95,8 @@ class VerlEngine:
         """
         self.api = sglang_api.probe()
         self.group = Group.of(device_mesh_cpu)
-        self._cpu = engine_args.get("device") == "cpu"
+        self.device_type = "cpu" if engine_args.get("device") == "cpu" else "cuda"
+        self._cpu = self.device_type == "cpu"
         self._seats = self._local_seats()
         self.node = self._find_node(nnodes)
         self.log = log_dir / f"engine-rank{self.node.builder}.log"
@@ -106,7 +107,9 @@ class VerlEngine:
         self._signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
         self._share_authkey()
         if not self._cpu and self.api.patches_reductions:
-            sglang_api.patch_reductions(self.api)  # handles then name GPUs by UUID: each rank may number them its own way
+            sglang_api.patch_reductions(
+                self.api
+            )  # handles then name GPUs by UUID: each rank may number them its own way
         arguments = engine_args | self._placement_arguments(base_port)
         self._together("engine start", lambda: self._build(arguments) if self._takes_part else None)
 

@@ -108,7 +108,9 @@ def _inspect(engine: VerlEngine) -> list[worker.WorkerReport]:
     if not engine.api.custom_weight_loader:
         return []
     folder = Path(_agreed(tempfile.mkdtemp(prefix="harness-inspect-"), engine))
-    engine.update_weights_from_tensor([(str(folder), torch.zeros(1))], load_format=worker.INSPECT, flush_cache=False)
+    # On the engine's device: SGLang's patch for CUDA tensors cannot send others.
+    carrier = torch.zeros(1, device=engine.device_type)
+    engine.update_weights_from_tensor([(str(folder), carrier)], load_format=worker.INSPECT, flush_cache=False)
     reports = worker.read_reports(folder) if engine.is_builder else []
     dist.barrier(group=engine.group.process_group)
     shutil.rmtree(folder, ignore_errors=True)
