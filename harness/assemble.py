@@ -23,7 +23,6 @@ from harness.models.tiny import save_tiny_model
 from harness.ppo import Ppo, tolerance
 from harness.report import Report
 from harness.rollout import sglang_api
-from harness.rollout.defaults import engine_defaults
 from harness.rollout.memory import MemoryStages
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
@@ -67,7 +66,10 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
 def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, report: Report) -> Ppo:
     """Every part of the run on this rank. The trainer's models are built while the engine's schedulers start."""
     api = sglang_api.probe()
-    arguments = engine_arguments(config, world, api, events)
+    try:
+        sglang_api.check_arguments(api, config.engine.args, {})
+    except sglang_api.UnknownEngineArgument as error:
+        raise ConfigError(str(error)) from error
     rows = load_rows(config.task.source, config.task.split, config.task.rows)
     with events.phase("model_folder", waiting_for="the model's folder"):
         model_folder = make_model_folder(config, world, folder, rows)
@@ -88,13 +90,17 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
             mesh["tp", "pp"] if dims.pp > 1 else mesh["tp"],
             log_dir=folder / "engines",
             base_port=config.engine.base_port,
-            **arguments | {"model_path": str(model_folder)},
+            model_path=str(model_folder),
+            **engine_arguments(config, world),
         )
     maker = "sglang's own VerlEngine" if shipped else "the harness's VerlEngine"
     events.say(
         f"engine up: sglang {api.version} behind {maker}, {dims.dp} engine(s) of tp {dims.tp}, pp {dims.pp},"
         f" {engine.nnodes} host(s) each"
     )
+    if engine.dropped_defaults:
+        dropped = ", ".join(engine.dropped_defaults)
+        events.say(f"sglang {api.version} does not know these harness defaults, dropped: {dropped}")
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = trainer.result()
     check_same_gpu(world, engine)
@@ -103,14 +109,13 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
         rows, tokenizer, config.task.template, config.task.max_prompt_tokens, config.task.overlong
     )
     events.say(f"{len(prompts)} prompts of {len(rows)} rows ({config.task.source})")
-    saver = bool(arguments.get("enable_memory_saver"))
     return Ppo(
         config=config,
         world=world,
         dims=dims,
         events=events,
         engine=engine,
-        memory=MemoryStages(engine, saver),
+        memory=MemoryStages(engine),
         sync=WeightSync(engine, actor.model, config.weights),
         actor=actor,
         critic=critic,
@@ -122,26 +127,18 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     )
 
 
-def engine_arguments(config: Config, world: World, api: sglang_api.SGLangApi, events: EventLog) -> dict[str, Any]:
-    """User's arguments over the harness's defaults; says which defaults this sglang does not know.
-
-    Raises ConfigError for a user's argument that it does not know.
-    """
-    device = "cpu" if world.device.type == "cpu" else "cuda"
+def engine_arguments(config: Config, world: World) -> dict[str, Any]:
+    """What the run asks of its engines, and the user's own arguments over it."""
     dp_index = world.rank // (config.parallel.tp * config.parallel.pp)
-    defaults = engine_defaults(device) | {
+    return {
+        "device": "cpu" if world.device.type == "cpu" else "cuda",
         "dtype": config.model.dtype,
         # Engines of one run must not sample alike.
         "random_seed": config.run.seed * 1009 + dp_index,
         "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
-    }
-    try:
-        arguments, dropped = sglang_api.check_arguments(api, config.engine.args, defaults)
-    except sglang_api.UnknownEngineArgument as error:
-        raise ConfigError(str(error)) from error
-    if dropped:
-        events.say(f"sglang {api.version} does not know these harness defaults, dropped: {', '.join(dropped)}")
-    return arguments
+        # Prompts leave and responses arrive as token ids; no tokenizer or detokenizer can then differ or fail.
+        "skip_tokenizer_init": True,
+    } | config.engine.args
 
 
 def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row]) -> Path:

@@ -118,6 +118,7 @@ class Ppo:
                 "max_new_tokens": config.max_response_tokens,
                 "ignore_eos": config.ignore_eos,
             },
+            return_logprob=True,
         )
         if self.first_token_at is None:
             self.first_token_at = time.time()
@@ -182,15 +183,24 @@ class Ppo:
         self.events.fact("log_prob_difference", step=index, mean=difference.mean, max=difference.largest)
         if difference.mean <= allowed:
             return
-        with self.events.phase("find_suspects", index, "the engine to reload the weights from disk, for comparison"):
-            self.memory.wake_weights()
-            names = suspects(self.sync, self.world, self.model_folder)
-        listed = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")
+        failure: Exception | None = None
+        try:
+            listed = self.find_suspects(index)
+        except Exception as error:  # it must not hide what was found before it
+            failure, listed = error, f"unknown, as the search for them failed ({type(error).__name__}: {error})"
         raise WeightsDidNotArrive(
             f"step {index}: the engine's log-probs are off by {difference.mean:.2e} in the mean"
-            f" (largest {difference.largest:.2e}, allowed mean {allowed:.0e});"
-            f" engine tensors that differ from the trainer's: {listed or 'none found'}"
-        )
+            f" (largest {difference.largest:.2e}, allowed mean {allowed:g});"
+            f" engine tensors that differ from the trainer's: {listed}"
+        ) from failure
+
+    def find_suspects(self, index: int) -> str:
+        """The first engine tensors that are not the trainer's, each with its checkpoint names, or "none found"."""
+        with self.events.phase("find_suspects", index, "the engine to reload the weights from disk, for comparison"):
+            self.memory.wake_weights()
+            self.sync.push()  # what the engine held is gone if it slept; the same sync goes wrong the same way
+            names = suspects(self.sync, self.world, self.model_folder)
+        return "; ".join([*names[:8], *([f"and {len(names) - 8} more"] if len(names) > 8 else [])]) or "none found"
 
     def final_check(self, index: int) -> Metrics:
         """Sync the last update too, and prove it on one more rollout that nobody learns from."""

@@ -75,7 +75,7 @@ class Report:
         differences = [each["log_prob_difference_mean"] for each in (*self.steps, self.final)]
         return (
             f"PASSED: {len(self.steps)} PPO steps; {len(differences)} weight syncs, each proven by the engine's log-probs:"
-            f" largest mean difference {max(differences):.1e}, allowed {allowed:.0e}; report {self.folder}/report.md"
+            f" largest mean difference {max(differences):.1e}, allowed {allowed:g}; report {self.folder}/report.md"
         )
 
     def write(self) -> None:
@@ -83,7 +83,7 @@ class Report:
         (self.folder / "report.md").write_text(self.markdown(), encoding="utf-8")
 
     def markdown(self) -> str:
-        """The report: verdict first, then the curve, the steps, the start, the environment, how to repeat it."""
+        """The report: verdict first, then the curve, the steps, the start, the environment, the config."""
         parallel = self.config.parallel
         lines = [
             f"# PPO on sglang: {self.config.model.name}, dp {parallel.dp} tp {parallel.tp} pp {parallel.pp}",

@@ -21,6 +21,7 @@ from harness.config.schema import Config
 from harness.events import Console, EventLog
 from harness.mistake import say_mistake
 from harness.rollout.cpu.activate import activate
+from harness.rollout.processes import children, end
 
 FAILED = 1
 
@@ -90,8 +91,7 @@ def _tell_failure(events: EventLog, error: Exception) -> None:
     events.fact("failed", error=f"{type(error).__name__}: {error}", traceback=text)
     print(f"rank {events.rank} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
     print(f"rank {events.rank}: in {_where(error)}; traceback in {events.path}", file=sys.stderr)
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
+    end(children(), patience_seconds=0)
 
 
 def _where(error: Exception) -> str:

@@ -3,12 +3,13 @@
     python3 launch/quickstart.py [--section.key VALUE ...]
 
 Makes the environment where it is not there (harness/environments.py), checks the overrides, and becomes `torchrun
---nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`, whose exit code is its own. Exit
-code 2: an override is wrong; 125: the environment cannot be made here.
+--nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`, whose exit code is its own; with
+another mesh, as many ranks as it has. Exit code 2: an override is wrong; 125: the environment cannot be made here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -33,10 +34,11 @@ def main(overrides: list[str]) -> int:
     os.chdir(environments.REPOSITORY)
     job = ["launch/ppo.py", "configs/cpu/quickstart.toml", *overrides]
     # torchrun answers 1 whatever its ranks answered: a wrong override is found before it.
-    checked = subprocess.run([str(python), *job, "--check"]).returncode
-    if checked:
-        return checked
-    command = [*environments.torchrun(python), "--nnodes=1", "--nproc-per-node=2", *job]
+    planned = subprocess.run([str(python), *job, "--dry-run", "--json"], stdout=subprocess.PIPE, text=True)
+    if planned.returncode:
+        return planned.returncode
+    ranks = len(json.loads(planned.stdout)["ranks"])
+    command = [*environments.torchrun(python), "--nnodes=1", f"--nproc-per-node={ranks}", *job]
     print(f"+ {shlex.join(command)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     os.execv(command[0], command)

@@ -24,8 +24,8 @@ TORCHRUN_PREFIX = "TORCHELASTIC_"
 
 # Variables that change how torch, NCCL, CUDA or SGLang behave: ranks must agree on them.
 BEHAVIOUR_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "SGL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_")
-# These differ between ranks by design: placement handles the first, torchrun the second.
-RANK_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_ERROR_FILE")
+# These differ between ranks by design: placement handles them.
+RANK_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 
 
 class WorldError(ValueError):
@@ -172,13 +172,13 @@ def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[
 
 
 def by_rank(values: Sequence[object]) -> str:
-    """Group ranks by value: "0 on ranks 0, 2; unset on rank 1"."""
+    """Group ranks by value: "0 on ranks 0, 2; unset on rank 1"; an empty string is shown as two quotes."""
     groups: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
     parts = []
     for value, ranks in groups.items():
-        shown = "unset" if value is None else value
+        shown = "unset" if value is None else '""' if value == "" else value
         parts.append(f"{shown} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
     return "; ".join(parts)
 
@@ -190,16 +190,20 @@ def child_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     On leaving, os.environ is exactly as before, also where the engine changed it.
     """
     before = dict(os.environ)
-    for name in list(os.environ):
-        if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIX):
-            del os.environ[name]
+    torchrun = [name for name in before if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIX)]
+    try:
+        _set_environment({name: None for name in torchrun} | dict(changes))
+        yield
+    finally:
+        # Only what differs: other threads never see an empty environment.
+        added: dict[str, str | None] = {name: None for name in os.environ if name not in before}
+        _set_environment(added | {name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def _set_environment(changes: Mapping[str, str | None]) -> None:
+    """Set these variables of os.environ; None removes."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -14,9 +14,6 @@ def engine_defaults(device: Literal["cpu", "cuda"]) -> dict[str, Any]:
 
 
 _COMMON: dict[str, Any] = {
-    # Prompts leave and responses arrive as token ids; text is the trainer's business. Answers carry output_ids in every
-    # release only so, and no tokenizer or detokenizer can fail. The end token is then the one of the model's config.
-    "skip_tokenizer_init": True,
     # Code from a model's folder runs only where the user asks for it.
     "trust_remote_code": False,
     # The Engine's own default is "error", which hides why a scheduler died; "info" prints hundreds of lines.
@@ -31,6 +28,8 @@ _CPU: dict[str, Any] = {
     "sampling_backend": "pytorch",
     # There are no graphs on CPU; without this the scheduler compiles the model.
     "disable_cuda_graph": True,
+    # Piecewise capture has a switch of its own until 0.5.13, where it dies on CPU: torch.cpu has no graph_pool_handle.
+    "disable_piecewise_cuda_graph": True,
     # Tokens of KV cache. Enough for the tiny tasks, and it bounds memory where mem_fraction_static is a share of host
     # RAM.
     "max_total_tokens": 2048,

@@ -18,13 +18,11 @@ class MemoryStages:
     """What of one engine is asleep. Without the memory saver (on CPU, or turned off) every stage does nothing."""
 
     engine: VerlEngine
-    saver: bool
-    """Whether the engine was started with enable_memory_saver."""
     asleep: set[str] = field(default_factory=set)
 
     def sleep(self) -> None:
         """Free KV cache and weights; their contents are lost."""
-        if self.saver:
+        if self.engine.has_memory_saver:
             self.engine.release_memory_occupation(self._tags(KV_CACHE, WEIGHTS))
             self.asleep = {WEIGHTS, KV_CACHE}
         self._meet()

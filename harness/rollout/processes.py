@@ -4,31 +4,43 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 POLL_SECONDS = 0.5
+END_POLL_SECONDS = 0.05
 STOP_SECONDS = 10.0
 
+# The inode in a line of /proc/PID/maps: address, permissions, offset, device, inode, path.
+_SHARED_MEMORY = re.compile(r"^(?:\S+ ){4}(\d+) +/dev/shm/", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last)"
-_ERROR_LINE = re.compile(r"^(?:\[[^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Refused|Died)\b.*)$")
+# Python prints it before the traceback of an error in a destructor, which ends nothing.
+_IGNORED = "Exception ignored in"
+# The first line after a traceback's frames, which are indented: a dotted class name, bare or with a message. Another
+# process's line may come between; unlike a class it has no capital, or no colon after its first word.
+_ERROR_LINE = re.compile(r"^(?:\[[^\]]*\] )?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*|:)?)$")
+_NO_ERROR = re.compile(r"^(?:\w*Warning|WARNING|INFO|DEBUG|ERROR|CRITICAL)\b")
+# A process that dies below Python leaves no traceback, but a line like these before pages of stacks.
+_CRASH_LINE = re.compile(r"^(?:Fatal Python error: .*|terminate called after throwing an instance of .*)$")
 
 
 @contextmanager
 def output_to(path: Path) -> Iterator[None]:
     """While open, file descriptors 1 and 2 are the file, for this process and for every child it starts.
 
-    Children keep writing there after it closes. Python's own streams are flushed at both ends, so no line moves.
+    The file starts empty: what an earlier run left there is not this one's. Children keep writing there after it
+    closes. Python's own streams are flushed at both ends, so no line moves.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     saved = os.dup(1), os.dup(2)
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.dup2(target, 1)
         os.dup2(target, 2)
@@ -43,18 +55,20 @@ def output_to(path: Path) -> Iterator[None]:
 
 
 def first_error(log: str) -> str:
-    """The first exception of a log in one line, else its last line that is not empty, else ''.
+    """The first exception or crash of a log in one line, else its last line that is not empty, else ''.
 
-    In a log that several processes share, the first traceback's last line is the cause; what follows it are
-    consequences.
+    In a log that several processes share, the line that ends the first traceback is the cause; what follows are
+    consequences. Of chained exceptions Python prints the cause first. Errors that Python ignored do not count.
     """
     lines = [line.rstrip() for line in log.splitlines()]
-    start = next((index for index, line in enumerate(lines) if _TRACEBACK in line), None)
-    if start is not None:
-        for line in lines[start + 1 :]:
-            match = _ERROR_LINE.match(line)
-            if match:
-                return match[1]
+    in_traceback = False
+    for previous, line in zip(["", *lines], lines, strict=False):
+        if _CRASH_LINE.match(line):
+            return line
+        if _TRACEBACK in line:
+            in_traceback = in_traceback or _IGNORED not in previous
+        elif in_traceback and (match := _ERROR_LINE.match(line)) and not _NO_ERROR.match(match[1]):
+            return match[1]
     return next((line for line in reversed(lines) if line.strip()), "")
 
 
@@ -84,24 +98,52 @@ class ChildWatch:
         self._stop.set()
 
     def _watch(self) -> None:
-        names = {pid: process.name() for pid, process in self.watched.items() if process.is_running()}
+        names = {pid: _name(process) for pid, process in self.watched.items()}
         while not self._stop.wait(POLL_SECONDS):
             for pid, process in self.watched.items():
                 if not _alive(process):
                     if not self._stop.is_set():
-                        self.on_death(names.get(pid, "engine process"), pid)
+                        self.on_death(names[pid], pid)
                     return
 
 
-def end(processes: dict[int, psutil.Process]) -> None:
-    """SIGTERM, then SIGKILL what is left after STOP_SECONDS; returns when all are gone."""
+def end(
+    processes: dict[int, psutil.Process], stop: Callable[[], None] | None = None, patience_seconds: float = STOP_SECONDS
+) -> None:
+    """stop(), SIGTERM, then SIGKILL what is left after patience_seconds; returns when all are gone.
+
+    The names they had in /dev/shm go too: 25 MB an engine, which multiprocessing's resource tracker would remove were
+    it not killed with the others, by SGLang's own shutdown to begin with.
+    """
+    shared = shared_memory_files(processes)
+    if stop:
+        stop()
     alive = [process for process in processes.values() if _alive(process)]
     for process in alive:
         _signal(process.terminate)
-    _, stubborn = psutil.wait_procs(alive, timeout=STOP_SECONDS)
+    stubborn = _wait(alive, patience_seconds)
     for process in stubborn:
         _signal(process.kill)
-    psutil.wait_procs(stubborn, timeout=STOP_SECONDS)
+    _wait(stubborn, STOP_SECONDS)
+    for file in shared:
+        file.unlink(missing_ok=True)
+
+
+def shared_memory_files(processes: Iterable[int]) -> set[Path]:
+    """The files in /dev/shm that these processes (pids) map.
+
+    Matched by inode: sem_open makes a semaphore under another name than it then gives it. Not psutil's memory_maps: it
+    adds up every page.
+    """
+    inodes: set[int] = set()
+    for pid in processes:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended, and holds nothing any more
+        inodes |= {int(inode) for inode in _SHARED_MEMORY.findall(maps)}
+    with os.scandir("/dev/shm") as files:
+        return {Path(file.path) for file in files if file.inode() in inodes}
 
 
 def ignore_signal(signum: int, frame: object) -> None:
@@ -109,6 +151,25 @@ def ignore_signal(signum: int, frame: object) -> None:
 
     At module level, because SGLang pickles the handler into its schedulers.
     """
+
+
+def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those still alive after this time, or none as soon as all have ended; those that are our children are reaped.
+
+    psutil.wait_procs alone would wait for zombies too, and an orphan stays one where process 1 of a container reaps none.
+    """
+    deadline = time.monotonic() + seconds
+    while (alive := [process for process in processes if _alive(process)]) and time.monotonic() < deadline:
+        time.sleep(END_POLL_SECONDS)
+    psutil.wait_procs(processes, timeout=0)
+    return alive
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "engine process"
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -119,7 +180,5 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def _signal(send: Callable[[], None]) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):  # it ended between the look and the signal, which is what was wanted
         send()
-    except psutil.NoSuchProcess:
-        pass  # it ended between the look and the signal, which is what was wanted

@@ -29,15 +29,16 @@ class ShippedVerlEngine(VerlEngine):
         super().__init__(device_mesh_cpu, nnodes, **arguments)
 
     def generate(
-        self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, Any], return_logprob: bool = True
-    ) -> list[dict[str, Any]]:
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        input_ids: Sequence[Sequence[int]] | None = None,
+        return_logprob: bool = False,
+        **arguments: Any,
+    ) -> Any:
         """As VerlEngine.generate."""
-        answers: list[dict[str, Any]] = self._engine.generate(
-            input_ids=[list(ids) for ids in input_ids],
-            sampling_params=dict(sampling_params),
-            return_logprob=return_logprob,
-        )
-        return answers
+        given = {"prompt": prompt, "input_ids": input_ids, "return_logprob": return_logprob} | arguments
+        return sglang_api.generate(self._engine, sampling_params=sampling_params or {}, **given)
 
     def update_weights_from_tensor(
         self, named_tensors: NamedTensors, load_format: str | None = None, flush_cache: bool = True

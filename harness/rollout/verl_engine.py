@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ from harness.cluster.placement import EngineNode, Seat, place
 from harness.cluster.ports import PortLease
 from harness.cluster.world import all_gather, child_environment, own_seat, route_to_master
 from harness.rollout import sglang_api, worker
-from harness.rollout.cpu.activate import engine_environment
+from harness.rollout.cpu.activate import activate, engine_environment
+from harness.rollout.defaults import engine_defaults
 from harness.rollout.processes import ChildWatch, children, end, first_error, ignore_signal, output_to
 
 T = TypeVar("T")
@@ -90,13 +91,20 @@ class VerlEngine:
 
         nnodes: hosts of this group; None counts them. log_dir receives what the engine's processes print.
         on_death(message) is called once, from a thread, when a process of the engine dies; by default this process
-        prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them.
-        Raises EngineFailed on every rank when it does not start, ValueError for a placement that cannot work.
+        prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them; they go over the
+        harness's defaults, of which `dropped_defaults` are those that this sglang does not know.
+        Raises UnknownEngineArgument for one that it does not know, ValueError for a placement that cannot work, and
+        EngineFailed on every rank when the engine does not start.
         """
         self.api = sglang_api.probe()
-        self.group = Group.of(device_mesh_cpu)
-        self.device_type = "cpu" if engine_args.get("device") == "cpu" else "cuda"
+        self.device_type = engine_device(engine_args)
         self._cpu = self.device_type == "cpu"
+        if self._cpu:
+            activate()
+        checked = sglang_api.check_arguments(self.api, engine_args, engine_defaults(self.device_type))
+        engine_args, self.dropped_defaults = checked
+        self.has_memory_saver = not self._cpu and bool(engine_args.get("enable_memory_saver"))
+        self.group = Group.of(device_mesh_cpu)
         self._seats = self._local_seats()
         self.node = self._find_node(nnodes)
         self.log = log_dir / f"engine-rank{self.node.builder}.log"
@@ -137,20 +145,25 @@ class VerlEngine:
         return sglang_api.build_engine(arguments)
 
     def generate(
-        self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, Any], return_logprob: bool = True
-    ) -> list[dict[str, Any]]:
-        """One answer a prompt, in order, the same on every rank: output_ids, text and meta_info, as sglang gives them."""
-        return self._on_head(
-            lambda engine: sglang_api.generate(
-                engine, input_ids=input_ids, sampling_params=sampling_params, return_logprob=return_logprob
-            )
-        )
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        input_ids: Sequence[Sequence[int]] | None = None,
+        return_logprob: bool = False,
+        **arguments: Any,
+    ) -> Any:
+        """What sglang.Engine.generate answers, the same on every rank; only the head's arguments count.
 
-    async def async_generate(
-        self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, Any], return_logprob: bool = True
-    ) -> list[dict[str, Any]]:
+        prompt (text) needs an engine with a tokenizer: skip_tokenizer_init = False. input_ids: a list of prompts; the
+        answer is a list of dicts with output_ids, meta_info and, with a tokenizer, text. arguments: as this sglang
+        names them. Repeat a prompt for several samples: sampling_params n > 1 makes them depend on timing.
+        """
+        given = {"prompt": prompt, "input_ids": input_ids, "return_logprob": return_logprob} | arguments
+        return self._on_head(lambda engine: sglang_api.generate(engine, sampling_params=sampling_params or {}, **given))
+
+    async def async_generate(self, *arguments: Any, **named: Any) -> Any:
         """generate() without blocking the caller's event loop. One call at a time: ranks must call in the same order."""
-        return await asyncio.to_thread(self.generate, input_ids, sampling_params, return_logprob)
+        return await asyncio.to_thread(self.generate, *arguments, **named)
 
     def update_weights_from_tensor(
         self, named_tensors: NamedTensors, load_format: str | None = None, flush_cache: bool = True
@@ -191,9 +204,8 @@ class VerlEngine:
         if self._watch:
             self._watch.stop()
         if self._engine is not None:
-            processes = children()
-            sglang_api.shutdown(self._inner or self._engine)
-            end(processes)
+            engine = self._inner or self._engine
+            end(children(), stop=lambda: sglang_api.shutdown(engine))
             self._engine = None
             self._restore_signals()
         if self._lease:
@@ -222,8 +234,6 @@ class VerlEngine:
             except Exception as error:
                 dist.broadcast_object_list([("error", _describe(error))], self.group.head, self.group.process_group)
                 raise
-            finally:
-                self._restore_signals()
         dist.broadcast_object_list(outcome, self.group.head, self.group.process_group)
         kind, value = outcome[0]
         if kind == "error":
@@ -254,6 +264,7 @@ class VerlEngine:
                 if self.is_head:
                     # SGLang's own signal handlers are set with its first call: make that now, then take them back.
                     sglang_api.start_loop(self._inner)
+                    sglang_api.unlink_shared_memory(self._inner)
         except Exception as error:
             end({pid: child for pid, child in children().items() if pid not in before})
             cause = first_error(self.log.read_text(encoding="utf-8", errors="replace"))
@@ -359,6 +370,14 @@ class VerlEngine:
         key = [bytes(multiprocessing.current_process().authkey) if self.is_head else b""]
         dist.broadcast_object_list(key, self.group.head, self.group.process_group)
         multiprocessing.current_process().authkey = key[0]
+
+
+def engine_device(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
+    """The device argument, or CUDA where there is a GPU. Raises ValueError for another one."""
+    device = engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device = {device!r} is not served; it must be cpu or cuda.")
+    return cast(Literal["cpu", "cuda"], device)
 
 
 def all_gather_to(payload: T, group: Group) -> list[T]:

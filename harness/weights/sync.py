@@ -42,7 +42,8 @@ class WeightSync:
     def save(self, folder: Path, source: Path, rank: int) -> None:
         """Write the trainer's weights as a checkpoint folder; a collective call, rank 0 writes.
 
-        source: the folder whose config.json and tokenizer belong to the model.
+        source: the folder whose config.json and tokenizer belong to the model; where it is a hub id, only weights are
+        written. Its index of shards is left out: it would hide the one file from a loader.
         """
         from safetensors.torch import save_file
 
@@ -53,7 +54,7 @@ class WeightSync:
                 tensors |= {name: tensor.cpu().clone() for name, tensor in gathered}
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            for file in source.iterdir():
-                if file.suffix in (".json", ".jinja"):
+            for file in source.iterdir() if source.is_dir() else ():
+                if file.suffix in (".json", ".jinja") and not file.name.endswith(".index.json"):
                     (folder / file.name).write_bytes(file.read_bytes())
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

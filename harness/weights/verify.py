@@ -38,7 +38,7 @@ class LogProbDifference:
 def log_prob_difference(engine: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> LogProbDifference:
     """engine, trainer: float [B, T]; mask: [B, T], 1 at response tokens. A collective call; the same on every rank."""
     gap = torch.where(mask.bool(), (engine.double() - trainer.double()).abs(), 0.0)
-    gap = torch.nan_to_num(gap, nan=float("inf"))  # a NaN compares as small as anything
+    gap = torch.where(gap.isnan(), torch.inf, gap)  # a NaN compares as small as anything
     totals = torch.tensor([gap.sum(), mask.sum()], dtype=torch.float64)
     largest = gap.max().cpu().double()
     dist.all_reduce(totals)
@@ -107,7 +107,7 @@ def _inspect(engine: VerlEngine) -> list[worker.WorkerReport]:
     """This host's schedulers' reports on the rank that built them; elsewhere, and where there is no door, none."""
     if not engine.api.custom_weight_loader:
         return []
-    folder = Path(_agreed(tempfile.mkdtemp(prefix="harness-inspect-"), engine))
+    folder = Path(_agreed(tempfile.mkdtemp(prefix="harness-inspect-") if engine.is_head else "", engine))
     # On the engine's device: SGLang's patch for CUDA tensors cannot send others.
     carrier = torch.zeros(1, device=engine.device_type)
     engine.update_weights_from_tensor([(str(folder), carrier)], load_format=worker.INSPECT, flush_cache=False)

@@ -107,12 +107,6 @@ def facts(api: Any, engine: Any, folder: Path) -> dict[str, Any]:
     front.continue_generation(api, engine)
     found["no_such_folder"] = refusal(lambda: front.update_weights_from_disk(engine, str(folder / "absent")))
     found["no_such_method"] = refusal(lambda: front.collective_rpc(engine, "no_such_method"))
-
-    async def generate_asynchronously(_: Any) -> list[dict[str, Any]]:
-        return await front.async_generate(engine, input_ids=PROMPTS, sampling_params=SAMPLING)
-
-    answers = front.await_in_engine(engine, generate_asynchronously)
-    found["asynchronous_logprobs"] = [len(answer["meta_info"]["output_token_logprobs"]) for answer in answers]
     return found
 
 

@@ -68,7 +68,7 @@ def test_every_way_of_updating_restores_every_tensor(real: dict[str, Any]) -> No
 
 @pytest.mark.slow
 def test_generation_and_refusals_of_a_real_engine(real: dict[str, Any]) -> None:
-    assert [len(ids) for ids in real["output_ids"]] == real["asynchronous_logprobs"] == [6, 6, 6]
+    assert [len(ids) for ids in real["output_ids"]] == [6, 6, 6]
     assert real["no_such_folder"] and real["no_such_method"]
     api = sglang_api.probe()
     assert (real["checksum"] is not None) == api.checksum_needs_cuda

@@ -1,5 +1,7 @@
 """Padding, alignment and slicing of the training batch."""
 
+from itertools import chain
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ def test_minibatches_are_every_row_once_in_an_order_of_the_seed() -> None:
 
     assert orders(1) == orders(1) != orders(2)
     first, second = orders(1)[:3], orders(1)[3:]
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(12))
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(12))
     assert first != second
     part = next(iter(minibatches(batch, 4, torch.Generator().manual_seed(1))))
     assert (part.input_ids[:, 1] - 3).tolist() == part.require("scores").tolist()

@@ -64,7 +64,7 @@ def test_policy_loss_survives_extreme_ratios() -> None:
 
 
 def test_policy_loss_rejects_a_dual_clip_within_the_clip() -> None:
-    with pytest.raises(ValueError, match="dual_clip is 0.5"):
+    with pytest.raises(ValueError, match=r"dual_clip is 0\.5"):
         policy_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), 0.2, 0.2, 0.5)
 
 

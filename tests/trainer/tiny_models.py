@@ -47,15 +47,6 @@ DEEPSEEK = {
 }
 
 
-def define_torchvision_operators() -> None:
-    """The published torchvision is a CUDA build: beside a CPU torch it lacks two operators that its import, hence
-    Llama's, needs.
-    """
-    if torch.version.cuda is None:
-        for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
-
-
 def tiny_config(name: str) -> transformers.PretrainedConfig:
     """The config of one of NAMES."""
     return {

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from harness.config import schema
+from harness.rollout.cpu.activate import activate
 from harness.trainer.actor import Actor
 from harness.trainer.model import load_causal_lm, named_tensors
 from tests.trainer.sequences import advantage_batch, sequences
-from tests.trainer.tiny_models import define_torchvision_operators, tiny_config
+from tests.trainer.tiny_models import tiny_config
 
 
 def train(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def train(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def main() -> None:
-    define_torchvision_operators()
+    activate()
     dist.init_process_group("gloo")
     result = train(Path(sys.argv[2]), init_device_mesh("cpu", (2,)))
     if dist.get_rank() == 0:

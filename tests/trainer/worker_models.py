@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from harness.config import schema
+from harness.rollout.cpu.activate import activate
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm, load_value_model, named_tensors, tied_names
 from tests.trainer.sequences import advantage_batch, sequences
-from tests.trainer.tiny_models import NAMES, define_torchvision_operators, save_tiny
+from tests.trainer.tiny_models import NAMES, save_tiny
 from tests.trainer.worker_determinism import train
 
 CPU = torch.device("cpu")
@@ -247,7 +248,7 @@ def measure_errors(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
 
 def main() -> None:
     out, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    define_torchvision_operators()
+    activate()
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         for name in NAMES:

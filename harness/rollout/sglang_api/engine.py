@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from harness.rollout.sglang_api import source
@@ -87,32 +88,19 @@ def build_own_verl_engine(api: SGLangApi, mesh: object, nnodes: int, args: Mappi
     return verl_engine(device_mesh_cpu=mesh, nnodes=nnodes, **args)
 
 
-def generate(
-    engine: Engine,
-    *,
-    input_ids: Sequence[Sequence[int]],
-    sampling_params: Mapping[str, Any],
-    return_logprob: bool = True,
-) -> list[dict[str, Any]]:
+def generate(engine: Engine, *, sampling_params: Mapping[str, Any], **arguments: Any) -> Any:
     """One answer for each prompt, in order: output_ids and meta_info (output_token_logprobs: (log-prob, token, None)).
 
-    Repeat a prompt for several samples of it. sampling_params n > 1 is refused: SGLang then sends the samples one by
-    one, and which of them share a batch, hence what a seed samples, depends on timing.
+    arguments: prompt or input_ids, return_logprob and whatever else this sglang's generate takes; None is left out.
+    Repeat a prompt for several samples of it. sampling_params n > 1 is refused: SGLang then sends the samples one by one,
+    and which of them share a batch, hence what a seed samples, depends on timing. Raises ValueError for an empty prompt.
     """
-    answers = engine.generate(**_generate_arguments(input_ids, sampling_params, return_logprob))
-    return cast(list[dict[str, Any]], answers)
-
-
-async def async_generate(
-    engine: Engine,
-    *,
-    input_ids: Sequence[Sequence[int]],
-    sampling_params: Mapping[str, Any],
-    return_logprob: bool = True,
-) -> list[dict[str, Any]]:
-    """generate() as a coroutine; await it in the engine's own loop only, that is through `await_in_engine`."""
-    answers = await engine.async_generate(**_generate_arguments(input_ids, sampling_params, return_logprob))
-    return cast(list[dict[str, Any]], answers)
+    if sampling_params.get("n", 1) != 1:
+        raise ValueError(f"sampling_params n = {sampling_params['n']}: must be 1; repeat the prompts instead.")
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if "input_ids" in given:
+        given["input_ids"] = _token_ids(given["input_ids"])
+    return engine.generate(sampling_params=dict(sampling_params), **given)
 
 
 def await_in_engine(engine: Engine, make: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
@@ -327,6 +315,19 @@ def collective_rpc(engine: Engine, method: str, **arguments: Any) -> None:
         raise EngineRefused(f"collective_rpc({method})", str(error)) from error
 
 
+def unlink_shared_memory(engine: Engine) -> None:
+    """Take its name from the file in /dev/shm in which the schedulers report their load, since 0.5.13.
+
+    SGLang never removes it, and ends its processes by SIGKILL. All who use it hold it open once the engine serves; the
+    reader opens it at its first look.
+    """
+    reader = getattr(engine.tokenizer_manager, "load_snapshot_reader", None)
+    path = getattr(reader, "path", None)  # none where the reports travel by ZeroMQ (dp attention)
+    if reader is not None and path is not None:
+        reader.read_all()
+        Path(path).unlink(missing_ok=True)
+
+
 def shutdown(engine: Engine) -> None:
     """End the engine's processes, and every other child of this process with them."""
     engine.shutdown()
@@ -350,15 +351,10 @@ def _success_and_message(call: str, result: object) -> tuple[bool, str]:
     )
 
 
-def _generate_arguments(
-    input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, Any], return_logprob: bool
-) -> dict[str, Any]:
+def _token_ids(input_ids: Sequence[Sequence[int]]) -> list[list[int]]:
     if not input_ids or not all(len(ids) for ids in input_ids):
         raise ValueError(f"input_ids: {len(input_ids)} prompts, some of them empty: every prompt needs a token.")
-    if sampling_params.get("n", 1) != 1:
-        raise ValueError(f"sampling_params n = {sampling_params['n']}: must be 1; repeat the prompts instead.")
-    prompts = [list(ids) for ids in input_ids]
-    return {"input_ids": prompts, "sampling_params": dict(sampling_params), "return_logprob": return_logprob}
+    return [list(ids) for ids in input_ids]
 
 
 def _pause_request(api: SGLangApi, name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,0 +1,173 @@
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.cluster import world
+from harness.cluster.world import Launch, WorldError, by_rank, check_agreement, child_environment, choose_device
+from tests.gloo import on_ranks
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+def test_launch_reads_what_torchrun_says() -> None:
+    assert Launch.from_environment(TORCHRUN) == Launch(rank=1, world_size=4, local_rank=1)
+
+
+@pytest.mark.parametrize("missing", TORCHRUN)
+def test_without_torchrun_the_error_names_the_variable_and_the_command(missing: str) -> None:
+    environment = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(WorldError, match=rf"^{missing} is not in the environment; start this with torchrun"):
+        Launch.from_environment(environment)
+
+
+def test_host_identity_is_stable_and_has_three_parts() -> None:
+    hostname, boot, namespace = world.host_identity().split("/")
+    assert world.host_identity() == f"{hostname}/{boot}/{namespace}"
+    assert hostname == socket.gethostname() and len(boot) == 8 and namespace.startswith("net:[")
+
+
+def _identity(rank: int) -> tuple[str, list[int]]:
+    return world.host_identity(), world.all_gather(rank)
+
+
+def test_processes_of_one_host_have_one_identity(tmp_path: Path) -> None:
+    assert on_ranks(_identity, 2, tmp_path) == [(world.host_identity(), [0, 1])] * 2
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_route_to_a_loopback_master_is_loopback(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if address == "::1" and not Path("/proc/net/if_inet6").read_text().strip():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert world.route_to_master() == address
+
+
+def test_the_cpu_is_chosen_where_it_is_wanted() -> None:
+    assert choose_device("cpu", Launch.from_environment(TORCHRUN)) == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_cuda_auto_is_the_cpu_and_cuda_an_error() -> None:
+    launch = Launch.from_environment(TORCHRUN)
+    assert choose_device("auto", launch) == torch.device("cpu")
+    with pytest.raises(WorldError, match=r'engine\.device = "cuda" but rank 1 sees no GPU; set engine\.device = "cpu"'):
+        choose_device("cuda", launch)
+
+
+def _open(rank: int, ranks: int) -> tuple[int, str, tuple[str, ...], list[int], list[int]]:
+    """open_world as torchrun's rank would, on a group of its own beside the one of the helper."""
+    launch = Launch(rank=rank, world_size=ranks, local_rank=rank)
+    world.dist.destroy_process_group()
+    try:
+        with world.open_world(launch, torch.device("cpu"), timeout_seconds=30) as found:
+            seats = found.seats
+            answer = (found.rank, found.host, found.hosts, [s.rank for s in seats], [s.local_rank for s in seats])
+        assert not world.dist.is_initialized()
+    finally:
+        world.dist.init_process_group("gloo", store=world.dist.HashStore(), rank=0, world_size=1)
+    return answer
+
+
+def test_open_world_gathers_seats_and_closes_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    host = world.host_identity()
+    assert on_ranks(_open, 1, tmp_path, 1) == [(0, host, (host,), [0], [0])]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (["0", None, "0"], "0 on ranks 0, 2; unset on rank 1"),
+        (["", "1"], '"" on rank 0; 1 on rank 1'),
+        ([0, 0], "0 on ranks 0, 1"),
+    ],
+)
+def test_by_rank_groups_ranks_by_value(values: list[object], sentence: str) -> None:
+    assert by_rank(values) == sentence
+
+
+SAME = {"NCCL_DEBUG": "INFO", "SGLANG_X": "1", "PATH": "/bin"}
+ODD_RANK = {
+    "NCCL_CUMEM_ENABLE": "0",  # only here
+    "NCCL_DEBUG": "WARN",  # another value
+    "PATH": "/usr/bin",  # changes nothing that is compared
+    "CUDA_VISIBLE_DEVICES": "1",  # differs by design
+    "TORCHELASTIC_ERROR_FILE": "1.json",
+}
+
+
+def _agree(rank: int, digests: list[str]) -> list[str] | str:
+    environment = SAME | (ODD_RANK if rank == 1 else {"CUDA_VISIBLE_DEVICES": str(rank)})
+    try:
+        return check_agreement(digests[rank], environment)
+    except WorldError as error:
+        return str(error)
+
+
+def test_one_rank_with_other_variables_is_named_on_every_rank(tmp_path: Path) -> None:
+    sentences = [
+        "NCCL_CUMEM_ENABLE differs between ranks: unset on ranks 0, 2; 0 on rank 1",
+        "NCCL_DEBUG differs between ranks: INFO on ranks 0, 2; WARN on rank 1",
+    ]
+    assert on_ranks(_agree, 3, tmp_path, ["aa"] * 3) == [sentences] * 3
+
+
+def test_one_rank_with_another_config_fails_every_rank(tmp_path: Path) -> None:
+    (sentence,) = set(on_ranks(_agree, 3, tmp_path, ["0123456789", "0123456789", "fedcba98"]))
+    assert sentence.startswith(
+        "the resolved config differs between ranks (01234567 on ranks 0, 1; fedcba98 on rank 2);"
+    )
+
+
+def environment() -> dict[str, str]:
+    """os.environ, but for what pytest changes between a fixture and its test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture
+def torchrun_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """os.environ as torchrun makes it, whole."""
+    for name in (*world.TORCHRUN_VARIABLES, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "KEPT", "CHANGED"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("ADDED", raising=False)
+    return environment()
+
+
+def test_a_child_sees_no_torchrun_and_the_changes(torchrun_environment: dict[str, str]) -> None:
+    with child_environment({"ADDED": "2", "CHANGED": "2", "KEPT": None, "NEVER_SET": None, "RANK": "7"}):
+        assert not [name for name in os.environ if name.startswith("TORCHELASTIC_")]
+        assert [name for name in world.TORCHRUN_VARIABLES if name in os.environ] == ["RANK"]
+        assert (os.environ["ADDED"], os.environ["CHANGED"], os.environ["RANK"]) == ("2", "2", "7")
+        assert "KEPT" not in os.environ
+    assert environment() == torchrun_environment
+
+
+def test_what_the_body_did_to_the_environment_is_undone(torchrun_environment: dict[str, str]) -> None:
+    with child_environment({"ADDED": "2"}):
+        os.environ["OF_THE_BODY"] = "3"
+        os.environ["CHANGED"] = "3"
+        os.environ["WORLD_SIZE"] = "3"
+        del os.environ["ADDED"], os.environ["KEPT"]
+    assert environment() == torchrun_environment
+    assert os.popen("echo $CHANGED$OF_THE_BODY$WORLD_SIZE").read() == "11\n"  # children see it too
+
+
+def test_the_environment_is_restored_after_an_exception(torchrun_environment: dict[str, str]) -> None:
+    with pytest.raises(RuntimeError), child_environment({"ADDED": "2"}):
+        raise RuntimeError
+    assert environment() == torchrun_environment
+
+
+def test_a_change_that_cannot_be_made_leaves_the_environment_as_it_was(torchrun_environment: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="null byte"), child_environment({"ADDED": "2", "CHANGED": "a\0b"}):
+        pass
+    assert environment() == torchrun_environment

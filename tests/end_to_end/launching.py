@@ -1,0 +1,133 @@
+"""Real torchrun jobs for the tests: started in a session of their own, watched, and accounted for to the last process."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARK = "HARNESS_TEST_JOB"
+QUICKSTART = "configs/cpu/quickstart.toml"
+
+
+@dataclass
+class Job:
+    """A torchrun of launch/ppo.py, or of another script of ours."""
+
+    folder: Path
+    """Run directory."""
+    ranks: int
+    arguments: list[str]
+    script: str = "launch/ppo.py"
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    seen: set[psutil.Process] = field(default_factory=set)
+    """Every descendant that was ever looked at: setproctitle overwrites a scheduler's environment, mark included."""
+
+    def start(self) -> "Job":
+        self.log = self.folder.with_suffix(".log")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [
+            *[sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={self.ranks}"],
+            *[f"--master-port={port}", self.script, *self.arguments, "--run.dir", str(self.folder)],
+        ]
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def wait(self, seconds: float = 400) -> int:
+        """The exit code; kills everything and fails the test when it takes longer."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None:
+            if time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"no end after {seconds} s:\n{self.output()[-4000:]}")
+            self.look()
+            time.sleep(0.3)
+        return self.process.returncode
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def events(self, rank: int = 0) -> list[dict[str, Any]]:
+        file = self.folder / "events" / f"rank{rank}.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def wait_for_phase(self, name: str, seconds: float = 300) -> None:
+        """Return when rank 0 has entered the phase."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if any(event["event"] == "phase_start" and event["phase"] == name for event in self.events()):
+                return
+            assert self.process.poll() is None, f"it ended before {name}:\n{self.output()[-4000:]}"
+            self.look()
+            time.sleep(0.2)
+        self.kill()
+        raise AssertionError(f"{name} did not start in {seconds} s:\n{self.output()[-4000:]}")
+
+    def look(self) -> None:
+        """Remember this job's processes: descendants, and whatever else inherited its mark."""
+        try:
+            self.seen.update(psutil.Process(self.process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            pass  # torchrun has just ended
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark:
+                    self.seen.add(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue  # it ended while we looked, or is not ours
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of this job's processes that live."""
+        self.look()
+        return [process for process in self.seen if lives(process)]
+
+    def left_behind(self, seconds: float = 15) -> list[str]:
+        """Names of processes that still live this long after the end."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.processes():
+            time.sleep(0.2)
+        return [process.name() for process in self.processes()]
+
+    def kill(self) -> None:
+        for process in self.processes():
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs, and is no zombie and no other process of the same pid."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def run(folder: Path, ranks: int, *arguments: str, script: str = "launch/ppo.py", seconds: float = 400) -> Job:
+    """Start a job and wait for its end; look at job.process.returncode."""
+    job = Job(folder=folder, ranks=ranks, arguments=list(arguments), script=script).start()
+    job.wait(seconds)
+    return job

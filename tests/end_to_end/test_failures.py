@@ -1,0 +1,42 @@
+"""What a broken run says, how it ends, and that nothing of it stays."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import QUICKSTART, Job, run
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_engine_argument_that_sglang_lacks_is_one_sentence(tmp_path: Path) -> None:
+    job = run(tmp_path / "run", 2, QUICKSTART, "--engine.args.mem_fraction", "0.5")
+    said = [line for line in job.output().splitlines() if line.startswith("error:")]
+    assert len(said) == 1
+    assert "engine.args.mem_fraction: sglang 0.5.20 has no such engine argument" in said[0]
+    assert "mem_fraction_static" in said[0]
+    assert "exitcode  : 2" in job.output()
+    assert job.left_behind() == []
+
+
+def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART, "--run.steps", "50"]).start()
+    job.wait_for_phase("update_actor")
+    schedulers = [process for process in job.processes() if "scheduler" in process.name()]
+    assert len(schedulers) == 2
+    schedulers[1].send_signal(signal.SIGKILL)
+    assert job.wait(60) == 1
+    assert f"engine process {'sglang::schedul'}" in job.output()
+    assert f"(pid {schedulers[1].pid}) died" in job.output()
+    assert job.left_behind() == []
+
+
+def test_a_tensor_that_is_not_sent_fails_the_run_and_is_named(tmp_path: Path) -> None:
+    job = run(tmp_path / "run", 2, QUICKSTART, script="tests/end_to_end/ppo_without_one_tensor.py")
+    assert job.process.returncode == 1
+    assert "WeightsDidNotArrive: step 0: the engine's log-probs are off by" in job.output()
+    assert "model.layers.1.mlp.gate_up_proj.weight" in job.output()
+    assert "model.layers.1.mlp.up_proj.weight" in job.output()
+    assert "model.layers.0." not in job.output()
+    assert job.left_behind() == []

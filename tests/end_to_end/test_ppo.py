@@ -1,0 +1,70 @@
+"""The main job, whole: torchrun, real SGLang in CPU mode, FSDP2, and what it leaves behind."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import QUICKSTART, Job, run
+
+pytestmark = pytest.mark.slow
+
+VOLATILE = ("seconds", "startup/")
+
+
+def values(job: Job) -> list[dict[str, float]]:
+    """Metrics without times."""
+    return [{k: v for k, v in step.items() if not k.startswith(VOLATILE)} for step in job.metrics()]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return run(tmp_path_factory.mktemp("a") / "run", 2, QUICKSTART)
+
+
+def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
+    assert quickstart.process.returncode == 0, quickstart.output()
+    steps = quickstart.metrics()
+    assert [step.get("step") for step in steps] == [0, 1, 2, None]
+    differences = [step["log_prob_difference_mean"] for step in steps[:3]] + [steps[3]["final/log_prob_difference_mean"]]
+    assert all(0 < difference < 1e-4 for difference in differences), differences
+    assert all(step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0 for step in steps[:3])
+    assert "PASSED: 3 PPO steps; 4 weight syncs" in quickstart.output()
+
+
+def test_it_leaves_no_process_and_a_report(quickstart: Job) -> None:
+    assert quickstart.left_behind() == []
+    assert "PASSED, 3 steps, 2 ranks on 1 host(s), cpu." in (quickstart.folder / "report.md").read_text()
+    assert (quickstart.folder / "config.toml").is_file()
+    assert (quickstart.folder / "engines" / "engine-rank0.log").is_file()
+
+
+def test_the_console_says_where_the_start_went(quickstart: Job) -> None:
+    startup = quickstart.metrics()[0]
+    assert {"startup/launch_and_import", "startup/sglang_import", "startup/engine", "startup/models"} <= set(startup)
+    assert startup["startup/first_token"] > startup["startup/engine"]
+    assert "first token" in quickstart.output()
+
+
+def test_only_rank_0_speaks(quickstart: Job) -> None:
+    lines = [line for line in quickstart.output().splitlines() if line.startswith("[") and " s] " in line]
+    assert len(lines) == len(set(lines))
+    assert sum("engine up" in line for line in lines) == 1
+
+
+def test_same_seed_same_metrics_bit_for_bit(quickstart: Job, tmp_path: Path) -> None:
+    again = run(tmp_path / "run", 2, QUICKSTART)
+    assert again.process.returncode == 0, again.output()
+    assert values(again) == values(quickstart)
+
+
+def test_deepseek_on_two_engines_with_grpo_and_named_tensors(tmp_path: Path) -> None:
+    job = run(
+        tmp_path / "run",
+        2,
+        QUICKSTART,
+        *["--model.name", "deepseek_v3", "--parallel.dp", "2", "--parallel.tp", "1", "--run.steps", "2"],
+        *["--algorithm.advantage", "grpo", "--algorithm.kl_placement", "loss", "--weights.transport", "tensor"],
+    )
+    assert job.process.returncode == 0, job.output()
+    assert all(step["log_prob_difference_mean"] < 1e-4 for step in job.metrics()[:2])
+    assert job.left_behind() == []

@@ -1,0 +1,157 @@
+"""output_to, ChildWatch, children and end, with real children."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.rollout import processes
+from harness.rollout.processes import ChildWatch, children, end, output_to
+
+SLEEPER = "import time; time.sleep(60)"
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+PARENT = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def python(code: str, **options: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", code], text=True, **options)
+
+
+def first_line(child: "subprocess.Popen[str]") -> str:
+    assert child.stdout is not None
+    return child.stdout.readline()
+
+
+def test_a_child_goes_on_writing_to_the_file_after_it_closes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "logs" / "engine.log"
+    deadline = time.monotonic() + 20
+    os.write(1, b"before\n")
+    with output_to(log):
+        child = python("print('child', flush=True); input(); print('late', flush=True)", stdin=subprocess.PIPE)
+        while log.read_text() != "child\n" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.write(2, b"descriptor 2\n")
+    os.write(1, b"after\n")
+    child.communicate("\n", timeout=20)
+    assert log.read_text() == "child\ndescriptor 2\nlate\n"
+    assert capfd.readouterr() == ("before\nafter\n", "")
+
+
+def test_python_streams_are_flushed_at_both_ends(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from harness.rollout.processes import output_to\n"
+        "print('before')\nwith output_to(Path('log')): print('within')\nprint('after')"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment) == b"before\nafter\n"
+    assert (tmp_path / "log").read_text() == "within\n"
+
+
+def test_output_comes_back_after_an_exception_and_no_descriptor_leaks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError), output_to(tmp_path / "log"):
+        raise RuntimeError
+    with pytest.raises(IsADirectoryError), output_to(tmp_path):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    os.write(1, b"here\n")
+    assert capfd.readouterr().out == "here\n"
+
+
+def test_what_an_earlier_run_left_in_the_file_is_gone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Traceback (most recent call last):\nValueError: of yesterday\n")
+    with output_to(log):
+        os.write(1, b"today\n")
+    assert log.read_text() == "today\n"
+
+
+def watched(child: "subprocess.Popen[str]") -> tuple[ChildWatch, list[tuple[str, int]], threading.Event]:
+    deaths: list[tuple[str, int]] = []
+    told = threading.Event()
+
+    def on_death(name: str, pid: int) -> None:
+        deaths.append((name, pid))
+        told.set()
+
+    return ChildWatch({child.pid: psutil.Process(child.pid)}, on_death), deaths, told
+
+
+def test_a_child_killed_by_sigkill_is_reported_once_though_nobody_reaps_it() -> None:
+    child = python(SLEEPER)
+    watch, deaths, told = watched(child)
+    watch.start()
+    assert not told.wait(2 * processes.POLL_SECONDS)
+    name = psutil.Process(child.pid).name()
+    child.send_signal(signal.SIGKILL)
+    assert told.wait(10)
+    assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    time.sleep(2 * processes.POLL_SECONDS)
+    assert deaths == [(name, child.pid)]
+    child.wait()
+
+
+def test_a_child_that_was_gone_before_the_watch_is_reported() -> None:
+    child = python(SLEEPER)
+    watch, deaths, told = watched(child)
+    child.kill()
+    child.wait()
+    watch.start()
+    assert told.wait(10)
+    assert [pid for _, pid in deaths] == [child.pid]
+
+
+def test_a_death_after_stop_is_not_reported() -> None:
+    child = python(SLEEPER)
+    watch, deaths, told = watched(child)
+    watch.start()
+    watch.stop()
+    end({child.pid: psutil.Process(child.pid)})
+    assert not told.wait(3 * processes.POLL_SECONDS) and deaths == []
+    assert not psutil.pid_exists(child.pid)
+
+
+def test_children_are_all_descendants_and_end_ends_them() -> None:
+    parent = python(PARENT, stdout=subprocess.PIPE)
+    family = {parent.pid, int(first_line(parent))}
+    found = {pid: process for pid, process in children().items() if pid in family}
+    assert found.keys() == family
+    end(found)
+    assert not any(processes._alive(process) for process in found.values())
+    parent.communicate()
+
+
+def test_end_kills_a_child_that_ignores_sigterm() -> None:
+    deaf, sleeper = python(DEAF, stdout=subprocess.PIPE), python(SLEEPER)
+    assert first_line(deaf) == "deaf\n"
+    started = time.monotonic()
+    end({child.pid: psutil.Process(child.pid) for child in (deaf, sleeper)}, patience_seconds=1.0)
+    assert 1.0 <= time.monotonic() - started < 5.0
+    assert not psutil.pid_exists(deaf.pid) and not psutil.pid_exists(sleeper.pid)
+    deaf.communicate()
+    sleeper.wait()
+
+
+def test_end_does_not_wait_for_a_zombie_that_its_parent_never_reaps() -> None:
+    parent = python(PARENT, stdout=subprocess.PIPE)
+    grandchild = psutil.Process(int(first_line(parent)))
+    started = time.monotonic()
+    end({grandchild.pid: grandchild})
+    assert time.monotonic() - started < processes.STOP_SECONDS / 2
+    assert grandchild.status() == psutil.STATUS_ZOMBIE
+    end({parent.pid: psutil.Process(parent.pid)})
+    parent.communicate()

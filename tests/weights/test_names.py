@@ -1,0 +1,101 @@
+"""The layout's names, shapes, dtypes and values are those of the file that save_pretrained writes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from harness.trainer.model import named_tensors
+from harness.weights.names import CheckpointTensor, NotAViewError, checkpoint_layout
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "norm_topk_prob": True}
+SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen2 tied": {"tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4, "decoder_sparse_step": 1, "head_dim": 8, **MOE},
+    "deepseek_v3": {**MOE, **SHARED, **LATENT},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {"head_dim": 8, **MOE, **SHARED},
+    "phi3": {},
+    "gemma3_text": {"head_dim": 8},
+}
+
+
+def build(kind: str) -> Any:
+    """A random model, whose buffers are not zero either."""
+    config = transformers.AutoConfig.for_model(kind.split()[0], **COMMON | FIELDS[kind])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    return model
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_the_layout_is_what_save_pretrained_writes(kind: str, tmp_path: Path) -> None:
+    model = build(kind)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    live = dict(named_tensors(model))
+    layout = checkpoint_layout(model, live)
+    assert len(layout) == len(saved)
+    assert {tensor.name for tensor in layout} == saved.keys()
+    for tensor in layout:
+        there = saved[tensor.name]
+        view = tensor.view(live[tensor.live_name].detach())
+        assert (tensor.shape, tensor.dtype, tensor.nbytes) == (tuple(there.shape), there.dtype, there.nbytes)
+        assert torch.equal(view, there), tensor.name
+
+
+def test_the_layout_needs_no_values_and_keeps_the_live_order() -> None:
+    model = build("deepseek_v3")
+    live = dict(named_tensors(model))
+    layout = checkpoint_layout(model, live)
+    assert checkpoint_layout(model, {name: tensor.to("meta") for name, tensor in live.items()}) == layout
+    assert list(dict.fromkeys(tensor.live_name for tensor in layout)) == list(live)
+
+
+def test_tied_weights_are_there_once_and_the_correction_bias_is_there() -> None:
+    def names(kind: str) -> set[str]:
+        model = build(kind)
+        return {tensor.name for tensor in checkpoint_layout(model, dict(named_tensors(model)))}
+
+    assert "lm_head.weight" in names("qwen2") and "lm_head.weight" not in names("qwen2 tied")
+    assert "model.embed_tokens.weight" in names("qwen2 tied")
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in names("deepseek_v3")
+
+
+def test_a_view_of_a_live_tensor_that_does_not_begin_its_storage() -> None:
+    storage = torch.arange(10.0)
+    tensor = CheckpointTensor(name="a", live_name="a", shape=(2, 2), stride=(1, 2), offset=1, dtype=torch.float32)
+    assert tensor.view(storage[3:]).tolist() == [[4.0, 6.0], [5.0, 7.0]]
+
+
+def test_an_architecture_whose_checkpoint_merges_parameters_is_refused() -> None:
+    """nomic_bert is saved with its query, key and value projections as one."""
+    config = transformers.AutoConfig.for_model("nomic_bert", **COMMON)
+    model = transformers.AutoModel.from_config(config)
+    with pytest.raises(NotAViewError, match=r"Wqkv.* of NomicBertModel is no view of one live parameter; use an arch"):
+        checkpoint_layout(model, dict(named_tensors(model)))
+
+
+def test_an_architecture_whose_checkpoint_transposes_parameters_is_refused() -> None:
+    loading = pytest.importorskip("transformers.core_model_loading")
+    model = build("qwen2")
+    transposed = loading.WeightConverter("o_proj.weight", "o_proj.weight", operations=[loading.Transpose(0, 1)])
+    model._weight_conversions = [transposed]
+    with pytest.raises(NotAViewError, match=r"layers\.0\.self_attn\.o_proj\.weight of Qwen2ForCausalLM is no view"):
+        checkpoint_layout(model, dict(named_tensors(model)))
