@@ -101,6 +101,8 @@ class Report:
             "",
             *self._table(),
             "",
+            f"After the last update the weights were sent once more: mean log-prob difference {self.final['log_prob_difference_mean']:.2g}.",
+            "",
             "## Start-up",
             "",
             *[f"- {name}: {seconds:.1f} s" for name, seconds in self.startup.items()],

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import place
-from harness.cluster.world import Launch, World, WorldError, check_agreement, choose_device, open_world
+from harness.cluster.world import Launch, World, WorldError, check_agreement, choose_device, open_world, own_seat
 from harness.config.layers import ConfigError, digest, to_toml
 from harness.config.schema import Config
 from harness.events import Console, EventLog
@@ -34,12 +34,14 @@ def run(config: Config) -> int:
     except WorldError as error:
         return say_mistake(error, rank=0)
     try:
-        ParallelDims(
-            dp=config.parallel.dp, tp=config.parallel.tp, pp=config.parallel.pp, rank_order=config.parallel.rank_order
-        ).validate(launch.world_size)
-        device = choose_device(config.engine.device, launch)
+        dims_of(config).validate(launch.world_size)
     except ValueError as error:
         return say_mistake(error, launch.rank)
+    try:
+        device = choose_device(config.engine.device, launch)
+        own_seat(on_cpu=device.type == "cpu")
+    except ValueError as error:
+        return say_mistake(error, rank=0)  # this rank's own: rank 0 may know nothing of it
     console = _console(launched) if launch.rank == 0 else None
     if device.type == "cpu":
         for sentence in activate():
@@ -52,14 +54,21 @@ def run(config: Config) -> int:
         return _in_world(config, world, console, launched)
 
 
+def dims_of(config: Config) -> ParallelDims:
+    """The mesh that the config asks for."""
+    parallel = config.parallel
+    return ParallelDims(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp, rank_order=parallel.rank_order)
+
+
 def _in_world(config: Config, world: World, console: Console | None, launched: float) -> int:
     folder = _run_folder(config)
+    if _holds_a_run(folder):
+        error = ConfigError(f"run.dir = {folder} holds an earlier run; give another folder, or remove it.")
+        return say_mistake(error, world.rank)
     events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, _memory)
     try:
         differences = check_agreement(digest(config), os.environ)
-        dims = ParallelDims(
-            dp=config.parallel.dp, tp=config.parallel.tp, pp=config.parallel.pp, rank_order=config.parallel.rank_order
-        )
+        dims = dims_of(config)
         placements = place(dims, world.seats, "cpu" if world.device.type == "cpu" else "cuda")
     except ValueError as error:
         return say_mistake(error, world.rank)
@@ -120,6 +129,13 @@ def _run_folder(config: Config) -> Path:
     folder = Path(name[0]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Whether rank 0 finds one there; the same on every rank, before any of them writes."""
+    found = [(folder / "config.toml").exists()]
+    dist.broadcast_object_list(found, src=0)
+    return bool(found[0])
 
 
 def _launched_at() -> float:

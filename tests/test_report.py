@@ -63,6 +63,7 @@ def test_the_report_has_verdict_table_and_config(critic: dict[str, float], tmp_p
     report = report_of(tmp_path)
     report.add(step(0, **critic))
     report.add(step(1, **critic))
+    report.finish({"log_prob_difference_mean": 3e-6})
     report.write()
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# PPO on sglang: qwen2, dp 1 tp 2 pp 1\n\nPASSED, 2 steps, 2 ranks on 1 host(s), cpu.\n")

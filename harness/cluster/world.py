@@ -73,6 +73,10 @@ class Launch:
                 f"{missing.args[0]} is not in the environment; start this with"
                 " torchrun --nnodes=1 --nproc-per-node=2 launch/ppo.py CONFIG.toml."
             ) from None
+        except ValueError as error:
+            raise WorldError(
+                f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers, as torchrun sets them: {error}."
+            ) from None
 
 
 def host_identity() -> str:

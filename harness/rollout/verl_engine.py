@@ -277,6 +277,7 @@ class VerlEngine:
 
     def _report_death(self, name: str, pid: int) -> None:
         cause = first_error(self.log.read_text(encoding="utf-8", errors="replace"))
+        end(children(), patience_seconds=0)  # an engine without one of its processes is of no use, and holds a GPU
         self._on_death(
             f"engine process {name} (pid {pid}) died: {cause or 'it printed nothing'} (whole log: {self.log})"
         )

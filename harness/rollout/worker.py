@@ -6,6 +6,7 @@ It is the one door into the schedulers that needs no HTTP (sglang 0.4.8 and newe
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 INSPECT = "harness.rollout.worker.inspect_model"
+REPORT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +42,21 @@ def inspect_model(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]])
         tensors={name: tensor_digest(tensor) for name, tensor in tensors.items()},
     )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank{rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+    unfinished = folder / f"rank{rank}.unfinished"
+    unfinished.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    unfinished.rename(folder / f"rank{rank}.json")  # whoever waits for the file finds it whole
 
 
-def read_reports(folder: Path) -> list[WorkerReport]:
-    """The reports that this host's schedulers wrote, by engine rank."""
+def read_reports(folder: Path, count: int) -> list[WorkerReport]:
+    """The reports of this host's `count` schedulers, by engine rank; the engine answers for its first stage alone.
+
+    Raises TimeoutError when one does not come.
+    """
+    deadline = time.monotonic() + REPORT_SECONDS
+    while len(list(folder.glob("rank*.json"))) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{folder} has not {count} reports of schedulers after {REPORT_SECONDS:.0f} s.")
+        time.sleep(0.01)
     reports = [WorkerReport(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("rank*.json")]
     return sorted(reports, key=lambda report: report.rank)
 

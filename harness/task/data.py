@@ -205,7 +205,7 @@ def _check_jsonl(path: Path) -> list[int]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where} is not JSON ({error.msg}): it must be one object a line") from error
             if not isinstance(record, dict):
-                raise ValueError(  # noqa: TRY004 - it is the file that is wrong, not a caller's type
+                raise ValueError(
                     f"{where} is a JSON {type(record).__name__}: it must be an object with question and answer"
                 )
             _row(record, where)
@@ -243,7 +243,7 @@ def _row(record: dict[str, Any], where: str) -> Row:
             raise ValueError(f"{where} has no field {field!r}: it must have question and answer")
         if not isinstance(record[field], str):
             kind = type(record[field]).__name__
-            raise ValueError(f"{where} has a {kind} as {field!r}: it must be a text")  # noqa: TRY004
+            raise ValueError(f"{where} has a {kind} as {field!r}: it must be a text")
     if extract_answer(record["answer"]) is None:
         raise ValueError(f"{where} has no number after #### in 'answer': it must end in \"#### N\"")
     return Row(record["question"], record["answer"], where)

@@ -2,7 +2,9 @@
 
 import shutil
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -90,17 +92,29 @@ def suspects(sync: WeightSync, world: World, source: Path) -> list[str]:
     names = sorted({name for each in all_gather(changed) for name in each})
     if world.rank == 0:
         shutil.rmtree(folder)
-    return [describe(name) for name in names]
+    known = [tensor.name for tensor in sync.layout]
+    return [describe(name, known) for name in names]
 
 
-def describe(engine_name: str) -> str:
-    """model.layers.0.self_attn.qkv_proj.weight -> the same, with the checkpoint names it is fused from."""
+def describe(engine_name: str, checkpoint_names: Collection[str]) -> str:
+    """model.layers.0.self_attn.qkv_proj.weight -> the same, with the checkpoint names it is made of."""
+    if engine_name in checkpoint_names:
+        return engine_name
+    parts = _fused_from(engine_name, checkpoint_names)
+    if not parts:  # an architecture with names of its own: what shares the module
+        module = engine_name.rsplit(".", 1)[0] + "."
+        parts = [name for name in checkpoint_names if name.startswith(module)]
+    shown = [*parts[:4], *([f"{len(parts) - 4} more"] if len(parts) > 4 else [])]
+    return f"{engine_name} ({', '.join(shown)})" if shown else engine_name
+
+
+def _fused_from(engine_name: str, checkpoint_names: Collection[str]) -> list[str]:
     for fused, parts in FUSED.items():
         head, found, tail = engine_name.partition(f".{fused}")
         if found and not tail.startswith("_"):
-            suffix = tail or ".weight"
-            return f"{engine_name} ({', '.join(f'{head}.{part}{suffix}' for part in parts)})"
-    return engine_name
+            patterns = [f"{head}.{part}{tail or '.weight'}" for part in parts]
+            return [name for pattern in patterns for name in checkpoint_names if fnmatchcase(name, pattern)]
+    return []
 
 
 def _inspect(engine: VerlEngine) -> list[worker.WorkerReport]:
@@ -111,7 +125,7 @@ def _inspect(engine: VerlEngine) -> list[worker.WorkerReport]:
     # On the engine's device: SGLang's patch for CUDA tensors cannot send others.
     carrier = torch.zeros(1, device=engine.device_type)
     engine.update_weights_from_tensor([(str(folder), carrier)], load_format=worker.INSPECT, flush_cache=False)
-    reports = worker.read_reports(folder) if engine.is_builder else []
+    reports = worker.read_reports(folder, len(engine.node.ranks)) if engine.is_builder else []
     dist.barrier(group=engine.group.process_group)
     shutil.rmtree(folder, ignore_errors=True)
     return reports

@@ -1,5 +1,6 @@
 """Real torchrun jobs for the tests: started in a session of their own, watched, and accounted for to the last process."""
 
+import contextlib
 import json
 import os
 import signal
@@ -87,10 +88,8 @@ class Job:
 
     def look(self) -> None:
         """Remember this job's processes: descendants, and whatever else inherited its mark."""
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):  # torchrun may just have ended
             self.seen.update(psutil.Process(self.process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            pass  # torchrun has just ended
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK) == self.mark:

@@ -25,7 +25,9 @@ def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
     assert quickstart.process.returncode == 0, quickstart.output()
     steps = quickstart.metrics()
     assert [step.get("step") for step in steps] == [0, 1, 2, None]
-    differences = [step["log_prob_difference_mean"] for step in steps[:3]] + [steps[3]["final/log_prob_difference_mean"]]
+    differences = [step["log_prob_difference_mean"] for step in steps[:3]] + [
+        steps[3]["final/log_prob_difference_mean"]
+    ]
     assert all(0 < difference < 1e-4 for difference in differences), differences
     assert all(step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0 for step in steps[:3])
     assert "PASSED: 3 PPO steps; 4 weight syncs" in quickstart.output()

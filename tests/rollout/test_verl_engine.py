@@ -28,7 +28,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def test_every_rank_gets_the_same_answers(seen: Seen) -> None:
-    names = set(seen[0]) - {"no_folder"}
+    names = set(seen[0]) - {"no_folder", "unknown_tag"}  # failures say on which rank they were
     assert {name: seen[0][name] for name in names} == {name: seen[1][name] for name in names}
 
 

@@ -49,8 +49,7 @@ def main(folder: Path) -> None:
     seen["before"] = tokens()
     seen["text"] = engine.generate("hello", GREEDY)["text"]
     seen["async"] = [
-        answer["output_ids"]
-        for answer in asyncio.run(engine.async_generate(input_ids=PROMPTS, sampling_params=GREEDY))
+        answer["output_ids"] for answer in asyncio.run(engine.async_generate(input_ids=PROMPTS, sampling_params=GREEDY))
     ]
     from safetensors.torch import load_file
 

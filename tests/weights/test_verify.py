@@ -9,23 +9,49 @@ from tests.gloo import on_ranks
 INF = float("inf")
 
 
+QWEN3_MOE = [
+    *[f"l.0.self_attn.{part}_proj.weight" for part in "qkvo"],
+    *[f"l.0.mlp.experts.{expert}.{part}_proj.weight" for expert in (0, 1) for part in ("gate", "up", "down")],
+    "l.1.mlp.gate_proj.weight",
+    "l.1.mlp.up_proj.weight",
+    "norm.weight",
+]
+MIXTRAL = [f"l.0.block_sparse_moe.experts.{expert}.w{part}.weight" for expert in (0, 1) for part in (1, 2, 3)]
+
+
 @pytest.mark.parametrize(
-    ("name", "described"),
+    ("name", "checkpoint", "described"),
     [
-        ("model.norm.weight", "model.norm.weight"),
-        ("l.self_attn.o_proj.weight", "l.self_attn.o_proj.weight"),
-        ("l.qkv_proj.bias", "l.qkv_proj.bias (l.q_proj.bias, l.k_proj.bias, l.v_proj.bias)"),
-        ("l.mlp.gate_up_proj.weight", "l.mlp.gate_up_proj.weight (l.mlp.gate_proj.weight, l.mlp.up_proj.weight)"),
-        ("l.mlp.experts.w13_weight",
-         "l.mlp.experts.w13_weight (l.mlp.experts.*.gate_proj.weight, l.mlp.experts.*.up_proj.weight)"),
-        ("l.mlp.experts.w2_weight", "l.mlp.experts.w2_weight (l.mlp.experts.*.down_proj.weight)"),
-        ("l.mlp.experts.w2_weight_scale", "l.mlp.experts.w2_weight_scale"),
-        ("l.fused_qkv_a_proj_with_mqa.weight",
-         "l.fused_qkv_a_proj_with_mqa.weight (l.q_a_proj.weight, l.kv_a_proj_with_mqa.weight)"),
+        ("norm.weight", QWEN3_MOE, "norm.weight"),
+        ("l.0.self_attn.o_proj.weight", QWEN3_MOE, "l.0.self_attn.o_proj.weight"),
+        (
+            "l.0.self_attn.qkv_proj.weight",
+            QWEN3_MOE,
+            "l.0.self_attn.qkv_proj.weight (l.0.self_attn.q_proj.weight, l.0.self_attn.k_proj.weight,"
+            " l.0.self_attn.v_proj.weight)",
+        ),
+        (
+            "l.1.mlp.gate_up_proj.weight",
+            QWEN3_MOE,
+            "l.1.mlp.gate_up_proj.weight (l.1.mlp.gate_proj.weight, l.1.mlp.up_proj.weight)",
+        ),
+        (
+            "l.0.mlp.experts.w2_weight",
+            QWEN3_MOE,
+            "l.0.mlp.experts.w2_weight (l.0.mlp.experts.0.down_proj.weight, l.0.mlp.experts.1.down_proj.weight)",
+        ),
+        ("rotary.cos_sin_cache", QWEN3_MOE, "rotary.cos_sin_cache"),
+        (
+            "l.0.block_sparse_moe.experts.w13_weight",
+            MIXTRAL,
+            "l.0.block_sparse_moe.experts.w13_weight (l.0.block_sparse_moe.experts.0.w1.weight,"
+            " l.0.block_sparse_moe.experts.0.w2.weight, l.0.block_sparse_moe.experts.0.w3.weight,"
+            " l.0.block_sparse_moe.experts.1.w1.weight, 2 more)",
+        ),
     ],
-)  # fmt: skip
-def test_describe_names_what_the_engine_fused(name: str, described: str) -> None:
-    assert describe(name) == described
+)
+def test_describe_names_what_the_engine_fused(name: str, checkpoint: list[str], described: str) -> None:
+    assert describe(name, checkpoint) == described
 
 
 def _difference(rank: int, engine: list[list[list[float]]], mask: list[list[list[int]]]) -> LogProbDifference:

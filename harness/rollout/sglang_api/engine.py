@@ -145,7 +145,7 @@ def update_session(api: SGLangApi, engine: Engine, selector: str = "all") -> Ite
     except BaseException as first:
         try:
             check_result("end_weight_update", engine.end_weight_update())
-        except Exception as second:  # noqa: BLE001 - whatever it is, the first failure stays the one raised
+        except Exception as second:
             first.add_note(f"closing the weight update session failed too: {second}")
         raise
     check_result("end_weight_update", engine.end_weight_update())

@@ -90,6 +90,24 @@ except ImportError:
     assert run.stdout == "refused\n", run.stderr
 
 
+def test_the_kernels_that_older_releases_import_are_stand_ins_too() -> None:
+    code = """
+import sgl_kernel.kvcacheio as kernels
+names = [name for name in vars(kernels) if name.startswith("transfer_kv_")]
+assert len(names) == 13, names
+for name in names:
+    try:
+        getattr(kernels, name)(1, key=2)
+    except NotImplementedError as error:
+        assert f"sgl_kernel.kvcacheio.{name}:" in str(error)
+    else:
+        raise AssertionError(name)
+print("all raise")
+"""
+    run = python("-c", code, PYTHONPATH=str(standins_path()))
+    assert run.stdout == "all raise\n", run.stderr
+
+
 def test_torchvision_stand_in_alone_is_no_torchvision(tmp_path: Path) -> None:
     code = f"""
 import torch, sys
