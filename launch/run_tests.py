@@ -3,8 +3,8 @@
     python3 launch/run_tests.py [pytest's arguments]
 
 Makes the environment where it is not there (harness/environments.py), tests included, and becomes `python -m pytest -q
-tests` with the arguments passed on; paths among them replace `tests`. Where there is no GPU, tests marked gpu are left
-out unless -m says otherwise. Exit code: pytest's own; 125: the environment cannot be made here.
+tests` with the arguments passed on; paths among them replace `tests`. Tests marked long, and where there is no GPU those
+marked gpu, are left out unless -m says otherwise. Exit code: pytest's own; 125: the environment cannot be made here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def pytest_arguments(given: list[str], gpu: bool) -> list[str]:
         (environments.REPOSITORY / argument.partition("::")[0]).exists() for argument in given if argument[0] != "-"
     )
     marked = any(argument.startswith("-m") for argument in given)
-    return ["-q", *([] if paths else ["tests"]), *([] if gpu or marked else ["-m", "not gpu"]), *given]
+    chosen = "not long" if gpu else "not long and not gpu"
+    return ["-q", *([] if paths else ["tests"]), *([] if marked else ["-m", chosen]), *given]
 
 
 def main(arguments: list[str]) -> int:

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -26,6 +25,7 @@ from harness.cluster.world import all_gather, child_environment, own_seat, route
 from harness.rollout import sglang_api, worker
 from harness.rollout.cpu.activate import activate, engine_environment
 from harness.rollout.defaults import engine_defaults
+from harness.rollout.group import Group
 from harness.rollout.processes import ChildWatch, children, end, first_error, ignore_signal, output_to
 
 T = TypeVar("T")
@@ -35,43 +35,6 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 class EngineFailed(RuntimeError):
     """The engine did not start, died, or failed a call; says on which rank, and the first error of its log."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """The ranks of one engine."""
-
-    process_group: dist.ProcessGroup
-    ranks: tuple[int, ...]
-    """World ranks in engine order: pp major, then tp."""
-    rank: int
-    """This process's world rank."""
-    tp: int
-    pp: int
-
-    @property
-    def head(self) -> int:
-        """The rank that calls the engine."""
-        return self.ranks[0]
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> "Group":
-        """mesh: 1-D over tp, or 2-D over (tp, pp). Raises ValueError for another number of axes."""
-        if mesh.ndim not in (1, 2):
-            raise ValueError(
-                f"device_mesh_cpu has axes {mesh.mesh_dim_names}; give the tp axis, or the tp and pp axes."
-            )
-        table = mesh.mesh.view(mesh.size(0), -1)
-        ranks = tuple(table.T.flatten().tolist())
-        return cls(
-            # A group of its own, even where the mesh is the whole world: trainer threads use the default group while
-            # the engine starts, and two threads must not share one.
-            process_group=dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True),
-            ranks=ranks,
-            rank=dist.get_rank(),
-            tp=table.shape[0],
-            pp=table.shape[1],
-        )
 
 
 class VerlEngine:
@@ -179,7 +142,7 @@ class VerlEngine:
             payload: Any = sglang_api.serialize(sglang_api.flattened_bucket(self.api, full))
         else:
             payload = [(name, sglang_api.serialize(tensor)) for name, tensor in full]
-        payloads = all_gather_to(payload, self.group)
+        payloads = self.group.gather(payload)
         self._on_head(lambda engine: self._send(engine, payloads[: self.group.tp], load_format, flush_cache))
         del full  # the engine has answered: only now may the memory behind the handles go
 
@@ -379,14 +342,6 @@ def engine_device(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device = {device!r} is not served; it must be cpu or cuda.")
     return cast(Literal["cpu", "cuda"], device)
-
-
-def all_gather_to(payload: T, group: Group) -> list[T]:
-    """Every rank's payload in engine order on the head; an empty list elsewhere."""
-    received: list[Any] | None = [None] * len(group.ranks) if group.rank == group.head else None
-    dist.gather_object(payload, received, group.head, group.process_group)
-    by_rank = dict(zip(sorted(group.ranks), received or [], strict=False))
-    return [by_rank[rank] for rank in group.ranks] if received else []
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

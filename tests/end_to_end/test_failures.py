@@ -10,6 +10,15 @@ from tests.end_to_end.launching import QUICKSTART, Job, run
 pytestmark = pytest.mark.slow
 
 
+def test_the_folder_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    job = run(tmp_path / "run", 2, QUICKSTART)
+    said = [line for line in job.output().splitlines() if line.startswith("error:")]
+    assert said == [f"error: run.dir = {tmp_path}/run holds an earlier run; give another folder, or remove it."]
+    assert job.left_behind() == []
+
+
 def test_an_engine_argument_that_sglang_lacks_is_one_sentence(tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, QUICKSTART, "--engine.args.mem_fraction", "0.5")
     said = [line for line in job.output().splitlines() if line.startswith("error:")]

@@ -1,0 +1,25 @@
+"""PPO learns: a toy task that a 2-layer model masters on the CPU, whatever the seed. Three runs of minutes each."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import run
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_mean_reward_rises_from_under_02_to_over_08(tmp_path: Path, seed: int) -> None:
+    started = time.monotonic()
+    job = run(tmp_path / "run", 2, "configs/cpu/digits.toml", "--run.seed", str(seed))
+    seconds = time.monotonic() - started
+    assert job.process.returncode == 0, job.output()
+    rewards = [step["reward_mean"] for step in job.metrics() if "step" in step]
+    assert len(rewards) <= 60
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.8
+    assert seconds < 300
+    assert all("critic/explained_variance" in step for step in job.metrics()[: len(rewards)])
+    assert "## Mean reward by step" in (job.folder / "report.md").read_text()
