@@ -1,10 +1,12 @@
 """All parts of a run, built in the order that wastes least time, and conducted to a verdict."""
 
 import faulthandler
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,11 +20,13 @@ from harness.cluster.world import World
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.events import EventLog
+from harness.mistake import CannotRunHere
 from harness.models.names import is_tiny
 from harness.models.tiny import save_tiny_model
 from harness.ppo import Ppo, tolerance
 from harness.report import Report
 from harness.rollout import sglang_api
+from harness.rollout.cpu.activate import require_absorbed_mla
 from harness.rollout.memory import MemoryStages
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
@@ -66,13 +70,21 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
 def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, report: Report) -> Ppo:
     """Every part of the run on this rank. The trainer's models are built while the engine's schedulers start."""
     api = sglang_api.probe()
-    try:
+    with what_was_asked(), events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"):
         sglang_api.check_arguments(api, config.engine.args, {})
-    except sglang_api.UnknownEngineArgument as error:
-        raise ConfigError(str(error)) from error
-    rows = load_rows(config.task.source, config.task.split, config.task.rows)
-    with events.phase("model_folder", waiting_for="the model's folder"):
+        rows = load_rows(config.task.source, config.task.split, config.task.rows)
         model_folder = make_model_folder(config, world, folder, rows)
+        tokenizer = load_tokenizer(model_folder)
+        prompts = PromptSampler(
+            tokenize_prompts(
+                rows, tokenizer, config.task.template, config.task.max_prompt_tokens, config.task.overlong
+            ),
+            config.rollout.prompts_per_step,
+            config.run.seed,
+        )
+    events.say(f"{len(prompts.prompts)} prompts of {len(rows)} rows ({config.task.source})")
+    if world.device.type == "cpu":
+        check_mla_on_cpu(model_folder)
     if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
         events.say("the engine starts on dummy weights: what the first sync does not bring will show")
     mesh = build_mesh(dims, "cpu")
@@ -104,11 +116,6 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = trainer.result()
     check_same_gpu(world, engine)
-    tokenizer = load_tokenizer(model_folder)
-    prompts = tokenize_prompts(
-        rows, tokenizer, config.task.template, config.task.max_prompt_tokens, config.task.overlong
-    )
-    events.say(f"{len(prompts)} prompts of {len(rows)} rows ({config.task.source})")
     return Ppo(
         config=config,
         world=world,
@@ -121,10 +128,19 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
         critic=critic,
         reference=reference,
         kl_control=kl_control(config),
-        prompts=PromptSampler(prompts, config.rollout.prompts_per_step, config.run.seed),
+        prompts=prompts,
         tokenizer=tokenizer,
         model_folder=model_folder,
     )
+
+
+@contextmanager
+def what_was_asked() -> Iterator[None]:
+    """A ValueError in here is the user's mistake: data, model or engine arguments that are not there or not right."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def engine_arguments(config: Config, world: World) -> dict[str, Any]:
@@ -155,6 +171,16 @@ def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row
         )
     dist.barrier()
     return target
+
+
+def check_mla_on_cpu(model_folder: Path) -> None:
+    """Raise CannotRunHere for a model with MLA (DeepSeek) where this sglang's CPU mode cannot serve it."""
+    config = model_folder / "config.json"
+    if config.is_file() and "kv_lora_rank" in json.loads(config.read_text(encoding="utf-8")):
+        try:
+            require_absorbed_mla()
+        except NotImplementedError as error:
+            raise CannotRunHere(str(error)) from error
 
 
 def build_trainer(

@@ -1,12 +1,17 @@
-"""A user's mistake: one sentence from rank 0, exit code 2."""
+"""What ends a run before it begins, said in one sentence by rank 0: a user's mistake (exit code 2), or a machine that cannot
+run it (125, which `git bisect run` reads as skip)."""
 
 import sys
 import time
 
-EXIT_CODE = 2
+MISTAKE, CANNOT_RUN_HERE = 2, 125
 
 SPEAK_FIRST_SECONDS = 1.0
 """How long other ranks wait: torchrun ends all ranks at the first exit, rank 0 perhaps in mid-word."""
+
+
+class CannotRunHere(RuntimeError):
+    """What was asked is right, but this machine or this sglang cannot do it."""
 
 
 def say_mistake(error: Exception, rank: int) -> int:
@@ -15,4 +20,4 @@ def say_mistake(error: Exception, rank: int) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(SPEAK_FIRST_SECONDS)
-    return EXIT_CODE
+    return CANNOT_RUN_HERE if isinstance(error, CannotRunHere) else MISTAKE

@@ -19,7 +19,7 @@ from harness.cluster.world import Launch, World, WorldError, check_agreement, ch
 from harness.config.layers import ConfigError, digest, to_toml
 from harness.config.schema import Config
 from harness.events import Console, EventLog
-from harness.mistake import say_mistake
+from harness.mistake import CannotRunHere, say_mistake
 from harness.rollout.cpu.activate import activate
 from harness.rollout.processes import children, end
 
@@ -83,7 +83,7 @@ def _in_world(config: Config, world: World, console: Console | None, launched: f
     try:
         with events.phase("run"):
             return conduct(config, world, dims, events, folder, launched)
-    except ConfigError as error:
+    except (ConfigError, CannotRunHere) as error:
         return say_mistake(error, world.rank)
     except Exception as error:
         _tell_failure(events, error)

@@ -36,12 +36,12 @@ def test_the_tolerance_is_that_of_the_dtype() -> None:
 
 
 def test_a_difference_up_to_the_tolerance_passes(tmp_path: Path) -> None:
-    ppo_that_finds("", tmp_path).check_arrival(0, LogProbDifference(mean=1e-4, largest=5.0))
+    ppo_that_finds("", tmp_path).check_arrival(0, LogProbDifference(mean=1e-5, largest=5.0))
 
 
-@pytest.mark.parametrize("mean", [1.1e-4, float("inf"), float("nan")])
+@pytest.mark.parametrize("mean", [1.1e-5, float("inf"), float("nan")])
 def test_a_larger_or_undefined_difference_fails_and_names_suspects(mean: float, tmp_path: Path) -> None:
-    with pytest.raises(WeightsDidNotArrive, match=r"^step 2: .* allowed mean 0\.0001\); .*trainer's: lm_head\.weight$"):
+    with pytest.raises(WeightsDidNotArrive, match=r"^step 2: .* allowed mean 1e-05\); .*trainer's: lm_head\.weight$"):
         ppo_that_finds("lm_head.weight", tmp_path).check_arrival(2, LogProbDifference(mean=mean, largest=mean))
 
 

@@ -29,6 +29,20 @@ def test_an_engine_argument_that_sglang_lacks_is_one_sentence(tmp_path: Path) ->
     assert job.left_behind() == []
 
 
+def test_a_bad_row_is_named_before_an_engine_starts(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    rows = ['{"question": "1 + 1?", "answer": "#### 2"}', '{"question": "2 + 2?"}']
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows) + "\n")
+    job = run(tmp_path / "run", 2, QUICKSTART, "--task.source", str(tmp_path / "data"))
+    said = [line for line in job.output().splitlines() if line.startswith("error:")]
+    assert len(said) == 1
+    assert "train.jsonl" in said[0]
+    assert "line 2" in said[0]
+    assert "answer" in said[0]
+    assert not (job.folder / "engines").exists()
+    assert job.left_behind() == []
+
+
 def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
     job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART, "--run.steps", "50"]).start()
     job.wait_for_phase("update_actor")

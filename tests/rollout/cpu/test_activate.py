@@ -151,7 +151,11 @@ def test_the_plugin_is_an_entry_point() -> None:
 )
 def test_cores_are_split_among_ranks(monkeypatch: pytest.MonkeyPatch, cores: set[int], ranks: int, bind: str) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)  # this machine's cores are not the test's
-    assert engine_environment(ranks) == {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": bind}
+    assert engine_environment(ranks) == {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": bind,
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def test_no_ranks_are_refused() -> None:
