@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.utils.logging import disable_progress_bar
 
 from harness.cluster.mesh import ParallelDims, build_mesh
 from harness.cluster.world import World
@@ -21,7 +22,7 @@ from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.events import EventLog
 from harness.mistake import CannotRunHere
-from harness.models.names import is_tiny
+from harness.models.names import ARCHITECTURES, is_tiny
 from harness.models.tiny import save_tiny_model
 from harness.ppo import Ppo, tolerance
 from harness.report import Report
@@ -43,6 +44,7 @@ T = TypeVar("T")
 
 def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, launched: float) -> int:
     """Build, step, check, report; the exit code. A collective call of all ranks."""
+    disable_progress_bar()  # transformers': of every rank, for a second each
     report = Report(folder=folder, config=config, world=world, launched=launched)
     events.say(f"imported torch and transformers; run directory {folder}")
     ppo = assemble(config, world, dims, events, folder, report)
@@ -52,6 +54,8 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
             metrics = ppo.step(index)
             metrics["seconds"] = time.monotonic() - started
             if index == 0 and ppo.first_token_at is not None:
+                report.startup["first_sync"] = events.seconds["sync"][0]
+                report.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
                 report.startup["first_token"] = ppo.first_token_at - launched
                 events.say(report.startup_line())
             report.add(metrics)
@@ -216,10 +220,17 @@ def build_trainer(
 
 
 def load_tokenizer(model_folder: Path) -> Any:
-    """The tokenizer beside the model."""
+    """The tokenizer beside the model. Raises ConfigError where there is no such model."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(model_folder))
+    try:
+        return AutoTokenizer.from_pretrained(str(model_folder))
+    except (OSError, ValueError) as error:
+        cause = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f'model.name = "{model_folder}" is no tiny model ({", ".join(ARCHITECTURES)}), and neither a folder nor a hub'
+            f" id whose tokenizer can be loaded here: {cause}"
+        ) from error
 
 
 def kl_control(config: Config) -> FixedKl | AdaptiveKl:

@@ -2,6 +2,7 @@
 
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
+from harness.models.names import ARCHITECTURES, is_tiny
 
 RESERVED_ENGINE_ARGUMENTS = {
     "model_path": "model.name",
@@ -143,6 +144,11 @@ def _check_engine(config: Config) -> None:
                 f"engine.args.{argument} = {config.engine.args[argument]!r} cannot be set there:"
                 f" the harness derives it from {instead}."
             )
+    if config.model.shape and not is_tiny(config.model.name):
+        raise ConfigError(
+            f'model.shape.{next(iter(config.model.shape))} has no use with model.name = "{config.model.name}":'
+            f" only the tiny models ({', '.join(ARCHITECTURES)}) are made on the spot."
+        )
     _require(
         config.model.weights == "checkpoint" or config.engine.initial_weights == "dummy",
         "engine.initial_weights",

@@ -44,7 +44,7 @@ def test_override_text_is_read_by_the_type_of_its_key() -> None:
         [
             "--actor.learning-rate",
             ".5",
-            "--model.name",
+            "--run.dir",
             "1",
             "--model.shape",
             "{num_hidden_layers = 3}",
@@ -52,7 +52,7 @@ def test_override_text_is_read_by_the_type_of_its_key() -> None:
             "-1",
         ]
     ).config
-    assert (config.actor.learning_rate, config.model.name, config.rollout.top_k) == (0.5, "1", -1)
+    assert (config.actor.learning_rate, config.run.dir, config.rollout.top_k) == (0.5, "1", -1)
     assert config.model.shape == {"num_hidden_layers": 3}
 
 

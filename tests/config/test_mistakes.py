@@ -118,6 +118,11 @@ MISTAKES = [
         ' parallel.pp = 1 or engine.implementation = "harness".',
     ),
     (
+        "--model.name some/folder --model.shape.num_hidden_layers 4",
+        'model.shape.num_hidden_layers has no use with model.name = "some/folder": only the tiny models (qwen2, qwen3,'
+        " llama, qwen3_moe, deepseek_v3, moonlight) are made on the spot.",
+    ),
+    (
         "--model.weights random --engine.initial_weights checkpoint",
         'engine.initial_weights = "checkpoint" cannot work: model.weights = "random" saves no checkpoint; use'
         ' engine.initial_weights = "dummy".',

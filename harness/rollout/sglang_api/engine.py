@@ -5,6 +5,7 @@ the rank that built the engine with node_rank 0 may call: on other nodes an Engi
 """
 
 import asyncio
+import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,10 @@ def check_result(call: str, result: object) -> object:
 def import_engine() -> None:
     """Import what building an Engine needs, which takes 8 to 17 s: apart from building it, so that it can be timed and
     so that no other thread imports at the same time."""
-    _engine_class()
+    with warnings.catch_warnings():
+        # Said on import by every rank without a GPU, of formats that nobody asked for.
+        warnings.filterwarnings("ignore", message="Only .* support .* quantization currently")
+        _engine_class()
 
 
 def build_engine(args: Mapping[str, Any]) -> Engine:
