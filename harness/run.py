@@ -3,11 +3,14 @@
 Nothing heavy is imported at the top: on CPU the stand-ins must be on the path before transformers and SGLang are.
 """
 
+import json
 import os
+import platform
 import sys
 import traceback
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -15,11 +18,22 @@ import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import place
-from harness.cluster.world import Launch, World, WorldError, check_agreement, choose_device, open_world, own_seat
+from harness.cluster.world import (
+    Launch,
+    World,
+    WorldError,
+    all_gather,
+    behaviour,
+    check_agreement,
+    choose_device,
+    open_world,
+    own_seat,
+)
 from harness.config.layers import ConfigError, digest, to_toml
 from harness.config.schema import Config
 from harness.events import Console, EventLog
 from harness.mistake import CannotRunHere, say_mistake
+from harness.report import installed_versions
 from harness.rollout.cpu.activate import activate
 from harness.rollout.processes import children, end
 
@@ -74,9 +88,11 @@ def _in_world(config: Config, world: World, console: Console | None, launched: f
         return say_mistake(error, world.rank)
     for sentence in differences:
         events.say(f"warning: {sentence}")
+    facts = all_gather(_rank_facts(world))
     events.fact("placement", engines=[repr(placement) for placement in placements])
     if world.rank == 0:
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (folder / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     # Imported here: this pulls in transformers and torch.distributed's heavier half.
     from harness.assemble import conduct
 
@@ -93,6 +109,20 @@ def _in_world(config: Config, world: World, console: Console | None, launched: f
         os._exit(FAILED)
     finally:
         events.close()
+
+
+def _rank_facts(world: World) -> dict[str, Any]:
+    """What environment.json says of one rank."""
+    return {
+        "rank": world.rank,
+        "host": world.host,
+        "device": torch.cuda.get_device_name(world.device)
+        if world.device.type == "cuda"
+        else platform.processor() or "cpu",
+        "platform": platform.platform(),
+        "versions": installed_versions(),
+        "environment": behaviour(os.environ),
+    }
 
 
 def _tell_failure(events: EventLog, error: Exception) -> None:

@@ -159,11 +159,7 @@ def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[
     Returns one sentence for each variable that differs, naming its values by rank. Raises WorldError when the
     configs differ: those ranks would run different programs.
     """
-    mine = {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(BEHAVIOUR_PREFIXES) and name not in RANK_OWN_VARIABLES
-    }
+    mine = {name: value for name, value in behaviour(environment).items() if name not in RANK_OWN_VARIABLES}
     digests, environments = zip(*all_gather((config_digest, mine)), strict=True)
     if len(set(digests)) > 1:
         raise WorldError(
@@ -173,6 +169,11 @@ def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[
     names = sorted({name for each in environments for name in each})
     values = {name: [each.get(name) for each in environments] for name in names}
     return [f"{name} differs between ranks: {by_rank(seen)}" for name, seen in values.items() if len(set(seen)) > 1]
+
+
+def behaviour(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change how torch, NCCL, CUDA or SGLang behave."""
+    return {name: value for name, value in sorted(environment.items()) if name.startswith(BEHAVIOUR_PREFIXES)}
 
 
 def by_rank(values: Sequence[object]) -> str:

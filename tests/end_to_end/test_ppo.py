@@ -1,5 +1,6 @@
 """The main job, whole: torchrun, real SGLang in CPU mode, FSDP2, and what it leaves behind."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,9 @@ def test_it_leaves_no_process_and_a_report(quickstart: Job) -> None:
     assert quickstart.left_behind() == []
     assert "PASSED, 3 steps, 2 ranks on 1 host(s), cpu." in (quickstart.folder / "report.md").read_text()
     assert (quickstart.folder / "config.toml").is_file()
+    ranks = json.loads((quickstart.folder / "environment.json").read_text())
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert all(rank["versions"]["sglang"] == "0.5.20" for rank in ranks)
     assert (quickstart.folder / "engines" / "engine-rank0.log").is_file()
 
 
