@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -52,6 +54,28 @@ def output_to(path: Path) -> Iterator[None]:
         os.dup2(saved[1], 2)
         for descriptor in (*saved, target):
             os.close(descriptor)
+
+
+@contextmanager
+def sigquit_raises() -> Iterator[None]:
+    """While open, whoever sets a handler for SIGQUIT sets one that raises ChildProcessError in the main thread.
+
+    For releases without custom_sigquit_handler (before 0.5.7): their handler SIGKILLs this process when a scheduler
+    fails at start, without a word; without any handler they would wait for it for ever.
+    """
+    real = signal.signal
+
+    def fail(signum: int, frame: object) -> None:
+        raise ChildProcessError("a process of the engine asked its parent to end")
+
+    def register(number: int, handler: Any) -> Any:
+        return real(number, fail if number == signal.SIGQUIT else handler)
+
+    signal.signal = register  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = real
 
 
 def first_error(log: str) -> str:

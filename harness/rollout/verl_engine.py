@@ -9,7 +9,8 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -26,7 +27,7 @@ from harness.rollout import sglang_api, worker
 from harness.rollout.cpu.activate import activate, engine_environment
 from harness.rollout.defaults import engine_defaults
 from harness.rollout.group import Group
-from harness.rollout.processes import ChildWatch, children, end, first_error, ignore_signal, output_to
+from harness.rollout.processes import ChildWatch, children, end, first_error, ignore_signal, output_to, sigquit_raises
 
 T = TypeVar("T")
 
@@ -72,6 +73,7 @@ class VerlEngine:
         self.node = self._find_node(nnodes)
         self.log = log_dir / f"engine-rank{self.node.builder}.log"
         self._engine: Any = None
+        self._in_update = False
         self._lease: PortLease | None = None
         self._watch: ChildWatch | None = None
         self._on_death = on_death or _exit_with
@@ -146,6 +148,27 @@ class VerlEngine:
         self._on_head(lambda engine: self._send(engine, payloads[: self.group.tp], load_format, flush_cache))
         del full  # the engine has answered: only now may the memory behind the handles go
 
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        """Make all updates in here one: since 0.5.21 sglang works over the whole model at the end of each session.
+
+        Where sglang has no sessions it does nothing; without it every update is a session of its own.
+        """
+        session = ExitStack()
+        self._on_head(lambda engine: session.enter_context(sglang_api.update_session(self.api, engine)))
+        self._in_update = True
+        try:
+            yield
+        except BaseException:
+            # Perhaps on this rank alone: the others cannot be asked to wait for an answer.
+            if self.is_head:
+                session.__exit__(*sys.exc_info())
+            raise
+        else:
+            self._on_head(lambda _: session.close())
+        finally:
+            self._in_update = False
+
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Free the GPU memory of "kv_cache", "weights" or both; their contents are lost. None: all."""
         self._on_head(lambda engine: sglang_api.release_memory_occupation(self.api, engine, tags))
@@ -183,7 +206,7 @@ class VerlEngine:
                 (named[0][0], sglang_api.local_serialized_tensor(self.api, [payload for _, payload in named]))
                 for named in zip(*payloads, strict=True)
             ]
-        with sglang_api.update_session(self.api, engine):
+        with nullcontext() if self._in_update else sglang_api.update_session(self.api, engine):
             sglang_api.update_weights_from_tensor(
                 self.api, engine, update, load_format=load_format, flush_cache=flush_cache
             )
@@ -222,7 +245,8 @@ class VerlEngine:
             arguments["custom_weight_loader"] = [*arguments.get("custom_weight_loader", ()), worker.INSPECT]
         before = children()
         try:
-            with child_environment(self._environment()), output_to(self.log):
+            loud = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
+            with child_environment(self._environment()), output_to(self.log), loud:
                 self._engine = self._start(arguments)
                 if self.is_head:
                     # SGLang's own signal handlers are set with its first call: make that now, then take them back.

@@ -33,10 +33,11 @@ class WeightSync:
     @torch.no_grad()
     def push(self) -> None:
         """Send all weights; a collective call of all ranks. The prefix cache is flushed with the last bucket."""
-        for index, bucket in enumerate(self.buckets):
-            last = index + 1 == len(self.buckets)
-            tensors = gather(bucket, self.live)
-            self.engine.update_weights_from_tensor(tensors, load_format=self.load_format, flush_cache=last)
+        with self.engine.weight_update():
+            for index, bucket in enumerate(self.buckets):
+                last = index + 1 == len(self.buckets)
+                tensors = gather(bucket, self.live)
+                self.engine.update_weights_from_tensor(tensors, load_format=self.load_format, flush_cache=last)
 
     @torch.no_grad()
     def save(self, folder: Path, source: Path, rank: int) -> None:

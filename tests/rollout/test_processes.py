@@ -2,14 +2,16 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from harness.rollout.processes import end, shared_memory_files
+from harness.rollout.processes import end, shared_memory_files, sigquit_raises
 
 # Maps a file in /dev/shm, as a scheduler does, and has no resource tracker that would clean up after it.
 HOLDER = """
@@ -60,3 +62,18 @@ def test_a_process_that_has_ended_holds_nothing() -> None:
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
     assert shared_memory_files([process.pid]) == set()
+
+
+def test_sigquit_raises_instead_of_what_was_registered() -> None:
+    before = signal.getsignal(signal.SIGQUIT)
+    killed: list[int] = []
+    try:
+        with sigquit_raises():
+            signal.signal(signal.SIGQUIT, lambda number, frame: killed.append(number))
+            with pytest.raises(ChildProcessError):
+                os.kill(os.getpid(), signal.SIGQUIT)
+                time.sleep(5)
+        assert not killed
+        assert signal.signal.__name__ == "signal"
+    finally:
+        signal.signal(signal.SIGQUIT, before)

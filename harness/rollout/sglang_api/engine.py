@@ -61,7 +61,7 @@ def import_engine() -> None:
     so that no other thread imports at the same time."""
     with warnings.catch_warnings():
         # Said on import by every rank without a GPU, of formats that nobody asked for.
-        warnings.filterwarnings("ignore", message="Only .* support .* quantization currently")
+        warnings.filterwarnings("ignore", message="Only .* support .* currently")
         _engine_class()
 
 
