@@ -43,28 +43,26 @@ T = TypeVar("T")
 
 
 def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, launched: float) -> int:
-    """Build, step, check, report; the exit code. A collective call of all ranks."""
+    """Build, step, check, report; the exit code. A collective call of all ranks. After a failure engine processes live on."""
     disable_progress_bar()  # transformers': of every rank, for a second each
     report = Report(folder=folder, config=config, world=world, launched=launched)
     events.say(f"imported torch and transformers; run directory {folder}")
     ppo = assemble(config, world, dims, events, folder, report)
-    try:
-        for index in range(config.run.steps):
-            started = time.monotonic()
-            metrics = ppo.step(index)
-            metrics["seconds"] = time.monotonic() - started
-            if index == 0 and ppo.first_token_at is not None:
-                report.startup["first_sync"] = events.seconds["sync"][0]
-                report.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
-                report.startup["first_token"] = ppo.first_token_at - launched
-                events.say(report.startup_line())
-            report.add(metrics)
-            events.say(report.step_line(metrics))
-        final = ppo.final_check(config.run.steps)
-        report.finish(final)
-    finally:
-        with events.phase("shutdown", waiting_for="the engine's processes to end"):
-            ppo.engine.shutdown()
+    for index in range(config.run.steps):
+        started = time.monotonic()
+        metrics = ppo.step(index)
+        metrics["seconds"] = time.monotonic() - started
+        if index == 0 and ppo.first_token_at is not None:
+            report.startup["first_sync"] = events.seconds["sync"][0]
+            report.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
+            report.startup["first_token"] = ppo.first_token_at - launched
+            events.say(report.startup_line())
+        report.add(metrics)
+        events.say(report.step_line(metrics))
+    report.finish(ppo.final_check(config.run.steps))
+    # Only where all went well: it is a collective call, and a rank that failed alone would wait in it for the others.
+    with events.phase("shutdown", waiting_for="the engine's processes to end"):
+        ppo.engine.shutdown()
     if world.rank == 0:
         report.write()
     events.say(report.verdict(tolerance(config)))

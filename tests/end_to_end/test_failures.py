@@ -1,6 +1,7 @@
 """What a broken run says, how it ends, and that nothing of it stays."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -62,4 +63,16 @@ def test_a_tensor_that_is_not_sent_fails_the_run_and_is_named(tmp_path: Path) ->
     assert "model.layers.1.mlp.gate_up_proj.weight" in job.output()
     assert "model.layers.1.mlp.up_proj.weight" in job.output()
     assert "model.layers.0." not in job.output()
+    assert job.left_behind() == []
+
+
+def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path) -> None:
+    job = Job(
+        folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART], script="tests/end_to_end/ppo_with_one_bad_rank.py"
+    )
+    job.start().wait_for_phase("advantages")
+    started = time.monotonic()
+    assert job.wait(60) == 1
+    assert time.monotonic() - started < 20
+    assert "rank 1 FAILED: ArithmeticError: planted on rank 1" in job.output()
     assert job.left_behind() == []

@@ -1,0 +1,31 @@
+"""launch/ppo.py with one fault: rank 1 raises in the advantages of the first step. For tests only."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+
+def plant() -> None:
+    """Replace the advantages on rank 1 by an exception."""
+    from harness.rollout.cpu.activate import activate
+
+    activate()
+    from harness import ppo
+
+    def fail(self: ppo.Ppo, batch: Any) -> Any:
+        raise ArithmeticError("planted on rank 1")
+
+    if os.environ["RANK"] == "1":
+        ppo.Ppo.advantages = fail  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from harness.config.command import parse
+    from harness.run import run
+
+    config = parse(sys.argv[1:]).config
+    plant()
+    sys.exit(run(config))
