@@ -48,7 +48,7 @@ def run(config: Config) -> int:
     except WorldError as error:
         return say_mistake(error, rank=0)
     try:
-        dims_of(config).validate(launch.world_size)
+        ParallelDims.of(config.parallel).validate(launch.world_size)
     except ValueError as error:
         return say_mistake(error, launch.rank)
     try:
@@ -68,12 +68,6 @@ def run(config: Config) -> int:
         return _in_world(config, world, console, launched)
 
 
-def dims_of(config: Config) -> ParallelDims:
-    """The mesh that the config asks for."""
-    parallel = config.parallel
-    return ParallelDims(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp, rank_order=parallel.rank_order)
-
-
 def _in_world(config: Config, world: World, console: Console | None, launched: float) -> int:
     folder = _run_folder(config)
     if _holds_a_run(folder):
@@ -82,7 +76,7 @@ def _in_world(config: Config, world: World, console: Console | None, launched: f
     events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, _memory)
     try:
         differences = check_agreement(digest(config), os.environ)
-        dims = dims_of(config)
+        dims = ParallelDims.of(config.parallel)
         placements = place(dims, world.seats, "cpu" if world.device.type == "cpu" else "cuda")
     except ValueError as error:
         return say_mistake(error, world.rank)

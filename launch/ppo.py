@@ -44,9 +44,9 @@ def main(arguments: list[str]) -> int:
 
 def plan_of(command: Command) -> Plan:
     """Where everything would be; "auto" counts as CUDA, whose placement is the harder one."""
-    parallel, options = command.config.parallel, command.options
+    options = command.options
     return make_plan(
-        ParallelDims(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp, rank_order=parallel.rank_order),
+        ParallelDims.of(command.config.parallel),
         nnodes=options.nnodes,
         nproc_per_node=options.nproc_per_node,
         device="cpu" if command.config.engine.device == "cpu" else "cuda",

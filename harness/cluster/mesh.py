@@ -1,7 +1,9 @@
 """ParallelDims(dp, tp, pp): which coordinates a rank has, and the DeviceMesh over them."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
+
+from harness.config.schema import Parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +42,11 @@ class ParallelDims:
             raise ValueError(
                 f'parallel.rank_order = "{self.rank_order}" is unknown: it must be "dp,tp,pp" or "dp,pp,tp"'
             )
+
+    @classmethod
+    def of(cls, parallel: Parallel) -> Self:
+        """The mesh that a config asks for."""
+        return cls(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp, rank_order=parallel.rank_order)
 
     @property
     def world_size(self) -> int:

@@ -4,7 +4,7 @@ Its ways are its own and are kept, because their failures are what one runs it f
 and resumed all at once, no check of what a call returned.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -28,17 +28,8 @@ class ShippedVerlEngine(VerlEngine):
         self._mesh = device_mesh_cpu
         super().__init__(device_mesh_cpu, nnodes, **arguments)
 
-    def generate(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
-        input_ids: Sequence[Sequence[int]] | None = None,
-        return_logprob: bool = False,
-        **arguments: Any,
-    ) -> Any:
-        """As VerlEngine.generate."""
-        given = {"prompt": prompt, "input_ids": input_ids, "return_logprob": return_logprob} | arguments
-        return sglang_api.generate(self._engine, sampling_params=sampling_params or {}, **given)
+    def _generate(self, arguments: dict[str, Any]) -> Any:
+        return sglang_api.generate(self._engine, **arguments)
 
     def update_weights_from_tensor(
         self, named_tensors: NamedTensors, load_format: str | None = None, flush_cache: bool = True

@@ -80,9 +80,8 @@ class VerlEngine:
         self._signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
         self._share_authkey()
         if not self._cpu and self.api.patches_reductions:
-            sglang_api.patch_reductions(
-                self.api
-            )  # handles then name GPUs by UUID: each rank may number them its own way
+            # Handles then name GPUs by UUID: each rank may number them its own way.
+            sglang_api.patch_reductions(self.api)
         arguments = engine_args | self._placement_arguments(base_port)
         self._together("engine start", lambda: self._build(arguments) if self._takes_part else None)
 
@@ -124,7 +123,10 @@ class VerlEngine:
         names them. Repeat a prompt for several samples: sampling_params n > 1 makes them depend on timing.
         """
         given = {"prompt": prompt, "input_ids": input_ids, "return_logprob": return_logprob} | arguments
-        return self._on_head(lambda engine: sglang_api.generate(engine, sampling_params=sampling_params or {}, **given))
+        return self._generate({"sampling_params": sampling_params or {}} | given)
+
+    def _generate(self, arguments: dict[str, Any]) -> Any:
+        return self._on_head(lambda engine: sglang_api.generate(engine, **arguments))
 
     async def async_generate(self, *arguments: Any, **named: Any) -> Any:
         """generate() without blocking the caller's event loop. One call at a time: ranks must call in the same order."""
@@ -139,14 +141,15 @@ class VerlEngine:
         handle each, "flattened_bucket" all in one buffer; the path of a custom loader is passed on.
         All tensors of one call arrive together: SGLang fuses some only when their other half is in the same call.
         """
-        full = [(name, _full(tensor)) for name, tensor in named_tensors]
+        sent: Any = [(name, _full(tensor)) for name, tensor in named_tensors]
         if load_format == "flattened_bucket":
-            payload: Any = sglang_api.serialize(sglang_api.flattened_bucket(self.api, full))
+            sent = sglang_api.flattened_bucket(self.api, sent)
+            payload: Any = sglang_api.serialize(sent)
         else:
-            payload = [(name, sglang_api.serialize(tensor)) for name, tensor in full]
+            payload = [(name, sglang_api.serialize(tensor)) for name, tensor in sent]
         payloads = self.group.gather(payload)
         self._on_head(lambda engine: self._send(engine, payloads[: self.group.tp], load_format, flush_cache))
-        del full  # the engine has answered: only now may the memory behind the handles go
+        del sent  # the engine has answered: only now may the memory behind the handles go
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
