@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,20 +25,26 @@ from harness.events import EventLog
 from harness.mistake import CannotRunHere
 from harness.models.names import ARCHITECTURES, is_tiny
 from harness.models.tiny import save_tiny_model
-from harness.ppo import Ppo, tolerance
+from harness.ppo import Ppo
 from harness.report import Report
 from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import require_absorbed_mla
-from harness.rollout.memory import MemoryStages
+from harness.rollout.memory import MemoryStages, gpu_free_bytes
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
+from harness.timeline import gather_stages
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import AdaptiveKl, FixedKl
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm, load_value_model
+from harness.trainer.offload import Offloaded
+from harness.weights.devices import check_gpus
+from harness.weights.proof import section, verdict
+from harness.weights.reload import Reload, check_shared
 from harness.weights.sync import WeightSync
-from harness.weights.verify import check_same_gpu
+from harness.weights.transports import choose_transport
+from harness.weights.verify import Verification, check_level
 
 T = TypeVar("T")
 
@@ -48,6 +55,8 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
     report = Report(folder=folder, config=config, world=world, launched=launched)
     events.say(f"imported torch and transformers; run directory {folder}")
     ppo = assemble(config, world, dims, events, folder, report)
+    with report.timed("baseline"):
+        ppo.take_baseline()
     for index in range(config.run.steps):
         started = time.monotonic()
         metrics = ppo.step(index)
@@ -57,15 +66,18 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
             report.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
             report.startup["first_token"] = ppo.first_token_at - launched
             events.say(report.startup_line())
-        report.add(metrics)
+        report.add(metrics, gather_stages(events.phase_memory, index))
         events.say(report.step_line(metrics))
     report.finish(ppo.final_check(config.run.steps))
     # Only where all went well: it is a collective call, and a rank that failed alone would wait in it for the others.
     with events.phase("shutdown", waiting_for="the engine's processes to end"):
+        ppo.sync.close()
         ppo.engine.shutdown()
+    rollouts = [*report.steps, report.final]
+    report.verification = section(ppo.verification, rollouts, events.seconds)
     if world.rank == 0:
         report.write()
-    events.say(report.verdict(tolerance(config)))
+    events.say(report.verdict(verdict(ppo.verification, rollouts)))
     return 0
 
 
@@ -74,6 +86,9 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     api = sglang_api.probe()
     with what_was_asked(), events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"):
         sglang_api.check_arguments(api, config.engine.args, {})
+        check_level(config, api)
+        transport = choose_transport(config, api, "cpu" if world.device.type == "cpu" else "cuda")
+        checkpoints = checkpoint_folder(config, world, folder)
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
         model_folder = make_model_folder(config, world, folder, rows)
         tokenizer = load_tokenizer(model_folder)
@@ -85,6 +100,8 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
             config.run.seed,
         )
     events.say(f"{len(prompts.prompts)} prompts of {len(rows)} rows ({config.task.source})")
+    chosen = ', which is what "auto" means here' if config.weights.transport == "auto" else ""
+    events.say(f'weights.transport = "{transport}"{chosen}')
     if world.device.type == "cpu":
         check_mla_on_cpu(model_folder)
     if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
@@ -95,15 +112,21 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
         sglang_api.import_engine()
     faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python
     shipped = config.engine.implementation == "sglang"
-    trainer = in_background(lambda: build_trainer(config, world, ranks_mesh, model_folder, report))
+
+    def start_trainer() -> Future[tuple[Actor, Critic | None, Reference | None]]:
+        return in_background(lambda: build_trainer(config, world, ranks_mesh, model_folder, report))
+
+    # On a GPU after the engine: sglang sizes its KV cache by what is free, and may go to sleep before the trainer comes.
+    trainer = start_trainer() if world.device.type == "cpu" or shipped else None
     waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
     with report.timed("engine"), events.phase("start_engine", waiting_for=waiting):
-        if shipped:
+        if shipped and trainer:
             trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
         engine = (ShippedVerlEngine if shipped else VerlEngine)(
             mesh["tp", "pp"] if dims.pp > 1 else mesh["tp"],
             log_dir=folder / "engines",
             base_port=config.engine.base_port,
+            engine_gpus=config.parallel.engine_gpus,
             model_path=str(model_folder),
             **engine_arguments(config, world),
         )
@@ -115,25 +138,58 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     if engine.dropped_defaults:
         dropped = ", ".join(engine.dropped_defaults)
         events.say(f"sglang {api.version} does not know these harness defaults, dropped: {dropped}")
+    check_gpus(world, engine, config.parallel.engine_gpus)  # while the engine is awake: it reads the weights
+    memory = make_memory_stages(config, world, events, engine)
+    if engine.has_memory_saver and config.engine.initial_weights == "dummy":
+        with events.phase("first_sleep", waiting_for="the engine to free its memory for the trainer"):
+            memory.sleep()
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
-        actor, critic, reference = trainer.result()
-    check_same_gpu(world, engine)
+        actor, critic, reference = (trainer or start_trainer()).result()
+    sync = WeightSync(engine, actor.model, replace(config.weights, transport=transport), folder)
     return Ppo(
         config=config,
         world=world,
         dims=dims,
         events=events,
         engine=engine,
-        memory=MemoryStages(engine),
-        sync=WeightSync(engine, actor.model, config.weights),
+        memory=memory,
+        sync=sync,
+        verification=Verification(
+            config=config,
+            world=world,
+            events=events,
+            memory=memory,
+            sync=sync,
+            reload=Reload(sync=sync, world=world, source=model_folder, folder=checkpoints),
+            prompts=[prompt.input_ids for prompt in prompts.prompts[:4]],
+        ),
         actor=actor,
         critic=critic,
         reference=reference,
         kl_control=kl_control(config),
         prompts=prompts,
         tokenizer=tokenizer,
-        model_folder=model_folder,
     )
+
+
+def make_memory_stages(config: Config, world: World, events: EventLog, engine: VerlEngine) -> MemoryStages:
+    """The engine's stages, measured where this rank's engine rank runs."""
+    gpu = world.engine_gpu if engine.has_memory_saver else None
+    return MemoryStages(
+        engine,
+        free_bytes=None if gpu is None else gpu_free_bytes(gpu),
+        wake=config.memory.wake,
+        say=events.say,
+        fact=events.fact,
+    )
+
+
+def checkpoint_folder(config: Config, world: World, folder: Path) -> Path:
+    """Where the trainer's checkpoints go for comparison. Where engines will load any, all hosts are known to see it."""
+    parent = Path(config.weights.folder).resolve() if config.weights.folder else folder
+    if config.weights.verify == "full" or config.weights.transport == "disk":
+        check_shared(parent, world, "weights.folder" if config.weights.folder else "run.dir")
+    return parent / f"{folder.name}-reload"
 
 
 @contextmanager
@@ -169,7 +225,14 @@ def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row
         texts = [row.question + row.answer for row in rows]
         device: Literal["cpu", "cuda"] = "cpu" if world.device.type == "cpu" else "cuda"
         save_tiny_model(
-            config.model.name, target, config.run.seed, config.model.dtype, device, config.model.shape, texts=texts
+            config.model.name,
+            target,
+            config.run.seed,
+            config.model.dtype,
+            device,
+            config.model.shape,
+            texts=texts,
+            weights=config.model.weights == "checkpoint",
         )
     dist.barrier()
     return target
@@ -206,14 +269,17 @@ def build_trainer(
         torch.cuda.set_device(world.device)  # the current device is each thread's own
     with report.timed("models"):
         model = load(load_causal_lm, config.actor.gradient_checkpointing)
-        actor = Actor(model, config.actor, config.algorithm, config.rollout, ranks_mesh, world.device)
+        offloaded = Offloaded.of(config.memory, "actor")
+        actor = Actor(model, config.actor, config.algorithm, config.rollout, ranks_mesh, world.device, offloaded)
         critic = reference = None
         if config.algorithm.advantage == "gae":
             value_model = load(load_value_model, config.critic.gradient_checkpointing)
-            critic = Critic(value_model, config.critic, config.rollout, ranks_mesh, world.device)
+            offloaded = Offloaded.of(config.memory, "critic")
+            critic = Critic(value_model, config.critic, config.rollout, ranks_mesh, world.device, offloaded)
         if config.algorithm.kl_placement != "none":
             frozen = load(load_causal_lm, False)
-            reference = Reference(frozen, config.rollout.temperature, ranks_mesh, world.device)
+            offloaded = Offloaded.of(config.memory, "reference")
+            reference = Reference(frozen, config.rollout.temperature, ranks_mesh, world.device, offloaded)
     return actor, critic, reference
 
 

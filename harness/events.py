@@ -7,7 +7,7 @@ waited for, so that a silent minute is never a mystery.
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,19 @@ class Console:
         self.stream.flush()
 
 
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """Bytes by name at the end of a phase."""
+
+    phase: str
+    step: int | None
+    figures: Mapping[str, int]
+
+
+def _nothing() -> None:
+    """Where nobody wants to know that a phase begins."""
+
+
 @dataclass(slots=True)
 class EventLog:
     """What one rank did, in order. Safe to use from several threads of that rank."""
@@ -47,6 +60,10 @@ class EventLog:
     """Returns bytes by name; called at the end of each phase."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Durations of finished phases by name, in seconds."""
+    phase_memory: list[PhaseMemory] = field(default_factory=list)
+    """What `memory` returned at the end of each finished phase of a step."""
+    phase_begins: Callable[[], None] = _nothing
+    """Called at the start of each phase, for memory's peaks."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _file: IO[str] | None = None
 
@@ -73,6 +90,7 @@ class EventLog:
         """Mark a phase. With `waiting_for`, the console says every few seconds what a long one waits for."""
         started = time.monotonic()
         self.fact("phase_start", phase=name, step=step)
+        self.phase_begins()
         stop = self._announce(name, waiting_for) if self.console and waiting_for else None
         try:
             yield
@@ -82,7 +100,10 @@ class EventLog:
         else:
             elapsed = time.monotonic() - started
             self.seconds.setdefault(name, []).append(elapsed)
-            self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=self.memory())
+            figures = self.memory()
+            if step is not None:
+                self.phase_memory.append(PhaseMemory(name, step, figures))
+            self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=figures)
         finally:
             if stop:
                 stop.set()

@@ -1,12 +1,11 @@
 """One PPO step, read from top to bottom.
 
-wake weights -> sync -> wake KV cache -> generate -> sleep -> scores -> old log-probs (the check that the weights
-arrived) -> reference log-probs, values -> advantages -> updates of critic and actor -> metrics.
+wake weights -> sync -> wake KV cache -> generate -> sleep -> scores -> old log-probs -> reference log-probs, values ->
+advantages -> updates of critic and actor -> metrics. What of it proves that the weights arrived: verification.
 """
 
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from harness.trainer import advantages
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
+from harness.weights.log_probs import BASELINE_TOKENS, LogProbDifference, log_prob_difference, merge
 from harness.weights.sync import WeightSync
-from harness.weights.verify import LogProbDifference, WeightsDidNotArrive, log_prob_difference, suspects
+from harness.weights.verify import Verification
 
 Metrics = dict[str, float]
 
@@ -40,13 +40,13 @@ class Ppo:
     engine: VerlEngine
     memory: MemoryStages
     sync: WeightSync
+    verification: Verification
     actor: Actor
     critic: Critic | None
     reference: Reference | None
     kl_control: advantages.FixedKl | advantages.AdaptiveKl
     prompts: PromptSampler
     tokenizer: Any
-    model_folder: Path
     first_token_at: float | None = field(default=None)
     """time.time() when the first step's first tokens arrived."""
 
@@ -54,53 +54,80 @@ class Ppo:
         """One PPO step; its metrics, the same on every rank. Raises WeightsDidNotArrive when a sync did not."""
         rollout, metrics = self.rollout(index)
         metrics |= self.learn(index, rollout)
+        with self.events.phase("free_caches", index):
+            self.memory.free_trainer_cache()
         return metrics | {"step": index}
 
+    def take_baseline(self) -> None:
+        """Before the first update: how far engine and trainer are apart on the model's own checkpoint. Then they sleep.
+
+        Raises NoBaseline where they are too far apart for a later difference to prove anything.
+        """
+        if not self.verification.load_baseline():
+            return
+        waiting = "rollouts on the model's own checkpoint; kernels compile"
+        with self.verification.timed("baseline", waiting_for=waiting):
+            batches = [self.generate(0)[0]]
+            tokens = self.all_sum(batches[0].response_mask.sum())
+            batches += [self.generate(index)[0] for index in range(1, -(-BASELINE_TOKENS // int(tokens)))]
+            self.memory.sleep()
+            with self.actor.on_device():
+                log_probs = [self.actor.log_probs(batch, self.config.actor.microbatch_size)[0] for batch in batches]
+        self.verification.set_baseline(merge([self.difference(*each) for each in zip(batches, log_probs, strict=True)]))
+
     def rollout(self, index: int) -> tuple[Batch, Metrics]:
-        """Sync the weights, generate with them, and prove by the log-probs that they arrived."""
+        """Sync the weights, generate with them, and check at the configured level that they arrived."""
         phase = self.events.phase
         with phase("wake_weights", index, "the engine to take its weights' memory back"):
             self.memory.wake_weights()
-        with phase("sync", index, "all ranks to gather the weights and the engine to load them"):
-            self.sync.push()
+        with self.actor.on_device():
+            self.verification.rehearse(index)
+            with phase("sync", index, "all ranks to gather the weights and the engine to load them"):
+                self.sync.push()
+            self.verification.check_bytes(index)
+            self.verification.check_first_sync(index)
         with phase("wake_kv_cache", index, "the engine to take its KV cache's memory back"):
             self.memory.wake_kv_cache()
         with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
             batch, scores = self.generate(index)
+        self.first_token_at = self.first_token_at or time.time()
+        self.show_sample(index, batch, float(scores[0]))
         with phase("sleep", index, "the engine to free its memory"):
             self.memory.sleep()
-        with phase("old_log_probs", index, "the actor's log-probs of the responses"):
-            old, entropy = self.actor.log_probs(batch, self.config.actor.microbatch_size)
-        difference = log_prob_difference(batch.require("rollout_log_probs"), old, batch.response_mask)
-        self.check_arrival(index, difference)
+        with self.actor.on_device():
+            with phase("old_log_probs", index, "the actor's log-probs of the responses"):
+                old, entropy = self.actor.log_probs(batch, self.config.actor.microbatch_size)
+            difference = self.difference(batch, old)
+            self.verification.check_log_probs(index, difference)
         batch = batch.replace(old_log_probs=old)
         lengths = batch.response_mask.sum(-1).float()
         return batch, {
             "reward_mean": self.mean(scores),
             "response_tokens_mean": self.mean(lengths),
             "rollout_entropy": self.token_mean(entropy, batch),
-            "log_prob_difference_mean": difference.mean,
-            "log_prob_difference_max": difference.largest,
+            **difference.metrics(),
+            **self.verification.take_seconds(),
         }
 
     def learn(self, index: int, batch: Batch) -> Metrics:
         """Advantages, then the updates of critic and actor."""
         phase, metrics = self.events.phase, Metrics()
         if self.reference:
-            with phase("reference_log_probs", index, "the reference's log-probs of the responses"):
+            waiting = "the reference's log-probs of the responses"
+            with phase("reference_log_probs", index, waiting), self.reference.on_device():
                 reference = self.reference.log_probs(batch, self.config.actor.microbatch_size)
             batch = batch.replace(reference_log_probs=reference)
         if self.critic:
-            with phase("values", index, "the critic's values of the responses"):
+            with phase("values", index, "the critic's values of the responses"), self.critic.on_device():
                 values = self.critic.values(batch, self.config.critic.microbatch_size)
             batch = batch.replace(old_values=values)
         with phase("advantages", index):
             batch, reward_metrics = self.advantages(batch)
         generator = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + index)
         if self.critic:
-            with phase("update_critic", index, "the critic's optimizer steps"):
+            with phase("update_critic", index, "the critic's optimizer steps"), self.critic.learning():
                 metrics |= {f"critic/{name}": value for name, value in self.critic.update(batch, generator).items()}
-        with phase("update_actor", index, "the actor's optimizer steps"):
+        with phase("update_actor", index, "the actor's optimizer steps"), self.actor.learning():
             metrics |= {f"actor/{name}": value for name, value in self.actor.update(batch, generator).items()}
         return reward_metrics | metrics
 
@@ -120,8 +147,6 @@ class Ppo:
             },
             return_logprob=True,
         )
-        if self.first_token_at is None:
-            self.first_token_at = time.time()
         size = len(repeated) // self.dims.engine_size
         start = self.dims.engine_rank(self.world.rank) * size
         own, answers = repeated[start : start + size], answers[start : start + size]
@@ -132,7 +157,6 @@ class Ppo:
             [score(self.config.task.reward, text, prompt.answer) for text, prompt in zip(texts, own, strict=True)],
             dtype=torch.float32,
         )
-        self.show_sample(index, own[0], texts[0], float(scores[0]))
         pad_id = self.tokenizer.pad_token_id or 0
         batch = from_sequences([prompt.input_ids for prompt in own], responses, pad_id)
         return batch.replace(
@@ -177,39 +201,22 @@ class Ppo:
         mine = compared[start : start + len(batch)]
         return batch.replace(advantages=mine * mask), metrics
 
-    def check_arrival(self, index: int, difference: LogProbDifference) -> None:
-        """Raise WeightsDidNotArrive, naming suspects, when the engine's log-probs are not the trainer's."""
-        allowed = tolerance(self.config)
-        self.events.fact("log_prob_difference", step=index, mean=difference.mean, max=difference.largest)
-        if difference.mean <= allowed:
-            return
-        failure: Exception | None = None
-        try:
-            listed = self.find_suspects(index)
-        except Exception as error:  # it must not hide what was found before it
-            failure, listed = error, f"unknown, as the search for them failed ({type(error).__name__}: {error})"
-        raise WeightsDidNotArrive(
-            f"step {index}: the engine's log-probs are off by {difference.mean:.2e} in the mean"
-            f" (largest {difference.largest:.2e}, allowed mean {allowed:g});"
-            f" engine tensors that differ from the trainer's: {listed}"
-        ) from failure
-
-    def find_suspects(self, index: int) -> str:
-        """The first engine tensors that are not the trainer's, each with its checkpoint names, or "none found"."""
-        with self.events.phase("find_suspects", index, "the engine to reload the weights from disk, for comparison"):
-            self.memory.wake_weights()
-            self.sync.push()  # what the engine held is gone if it slept; the same sync goes wrong the same way
-            names = suspects(self.sync, self.world, self.model_folder)
-        return "; ".join([*names[:8], *([f"and {len(names) - 8} more"] if len(names) > 8 else [])]) or "none found"
+    def difference(self, batch: Batch, log_probs: torch.Tensor) -> LogProbDifference:
+        """The engine's log-probs of the batch against the actor's, [B, T]."""
+        with self.verification.timed("log_probs"):
+            return log_prob_difference(batch.require("rollout_log_probs"), log_probs, batch.response_mask)
 
     def final_check(self, index: int) -> Metrics:
-        """Sync the last update too, and prove it on one more rollout that nobody learns from."""
+        """Sync the last update too, and check it by one more rollout that nobody learns from."""
         _, metrics = self.rollout(index)
-        return {name: metrics[name] for name in ("log_prob_difference_mean", "log_prob_difference_max", "reward_mean")}
+        return {name: value for name, value in metrics.items() if name.startswith(("log_prob", "reward", "verify/"))}
 
-    def show_sample(self, index: int, prompt: Prompt, response: str, reward: float) -> None:
-        """Keep one prompt and response a step and rank, for the reader."""
-        self.events.fact("sample", step=index, prompt=prompt.text, response=response, reward=reward)
+    def show_sample(self, index: int, batch: Batch, reward: float) -> None:
+        """Keep this rank's first prompt and response of a step, for the reader."""
+        ids, is_response = batch.input_ids[0], batch.response_mask[0].bool()
+        prompt = ids[batch.attention_mask[0].bool() & ~is_response]
+        text, response = self.tokenizer.batch_decode([prompt, ids[is_response]], skip_special_tokens=True)
+        self.events.fact("sample", step=index, prompt=text, response=response, reward=reward)
 
     def all_sum(self, total: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks."""
@@ -222,8 +229,3 @@ class Ppo:
     def token_mean(self, values: torch.Tensor, batch: Batch) -> float:
         """Mean over the response tokens of all ranks."""
         return float(advantages.masked_mean(values.double(), batch.response_mask.double(), all_sum=self.all_sum))
-
-
-def tolerance(config: Config) -> float:
-    """Allowed mean |engine log-prob - trainer log-prob| for the run's dtype."""
-    return config.weights.tolerance_float32 if config.model.dtype == "float32" else config.weights.tolerance_bfloat16

@@ -3,15 +3,18 @@
 import json
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from harness.cluster.world import World
 from harness.config.layers import to_toml
 from harness.config.schema import Config
+from harness.report_html import html
+from harness.timeline import MIB, Stage, bars, stage_metrics, steady_sentence
 
 PACKAGES = ("torch", "sglang", "transformers", "torch_memory_saver", "datasets", "accelerate")
 
@@ -31,6 +34,10 @@ class Report:
     """Seconds of each part of the start; first_token counts from launch."""
     steps: list[Metrics] = field(default_factory=list)
     final: Metrics = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+    """Memory at the end of every phase of every step."""
+    verification: list[str] = field(default_factory=list)
+    """Markdown lines on how the syncs were checked."""
 
     def __post_init__(self) -> None:
         self.startup["launch_and_import"] = time.time() - self.launched
@@ -42,10 +49,12 @@ class Report:
         yield
         self.startup[name] = time.monotonic() - started
 
-    def add(self, metrics: Metrics) -> None:
-        """Keep a step's metrics; rank 0 appends them to metrics.jsonl."""
+    def add(self, metrics: Metrics, stages: Sequence[Stage] = ()) -> None:
+        """Keep a step's metrics and its phases' memory; rank 0 appends both to metrics.jsonl."""
         self.steps.append(metrics)
-        self._append(metrics if len(self.steps) > 1 else metrics | self._startup_metrics())
+        self.stages.extend(stages)
+        startup = self._startup_metrics() if len(self.steps) == 1 else {}
+        self._append(metrics | startup | stage_metrics(stages))
 
     def finish(self, final: Metrics) -> None:
         """Keep what the check after the last update saw."""
@@ -55,7 +64,8 @@ class Report:
     def startup_line(self) -> str:
         """Where the time to the first token went."""
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.startup.items() if name != "first_token")
-        return f"first token {self.startup['first_token']:.1f} s after launch (seconds: {parts}; models beside engine)"
+        beside = "; models beside engine" if self.world.device.type == "cpu" else ""
+        return f"first token {self.startup['first_token']:.1f} s after launch (seconds: {parts}{beside})"
 
     def step_line(self, metrics: Metrics) -> str:
         """One step on the console."""
@@ -70,17 +80,15 @@ class Report:
             parts.append(f"explained variance {metrics['critic/explained_variance']:+.3f}")
         return "  ".join([*parts, f"{metrics['seconds']:.1f} s"])
 
-    def verdict(self, allowed: float) -> str:
-        """The run's last line."""
-        differences = [each["log_prob_difference_mean"] for each in (*self.steps, self.final)]
-        return (
-            f"PASSED: {len(self.steps)} PPO steps; {len(differences)} weight syncs, each proven by the engine's log-probs:"
-            f" largest mean difference {max(differences):.1e}, allowed {allowed:g}; report {self.folder}/report.md"
-        )
+    def verdict(self, proof: str) -> str:
+        """The run's last line; proof says what is known of its syncs."""
+        return f"PASSED: {len(self.steps)} PPO steps; {proof}; report {self.folder}/report.md"
 
     def write(self) -> None:
-        """Write report.md."""
-        (self.folder / "report.md").write_text(self.markdown(), encoding="utf-8")
+        """Write report.md and report.html."""
+        markdown = self.markdown()
+        (self.folder / "report.md").write_text(markdown, encoding="utf-8")
+        (self.folder / "report.html").write_text(html(markdown, self.stages), encoding="utf-8")
 
     def markdown(self) -> str:
         """The report: verdict first, then the curve, the steps, the start, the environment, the config."""
@@ -103,6 +111,11 @@ class Report:
             "",
             f"After the last update the weights were sent once more: mean log-prob difference {self.final['log_prob_difference_mean']:.2g}.",
             "",
+            "## Verification",
+            "",
+            *self.verification,
+            "",
+            *self._memory(),
             "## Start-up",
             "",
             *[f"- {name}: {seconds:.1f} s" for name, seconds in self.startup.items()],
@@ -120,6 +133,23 @@ class Report:
         ]
         return "\n".join(lines)
 
+    def _memory(self) -> list[str]:
+        """What the phases of the last step left in memory, the peak of its sync, and whether memory grows."""
+        if not self.stages:
+            return []
+        by_step: dict[int, list[Stage]] = {}
+        for stage in self.stages:
+            by_step.setdefault(stage.step, []).append(stage)
+        metrics = [stage_metrics(stages) for stages in by_step.values()]
+        lines = [f"At the end of each phase of step {max(by_step)}, of the rank with most taken:", "", "```"]
+        lines += [*bars(by_step[max(by_step)]), "```", ""]
+        if extra := [each["memory/sync/extra"] for each in metrics if "memory/sync/extra" in each]:
+            lines += [f"Peak extra memory of a sync: {max(extra) / MIB:.0f} MiB on a GPU (the trainer's side).", ""]
+        ends = [each["memory/end"] for each in metrics if "total" in self.stages[0].ranks[0]]  # a host's is not steady
+        if sentence := steady_sentence(ends):
+            lines += [sentence, ""]
+        return ["## Memory", "", *lines]
+
     def _table(self) -> list[str]:
         columns = ["step", "reward_mean", "log_prob_difference_mean", "actor/loss", "actor/grad_norm", "actor/entropy"]
         if "critic/explained_variance" in self.steps[0]:
@@ -131,7 +161,7 @@ class Report:
     def _startup_metrics(self) -> Metrics:
         return {f"startup/{name}": seconds for name, seconds in self.startup.items()}
 
-    def _append(self, values: Metrics) -> None:
+    def _append(self, values: Mapping[str, Any]) -> None:
         if self.world.rank == 0:
             with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")

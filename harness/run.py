@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,23 @@ from harness.mistake import CannotRunHere, say_mistake
 from harness.report import installed_versions
 from harness.rollout.cpu.activate import activate
 from harness.rollout.processes import children, end
+from harness.timeline import Gauge
 
 FAILED = 1
 
+Job = Callable[[Config, World, ParallelDims, EventLog, Path, float], int]
+"""What a run does once its ranks have met; returns the exit code."""
 
-def run(config: Config) -> int:
-    """Run on this rank; its exit code. Only rank 0 prints, save for the rank that fails."""
+
+def ppo() -> Job:
+    """The main job. Imported late: it pulls in transformers and torch.distributed's heavier half."""
+    from harness.assemble import conduct
+
+    return conduct
+
+
+def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
+    """Run a job on this rank; its exit code. Only rank 0 prints, save for the rank that fails."""
     launched = _launched_at()
     try:
         launch = Launch.from_environment(os.environ)
@@ -52,8 +64,9 @@ def run(config: Config) -> int:
     except ValueError as error:
         return say_mistake(error, launch.rank)
     try:
-        device = choose_device(config.engine.device, launch)
-        own_seat(on_cpu=device.type == "cpu")
+        apart = config.parallel.engine_gpus == "apart"
+        device = choose_device(config.engine.device, launch, apart)
+        own_seat(device.type == "cpu", apart)
     except ValueError as error:
         return say_mistake(error, rank=0)  # this rank's own: rank 0 may know nothing of it
     console = _console(launched) if launch.rank == 0 else None
@@ -64,16 +77,20 @@ def run(config: Config) -> int:
     _agree_with_engine(config, device)
     if console:
         console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
-    with open_world(launch, device, config.run.timeout_seconds) as world:
-        return _in_world(config, world, console, launched)
+    with open_world(launch, device, config.run.timeout_seconds, apart) as world:
+        return _in_world(config, load_job, world, console, launched)
 
 
-def _in_world(config: Config, world: World, console: Console | None, launched: float) -> int:
+def _in_world(
+    config: Config, load_job: Callable[[], Job], world: World, console: Console | None, launched: float
+) -> int:
     folder = _run_folder(config)
     if _holds_a_run(folder):
         error = ConfigError(f"run.dir = {folder} holds an earlier run; give another folder, or remove it.")
         return say_mistake(error, world.rank)
-    events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, _memory)
+    gauge = _gauge(world)
+    events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge.end)
+    events.phase_begins = gauge.begin
     try:
         differences = check_agreement(digest(config), os.environ)
         dims = ParallelDims.of(config.parallel)
@@ -87,12 +104,10 @@ def _in_world(config: Config, world: World, console: Console | None, launched: f
     if world.rank == 0:
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    # Imported here: this pulls in transformers and torch.distributed's heavier half.
-    from harness.assemble import conduct
-
+    job = load_job()
     try:
         with events.phase("run"):
-            return conduct(config, world, dims, events, folder, launched)
+            return job(config, world, dims, events, folder, launched)
     except (ConfigError, CannotRunHere) as error:
         return say_mistake(error, world.rank)
     except Exception as error:
@@ -124,6 +139,9 @@ def _tell_failure(events: EventLog, error: Exception) -> None:
     events.fact("failed", error=f"{type(error).__name__}: {error}", traceback=text)
     print(f"rank {events.rank} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
     print(f"rank {events.rank}: in {_where(error)}; traceback in {events.path}", file=sys.stderr)
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        print(f"rank {events.rank}: {free >> 20} of its GPU's {total >> 20} MiB are free", file=sys.stderr)
     end(children(), patience_seconds=0)
 
 
@@ -174,14 +192,6 @@ def _console(launched: float) -> Console:
     return Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace"), launched)
 
 
-def _memory() -> dict[str, int]:
-    figures = {"rss": psutil.Process().memory_info().rss}
-    if torch.cuda.is_initialized():
-        free, total = torch.cuda.mem_get_info()
-        figures |= {
-            "gpu_free": free,
-            "gpu_total": total,
-            "gpu_allocated": torch.cuda.memory_allocated(),
-            "gpu_reserved": torch.cuda.memory_reserved(),
-        }
-    return figures
+def _gauge(world: World) -> Gauge:
+    """Reads this rank's memory; made before there is an engine."""
+    return Gauge(world.device.index if world.device.type == "cuda" else None, world.engine_gpu)

@@ -1,7 +1,8 @@
 """Which hosts and GPUs each engine spans, from what every rank reports of itself.
 
 Every engine node is given exactly its own ranks' GPUs, in engine order, with base_gpu_id 0. SGLang then puts the
-scheduler of (tp, pp) on the GPU of the trainer rank with the same (tp, pp), which CUDA-IPC handles of weights rely on.
+scheduler of (tp, pp) on the GPU of the trainer rank with the same (tp, pp), which CUDA-IPC handles of weights rely on;
+with parallel.engine_gpus = "apart", on the GPU kept for that rank's engine, where no such handle can be opened.
 """
 
 import re
@@ -27,6 +28,8 @@ class Seat:
 
     host: opaque identity; equal for two ranks exactly if they share a host. visible: CUDA_VISIBLE_DEVICES as
     `parse_visible` gives it, None if unset, () if it hides every GPU. gpu_count: GPUs CUDA shows the rank, if known.
+    engine_offset: how far behind its trainer's GPU, among the visible ones, its engine rank's GPU is: 0 where they share
+    one, the number of ranks of its torchrun on the host where they are apart.
     """
 
     rank: int
@@ -34,13 +37,14 @@ class Seat:
     local_rank: int
     visible: tuple[str, ...] | None
     gpu_count: int | None = None
+    engine_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineNode:
     """One host's share of an engine.
 
-    ranks: world ranks in engine order. visible_devices: their GPU tokens in the same order, None on CPU.
+    ranks: world ranks in engine order. visible_devices: their engine GPUs' tokens in the same order, None on CPU.
     """
 
     node_rank: int
@@ -99,23 +103,15 @@ def parse_visible(value: str | None) -> tuple[str, ...] | None:
 def gpu_of(seat: Seat) -> str:
     """The physical GPU (index or UUID) that the rank's trainer uses: its only visible one, else the local_rank-th.
 
-    Raises ValueError where there is no such GPU.
+    Raises ValueError where there is no such GPU, and where apart leaves none for the engine.
     """
-    who = f"rank {seat.rank} on host {seat.host}"
-    if seat.visible == ():
-        raise ValueError(
-            f"{who} has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it, or list the GPUs of this host's ranks"
-        )
-    shown = "unset" if seat.visible is None else f"'{','.join(seat.visible)}'"
-    index = 0 if seat.visible is not None and len(seat.visible) == 1 else seat.local_rank
-    counts = [seat.gpu_count, None if seat.visible is None else len(seat.visible)]
-    count = min((known for known in counts if known is not None), default=None)
-    if count is not None and index >= count:
-        raise ValueError(
-            f"{who} has local rank {seat.local_rank} but sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}): make "
-            "one GPU visible for each rank of the host, or start fewer ranks with --nproc-per-node"
-        )
-    return str(index) if seat.visible is None else seat.visible[index]
+    alone = seat.visible is not None and len(seat.visible) == 1 and seat.engine_offset == 0
+    return _gpu_at(seat, 0 if alone else seat.local_rank)
+
+
+def engine_gpu_of(seat: Seat) -> str:
+    """The physical GPU (index or UUID) that the rank's engine rank uses; raises as `gpu_of`."""
+    return _gpu_at(seat, seat.local_rank + seat.engine_offset) if seat.engine_offset else gpu_of(seat)
 
 
 def place(dims: ParallelDims, seats: Sequence[Seat], device: Literal["cpu", "cuda"]) -> tuple[EnginePlacement, ...]:
@@ -125,7 +121,9 @@ def place(dims: ParallelDims, seats: Sequence[Seat], device: Literal["cpu", "cud
     their hosts in a way that SGLang cannot reproduce.
     """
     by_rank = _seats_by_rank(dims, seats)
-    gpus = _gpus_by_rank(by_rank) if device == "cuda" else None
+    if device == "cuda":
+        _check_gpus(by_rank)
+    gpus = [engine_gpu_of(seat) for seat in by_rank] if device == "cuda" else None
     return tuple(_place_engine(dims, dp, by_rank, gpus) for dp in range(dims.dp))
 
 
@@ -155,8 +153,32 @@ def _seats_by_rank(dims: ParallelDims, seats: Sequence[Seat]) -> list[Seat]:
     return [by_rank[rank] for rank in range(len(seats))]
 
 
-def _gpus_by_rank(seats: Sequence[Seat]) -> list[str]:
-    """GPU token of each rank, after checking that no two ranks of a host share one."""
+def _gpu_at(seat: Seat, index: int) -> str:
+    """The index-th visible GPU of a seat, after checking that it sees as many as it must."""
+    who = f"rank {seat.rank} on host {seat.host}"
+    if seat.visible == ():
+        raise ValueError(
+            f"{who} has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it, or list the GPUs of this host's ranks"
+        )
+    shown = "unset" if seat.visible is None else f"'{','.join(seat.visible)}'"
+    counts = [seat.gpu_count, None if seat.visible is None else len(seat.visible)]
+    count = min((known for known in counts if known is not None), default=None)
+    if count is not None and seat.engine_offset and count < 2 * seat.engine_offset:
+        raise ValueError(
+            f'{who} sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}), but parallel.engine_gpus = "apart" needs '
+            f"{2 * seat.engine_offset}, two for each of its torchrun's {seat.engine_offset} ranks: make all of them "
+            "visible to every rank, without a wrapper that gives each rank its own, or set it to shared"
+        )
+    if count is not None and index >= count:
+        raise ValueError(
+            f"{who} has local rank {seat.local_rank} but sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}): make "
+            "one GPU visible for each rank of the host, or start fewer ranks with --nproc-per-node"
+        )
+    return str(index) if seat.visible is None else seat.visible[index]
+
+
+def _check_gpus(seats: Sequence[Seat]) -> None:
+    """Raise ValueError where two ranks of a host, or a rank and another's engine rank, would use one GPU."""
     gpus = [gpu_of(seat) for seat in seats]
     first_on_host: dict[str, Seat] = {}
     owner: dict[tuple[str, str], Seat] = {}
@@ -175,7 +197,14 @@ def _gpus_by_rank(seats: Sequence[Seat]) -> list[str]:
                 f"use GPU {gpu} of host {seat.host}: set CUDA_VISIBLE_DEVICES to one list of distinct GPUs for the "
                 "whole host, or to a GPU of its own for each rank"
             )
-    return gpus
+    for seat in seats:
+        gpu = engine_gpu_of(seat)
+        taken = owner.setdefault((seat.host, gpu), seat)
+        if taken is not seat:
+            raise ValueError(
+                f"rank {taken.rank} and rank {seat.rank}'s engine both use GPU {gpu} of host {seat.host}, though "
+                'parallel.engine_gpus = "apart": give each torchrun of a host a CUDA_VISIBLE_DEVICES of its own GPUs'
+            )
 
 
 def _place_engine(dims: ParallelDims, dp: int, seats: Sequence[Seat], gpus: Sequence[str] | None) -> EnginePlacement:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import Seat, gpu_of, parse_visible, place
+from harness.cluster.placement import Seat, engine_gpu_of, gpu_of, parse_visible, place
 from harness.cluster.ports import EnginePorts, planned_ports
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _TABLE_WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank; gpu is an index or a UUID, None on CPU."""
+    """One rank; gpu, of its trainer, and engine_gpu, of its engine rank, are an index or a UUID, None on CPU."""
 
     rank: int
     dp: int
@@ -28,6 +28,7 @@ class RankPlan:
     host: str
     local_rank: int
     gpu: str | None
+    engine_gpu: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ def make_plan(
     device: Literal["cpu", "cuda"],
     base_port: int,
     visible_by_host: tuple[str | None, ...] = (),
+    engine_gpus: Literal["shared", "apart"] = "shared",
 ) -> Plan:
     """Plan of `torchrun --nnodes --nproc-per-node` on hosts named host0, host1, ...
 
@@ -81,12 +83,13 @@ def make_plan(
         if value < 1:
             raise ValueError(f"{option} = {value} starts no rank: it must be 1 or more")
     dims.validate(nnodes * nproc_per_node)
-    seats = _seats(nnodes, nproc_per_node, visible_by_host)
+    offset = nproc_per_node if engine_gpus == "apart" and device == "cuda" else 0
+    seats = _seats(nnodes, nproc_per_node, visible_by_host, offset)
     ranks = []
     for seat in seats:
         at = dims.coordinates(seat.rank)
-        gpu = gpu_of(seat) if device == "cuda" else None
-        ranks.append(RankPlan(seat.rank, at.dp, at.tp, at.pp, seat.host, seat.local_rank, gpu))
+        gpus = (gpu_of(seat), engine_gpu_of(seat)) if device == "cuda" else (None, None)
+        ranks.append(RankPlan(seat.rank, at.dp, at.tp, at.pp, seat.host, seat.local_rank, *gpus))
     engines = _engines(dims, seats, device, base_port)
     return Plan(dims, nnodes, nproc_per_node, device, tuple(ranks), engines)
 
@@ -113,7 +116,7 @@ def plan_as_table(plan: Plan) -> str:
     return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines())
 
 
-def _seats(nnodes: int, nproc_per_node: int, visible_by_host: tuple[str | None, ...]) -> list[Seat]:
+def _seats(nnodes: int, nproc_per_node: int, visible_by_host: tuple[str | None, ...], engine_offset: int) -> list[Seat]:
     if len(visible_by_host) not in (0, 1, nnodes):
         raise ValueError(
             f"CUDA_VISIBLE_DEVICES is given for {len(visible_by_host)} hosts but --nnodes = {nnodes}: give none, one "
@@ -122,7 +125,7 @@ def _seats(nnodes: int, nproc_per_node: int, visible_by_host: tuple[str | None, 
     values = visible_by_host if len(visible_by_host) == nnodes else (visible_by_host or (None,)) * nnodes
     visible = [parse_visible(value) for value in values]
     return [
-        Seat(node * nproc_per_node + local_rank, f"host{node}", local_rank, visible[node])
+        Seat(node * nproc_per_node + local_rank, f"host{node}", local_rank, visible[node], None, engine_offset)
         for node in range(nnodes)
         for local_rank in range(nproc_per_node)
     ]
@@ -148,8 +151,9 @@ def _engines(
 
 
 def _rank_table(plan: Plan) -> "Table":
-    rows = [(r.rank, r.dp, r.tp, r.pp, r.host, r.local_rank, "-" if r.gpu is None else r.gpu) for r in plan.ranks]
-    return _table("Ranks", ("rank", "dp", "tp", "pp", "host", "local_rank", "gpu"), rows)
+    rows = [(r.rank, r.dp, r.tp, r.pp, r.host, r.local_rank, _gpu_cell(r)) for r in plan.ranks]
+    apart = any(r.gpu != r.engine_gpu for r in plan.ranks)
+    return _table("Ranks", ("rank", "dp", "tp", "pp", "host", "local_rank", "gpu, engine's" if apart else "gpu"), rows)
 
 
 def _engine_table(plan: Plan) -> "Table":
@@ -184,6 +188,13 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]])
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     return table
+
+
+def _gpu_cell(rank: RankPlan) -> str:
+    """The rank's GPU, and its engine rank's where that is another."""
+    if rank.gpu is None or rank.gpu == rank.engine_gpu:
+        return _visible_cell(rank.gpu)
+    return _visible_cell(f"{rank.gpu},{rank.engine_gpu}")
 
 
 def _visible_cell(value: str | None) -> str:

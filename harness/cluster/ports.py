@@ -23,16 +23,20 @@ _GRID = 30000
 """Every block starts a whole number of blocks from here, so that runs with different base ports cannot overlap."""
 
 _LOWEST, _HIGHEST = 1024, 65535
-_NCCL_OFFSET, _DIST_INIT_OFFSET = 4, 8
+_NCCL_OFFSET, _DIST_INIT_OFFSET, _UPDATE_GROUP_OFFSET = 4, 8, 28
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePorts:
-    """The ports that sglang.Engine is told; each leads free ports up to the next, within one block."""
+    """The ports that sglang.Engine is told; each leads free ports up to the next, within one block.
+
+    update_group_port: where the trainer waits for the engine when weights are broadcast.
+    """
 
     port: int
     nccl_port: int
     dist_init_port: int
+    update_group_port: int
 
 
 def planned_ports(base_port: int, index_on_host: int) -> EnginePorts:
@@ -48,7 +52,7 @@ def planned_ports(base_port: int, index_on_host: int) -> EnginePorts:
             f"engine.base_port = {base_port} leaves no {PORTS_PER_ENGINE} ports up to {_HIGHEST} for engine "
             f"{index_on_host} of its host: choose a lower one"
         )
-    return EnginePorts(first, first + _NCCL_OFFSET, first + _DIST_INIT_OFFSET)
+    return EnginePorts(first, first + _NCCL_OFFSET, first + _DIST_INIT_OFFSET, first + _UPDATE_GROUP_OFFSET)
 
 
 class PortLease:

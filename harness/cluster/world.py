@@ -50,6 +50,11 @@ class World:
         """Distinct hosts, in the order of their first ranks."""
         return tuple(dict.fromkeys(seat.host for seat in self.seats))
 
+    @property
+    def engine_gpu(self) -> int | None:
+        """Visible index of the GPU that this rank's engine rank runs on; None on the CPU."""
+        return None if self.device.index is None else self.device.index + self.seats[self.rank].engine_offset
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
@@ -58,6 +63,8 @@ class Launch:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
+    """Ranks that this torchrun has on this host."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Launch":
@@ -67,6 +74,7 @@ class Launch:
                 rank=int(environment["RANK"]),
                 world_size=int(environment["WORLD_SIZE"]),
                 local_rank=int(environment["LOCAL_RANK"]),
+                local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
             )
         except KeyError as missing:
             raise WorldError(
@@ -75,7 +83,8 @@ class Launch:
             ) from None
         except ValueError as error:
             raise WorldError(
-                f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers, as torchrun sets them: {error}."
+                "RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers, as torchrun sets them:"
+                f" {error}."
             ) from None
 
 
@@ -85,8 +94,11 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/net')}"
 
 
-def own_seat(on_cpu: bool) -> Seat:
-    """What this rank says of itself; on the CPU no GPU matters. Needs torchrun's environment."""
+def own_seat(on_cpu: bool, apart: bool = False) -> Seat:
+    """What this rank says of itself; on the CPU no GPU matters. Needs torchrun's environment.
+
+    apart: engine ranks have GPUs of their own (parallel.engine_gpus).
+    """
     launch = Launch.from_environment(os.environ)
     return Seat(
         rank=launch.rank,
@@ -94,6 +106,7 @@ def own_seat(on_cpu: bool) -> Seat:
         local_rank=launch.local_rank,
         visible=None if on_cpu else parse_visible(os.environ.get("CUDA_VISIBLE_DEVICES")),
         gpu_count=None if on_cpu else torch.cuda.device_count(),
+        engine_offset=launch.local_world_size if apart and not on_cpu else 0,
     )
 
 
@@ -107,13 +120,26 @@ def route_to_master() -> str:
         return str(probe.getsockname()[0])
 
 
-def choose_device(wanted: str, launch: Launch) -> torch.device:
-    """The device of this rank for engine.device = wanted. Raises WorldError when CUDA is asked for and absent."""
+def choose_device(wanted: str, launch: Launch, apart: bool = False) -> torch.device:
+    """The device of this rank's trainer for engine.device = wanted.
+
+    apart: engine ranks have GPUs of their own. Raises WorldError where there are not the GPUs that this asks for.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if apart:
+            raise WorldError(
+                f'parallel.engine_gpus = "apart" but rank {launch.rank} has no GPU to use; set it to "shared".'
+            )
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
         raise WorldError(f'engine.device = "{wanted}" but rank {launch.rank} sees no GPU; set engine.device = "cpu".')
+    if apart and count < 2 * launch.local_world_size:
+        raise WorldError(
+            f'parallel.engine_gpus = "apart" needs {2 * launch.local_world_size} visible GPUs, two for each of this'
+            f" torchrun's {launch.local_world_size} ranks on the host, but rank {launch.rank} sees {count}; make all of"
+            ' them visible to every rank, without a wrapper that gives each rank its own, or set it to "shared".'
+        )
     # One visible GPU: a wrapper gave each rank its own. More: torchrun's way, the local rank picks.
     index = 0 if count == 1 else launch.local_rank
     if index >= count:
@@ -125,15 +151,15 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
 
 
 @contextmanager
-def open_world(launch: Launch, device: torch.device, timeout_seconds: float) -> Iterator[World]:
-    """Open the default process group (gloo, and NCCL beside it on CUDA); destroy it at the end."""
+def open_world(launch: Launch, device: torch.device, timeout_seconds: float, apart: bool = False) -> Iterator[World]:
+    """Open the default process group (gloo, and NCCL beside it on CUDA); destroy it at the end. apart: see own_seat."""
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     try:
-        seat = own_seat(on_cpu=device.type == "cpu")
+        seat = own_seat(device.type == "cpu", apart)
         yield World(
             rank=launch.rank,
             world_size=launch.world_size,

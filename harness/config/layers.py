@@ -110,11 +110,26 @@ def _checked(key: str, value: Any, kind: Any, source: str) -> Any:
             listed = ", ".join(json.dumps(choice) for choice in choices)
             raise ConfigError(f"{key} = {_show(value)} ({source}) is not one of {listed}.")
         return value
+    if get_origin(kind) is tuple:
+        return _checked_names(key, value, get_args(get_args(kind)[0]), source)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
         raise ConfigError(f"{key} = {_show(value)} ({source}) is {_kind_of(value)}; it must be {_KINDS[kind]}.")
     return value
+
+
+def _checked_names(key: str, value: Any, choices: tuple[Any, ...], source: str) -> tuple[Any, ...]:
+    """A list of some of the choices, each at most once."""
+    listed = ", ".join(json.dumps(choice) for choice in choices)
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{key} = {_show(value)} ({source}) is {_kind_of(value)}; it must be a list of {listed}.")
+    for position, name in enumerate(value):
+        if name not in choices:
+            raise ConfigError(f"{key} = {_show(value)} ({source}) has {_show(name)}; its values can be {listed}.")
+        if name in value[:position]:
+            raise ConfigError(f"{key} = {_show(value)} ({source}) has {_show(name)} twice; give it once.")
+    return tuple(value)
 
 
 def _field_type(parts: list[str]) -> Any:
@@ -134,6 +149,8 @@ def _field_type(parts: list[str]) -> Any:
 def _parse_text(text: str, kind: Any) -> Any:
     if kind is str or get_origin(kind) is Literal:
         return text
+    if get_origin(kind) is tuple and not text.lstrip().startswith("["):
+        return [name.strip() for name in text.split(",") if name.strip()]
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -164,7 +181,7 @@ def _unknown_key(key: str, source: str, known: list[str]) -> str:
     )
     if not match:  # a key that is right, but in another section
         match = [full for full in _all_keys() if full.rsplit(".", 1)[-1] == name][:1]
-    if not match:
+    if not match and "." in key:  # the name of a section looks like no key
         match = difflib.get_close_matches(key, _all_keys(), n=1, cutoff=0.5)
     hint = f"the nearest is {match[0]}" if match else f"the keys there are {', '.join(known)}"
     return f"{key} ({source}) is not a key; {hint}."

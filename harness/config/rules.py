@@ -1,5 +1,8 @@
 """What no type says: values out of range, and combinations that cannot work."""
 
+import json
+from typing import Literal
+
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.models.names import ARCHITECTURES, is_tiny
@@ -28,11 +31,43 @@ def check(config: Config) -> None:
     _check_batches(config)
     _check_algorithm(config)
     _check_engine(config)
+    _check_memory(config)
+    if config.engine.device != "auto":
+        check_transport(config, config.engine.device)
+
+
+def check_transport(config: Config, device: Literal["cpu", "cuda"]) -> None:
+    """Raise ConfigError where weights cannot travel, on that device, the way the config asks for.
+
+    Apart from `check`, since engine.device = "auto" is known only once a rank runs.
+    """
+    transport, apart = config.weights.transport, config.parallel.engine_gpus == "apart"
+    _require(
+        not apart or device == "cuda",
+        "parallel.engine_gpus",
+        "apart",
+        'on the CPU there are no GPUs to tell apart; use "shared"',
+    )
+    if device == "cuda":
+        _require(
+            transport != "distributed" or apart,
+            "weights.transport",
+            transport,
+            "NCCL refuses two ranks on one GPU, and an engine rank is on its trainer rank's; use"
+            ' parallel.engine_gpus = "apart", or another transport',
+        )
+        _require(
+            transport in ("auto", "distributed", "disk") or not apart,
+            "weights.transport",
+            transport,
+            'with parallel.engine_gpus = "apart" the engine does not see the trainer\'s GPU, and opens no handle of its'
+            ' memory; use "distributed" or "disk"',
+        )
 
 
 def _require(condition: bool, key: str, value: object, remedy: str) -> None:
     if not condition:
-        shown = f'"{value}"' if isinstance(value, str) else value
+        shown = json.dumps(value) if isinstance(value, list) else f'"{value}"' if isinstance(value, str) else value
         raise ConfigError(f"{key} = {shown} cannot work: {remedy}.")
 
 
@@ -57,9 +92,6 @@ def _check_ranges(config: Config) -> None:
     _require(
         weights.bucket_megabytes >= 1, "weights.bucket_megabytes", weights.bucket_megabytes, "it must be at least 1"
     )
-    for name in ("tolerance_float32", "tolerance_bfloat16"):
-        value = getattr(weights, name)
-        _require(value > 0, f"weights.{name}", value, "it must be above 0")
     for section in ("actor", "critic"):
         values = getattr(config, section)
         for name in ("minibatch_size", "microbatch_size", "ppo_epochs"):
@@ -168,8 +200,33 @@ def _check_engine(config: Config) -> None:
         'sglang\'s own VerlEngine has no pipeline parallelism; use parallel.pp = 1 or engine.implementation = "harness"',
     )
     _require(
-        config.engine.implementation == "harness" or config.weights.transport == "tensor",
+        config.engine.implementation == "harness" or config.weights.transport in ("auto", "tensor"),
         "weights.transport",
         config.weights.transport,
         'sglang\'s own VerlEngine takes named tensors only; use weights.transport = "tensor"',
     )
+    _require(
+        config.engine.implementation == "harness" or config.parallel.engine_gpus == "shared",
+        "parallel.engine_gpus",
+        config.parallel.engine_gpus,
+        'sglang\'s own VerlEngine runs on its trainer\'s GPU; use "shared", or engine.implementation = "harness"',
+    )
+    _require(
+        config.weights.transport != "distributed" or config.parallel.pp == 1,
+        "weights.transport",
+        config.weights.transport,
+        "sglang gives every pipeline stage the same ranks of an update group; use parallel.pp = 1 or another transport",
+    )
+
+
+def _check_memory(config: Config) -> None:
+    """Offload only what there is."""
+    absent = {}
+    if config.algorithm.advantage == "grpo":
+        absent["critic"] = 'algorithm.advantage = "grpo" has no critic'
+    if config.algorithm.kl_placement == "none":
+        absent["reference"] = 'algorithm.kl_placement = "none" has no reference'
+    for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+        models = getattr(config.memory, name)
+        for model, reason in absent.items():
+            _require(model not in models, f"memory.{name}", list(models), f"{reason}; leave {model} out")

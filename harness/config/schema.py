@@ -36,6 +36,8 @@ class Parallel:
     """Tensor-parallel ranks of one engine."""
     pp: int = 1
     """Pipeline-parallel stages of one engine."""
+    engine_gpus: Literal["shared", "apart"] = "shared"
+    """shared: an engine rank runs on its trainer rank's GPU. apart: on a GPU of its own; each host then needs two visible GPUs a rank, of which trainers use the first half."""
     rank_order: Literal["dp,tp,pp", "dp,pp,tp"] = "dp,tp,pp"
     """How ranks fill the mesh, slowest axis first. SGLang fills hosts in dp,pp,tp order: needed where tp > 1 and pp > 1 span hosts."""
 
@@ -192,14 +194,28 @@ class Critic:
 class Weights:
     """How the actor's weights reach the engines, and how far to trust that they did."""
 
-    transport: Literal["tensor", "bucket"] = "bucket"
-    """tensor: a list of named tensors a call. bucket: one flattened buffer a call (sglang 0.5.1 and newer)."""
+    transport: Literal["auto", "stream", "tensor", "bucket", "distributed", "disk"] = "auto"
+    """stream: through two buffers that the engine keeps open, gathered and loaded side by side (sglang 0.4.8 and newer). tensor: a list of named tensors a call. bucket: one flattened buffer a call (0.5.1 and newer). distributed: broadcast from each engine's first rank. disk: through a checkpoint folder. auto: stream where this sglang can, else tensor."""
     bucket_megabytes: int = 512
-    """Bytes of one call, in MiB; tensors that fuse on arrival stay together even beyond it."""
-    tolerance_float32: float = 1e-5
-    """Largest allowed mean |engine log-prob - trainer log-prob| of a step's samples, model.dtype float32. Healthy on CPU: below 5e-7."""
-    tolerance_bfloat16: float = 5e-2
-    """The same for bfloat16. Healthy tiny models on H200: dense and DeepSeek-V3 up to 0.011, Qwen3-MoE up to 0.020, since a near tie may route a token otherwise."""
+    """Bytes of one call or buffer, in MiB. The largest tensor, and tensors that fuse on arrival, stay whole even beyond it."""
+    folder: str = ""
+    """disk, and verify = full: where checkpoints are written. All hosts must see it; empty means the run directory."""
+    verify: Literal["off", "log_probs", "bytes", "full"] = "log_probs"
+    """off: trust. log_probs: the engine's against the trainer's, at every step. bytes: also read back what the engine holds after each sync. full: also change every tensor first, start from poison, and compare with a reload from disk."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Memory:
+    """How trainer and engine share a GPU."""
+
+    wake: Literal["staged", "at_once"] = "staged"
+    """staged: the engine's weights before the sync, its KV cache after the trainer's copies are freed. at_once: both before the sync, as a comparison."""
+    offload_parameters: tuple[Literal["actor", "critic", "reference"], ...] = ()
+    """Whose parameters wait in host memory while they are not used."""
+    offload_gradients: tuple[Literal["actor", "critic"], ...] = ()
+    """Whose gradients are added up in host memory."""
+    offload_optimizer: tuple[Literal["actor", "critic"], ...] = ()
+    """Whose optimizer states wait in host memory between updates."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -216,3 +232,4 @@ class Config:
     actor: Actor = field(default_factory=Actor)
     critic: Critic = field(default_factory=Critic)
     weights: Weights = field(default_factory=Weights)
+    memory: Memory = field(default_factory=Memory)

@@ -167,9 +167,11 @@ def save_tiny_model(
     shape: Shape | None = None,
     *,
     texts: Iterable[str],
+    weights: bool = True,
 ) -> Path:
     """Write config.json, model.safetensors and a tokenizer trained on `texts`; returns the folder.
 
+    Without `weights` no model is made, however large, and model.safetensors left out.
     `dtype` is float32 or bfloat16; `device` is where it will run and chooses the sizes, the model is made on the
     CPU. The same arguments give the same bytes (under one version of transformers).
     """
@@ -178,7 +180,15 @@ def save_tiny_model(
     vocab_size = (shape or {}).get("vocab_size", VOCAB_SIZE)
     config = tiny_config(name, device, vocab_size, shape)
     tokenizer = train_tokenizer(texts, vocab_size)
-    tiny_model(config, seed, dtype).save_pretrained(folder)
+    if weights:
+        tiny_model(config, seed, dtype).save_pretrained(folder)
+    else:
+        import torch
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", getattr(torch, dtype))
+        config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
 

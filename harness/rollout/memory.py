@@ -1,61 +1,221 @@
 """Sleep and wake in stages, so that trainer and engine can share a GPU: weights first, the KV cache when it is needed.
 
-Woken all at once, the KV cache would claim its memory while the trainer's gathered copies still hold it.
+Woken all at once, the KV cache would claim its memory while the trainer's gathered copies still hold it. What a stage
+says it did proves nothing, so each one is measured: the free bytes of every rank's engine GPU before and after.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from harness.cluster.world import all_gather
 from harness.rollout.verl_engine import VerlEngine
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
+ALL = "all"
+"""The one tag where this sglang frees and takes all memory at once (before 0.4.8)."""
+
+MIB = 1 << 20
+SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.02
+STABLE_SECONDS = 0.1  # a first release has ended when the free bytes stay the same this long
+POLL_SECONDS = 0.01
+
+FreeBytes = Callable[[], int]
+"""Free bytes of the GPU that this rank's engine rank runs on."""
+
+
+class WrongStage(ValueError):
+    """A release of what is asleep, or a resume of what is awake: sglang's scheduler would die of it."""
+
+
+class MemoryDidNotMove(RuntimeError):
+    """A release or resume moved other bytes than it should have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """What one release (or resume) did to one rank's engine GPU, in bytes."""
+
+    action: Literal["release", "resume"]
+    tags: tuple[str, ...]
+    rank: int
+    expected: int | None
+    """What an earlier release of the tags freed; None at the first one."""
+    moved: int
+    """Freed by a release, taken by a resume."""
+
+    @property
+    def slack(self) -> int:
+        """Allowed |moved - expected|: 2%, or 64 MiB if that is more, but never above half of expected.
+
+        sglang keeps a copy of a model's buffers while the weights are gone, and CUDA maps memory in pieces.
+        """
+        expected = self.expected or 0
+        return min(max(int(expected * SLACK_SHARE), SLACK_BYTES), expected // 2)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether as much moved as should have; at the first release, whether anything did."""
+        return self.moved > 0 and (self.expected is None or abs(self.moved - self.expected) <= self.slack)
+
+    def sentence(self) -> str:
+        """The move in words, with what is wrong."""
+        done = "freed" if self.action == "release" else "took"
+        text = (
+            f"{self.action} of {', '.join(self.tags)} on rank {self.rank} {done} {self.moved} bytes of its engine's GPU"
+        )
+        if self.expected is None:
+            return f"{text}, but must free more than 0: the memory saver did not hold them"
+        return f"{text}, but an earlier release freed {self.expected} (allowed difference {self.slack})"
+
+
+def gpu_free_bytes(device: int) -> FreeBytes:
+    """Read the free bytes of a visible GPU. On a GPU that is not the trainer's this process gets a CUDA context there,
+    now: some 500 MiB that no stage then counts."""
+
+    def read() -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info(device)[0]
+
+    read()
+    return read
+
+
+def _no_fact(name: str, **values: Any) -> None:
+    """Where nobody keeps events."""
 
 
 @dataclass(slots=True)
 class MemoryStages:
-    """What of one engine is asleep. Without the memory saver (on CPU, or turned off) every stage does nothing."""
+    """What of one engine is asleep. Every method is a collective call of the engine's ranks.
+
+    Without the memory saver (on CPU, or turned off) every stage does nothing, and the first one says so.
+    """
 
     engine: VerlEngine
-    asleep: set[str] = field(default_factory=set)
+    free_bytes: FreeBytes | None = None
+    """Needed with the memory saver."""
+    wake: Literal["staged", "at_once"] = "staged"
+    say: Callable[[str], None] = lambda _: None
+    fact: Callable[..., None] = _no_fact
+    """fact("memory_moved", **values) after each release and resume."""
+    patience_seconds: float = 10.0
+    """How long the bytes of a release or resume may take to show on a rank: only rank 0's scheduler answers for all."""
+    asleep: dict[str, int] = field(default_factory=dict)
+    """Tag -> bytes that its release freed on this rank."""
+    _freed: dict[str, int] = field(default_factory=dict)
+    _has_said: bool = False
 
     def sleep(self) -> None:
-        """Free KV cache and weights; their contents are lost."""
-        if self.engine.has_memory_saver:
-            self.engine.release_memory_occupation(self._tags(KV_CACHE, WEIGHTS))
-            self.asleep = {WEIGHTS, KV_CACHE}
-        self._meet()
+        """Free KV cache and weights, what of them is awake; their contents are lost. Raises WrongStage if both sleep."""
+        stage = (KV_CACHE, WEIGHTS) if self._has_tags else (ALL,)
+        self.release(*([tag for tag in stage if tag not in self.asleep] or stage))
 
     def wake_weights(self) -> None:
-        """Take the weights' memory back; what it holds is garbage until the next sync."""
-        if WEIGHTS in self.asleep:
-            self._empty_trainer_cache()
-            self.engine.resume_memory_occupation(self._tags(WEIGHTS))
-            self.asleep -= {WEIGHTS} if self._has_tags else {WEIGHTS, KV_CACHE}
-        self._meet()
+        """Take the weights' memory back, and with wake = "at_once" the KV cache's too; what it holds is garbage until the
+        next sync. Does nothing where they are awake."""
+        self.free_trainer_cache()
+        stage = (WEIGHTS,) if self.wake == "staged" else (WEIGHTS, KV_CACHE)
+        self._resume_asleep(stage if self._has_tags else (ALL,))
 
     def wake_kv_cache(self) -> None:
-        """Take the KV cache's memory back."""
-        self._empty_trainer_cache()
-        if KV_CACHE in self.asleep:
-            self.engine.resume_memory_occupation(self._tags(KV_CACHE))
-            self.asleep -= {KV_CACHE}
+        """Free what the trainer's allocator keeps, on every rank, then take the KV cache's memory back."""
+        self.free_trainer_cache()
+        self._resume_asleep((KV_CACHE,))
+
+    def release(self, *tags: str) -> None:
+        """Free these tags, one after the other, and check on every rank that each gave bytes back.
+
+        Raises WrongStage for a tag that is asleep or that this sglang does not have, MemoryDidNotMove on every rank of
+        the engine if one rank's GPU did not get the bytes back.
+        """
+        if not self._is_possible(tags):
+            return
+        if asleep := [tag for tag in tags if tag in self.asleep]:
+            raise WrongStage(
+                f"release of {', '.join(tags)}: {asleep[0]} is asleep; resume it before it is released again."
+            )
+        for tag in tags:
+            moved = self._measured("release", (tag,), self._freed.get(tag))
+            self.asleep[tag] = self._freed[tag] = moved
+
+    def resume(self, *tags: str) -> None:
+        """Take these tags back in one call, and check on every rank that as many bytes are taken as were freed.
+
+        Raises WrongStage for a tag that is awake or that this sglang does not have, MemoryDidNotMove as `release`.
+        """
+        if not self._is_possible(tags):
+            return
+        if awake := [tag for tag in tags if tag not in self.asleep]:
+            raise WrongStage(f"resume of {', '.join(tags)}: {awake[0]} is awake; release it before it is resumed.")
+        self._measured("resume", tags, sum(self.asleep[tag] for tag in tags))
+        for tag in tags:
+            del self.asleep[tag]
+
+    def free_trainer_cache(self) -> None:
+        """Give the GPU what torch's allocator of this process only keeps for later, on every rank."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         self._meet()
 
     @property
     def _has_tags(self) -> bool:
         return self.engine.api.memory_tags is not None
 
-    def _tags(self, *tags: str) -> tuple[str, ...] | None:
-        """The tags, or None where this sglang frees and takes all memory at once (before 0.4.8)."""
-        return tags if self._has_tags else None
+    def _is_possible(self, tags: tuple[str, ...]) -> bool:
+        """Whether there is a memory saver to ask; raises WrongStage for tags that it does not know."""
+        known = self.engine.api.memory_tags or (ALL,)
+        if not tags or len(set(tags)) < len(tags) or any(tag not in known for tag in tags):
+            raise WrongStage(
+                f"tags = {list(tags)}: sglang {self.engine.api.version} has {', '.join(known)}; name one or more, each once."
+            )
+        if not self.engine.has_memory_saver and not self._has_said:
+            self.say("no memory saver here: sleep and wake do nothing, the engine keeps its memory")
+            self._has_said = True
+        return self.engine.has_memory_saver
 
-    def _empty_trainer_cache(self) -> None:
-        """Give the GPU what torch's allocator of this process only keeps for later."""
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        self._meet()
+    def _resume_asleep(self, stage: tuple[str, ...]) -> None:
+        if tags := tuple(tag for tag in stage if tag in self.asleep):
+            self.resume(*tags)
+
+    def _measured(self, action: Literal["release", "resume"], tags: tuple[str, ...], expected: int | None) -> int:
+        """Do it; the bytes that moved on this rank. Raises MemoryDidNotMove on every rank if one rank's are wrong."""
+        assert self.free_bytes is not None, "with the memory saver the GPU must be read"
+        self._meet()  # nobody is at work on a GPU of this engine any more
+        before = self.free_bytes()
+        self._meet()  # everybody has read
+        ask = self.engine.release_memory_occupation if action == "release" else self.engine.resume_memory_occupation
+        ask(tags if self._has_tags else None)
+        move = self._settled(action, tags, expected, before)
+        moves = all_gather(move, self.engine.group.process_group)
+        self.fact("memory_moved", action=action, tags=tags, expected=expected, moved=move.moved)
+        wrong = [each for each in moves if not each.is_right]
+        if wrong:
+            others = f"; {len(wrong) - 1} other ranks failed too" if len(wrong) > 1 else ""
+            raise MemoryDidNotMove(f"{wrong[0].sentence()}{others}.")
+        return move.moved
+
+    def _settled(
+        self, action: Literal["release", "resume"], tags: tuple[str, ...], expected: int | None, before: int
+    ) -> Move:
+        """What moved on this rank, once it is as expected, or stays the same, or patience ends."""
+        assert self.free_bytes is not None
+        sign = 1 if action == "release" else -1
+        started = changed = time.monotonic()
+        last: int | None = None
+        while True:
+            now, moved = time.monotonic(), sign * (self.free_bytes() - before)
+            if moved != last:
+                last, changed = moved, now
+            move = Move(action=action, tags=tags, rank=self.engine.group.rank, expected=expected, moved=moved)
+            is_stable = expected is not None or now - changed >= STABLE_SECONDS
+            if (move.is_right and is_stable) or now - started >= self.patience_seconds:
+                return move
+            time.sleep(POLL_SECONDS)
 
     def _meet(self) -> None:
         """No rank goes on before all GPUs of the engine are in the same state."""

@@ -58,7 +58,7 @@ class ShippedVerlEngine(VerlEngine):
         return True
 
     @property
-    def _inner(self) -> Any:
+    def inner(self) -> Any:
         return getattr(self._engine, "_engine", None)
 
     def _start(self, arguments: dict[str, Any]) -> Any:

@@ -19,15 +19,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import EngineNode, Seat, place
 from harness.cluster.ports import PortLease
-from harness.cluster.world import all_gather, child_environment, own_seat, route_to_master
+from harness.cluster.world import all_gather, child_environment, route_to_master
 from harness.rollout import sglang_api, worker
 from harness.rollout.cpu.activate import activate, engine_environment
 from harness.rollout.defaults import engine_defaults
 from harness.rollout.group import Group
 from harness.rollout.processes import ChildWatch, children, end, first_error, ignore_signal, output_to, sigquit_raises
+from harness.rollout.seating import Seating
+from harness.rollout.worker_poison import POISON
+from harness.rollout.worker_stream import STREAM
 
 T = TypeVar("T")
 
@@ -48,12 +49,14 @@ class VerlEngine:
         *,
         log_dir: Path = Path("."),
         base_port: int = 30000,
+        engine_gpus: Literal["shared", "apart"] = "shared",
         on_death: Callable[[str], None] | None = None,
         **engine_args: Any,
     ) -> None:
         """Build the engine; returns on every rank when it serves.
 
         nnodes: hosts of this group; None counts them. log_dir receives what the engine's processes print.
+        engine_gpus: whether an engine rank runs on its trainer rank's GPU, or on one of its own (see placement).
         on_death(message) is called once, from a thread, when a process of the engine dies; by default this process
         prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them; they go over the
         harness's defaults, of which `dropped_defaults` are those that this sglang does not know.
@@ -69,8 +72,9 @@ class VerlEngine:
         engine_args, self.dropped_defaults = checked
         self.has_memory_saver = not self._cpu and bool(engine_args.get("enable_memory_saver"))
         self.group = Group.of(device_mesh_cpu)
-        self._seats = self._local_seats()
-        self.node = self._find_node(nnodes)
+        self._seating = Seating.of(self.group, self.device_type, engine_gpus == "apart", nnodes)
+        self.node, self.nnodes = self._seating.node, self._seating.nnodes
+        self.device = self._seating.engine_device(self.device_type, self.group.rank)
         self.log = log_dir / f"engine-rank{self.node.builder}.log"
         self._engine: Any = None
         self._in_update = False
@@ -101,9 +105,15 @@ class VerlEngine:
         return self.is_builder
 
     @property
-    def _inner(self) -> Any:
+    def inner(self) -> Any:
         """The sglang.Engine of this process, None where there is none."""
         return self._engine
+
+    @property
+    def update_group_address(self) -> tuple[str, int]:
+        """On the head: its host as the engine's ranks reach it, and the leased port on which it may wait for them."""
+        assert self._lease is not None
+        return "127.0.0.1" if self.nnodes == 1 else route_to_master(), self._lease.ports.update_group_port
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         return sglang_api.build_engine(arguments)
@@ -126,7 +136,7 @@ class VerlEngine:
         return self._generate({"sampling_params": sampling_params or {}} | given)
 
     def _generate(self, arguments: dict[str, Any]) -> Any:
-        return self._on_head(lambda engine: sglang_api.generate(engine, **arguments))
+        return self.on_head(lambda engine: sglang_api.generate(engine, **arguments))
 
     async def async_generate(self, *arguments: Any, **named: Any) -> Any:
         """generate() without blocking the caller's event loop. One call at a time: ranks must call in the same order."""
@@ -148,7 +158,7 @@ class VerlEngine:
         else:
             payload = [(name, sglang_api.serialize(tensor)) for name, tensor in sent]
         payloads = self.group.gather(payload)
-        self._on_head(lambda engine: self._send(engine, payloads[: self.group.tp], load_format, flush_cache))
+        self.on_head(lambda engine: self.send(engine, payloads, load_format, flush_cache))
         del sent  # the engine has answered: only now may the memory behind the handles go
 
     @contextmanager
@@ -158,7 +168,7 @@ class VerlEngine:
         Where sglang has no sessions it does nothing; without it every update is a session of its own.
         """
         session = ExitStack()
-        self._on_head(lambda engine: session.enter_context(sglang_api.update_session(self.api, engine)))
+        self.on_head(lambda engine: session.enter_context(sglang_api.update_session(self.api, engine)))
         self._in_update = True
         try:
             yield
@@ -168,32 +178,32 @@ class VerlEngine:
                 session.__exit__(*sys.exc_info())
             raise
         else:
-            self._on_head(lambda _: session.close())
+            self.on_head(lambda _: session.close())
         finally:
             self._in_update = False
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Free the GPU memory of "kv_cache", "weights" or both; their contents are lost. None: all."""
-        self._on_head(lambda engine: sglang_api.release_memory_occupation(self.api, engine, tags))
+        self.on_head(lambda engine: sglang_api.release_memory_occupation(self.api, engine, tags))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back. The weights must be updated before the engine generates again."""
-        self._on_head(lambda engine: sglang_api.resume_memory_occupation(self.api, engine, tags))
+        self.on_head(lambda engine: sglang_api.resume_memory_occupation(self.api, engine, tags))
 
     def flush_cache(self) -> None:
         """Forget the prefix cache, whose keys and values are of the old weights."""
-        self._on_head(lambda engine: sglang_api.flush_cache(self.api, engine))
+        self.on_head(lambda engine: sglang_api.flush_cache(self.api, engine))
 
     def update_weights_from_disk(self, path: str) -> None:
         """Load a checkpoint folder that every host of the engine can read."""
-        self._on_head(lambda engine: sglang_api.update_weights_from_disk(engine, path))
+        self.on_head(lambda engine: sglang_api.update_weights_from_disk(engine, path))
 
     def shutdown(self) -> None:
         """End the engine; returns on every rank when its processes are gone. Twice does no harm."""
         if self._watch:
             self._watch.stop()
         if self._engine is not None:
-            engine = self._inner or self._engine
+            engine = self.inner or self._engine
             end(children(), stop=lambda: sglang_api.shutdown(engine))
             self._engine = None
             self._restore_signals()
@@ -202,7 +212,9 @@ class VerlEngine:
             self._lease = None
         dist.barrier(group=self.group.process_group)
 
-    def _send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
+    def send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
+        """On the head: one update call. payloads: of every rank, in engine order, as update_weights_from_tensor makes."""
+        payloads = payloads[: self.group.tp]
         update: Any = list(payloads)
         if load_format != "flattened_bucket":
             update = [
@@ -214,12 +226,12 @@ class VerlEngine:
                 self.api, engine, update, load_format=load_format, flush_cache=flush_cache
             )
 
-    def _on_head(self, call: Callable[[Any], T]) -> T:
+    def on_head(self, call: Callable[[Any], T]) -> T:
         """call(engine) on the head; its value, or its failure, on every rank."""
         outcome: list[Any] = [None]
         if self.is_head:
             try:
-                outcome = [("value", call(self._inner))]
+                outcome = [("value", call(self.inner))]
             except Exception as error:
                 dist.broadcast_object_list([("error", _describe(error))], self.group.head, self.group.process_group)
                 raise
@@ -245,7 +257,12 @@ class VerlEngine:
         if self.api.custom_sigquit_handler:
             arguments["custom_sigquit_handler"] = ignore_signal
         if self.api.custom_weight_loader:
-            arguments["custom_weight_loader"] = [*arguments.get("custom_weight_loader", ()), worker.INSPECT]
+            arguments["custom_weight_loader"] = [
+                *arguments.get("custom_weight_loader", ()),
+                *worker.LOADERS,
+                POISON,
+                STREAM,
+            ]
         before = children()
         try:
             loud = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
@@ -253,8 +270,8 @@ class VerlEngine:
                 self._engine = self._start(arguments)
                 if self.is_head:
                     # SGLang's own signal handlers are set with its first call: make that now, then take them back.
-                    sglang_api.start_loop(self._inner)
-                    sglang_api.unlink_shared_memory(self._inner)
+                    sglang_api.start_loop(self.inner)
+                    sglang_api.unlink_shared_memory(self.inner)
         except Exception as error:
             end({pid: child for pid, child in children().items() if pid not in before})
             cause = first_error(self.log.read_text(encoding="utf-8", errors="replace"))
@@ -274,42 +291,11 @@ class VerlEngine:
 
     def _restore_signals(self) -> None:
         """Take SIGTERM and SIGQUIT back: SGLang's handlers ignore the first and kill this process on the second."""
-        loop = getattr(self._inner, "loop", None)
+        loop = getattr(self.inner, "loop", None)
         for number, handler in self._signals.items():
             if loop is not None and not loop.is_closed():
                 loop.remove_signal_handler(number)
             signal.signal(number, ignore_signal if number == signal.SIGQUIT and self._engine else handler)
-
-    @property
-    def _mesh_order(self) -> list[int]:
-        """The group's world ranks, tp major, then pp."""
-        pp, tp, ranks = self.group.pp, self.group.tp, self.group.ranks
-        return [ranks[stage * tp + index] for index in range(tp) for stage in range(pp)]
-
-    def _local_seats(self) -> tuple[Seat, ...]:
-        """The group's seats, numbered as a mesh of one engine numbers them: tp major, then pp."""
-        seats = {seat.rank: seat for seat in all_gather(own_seat(self._cpu), self.group.process_group)}
-        return tuple(
-            Seat(position, seats[rank].host, seats[rank].local_rank, seats[rank].visible, seats[rank].gpu_count)
-            for position, rank in enumerate(self._mesh_order)
-        )
-
-    def _find_node(self, nnodes: int | None) -> EngineNode:
-        """This rank's node of the engine, in world ranks."""
-        dims = ParallelDims(dp=1, tp=self.group.tp, pp=self.group.pp)
-        placement = place(dims, self._seats, "cpu" if self._cpu else "cuda")[0]
-        if nnodes is not None and nnodes != placement.nnodes:
-            raise ValueError(
-                f"nnodes = {nnodes}, but the {len(self.group.ranks)} ranks of this engine are on {placement.nnodes} hosts;"
-                f" pass nnodes = {placement.nnodes}, or leave it out."
-            )
-        self.nnodes = placement.nnodes
-        order = self._mesh_order
-        nodes = [
-            EngineNode(node.node_rank, node.host, tuple(order[rank] for rank in node.ranks), node.visible_devices)
-            for node in placement.nodes
-        ]
-        return next(node for node in nodes if self.group.rank in node.ranks)
 
     def _placement_arguments(self, base_port: int) -> dict[str, Any]:
         """Lease ports on each builder; agree on the head's address."""
@@ -349,12 +335,9 @@ class VerlEngine:
             # Each engine rank gets its trainer rank's share of the cores, so that engines of one host do not overlap.
             shared = engine_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
             cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
-            mine = [cores[self._local_rank(rank)] for rank in self.node.ranks]
+            mine = [cores[self._seating.local_rank(rank)] for rank in self.node.ranks]
             changes |= shared | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(mine)}
         return changes
-
-    def _local_rank(self, rank: int) -> int:
-        return self._seats[self._mesh_order.index(rank)].local_rank
 
     def _share_authkey(self) -> None:
         """One key for all ranks: a scheduler fetches tensors in host memory from each trainer rank, and must prove it may."""

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 INSPECT = "harness.rollout.worker.inspect_model"
+IDENTIFY = "harness.rollout.worker.identify"
+LOADERS = (INSPECT, IDENTIFY)
 REPORT_SECONDS = 60.0
 
 
@@ -33,14 +35,19 @@ class WorkerReport:
 
 def inspect_model(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Write this scheduler's WorkerReport into the folder that the first name gives. Changes no weight."""
-    folder = Path(named_tensors[0][0])
-    rank = dist.get_rank()
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    report = WorkerReport(
-        rank=rank,
-        device=gpu_uuid() if next(model.parameters()).is_cuda else "cpu",
-        tensors={name: tensor_digest(tensor) for name, tensor in tensors.items()},
-    )
+    _write(model, {name: tensor_digest(tensor) for name, tensor in tensors.items()}, Path(named_tensors[0][0]))
+
+
+def identify(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """As inspect_model, without the digests, which take seconds for a large model."""
+    _write(model, {}, Path(named_tensors[0][0]))
+
+
+def _write(model: Any, tensors: dict[str, str], folder: Path) -> None:
+    rank = dist.get_rank()
+    device = gpu_uuid() if next(model.parameters()).is_cuda else "cpu"
+    report = WorkerReport(rank=rank, device=device, tensors=tensors)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"rank{rank}.unfinished"
     unfinished.write_text(json.dumps(asdict(report)), encoding="utf-8")

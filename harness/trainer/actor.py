@@ -1,5 +1,7 @@
 """The policy that learns, and the frozen reference it is compared with."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,6 +11,7 @@ from harness.trainer.advantages import kl, masked_sum
 from harness.trainer.batch import Batch, microbatches
 from harness.trainer.learner import Learner, check_same_on_all_ranks
 from harness.trainer.losses import Counts, aggregate, entropy_from_logits, log_probs_from_logits, policy_loss
+from harness.trainer.offload import NOTHING, Offload, Offloaded
 
 
 def token_log_probs(
@@ -42,13 +45,25 @@ def batch_log_probs(
 
 
 class Reference:
-    """A policy that does not learn."""
+    """A policy that does not learn. Offloaded, it has its memory only inside `on_device`."""
 
-    def __init__(self, model: nn.Module, temperature: float, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float,
+        mesh: DeviceMesh,
+        device: torch.device,
+        offloaded: Offloaded = NOTHING,
+    ) -> None:
         self.model = model.requires_grad_(False)
         self.temperature = temperature
         self.mesh = mesh
         self.device = device
+        self._offload = Offload(model.parameters, offloaded.parameters)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """The parameters have their memory in here."""
+        return self._offload.on_device()
 
     def log_probs(self, batch: Batch, microbatch_size: int) -> Tensor:
         """Log-probs [B, T] of the rank's batch; a collective call."""
@@ -66,17 +81,26 @@ class Actor:
         rollout: schema.Rollout,
         mesh: DeviceMesh,
         device: torch.device,
+        offloaded: Offloaded = NOTHING,
     ) -> None:
         """Of the rollout section it needs the sampling temperature and the longest response."""
         self.config = config
         self.algorithm = algorithm
         self.rollout = rollout
-        self.learner = Learner("actor", model, config, mesh, device)
+        self.learner = Learner("actor", model, config, mesh, device, offloaded)
 
     @property
     def model(self) -> nn.Module:
         """The sharded model."""
         return self.learner.model
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """The parameters have their memory in here: for log-probs, a sync, a checkpoint."""
+        return self.learner.on_device()
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Parameters and optimizer states have their memory in here: for updates."""
+        return self.learner.learning()
 
     def log_probs(self, batch: Batch, microbatch_size: int) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, [B, T], of the rank's batch, without gradient; a collective call."""

@@ -1,5 +1,7 @@
 """The value model: what the rest of a response is worth."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,6 +11,7 @@ from harness.trainer.advantages import explained_variance, masked_sum
 from harness.trainer.batch import Batch, microbatches
 from harness.trainer.learner import Learner, all_sum, check_same_on_all_ranks
 from harness.trainer.losses import Counts, aggregate, value_loss
+from harness.trainer.offload import NOTHING, Offloaded
 
 
 def token_values(model: nn.Module, batch: Batch) -> Tensor:
@@ -27,16 +30,25 @@ class Critic:
         rollout: schema.Rollout,
         mesh: DeviceMesh,
         device: torch.device,
+        offloaded: Offloaded = NOTHING,
     ) -> None:
         """Of the rollout section it needs the longest response."""
         self.config = config
         self.rollout = rollout
-        self.learner = Learner("critic", model, config, mesh, device)
+        self.learner = Learner("critic", model, config, mesh, device, offloaded)
 
     @property
     def model(self) -> nn.Module:
         """The sharded model."""
         return self.learner.model
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """The parameters have their memory in here: for values."""
+        return self.learner.on_device()
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Parameters and optimizer states have their memory in here: for updates."""
+        return self.learner.learning()
 
     @torch.no_grad()
     def values(self, batch: Batch, microbatch_size: int) -> Tensor:

@@ -3,18 +3,19 @@ ranks.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from harness.config import schema
 from harness.trainer.batch import Batch, microbatches, minibatches
 from harness.trainer.losses import Counts, local_counts
+from harness.trainer.offload import Gradients, HostGradients, Offload, Offloaded, local
 
 MicrobatchLoss = Callable[[Batch, Counts], tuple[Tensor, dict[str, Tensor]]]
 """(microbatch, counts of its minibatch over all ranks) -> (this microbatch's share of the loss, sums over its tokens by
@@ -60,10 +61,19 @@ class Tally:
 
 
 class Learner:
-    """A sharded model, its AdamW, and the loop of epochs, minibatches and microbatches."""
+    """A sharded model, its AdamW, and the loop of epochs, minibatches and microbatches.
+
+    What is offloaded has its memory only inside `on_device` and `learning`.
+    """
 
     def __init__(
-        self, name: str, model: nn.Module, config: schema.Actor | schema.Critic, mesh: DeviceMesh, device: torch.device
+        self,
+        name: str,
+        model: nn.Module,
+        config: schema.Actor | schema.Critic,
+        mesh: DeviceMesh,
+        device: torch.device,
+        offloaded: Offloaded,
     ) -> None:
         """Raises ValueError if the minibatch does not divide over the mesh's ranks."""
         if config.minibatch_size % mesh.size():
@@ -78,6 +88,19 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
+        self.gradients = (HostGradients if offloaded.gradients else Gradients)(model.parameters())
+        self.parameters_offload = Offload(model.parameters, offloaded.parameters)
+        self.optimizer_offload = Offload(self._optimizer_states, offloaded.optimizer)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """The parameters have their memory in here."""
+        return self.parameters_offload.on_device()
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Parameters and optimizer states have their memory in here."""
+        with self.on_device(), self.optimizer_offload.on_device():
+            yield
 
     def update(self, batch: Batch, generator: torch.Generator, loss: MicrobatchLoss) -> dict[str, float]:
         """Every epoch over the rank's batch, in minibatches of the generator's order; a collective call.
@@ -114,17 +137,22 @@ class Learner:
         minibatch = minibatch.to(self.device)
         tally = Tally(sums={}, tokens=counts.tokens)
         self.model.train()
-        self.optimizer.zero_grad()
+        self.gradients.clear()
         share_of_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for microbatch in microbatches(minibatch, self.config.microbatch_size):
             share, sums = loss(microbatch, counts)
             # FSDP averages gradients over ranks, but the shares of the loss are to be added up.
             (share * self.mesh.size()).backward()
+            self.gradients.add()
             share_of_loss += share.detach().double()
             tally.add(sums)
-        grad_norm = self._clip_gradient()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        grad_norm = self._gradient_norm()
+        # As torch.nn.utils.clip_grad_norm_ scales.
+        scale = min(1.0, self.config.max_grad_norm / (grad_norm + 1e-6))
+        for parameters in self.gradients.pieces(last=True):
+            for parameter in parameters:
+                local(parameter.grad).mul_(scale)  # type: ignore[arg-type]
+            self.optimizer.step()  # AdamW steps each parameter that has a gradient, by itself
         total_loss = float(all_sum(share_of_loss, self.mesh))
         return {**tally.means(self.mesh), "loss": total_loss, "grad_norm": grad_norm, "tokens": float(counts.tokens)}
 
@@ -135,11 +163,21 @@ class Learner:
             raise ValueError("the minibatch has 0 response tokens over all ranks, but a loss needs at least 1")
         return Counts(tokens=tokens, sequences=sequences)
 
-    def _clip_gradient(self) -> float:
-        """Clip the gradient to max_grad_norm; returns its norm over all ranks before that."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    @torch.no_grad()
+    def _gradient_norm(self) -> float:
+        """Norm of the gradient over all parameters and ranks."""
+        norms: dict[Tensor, Tensor] = {}
+        for parameters in self.gradients.pieces():
+            for parameter in parameters:
+                norms[parameter] = torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float32)  # type: ignore[arg-type]
+        squares = [norms[parameter].double().square() for parameter in self.gradients.parameters if parameter in norms]
+        grad_norm = float(all_sum(torch.stack(squares).sum(), self.mesh).sqrt())
         if not math.isfinite(grad_norm):
-            self.optimizer.zero_grad()
+            self.gradients.clear()
             raise FloatingPointError(f"the gradient norm of the {self.name} is {grad_norm}, but must be finite")
         return grad_norm
+
+    def _optimizer_states(self) -> Iterator[Tensor]:
+        """AdamW's moments: none before the first step. Its step counts stay where they are."""
+        for state in self.optimizer.state.values():
+            yield from (value for name, value in state.items() if name != "step")

@@ -7,7 +7,8 @@ keeps experts fused that files hold one by one.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 Weights = Literal["checkpoint", "random"]
 
 VALUE_HEAD = "value_head.weight"
+
+BLOCK_VALUES = 1 << 22  # a generator takes 50 us to make: not one for each row of a vocabulary
 
 
 class ValueModel(nn.Module):
@@ -186,8 +189,8 @@ def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str
     """Fill this rank's shards of every named tensor, or of the one called `only`, with normal values drawn from seed.
 
     Matrices have std initializer_range, norms mean 1 and std 0.1, biases std 0.1, so that a tensor that did not arrive
-    shows. A generator is seeded by (seed, name, row) for each row of a matrix: a rank draws its own rows, and the whole
-    does not depend on the number of ranks.
+    shows. A generator is seeded by (seed, name, block) for each block of rows of a matrix: a rank draws the blocks that
+    its rows lie in, and the whole does not depend on the number of ranks.
     """
     for name, tensor in named_tensors(model):
         if only is not None and name != only:
@@ -199,8 +202,23 @@ def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str
             local.copy_(whole[first_row : first_row + local.shape[0]])
             continue
         std = (config.hidden_size + 1) ** -0.5 if name == VALUE_HEAD else config.initializer_range
-        for row in range(local.shape[0]):
-            local[row] = _normal(tuple(local.shape[1:]), f"{seed}/{name}/{first_row + row}", local.device) * std
+        key = f"{seed}/{name}"
+        for start, block in random_rows(tensor.shape, first_row, local.shape[0], key, local.device):
+            local[start : start + len(block)] = block * std
+
+
+def random_rows(
+    shape: Sequence[int], first_row: int, rows: int, key: str, device: torch.device, block_values: int = BLOCK_VALUES
+) -> Iterator[tuple[int, Tensor]]:
+    """Standard normal float32 rows first_row to first_row + rows of a tensor of that shape, as (offset from first_row,
+    values) of one block after the other. What a row holds depends on shape, row, key, block_values and kind of device
+    alone. A block has about block_values values, and at least one row.
+    """
+    size = max(1, block_values // max(1, math.prod(shape[1:])))
+    for start in range(first_row // size * size, first_row + rows, size):
+        block = _normal((min(size, shape[0] - start), *shape[1:]), f"{key}/{start}", device)
+        mine = block[max(first_row - start, 0) : first_row + rows - start]
+        yield max(start - first_row, 0), mine
 
 
 def _normal(shape: tuple[int, ...], key: str, device: torch.device) -> Tensor:

@@ -7,9 +7,13 @@ from torch import nn
 
 from harness.config import schema
 from harness.rollout.verl_engine import VerlEngine
+from harness.rollout.weight_link import WeightLink
 from harness.trainer.model import named_tensors
+from harness.weights.arrival import check_arrival
 from harness.weights.gather import gather, plan_buckets
 from harness.weights.names import checkpoint_layout
+from harness.weights.shards import check_covered, check_finite, check_shards
+from harness.weights.transports import make_transport, resolve_transport
 
 MIB = 1 << 20
 
@@ -17,27 +21,79 @@ MIB = 1 << 20
 class WeightSync:
     """From one trained model to the engine of this rank's group. Planned once: names and shapes do not change."""
 
-    def __init__(self, engine: VerlEngine, model: nn.Module, config: schema.Weights) -> None:
-        """Raises NotAViewError for an architecture that the sync cannot name."""
+    def __init__(self, engine: VerlEngine, model: nn.Module, config: schema.Weights, folder: Path) -> None:
+        """folder: the run directory, for checkpoints on disk. A collective call of all ranks.
+
+        Raises NotAViewError for an architecture that the sync cannot name, ConfigError for a transport that this
+        sglang lacks, WeightsRefused for shards that do not fit together.
+        """
         self.engine = engine
+        self.config = config
         self.live = dict(named_tensors(model))
         self.layout = checkpoint_layout(model, self.live)
-        self.buckets = plan_buckets(self.layout, config.bucket_megabytes * MIB)
-        self.load_format = "flattened_bucket" if config.transport == "bucket" else None
+        check_shards(self.live)
+        check_covered(self.layout, self.live)
+        self.buckets = plan_buckets(self.layout, self.live, config.bucket_megabytes * MIB)
+        self._link: WeightLink | None = None
+        self._checked = False
+        self.transport_name = resolve_transport(config, engine.api, engine.device_type)
+        self.transport = make_transport(self.transport_name, self, folder)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all checkpoint tensors."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        return sum(bucket.payload_bytes for bucket in self.buckets)
+
+    @property
+    def largest_bucket(self) -> int:
+        """Bytes of the largest bucket."""
+        return max(bucket.nbytes for bucket in self.buckets)
+
+    def link(self) -> WeightLink:
+        """The slots beside the schedulers, opened at the first call, which is a collective one of all ranks."""
+        if self._link is not None and self._link.broken:
+            self.close_link()
+        if self._link is None:
+            layout = tuple(bucket.entries for bucket in self.buckets)
+            self._link = WeightLink.open(self.engine, layout, self.largest_bucket)
+        return self._link
 
     @torch.no_grad()
     def push(self) -> None:
-        """Send all weights; a collective call of all ranks. The prefix cache is flushed with the last bucket."""
-        with self.engine.weight_update():
-            for index, bucket in enumerate(self.buckets):
-                last = index + 1 == len(self.buckets)
-                tensors = gather(bucket, self.live)
-                self.engine.update_weights_from_tensor(tensors, load_format=self.load_format, flush_cache=last)
+        """Send all weights; a collective call of all ranks. The prefix cache is flushed with the last bucket.
+
+        Unless verification is off, what cannot arrive is refused first (WeightsRefused): at the first push the engine's
+        own loader is asked about every tensor, and at each push every shard must be there and every value finite.
+        """
+        if self.config.verify != "off":
+            check_shards(self.live)
+            check_finite(self.live)
+            self._ask_once()
+        self.transport.push(self.buckets, lambda bucket: gather(bucket, self.live))
+
+    def _ask_once(self) -> None:
+        """Have every scheduler's loader say what it would do with each tensor; needs sglang 0.4.8 or newer."""
+        if self._checked or not self.engine.api.custom_weight_loader:
+            return
+        check_arrival([bucket.entries for bucket in self.buckets], self.link().arrivals)
+        self._checked = True
+        if self.transport_name != "stream":
+            self.close_link()  # it holds two buckets
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of the parts of the last push on this rank, as WeightLink.seconds names them; none but for stream."""
+        return dict(self._link.seconds) if self._link else {}
+
+    def close_link(self) -> None:
+        """Give the slots back; a later link() opens new ones. A collective call."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def close(self) -> None:
+        """End the transport and the link. A collective call."""
+        self.transport.close()
+        self.close_link()
 
     @torch.no_grad()
     def save(self, folder: Path, source: Path, rank: int) -> None:

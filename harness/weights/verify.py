@@ -1,141 +1,253 @@
-"""Did the weights arrive? Asked of what the engine computes, and, where that is off, of what it holds."""
+"""Did the weights arrive? Asked at the level that weights.verify sets; each level does all that those below it do.
 
-import shutil
-import tempfile
-from collections.abc import Collection
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+off: only the metrics. log_probs: what the engine computes, against a baseline. bytes: what it holds, read back after every
+sync. full: a rehearsal before every sync: each tensor changed, the engine poisoned, synced, read back, reloaded from disk.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from harness.cluster.world import World, all_gather
-from harness.rollout import worker
-from harness.rollout.verl_engine import VerlEngine
+from harness.config.layers import ConfigError
+from harness.config.schema import Config
+from harness.events import EventLog
+from harness.rollout.memory import MemoryStages
+from harness.rollout.sglang_api import SGLangApi
+from harness.weights.held import Held, held, poison
+from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
+from harness.weights.perturb import perturb
+from harness.weights.readback import differences
+from harness.weights.reload import Reload, greedy, output_difference
 from harness.weights.sync import WeightSync
 
-# What SGLang fuses on arrival: the last part of its own name -> the checkpoint's.
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-    "experts.w13_weight": ("experts.*.gate_proj", "experts.*.up_proj"),
-    "experts.w2_weight": ("experts.*.down_proj",),
-}
+LEVELS = ("off", "log_probs", "bytes", "full")
+NAMED = 8
+"""How many tensors a message names."""
 
 
 class WeightsDidNotArrive(RuntimeError):
     """The engine computes with other weights than the trainer holds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogProbDifference:
-    """|engine log-prob - trainer log-prob| over the response tokens of all ranks, in nats."""
-
-    mean: float
-    largest: float
+class NoBaseline(RuntimeError):
+    """Engine and trainer compute differently on weights that are the same: nothing about a sync can be proven."""
 
 
-def log_prob_difference(engine: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> LogProbDifference:
-    """engine, trainer: float [B, T]; mask: [B, T], 1 at response tokens. A collective call; the same on every rank."""
-    gap = torch.where(mask.bool(), (engine.double() - trainer.double()).abs(), 0.0)
-    gap = torch.where(gap.isnan(), torch.inf, gap)  # a NaN compares as small as anything
-    totals = torch.tensor([gap.sum(), mask.sum()], dtype=torch.float64)
-    largest = gap.max().cpu().double()
-    dist.all_reduce(totals)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return LogProbDifference(mean=float(totals[0] / totals[1]), largest=float(largest))
+def check_level(config: Config, api: SGLangApi) -> None:
+    """Raises ConfigError where this sglang cannot be asked what weights.verify wants to know."""
+    level = config.weights.verify
+    if level in ("bytes", "full") and not api.custom_weight_loader:
+        raise ConfigError(
+            f'weights.verify = "{level}": sglang {api.version} has no door into its schedulers (custom weight loaders,'
+            ' since 0.4.8), so what they hold cannot be read back; use "log_probs".'
+        )
 
 
-def engine_devices(engine: VerlEngine) -> dict[int, str]:
-    """World rank -> GPU UUID of the scheduler that exchanges tensors with it, asked of the schedulers themselves.
+@dataclass(kw_only=True, slots=True)
+class Verification:
+    """All checks of a run's syncs on one rank. Every method, save for the texts, is a collective call of all ranks."""
 
-    A collective call of the engine's ranks. Empty where this sglang has no door into its schedulers (before 0.4.8).
-    """
-    reports = _inspect(engine)
-    return {engine.group.ranks[report.rank]: report.device for report in reports}
+    config: Config
+    world: World
+    events: EventLog
+    memory: MemoryStages
+    sync: WeightSync
+    reload: Reload
+    prompts: Sequence[Sequence[int]]
+    """Token ids of the prompts whose greedy responses are compared before and after a reload."""
+    baseline: LogProbDifference | None = None
+    why_no_baseline: str = ""
+    own_checkpoint: Held | None = None
+    """bytes: what the engine held when SGLang itself had loaded the model's own checkpoint, until a sync has matched it."""
+    poison_next: bool = False
+    """The engine holds right weights that no sync brought; whatever the next one leaves out would not show."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of each part, on this rank, since take_seconds()."""
 
+    def reaches(self, level: str) -> bool:
+        """Whether weights.verify is at least `level`."""
+        return LEVELS.index(self.config.weights.verify) >= LEVELS.index(level)
 
-def check_same_gpu(world: World, engine: VerlEngine) -> None:
-    """Raises ValueError when a trainer rank and its engine rank sit on different GPUs. A collective call."""
-    devices: dict[int, str] = {}
-    for each in all_gather(engine_devices(engine)):
-        devices |= each
-    mine = worker.gpu_uuid() if world.device.type == "cuda" else "cpu"
-    for rank, trainer in enumerate(all_gather(mine)):
-        if devices.get(rank, trainer) != trainer:
-            raise ValueError(
-                f"rank {rank} trains on GPU {trainer} but its engine rank runs on GPU {devices[rank]};"
-                " check CUDA_VISIBLE_DEVICES of that host's ranks."
+    @property
+    def allowed(self) -> Allowed:
+        """What the log-prob statistics may be."""
+        return Allowed.of(self.config.model.dtype, self.baseline)
+
+    def load_baseline(self) -> bool:
+        """Bring the engine, awake or asleep as it started, onto the model's own checkpoint, by SGLang's own disk loader.
+
+        False where none is wanted (level off), or none can be taken; the console says why.
+        """
+        if not self.reaches("log_probs"):
+            self.why_no_baseline = "not wanted at level off"
+            return False
+        self.why_no_baseline = self._why_no_baseline()
+        if self.why_no_baseline:
+            floor = self.allowed.mean
+            self.events.say(f"no baseline of the log-prob difference ({self.why_no_baseline}): allowed is {floor:.2g}")
+            return False
+        if self.config.engine.initial_weights == "dummy":
+            self.memory.wake_weights()
+            self.memory.wake_kv_cache()
+            self.sync.engine.update_weights_from_disk(str(self.reload.source))
+            self.poison_next = True
+        if self.reaches("bytes"):
+            self.own_checkpoint = held(self.sync.engine)
+        return True
+
+    def set_baseline(self, difference: LogProbDifference) -> None:
+        """Keep what engine and trainer differ by on the model's own checkpoint. Raises NoBaseline if that is too much."""
+        self.baseline = difference
+        self.events.fact("log_prob_baseline", **difference.metrics())
+        self.events.say(
+            f"baseline on the model's own checkpoint: log-prob difference {difference.mean:.1e} in the mean,"
+            f" so that {self.allowed.mean:.2g} is allowed"
+        )
+        if not difference.mean <= LARGEST_BASELINE:
+            raise NoBaseline(
+                f"before the first update, on the checkpoint that SGLang itself loaded from {self.reload.source}, the"
+                f" engine's log-probs are off by {difference.mean:.2e} in the mean (at most {LARGEST_BASELINE:g} makes"
+                " sense): SGLang and transformers do not compute the same model."
+            )
+
+    def rehearse(self, index: int) -> None:
+        """full: sync changed weights onto poison, read them back and compare with a reload from disk.
+
+        The engine's weights are awake before and after; after, what they hold is of no use until the next sync. In between
+        the KV cache is awake too, beside the trainer's parameters.
+        """
+        if not self.reaches("full"):
+            if self.poison_next:
+                self._poison(index)
+            return
+        seed = self.config.run.seed * 1_000_003 + index
+        with self.timed("perturb"):
+            perturb(self.sync.live, seed)
+        try:
+            self._poison(index)
+            with self.timed("push", index, "all ranks to sync changed weights onto poison"):
+                self.sync.push()
+            self.check_bytes(index, "a sync of changed weights onto poison")
+            with self.timed("save", index, "rank 0 to write the changed weights to disk"):
+                self.reload.save()
+        finally:
+            with self.timed("perturb"):
+                perturb(self.sync.live, seed)
+        with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
+            self._check_reload(index)
+
+    def check_bytes(self, index: int, what: str = "the sync") -> None:
+        """bytes: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent."""
+        if not self.reaches("bytes"):
+            return
+        with self.timed("readback", index, "every tensor to be read back from the engine"):
+            wrong = differences(self.sync, self.world)
+        if wrong:
+            raise WeightsDidNotArrive(f"step {index}: after {what} the engine holds other weights: {_some(wrong)}")
+
+    def check_first_sync(self, index: int) -> None:
+        """bytes: raise WeightsDidNotArrive unless the first sync, of unchanged weights, leaves the engine as its own load of
+        the model's checkpoint did. It alone does not trust our names: two experts swapped in them would be read back so."""
+        if self.own_checkpoint is None:
+            return
+        with self.timed("first_sync", index, "the engine's weights, to compare them with its own load from disk"):
+            wrong = self.reload.described(self.own_checkpoint, held(self.sync.engine))
+        self.own_checkpoint = None
+        if wrong:
+            raise WeightsDidNotArrive(
+                f"step {index}: after the first sync the engine holds other weights than it loaded itself from"
+                f" {self.reload.source}: {_some(wrong)}"
+            )
+
+    def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
+        """log_probs: raise WeightsDidNotArrive, naming suspects, when the engine's log-probs are not the trainer's."""
+        self.events.fact("log_prob_difference", step=index, **difference.metrics())
+        violations = self.allowed.violations(difference)
+        if not violations or not self.reaches("log_probs"):
+            return
+        failure: Exception | None = None
+        try:
+            listed = self.find_suspects(index)
+        except Exception as error:  # it must not hide what was found before it
+            failure, listed = error, f"unknown, as the search for them failed ({type(error).__name__}: {error})"
+        raise WeightsDidNotArrive(
+            f"step {index}: the engine's log-probs are off by {', '.join(violations)}; largest {difference.largest:.2e};"
+            f" engine tensors that differ from the trainer's: {listed}"
+        ) from failure
+
+    def find_suspects(self, index: int) -> str:
+        """The first engine tensors that are not the trainer's, each with its checkpoint names, or "none found"."""
+        with self.events.phase("find_suspects", index, "the engine to reload the weights from disk, for comparison"):
+            self.memory.wake_weights()
+            self.sync.push()  # what the engine held is gone if it slept; the same sync goes wrong the same way
+            return _some(self.reload.suspects())
+
+    @contextmanager
+    def timed(self, part: str, index: int | None = None, waiting_for: str = "") -> Iterator[None]:
+        """Measure one part; it is a phase verify_<part> of the event log too."""
+        started = time.monotonic()
+        with self.events.phase(f"verify_{part}", index, waiting_for):
+            yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - started
+
+    def take_seconds(self) -> dict[str, float]:
+        """verify/<part>_seconds of each part since the last call, for metrics.jsonl."""
+        taken = {f"verify/{part}_seconds": seconds for part, seconds in self.seconds.items()}
+        self.seconds.clear()
+        return taken
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the same weights give the same outputs bit for bit."""
+        on_cpu = self.sync.engine.device_type == "cpu"
+        return on_cpu or bool(self.config.engine.args.get("enable_deterministic_inference"))
+
+    def _why_no_baseline(self) -> str:
+        engine = self.sync.engine
+        if self.config.model.weights == "random":
+            return "random weights are in no checkpoint"
+        if self.config.engine.initial_weights == "checkpoint":
+            return ""
+        if not engine.api.custom_weight_loader:
+            return f"sglang {engine.api.version} cannot be poisoned after it, and a lost tensor would not show"
+        # Every scheduler reads the path that its engine's head gives; a hub id is no path on any host.
+        seen = all_gather((self.world.host, Path(engine.on_head(lambda _: str(self.reload.source))).exists()))
+        blind = sorted({host for host, found in seen if not found})
+        if blind and any(found for _, found in seen):
+            return f"the model's folder is not on {', '.join(blind)}"
+        return ""
+
+    def _poison(self, index: int) -> None:
+        with self.timed("poison", index, "the engine to fill its weights with garbage"):
+            poison(self.sync.engine, f"{self.config.run.seed}/{index}")
+        self.poison_next = False
+
+    def _check_reload(self, index: int) -> None:
+        engine = self.sync.engine
+        self.memory.wake_kv_cache()
+        first, before = greedy(engine, self.prompts), held(engine)
+        self.reload.load()
+        wrong, second = self.reload.described(before, held(engine)), greedy(engine, self.prompts)
+        self.reload.remove()
+        self.memory.sleep()
+        self.memory.wake_weights()
+        if wrong:
+            raise WeightsDidNotArrive(
+                f"step {index}: a reload of the same weights from disk changed what the engine holds: {_some(wrong)}"
+            )
+        same = all(all_gather(first == second))
+        apart, bound = max(all_gather(output_difference(first, second))), self.allowed.mean
+        if not (same if self.is_exact else apart <= bound):
+            raise WeightsDidNotArrive(
+                f"step {index}: a reload of the same weights from disk changed greedy log-probs by {apart:.2e} in the mean"
+                f" ({'not a bit' if self.is_exact else f'{bound:.2g}'} is allowed)"
             )
 
 
-def suspects(sync: WeightSync, world: World, source: Path) -> list[str]:
-    """Engine tensors that are not what the trainer's checkpoint makes of them, each with its checkpoint names.
-
-    The engine reloads the trainer's weights from disk; what that changes had not arrived. A collective call of all
-    ranks; needs a folder that all hosts share. Empty where this sglang has no door into its schedulers.
-    """
-    before = _inspect(sync.engine)
-    folder = Path(_agreed(tempfile.mkdtemp(prefix="harness-suspects-") if world.rank == 0 else ""))
-    sync.save(folder, source, world.rank)
-    dist.barrier()
-    sync.engine.update_weights_from_disk(str(folder))
-    after = _inspect(sync.engine)
-    changed = {
-        name
-        for old, new in zip(before, after, strict=True)
-        for name, digest in old.tensors.items()
-        if new.tensors[name] != digest
-    }
-    names = sorted({name for each in all_gather(changed) for name in each})
-    if world.rank == 0:
-        shutil.rmtree(folder)
-    known = [tensor.name for tensor in sync.layout]
-    return [describe(name, known) for name in names]
-
-
-def describe(engine_name: str, checkpoint_names: Collection[str]) -> str:
-    """model.layers.0.self_attn.qkv_proj.weight -> the same, with the checkpoint names it is made of."""
-    if engine_name in checkpoint_names:
-        return engine_name
-    parts = _fused_from(engine_name, checkpoint_names)
-    if not parts:  # an architecture with names of its own: what shares the module
-        module = engine_name.rsplit(".", 1)[0] + "."
-        parts = [name for name in checkpoint_names if name.startswith(module)]
-    shown = [*parts[:4], *([f"{len(parts) - 4} more"] if len(parts) > 4 else [])]
-    return f"{engine_name} ({', '.join(shown)})" if shown else engine_name
-
-
-def _fused_from(engine_name: str, checkpoint_names: Collection[str]) -> list[str]:
-    for fused, parts in FUSED.items():
-        head, found, tail = engine_name.partition(f".{fused}")
-        if found and not tail.startswith("_"):
-            patterns = [f"{head}.{part}{tail or '.weight'}" for part in parts]
-            return [name for pattern in patterns for name in checkpoint_names if fnmatchcase(name, pattern)]
-    return []
-
-
-def _inspect(engine: VerlEngine) -> list[worker.WorkerReport]:
-    """This host's schedulers' reports on the rank that built them; elsewhere, and where there is no door, none."""
-    if not engine.api.custom_weight_loader:
-        return []
-    folder = Path(_agreed(tempfile.mkdtemp(prefix="harness-inspect-") if engine.is_head else "", engine))
-    # On the engine's device: SGLang's patch for CUDA tensors cannot send others.
-    carrier = torch.zeros(1, device=engine.device_type)
-    engine.update_weights_from_tensor([(str(folder), carrier)], load_format=worker.INSPECT, flush_cache=False)
-    reports = worker.read_reports(folder, len(engine.node.ranks)) if engine.is_builder else []
-    dist.barrier(group=engine.group.process_group)
-    shutil.rmtree(folder, ignore_errors=True)
-    return reports
-
-
-def _agreed(value: str, engine: VerlEngine | None = None) -> str:
-    """The value of the head of the engine's group, or of rank 0."""
-    box = [value]
-    if engine is None:
-        dist.broadcast_object_list(box, src=0)
-    else:
-        dist.broadcast_object_list(box, engine.group.head, engine.group.process_group)
-    return box[0]
+def _some(names: Sequence[str]) -> str:
+    """The first names and the number of the others, or "none found"."""
+    more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+    return "; ".join([*names[:NAMED], *more]) or "none found"

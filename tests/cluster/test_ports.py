@@ -68,7 +68,7 @@ def test_every_port_of_a_block_is_a_port(base: int, index: int) -> None:
 
 
 def test_the_default_base_port_is_the_first_port() -> None:
-    assert planned_ports(30000, 0) == EnginePorts(port=30000, nccl_port=30004, dist_init_port=30008)
+    assert planned_ports(30000, 0) == EnginePorts(30000, nccl_port=30004, dist_init_port=30008, update_group_port=30028)
     assert planned_ports(30000, 2).port == 30064
 
 

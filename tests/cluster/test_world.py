@@ -9,11 +9,11 @@ from harness.cluster import world
 from harness.cluster.world import Launch, WorldError, by_rank, check_agreement, child_environment, choose_device
 from tests.gloo import on_ranks
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 def test_launch_reads_what_torchrun_says() -> None:
-    assert Launch.from_environment(TORCHRUN) == Launch(rank=1, world_size=4, local_rank=1)
+    assert Launch.from_environment(TORCHRUN) == Launch(rank=1, world_size=4, local_rank=1, local_world_size=2)
 
 
 @pytest.mark.parametrize("missing", TORCHRUN)
@@ -58,9 +58,44 @@ def test_without_cuda_auto_is_the_cpu_and_cuda_an_error() -> None:
         choose_device("cuda", launch)
 
 
+@pytest.mark.parametrize("wanted", ["cpu", "auto"])
+def test_apart_needs_gpus(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(WorldError, match=r'parallel.engine_gpus = "apart" but rank 1 has no GPU to use; set it to'):
+        choose_device(wanted, Launch.from_environment(TORCHRUN), apart=True)
+
+
+def test_apart_needs_two_visible_gpus_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of GPUs is made up; choosing looks at nothing else of them."""
+    launch = Launch.from_environment(TORCHRUN)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device("auto", launch, apart=True) == torch.device("cuda", 1)
+    assert own_seat_offsets(monkeypatch) == (2, 0, 0)
+    for count in (1, 3):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        sentence = (
+            f"needs 4 visible GPUs, two for each of this torchrun's 2 ranks on the host, but rank 1 sees {count};"
+        )
+        with pytest.raises(WorldError, match=sentence):
+            choose_device("cuda", launch, apart=True)
+
+
+def own_seat_offsets(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+    """engine_offset of this rank's seat: apart, shared, and apart on the CPU, where it means nothing."""
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return (
+        world.own_seat(on_cpu=False, apart=True).engine_offset,
+        world.own_seat(on_cpu=False).engine_offset,
+        world.own_seat(on_cpu=True, apart=True).engine_offset,
+    )
+
+
 def _open(rank: int, ranks: int) -> tuple[int, str, tuple[str, ...], list[int], list[int]]:
     """open_world as torchrun's rank would, on a group of its own beside the one of the helper."""
-    launch = Launch(rank=rank, world_size=ranks, local_rank=rank)
+    launch = Launch(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks)
     world.dist.destroy_process_group()
     try:
         with world.open_world(launch, torch.device("cpu"), timeout_seconds=30) as found:
@@ -79,6 +114,7 @@ def test_open_world_gathers_seats_and_closes_its_group(tmp_path: Path, monkeypat
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     host = world.host_identity()
     assert on_ranks(_open, 1, tmp_path, 1) == [(0, host, (host,), [0], [0])]
 

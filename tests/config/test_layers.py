@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +55,31 @@ def test_override_text_is_read_by_the_type_of_its_key() -> None:
     ).config
     assert (config.actor.learning_rate, config.run.dir, config.rollout.top_k) == (0.5, "1", -1)
     assert config.model.shape == {"num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("actor", ("actor",)),
+        ("actor,critic", ("actor", "critic")),
+        ("critic, actor", ("critic", "actor")),
+        ('["actor", "critic"]', ("actor", "critic")),
+        ("[]", ()),
+        ("", ()),
+    ],
+)
+def test_a_list_of_names_is_read_with_commas_or_as_toml(text: str, value: tuple[str, ...]) -> None:
+    assert parse([f"--memory.offload_optimizer={text}"]).config.memory.offload_optimizer == value
+
+
+def test_a_list_of_names_in_a_file_reads_back_and_is_replaced_whole(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[memory]\noffload_parameters = ['actor', 'reference']\noffload_gradients = ['critic']\n")
+    config = parse([str(file), "--memory.offload_gradients", "actor"]).config
+    assert config.memory.offload_parameters == ("actor", "reference")
+    assert config.memory.offload_gradients == ("actor",)
+    file.write_text(to_toml(config))
+    assert parse([str(file)]).config == config
 
 
 def test_digest_follows_the_values() -> None:

@@ -18,6 +18,7 @@ FILES = {
     "section_as_value.toml": "actor = 3\n",
     "table_as_value.toml": "[engine]\nargs = 5\n",
     "bool_as_int.toml": "[run]\nsteps = true\n",
+    "names_as_string.toml": "[memory]\noffload_optimizer = 'actor'\n",
     "broken.toml": "[run\nsteps = 3\n",
     "reserved.toml": "[engine.args]\nport = 1\n",
 }
@@ -30,12 +31,30 @@ MISTAKES = [
     (
         "unknown_section.toml",
         "optimizer ({dir}/unknown_section.toml) is not a key; the keys there are run, parallel, model, engine, task,"
-        " rollout, algorithm, actor, critic, weights.",
+        " rollout, algorithm, actor, critic, weights, memory.",
     ),
     ("wrong_type.toml", 'run.steps = "3" ({dir}/wrong_type.toml) is a string; it must be an integer.'),
     ("section_as_value.toml", "actor = 3 ({dir}/section_as_value.toml) is an integer; it must be a table."),
     ("table_as_value.toml", "engine.args = 5 ({dir}/table_as_value.toml) is an integer; it must be a table."),
     ("bool_as_int.toml", "run.steps = true ({dir}/bool_as_int.toml) is true or false; it must be an integer."),
+    (
+        "names_as_string.toml",
+        'memory.offload_optimizer = "actor" ({dir}/names_as_string.toml) is a string; it must be a list of "actor",'
+        ' "critic".',
+    ),
+    (
+        "--memory.offload_optimizer actor,reference",
+        'memory.offload_optimizer = ["actor", "reference"] (command line) has "reference"; its values can be "actor",'
+        ' "critic".',
+    ),
+    (
+        "--memory.offload_parameters critic,actor,critic",
+        'memory.offload_parameters = ["critic", "actor", "critic"] (command line) has "critic" twice; give it once.',
+    ),
+    (
+        "--memory.wake later",
+        'memory.wake = "later" (command line) is not one of "staged", "at_once".',
+    ),
     (
         "missing.toml",
         "{dir}/missing.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml.",
@@ -121,6 +140,49 @@ MISTAKES = [
         "--model.name some/folder --model.shape.num_hidden_layers 4",
         'model.shape.num_hidden_layers has no use with model.name = "some/folder": only the tiny models (qwen2, qwen3,'
         " llama, qwen3_moe, deepseek_v3, moonlight) are made on the spot.",
+    ),
+    ("--weights.bucket_megabytes 0", "weights.bucket_megabytes = 0 cannot work: it must be at least 1."),
+    (
+        "--weights.tolerance_float32 1e-5",
+        "weights.tolerance_float32 (command line) is not a key; the nearest is weights.transport.",
+    ),
+    (
+        "--weights.transport distributed --engine.device cuda",
+        'weights.transport = "distributed" cannot work: NCCL refuses two ranks on one GPU, and an engine rank is on its'
+        ' trainer rank\'s; use parallel.engine_gpus = "apart", or another transport.',
+    ),
+    (
+        "--weights.transport stream --engine.device cuda --parallel.engine_gpus apart",
+        'weights.transport = "stream" cannot work: with parallel.engine_gpus = "apart" the engine does not see the'
+        ' trainer\'s GPU, and opens no handle of its memory; use "distributed" or "disk".',
+    ),
+    (
+        "--parallel.engine_gpus apart --engine.device cpu",
+        'parallel.engine_gpus = "apart" cannot work: on the CPU there are no GPUs to tell apart; use "shared".',
+    ),
+    (
+        "--parallel.engine_gpus apart --engine.implementation sglang",
+        'parallel.engine_gpus = "apart" cannot work: sglang\'s own VerlEngine runs on its trainer\'s GPU; use "shared",'
+        ' or engine.implementation = "harness".',
+    ),
+    (
+        "--weights.transport disk --engine.implementation sglang",
+        'weights.transport = "disk" cannot work: sglang\'s own VerlEngine takes named tensors only; use'
+        ' weights.transport = "tensor".',
+    ),
+    (
+        "--weights.transport distributed --parallel.pp 2",
+        'weights.transport = "distributed" cannot work: sglang gives every pipeline stage the same ranks of an update'
+        " group; use parallel.pp = 1 or another transport.",
+    ),
+    (
+        "--memory.offload_optimizer ['critic'] --algorithm.advantage grpo",
+        'memory.offload_optimizer = ["critic"] cannot work: algorithm.advantage = "grpo" has no critic; leave critic out.',
+    ),
+    (
+        "--memory.offload_parameters ['actor','reference'] --algorithm.kl_placement none",
+        'memory.offload_parameters = ["actor", "reference"] cannot work: algorithm.kl_placement = "none" has no'
+        " reference; leave reference out.",
     ),
     (
         "--model.weights random --engine.initial_weights checkpoint",

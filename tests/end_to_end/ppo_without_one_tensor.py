@@ -1,7 +1,8 @@
-"""launch/ppo.py with one fault: the sync forgets model.layers.1.mlp.up_proj.weight. For tests only."""
+"""launch/ppo.py with one fault: the transport "tensor" forgets model.layers.1.mlp.up_proj.weight. For tests only."""
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -10,26 +11,24 @@ FORGOTTEN = "model.layers.1.mlp.up_proj.weight"
 
 
 def forget() -> None:
-    """Leave the tensor out of every bucket that is sent, but not out of the checkpoint that the suspects come from."""
+    """Leave the tensor out of what is sent, but not out of what is planned, read back or saved."""
     from harness.rollout.cpu.activate import activate
 
     activate()
-    from harness.weights import sync
+    from harness.weights import transports
 
-    push = sync.WeightSync.push
+    push = transports.NamedTensors.push
 
-    def push_without(self: sync.WeightSync) -> None:
-        whole = self.buckets
-        self.buckets = tuple(
-            dataclasses.replace(bucket, tensors=tuple(each for each in bucket.tensors if each.name != FORGOTTEN))
-            for bucket in whole
-        )
-        try:
-            push(self)
-        finally:
-            self.buckets = whole
+    def push_without(
+        self: transports.NamedTensors, buckets: Sequence[transports.Bucket], gather: transports.Gather
+    ) -> None:
+        kept = [
+            dataclasses.replace(bucket, entries=tuple(each for each in bucket.entries if each.name != FORGOTTEN))
+            for bucket in buckets
+        ]
+        push(self, kept, gather)
 
-    sync.WeightSync.push = push_without  # type: ignore[method-assign]
+    transports.NamedTensors.push = push_without  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -57,12 +57,28 @@ def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_not_sent_fails_the_run_and_is_named(tmp_path: Path) -> None:
-    job = run(tmp_path / "run", 2, QUICKSTART, script="tests/end_to_end/ppo_without_one_tensor.py")
+    arguments = [QUICKSTART, "--weights.transport", "tensor"]
+    job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_without_one_tensor.py")
     assert job.process.returncode == 1
     assert "WeightsDidNotArrive: step 0: the engine's log-probs are off by" in job.output()
+    # The engine's tensor differs, which is made of two of the checkpoint's.
     assert "model.layers.1.mlp.gate_up_proj.weight" in job.output()
     assert "model.layers.1.mlp.up_proj.weight" in job.output()
     assert "model.layers.0." not in job.output()
+    assert job.left_behind() == []
+
+
+def test_read_back_it_is_named_exactly_before_anything_is_generated(tmp_path: Path) -> None:
+    arguments = [QUICKSTART, "--weights.transport", "tensor", "--weights.verify", "full"]
+    job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_without_one_tensor.py")
+    assert job.process.returncode == 1
+    (line,) = {each for each in job.output().splitlines() if "rank 0 FAILED" in each}
+    found = (
+        "step 0: after a sync of changed weights onto poison the engine holds other weights: model.layers.1.mlp.up_proj"
+    )
+    assert found in line
+    assert line.count("model.") == 1
+    assert not any(event.get("phase") == "generate" for event in job.events())
     assert job.left_behind() == []
 
 

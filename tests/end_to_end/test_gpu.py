@@ -23,7 +23,7 @@ def test_three_steps_with_the_memory_saver(tmp_path: Path, name: str, dp: int, t
     slept = [event for event in job.events() if event["event"] == "phase_end" and event["phase"] == "sleep"]
     woken = [event for event in job.events() if event["event"] == "phase_end" and event["phase"] == "wake_kv_cache"]
     assert all(
-        after["memory"]["gpu_free"] > before["memory"]["gpu_free"] + (1 << 30)
+        after["memory"]["free"] > before["memory"]["free"] + (1 << 30)
         for before, after in zip(woken, slept, strict=True)
     ), "sleep must give memory back"
     assert job.left_behind() == []

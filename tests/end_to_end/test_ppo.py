@@ -9,12 +9,15 @@ from tests.end_to_end.launching import QUICKSTART, Job, run
 
 pytestmark = pytest.mark.slow
 
-VOLATILE = ("seconds", "startup/")
+VOLATILE = ("seconds", "startup/", "memory/")
 
 
 def values(job: Job) -> list[dict[str, float]]:
     """Metrics without times."""
-    return [{k: v for k, v in step.items() if not k.startswith(VOLATILE)} for step in job.metrics()]
+    return [
+        {k: v for k, v in step.items() if not k.startswith(VOLATILE) and not k.endswith("_seconds")}
+        for step in job.metrics()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,8 @@ def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
     ]
     assert all(0 < difference < 1e-5 for difference in differences), differences
     assert all(step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0 for step in steps[:3])
-    assert "PASSED: 3 PPO steps; 4 weight syncs" in quickstart.output()
+    assert "PASSED: 3 PPO steps; 4 weight syncs, each proven by the engine's log-probs" in quickstart.output()
+    assert "baseline on the model's own checkpoint: log-prob difference" in quickstart.output()
 
 
 def test_it_leaves_no_process_and_a_report(quickstart: Job) -> None:
@@ -63,6 +67,22 @@ def test_same_seed_same_metrics_bit_for_bit(quickstart: Job, tmp_path: Path) -> 
     assert values(again) == values(quickstart)
 
 
+def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart: Job, tmp_path: Path) -> None:
+    job = run(tmp_path / "run", 2, QUICKSTART, "--weights.verify", "full")
+    assert job.process.returncode == 0, job.output()
+    assert "4 weight syncs, each rehearsed on poison with changed weights, compared with a reload" in job.output()
+    parts = ("perturb", "poison", "push", "readback", "save", "reload", "log_probs")
+    prefixes = ("", "", "", "final/")
+    for step, prefix in zip(job.metrics(), prefixes, strict=True):
+        assert all(step[f"{prefix}verify/{part}_seconds"] > 0 for part in parts)
+    assert values(job) == values(quickstart)  # the perturbation is undone to the last bit
+    report = (job.folder / "report.md").read_text()
+    assert "Greedy outputs before and after the reload were equal bit for bit." in report
+    assert "| readback | 4 |" in report
+    assert not list(job.folder.glob("*-reload"))
+    assert job.left_behind() == []
+
+
 def test_deepseek_on_two_engines_with_grpo_and_named_tensors(tmp_path: Path) -> None:
     job = run(
         tmp_path / "run",
@@ -70,6 +90,7 @@ def test_deepseek_on_two_engines_with_grpo_and_named_tensors(tmp_path: Path) -> 
         QUICKSTART,
         *["--model.name", "deepseek_v3", "--parallel.dp", "2", "--parallel.tp", "1", "--run.steps", "2"],
         *["--algorithm.advantage", "grpo", "--algorithm.kl_placement", "loss", "--weights.transport", "tensor"],
+        *["--weights.verify", "full"],
     )
     assert job.process.returncode == 0, job.output()
     assert all(step["log_prob_difference_mean"] < 1e-5 for step in job.metrics()[:2])

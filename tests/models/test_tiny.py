@@ -214,3 +214,12 @@ def test_errors_of_name_device_dtype(tmp_path):
         tiny_config("qwen2", "tpu")
     with pytest.raises(ValueError, match="dtype is 'float16': it must be float32 or bfloat16"):
         save_tiny_model("qwen2", tmp_path, 0, "float16", texts=TEXTS)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_without_weights_the_folder_is_the_same_but_for_them(tmp_path, name):
+    whole = save_tiny_model(name, tmp_path / "whole", 0, "bfloat16", texts=TEXTS)
+    bare = save_tiny_model(name, tmp_path / "bare", 0, "bfloat16", texts=TEXTS, weights=False)
+    wanted = hashes(whole)
+    del wanted["model.safetensors"], wanted["generation_config.json"]
+    assert hashes(bare) == wanted

@@ -1,8 +1,14 @@
 """Sharded models against transformers' own, measured by two ranks."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.trainer.model import random_rows
 
 Measurements = list[dict[str, Any]]
 
@@ -43,6 +49,28 @@ def test_random_weights_do_not_depend_on_the_world_size(measurements: Measuremen
         assert measured["differences"] == 0
         assert measured["value_differences"] == 0
         assert measured["same_as_other_seed"] == []
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 5),
+    block_values=st.integers(1, 60),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_random_rows_are_the_same_however_they_are_cut(
+    rows: int, columns: int, block_values: int, cuts: list[int]
+) -> None:
+    def draw(first: int, count: int) -> torch.Tensor:
+        shard = torch.full((count, columns), torch.nan)
+        for start, block in random_rows((rows, columns), first, count, "key", torch.device("cpu"), block_values):
+            shard[start : start + len(block)] = block
+        return shard
+
+    edges = [0, *sorted(min(cut, rows) for cut in cuts), rows]
+    whole = draw(0, rows)
+    parts = [draw(first, after - first) for first, after in pairwise(edges)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert len(whole.unique()) == whole.numel(), "no two rows or blocks are alike"
 
 
 def test_random_weights_are_distributed_as_said(measurements: Measurements) -> None:

@@ -1,77 +1,124 @@
+import dataclasses
+import math
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
-import torch
 
-from harness.weights.verify import LogProbDifference, describe, log_prob_difference
-from tests.gloo import on_ranks
+from harness.config.layers import ConfigError
+from harness.config.schema import Config
+from harness.events import EventLog
+from harness.rollout import sglang_api
+from harness.weights.log_probs import LogProbDifference, Part
+from harness.weights.verify import NoBaseline, Verification, WeightsDidNotArrive, check_level
 
-INF = float("inf")
-
-
-QWEN3_MOE = [
-    *[f"l.0.self_attn.{part}_proj.weight" for part in "qkvo"],
-    *[f"l.0.mlp.experts.{expert}.{part}_proj.weight" for expert in (0, 1) for part in ("gate", "up", "down")],
-    "l.1.mlp.gate_proj.weight",
-    "l.1.mlp.up_proj.weight",
-    "norm.weight",
-]
-MIXTRAL = [f"l.0.block_sparse_moe.experts.{expert}.w{part}.weight" for expert in (0, 1) for part in (1, 2, 3)]
+Level = Literal["off", "log_probs", "bytes", "full"]
 
 
-@pytest.mark.parametrize(
-    ("name", "checkpoint", "described"),
-    [
-        ("norm.weight", QWEN3_MOE, "norm.weight"),
-        ("l.0.self_attn.o_proj.weight", QWEN3_MOE, "l.0.self_attn.o_proj.weight"),
-        (
-            "l.0.self_attn.qkv_proj.weight",
-            QWEN3_MOE,
-            "l.0.self_attn.qkv_proj.weight (l.0.self_attn.q_proj.weight, l.0.self_attn.k_proj.weight,"
-            " l.0.self_attn.v_proj.weight)",
-        ),
-        (
-            "l.1.mlp.gate_up_proj.weight",
-            QWEN3_MOE,
-            "l.1.mlp.gate_up_proj.weight (l.1.mlp.gate_proj.weight, l.1.mlp.up_proj.weight)",
-        ),
-        (
-            "l.0.mlp.experts.w2_weight",
-            QWEN3_MOE,
-            "l.0.mlp.experts.w2_weight (l.0.mlp.experts.0.down_proj.weight, l.0.mlp.experts.1.down_proj.weight)",
-        ),
-        ("rotary.cos_sin_cache", QWEN3_MOE, "rotary.cos_sin_cache"),
-        (
-            "l.0.block_sparse_moe.experts.w13_weight",
-            MIXTRAL,
-            "l.0.block_sparse_moe.experts.w13_weight (l.0.block_sparse_moe.experts.0.w1.weight,"
-            " l.0.block_sparse_moe.experts.0.w2.weight, l.0.block_sparse_moe.experts.0.w3.weight,"
-            " l.0.block_sparse_moe.experts.1.w1.weight, 2 more)",
-        ),
-    ],
-)
-def test_describe_names_what_the_engine_fused(name: str, checkpoint: list[str], described: str) -> None:
-    assert describe(name, checkpoint) == described
+class WithoutEngine(Verification):
+    """Its search for suspects answers with `found`, or fails with it; all else is real."""
+
+    found: str | Exception = "none found"
+
+    def find_suspects(self, index: int) -> str:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
 
 
-def _difference(rank: int, engine: list[list[list[float]]], mask: list[list[list[int]]]) -> LogProbDifference:
-    ours = torch.tensor(engine[rank])
-    return log_prob_difference(ours, torch.zeros_like(ours), torch.tensor(mask[rank]))
+def verification(folder: Path, level: Level = "log_probs", **parts: Any) -> WithoutEngine:
+    config = Config()
+    config.weights.verify = level
+    given: dict[str, Any] = dict.fromkeys(("world", "memory", "sync", "reload", "prompts"))
+    given["reload"] = type("Source", (), {"source": folder})()
+    return WithoutEngine(config=config, events=EventLog(folder / "rank0.jsonl", 0, "here"), **given | parts)
 
 
-CASES = [
-    # (engine by rank, mask by rank, mean, largest); the trainer's log-probs are 0.
-    ([[[-1.0, 0.5]], [[9.0, 0.0], [2.5, 9.0]]], [[[1, 1]], [[0, 1], [1, 0]]], 1.0, 2.5),
-    ([[[float("nan"), 1.0]], [[2.0, 3.0]]], [[[0, 1]], [[1, 1]]], 2.0, 3.0),  # a NaN that does not count
-    ([[[float("nan"), 1.0]], [[2.0, 3.0]]], [[[1, 1]], [[1, 1]]], INF, INF),
-    ([[[-INF, 1.0]], [[2.0, 3.0]]], [[[1, 1]], [[1, 1]]], INF, INF),
-]
+def difference(mean: float) -> LogProbDifference:
+    part = Part(index=2, mean=mean, tokens=64, bulk=mean)
+    return LogProbDifference(mean=mean, largest=5.0, tokens=256, sequence=part, position=part)
 
 
-def _all_differences(rank: int) -> list[LogProbDifference]:
-    return [_difference(rank, engine, mask) for engine, mask, _, _ in CASES]
+def test_levels_are_cumulative(tmp_path: Path) -> None:
+    reached = {level: verification(tmp_path, level) for level in ("off", "log_probs", "bytes", "full")}
+    assert [[each.reaches(level) for level in reached] for each in reached.values()] == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [True, True, True, False],
+        [True, True, True, True],
+    ]
 
 
-def test_log_prob_difference_is_over_the_response_tokens_of_all_ranks(tmp_path: Path) -> None:
-    expected = [LogProbDifference(mean=mean, largest=largest) for _, _, mean, largest in CASES]
-    assert on_ranks(_all_differences, 2, tmp_path) == [expected] * 2
+@pytest.mark.parametrize("mean", [1e-5, 0.0])
+def test_a_difference_within_what_is_allowed_passes(mean: float, tmp_path: Path) -> None:
+    verification(tmp_path).check_log_probs(0, difference(mean))
+
+
+@pytest.mark.parametrize("mean", [2e-5, math.inf, math.nan])
+def test_a_larger_or_undefined_difference_fails_and_names_suspects(mean: float, tmp_path: Path) -> None:
+    checks = verification(tmp_path)
+    checks.found = "lm_head.weight"
+    with pytest.raises(
+        WeightsDidNotArrive,
+        match=r"^step 2: .* in the mean \(allowed 1e-05\), .* sequence 2 \(.*trainer's: lm_head\.weight$",
+    ):
+        checks.check_log_probs(2, difference(mean))
+
+
+@pytest.mark.parametrize("mean", [2e-5, math.inf])
+def test_at_off_nothing_fails(mean: float, tmp_path: Path) -> None:
+    verification(tmp_path, "off").check_log_probs(2, difference(mean))
+
+
+def test_a_failed_search_for_suspects_does_not_hide_the_difference(tmp_path: Path) -> None:
+    checks = verification(tmp_path)
+    checks.found = OSError("no shared folder")
+    with pytest.raises(
+        WeightsDidNotArrive, match=r"off by 1\.00e\+00 .*search for them failed \(OSError: no sh"
+    ) as raised:
+        checks.check_log_probs(0, difference(1.0))
+    assert raised.value.__cause__ is checks.found
+
+
+def test_a_baseline_moves_what_is_allowed(tmp_path: Path) -> None:
+    checks = verification(tmp_path)
+    checks.set_baseline(difference(0.01))
+    checks.check_log_probs(0, difference(0.02))
+    with pytest.raises(WeightsDidNotArrive):
+        checks.check_log_probs(0, difference(0.04))
+
+
+@pytest.mark.parametrize("mean", [0.11, math.inf])
+def test_a_baseline_that_proves_nothing_ends_the_run(mean: float, tmp_path: Path) -> None:
+    with pytest.raises(NoBaseline, match="SGLang and transformers do not compute the same model"):
+        verification(tmp_path).set_baseline(difference(mean))
+
+
+def test_no_baseline_at_off_nor_of_random_weights(tmp_path: Path) -> None:
+    off, random = verification(tmp_path, "off"), verification(tmp_path, sync=type("S", (), {"engine": None})())
+    random.config.model.weights = "random"
+    assert not off.load_baseline() and not random.load_baseline()
+    assert random.why_no_baseline == "random weights are in no checkpoint"
+
+
+def test_seconds_add_up_until_they_are_taken(tmp_path: Path) -> None:
+    checks = verification(tmp_path)
+    for _ in range(2):
+        with checks.timed("perturb"):
+            pass
+    taken = checks.take_seconds()
+    assert taken.keys() == {"verify/perturb_seconds"} and 0 < taken["verify/perturb_seconds"] < 1
+    assert checks.take_seconds() == {}
+    assert len(checks.events.seconds["verify_perturb"]) == 2
+
+
+@pytest.mark.parametrize("level", ["bytes", "full"])
+def test_reading_back_needs_a_door_into_the_schedulers(level: Level) -> None:
+    api, config = sglang_api.probe(), Config()
+    config.weights.verify = level
+    check_level(config, api)
+    closed = dataclasses.replace(api, custom_weight_loader=False)
+    with pytest.raises(ConfigError, match=rf'^weights\.verify = "{level}": sglang .* use "log_probs"\.$'):
+        check_level(config, closed)
+    config.weights.verify = "log_probs"
+    check_level(config, closed)

@@ -14,6 +14,7 @@ from harness.rollout.sglang_api.engine import (
     collective_rpc,
     continue_generation,
     destroy_weights_update_group,
+    engine_loop,
     flush_cache,
     generate,
     import_engine,
@@ -40,6 +41,7 @@ from harness.rollout.sglang_api.environment import (
 from harness.rollout.sglang_api.payload import flattened_bucket, local_serialized_tensor, patch_reductions, serialize
 from harness.rollout.sglang_api.probe import SGLangApi, probe
 from harness.rollout.sglang_api.source import SourceTree
+from harness.rollout.sglang_api.update_group import open_update_group, update_group_ends_in_barrier
 
 __all__ = [
     "Engine",
@@ -61,6 +63,7 @@ __all__ = [
     "continue_generation",
     "destroy_weights_update_group",
     "engine_environment_rules",
+    "engine_loop",
     "flattened_bucket",
     "flush_cache",
     "generate",
@@ -69,6 +72,7 @@ __all__ = [
     "local_serialized_tensor",
     "memory_arguments",
     "memory_imbalance_environment",
+    "open_update_group",
     "patch_reductions",
     "pause_generation",
     "probe",
@@ -78,6 +82,7 @@ __all__ = [
     "shutdown",
     "start_loop",
     "unlink_shared_memory",
+    "update_group_ends_in_barrier",
     "update_session",
     "update_weights_from_disk",
     "update_weights_from_distributed",

@@ -119,8 +119,12 @@ def await_in_engine(engine: Engine, make: Callable[[Any], Coroutine[Any, Any, T]
         manager.auto_create_handle_loop()
         return await make(manager)
 
-    loop = getattr(engine, "loop", None) or asyncio.get_event_loop()
-    return cast(T, loop.run_until_complete(run()))
+    return engine_loop(engine).run_until_complete(run())
+
+
+def engine_loop(engine: Engine) -> asyncio.AbstractEventLoop:
+    """The event loop in which the engine's calls run; older releases take the main thread's."""
+    return cast(asyncio.AbstractEventLoop, getattr(engine, "loop", None) or asyncio.get_event_loop())
 
 
 def start_loop(engine: Engine) -> None:

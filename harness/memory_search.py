@@ -1,0 +1,180 @@
+"""The largest engine.args.mem_fraction_static with which a run passes, woken at once and in stages, by real runs.
+
+Trial(...) is one torchrun of launch/ppo.py, in a session of its own, every process of which is ended
+largest_passing(passes, low, high, resolution) is the search, and knows nothing of processes
+"""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+MODES = ("at_once", "staged")
+GRACE_SECONDS = 10.0  # how long processes that were asked to end may take
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One run."""
+
+    fraction: float
+    wake: str
+    passed: bool
+    seconds: float
+    reason: str
+    """Empty where it passed, else the first line of the run that says why not."""
+
+
+def candidates(low: float, high: float, resolution: float) -> list[float]:
+    """The fractions that a search may try: low, and steps of resolution up to high; each rounded to 4 digits.
+
+    Raises ValueError unless 0 < low <= high < 1 and resolution is at least 0.001.
+    """
+    if not 0 < low <= high < 1:
+        raise ValueError(f"--low {low:g} --high {high:g} is no range to search: 0 < low <= high < 1 is needed.")
+    if resolution < 0.001:
+        raise ValueError(f"--resolution {resolution:g} is too fine to mean anything: give at least 0.001.")
+    steps = math.floor((high - low) / resolution + 1e-9)
+    return [round(low + step * resolution, 4) for step in range(steps + 1)]
+
+
+def largest_passing(passes: Callable[[float], bool], low: float, high: float, resolution: float) -> float | None:
+    """The largest candidate that passes, if all below it do: bisection, at most 2 + log2(candidates) trials.
+
+    None where low does not pass. Where passing is not monotone, what is returned has passed, and its upper neighbour has
+    not (or there is none). Each fraction is tried at most once.
+    """
+    fractions = candidates(low, high, resolution)
+    if not passes(fractions[0]):
+        return None
+    if len(fractions) == 1 or passes(fractions[-1]):
+        return fractions[-1]
+    good, bad = 0, len(fractions) - 1
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if passes(fractions[middle]):
+            good = middle
+        else:
+            bad = middle
+    return fractions[good]
+
+
+@dataclass(kw_only=True, slots=True)
+class Search:
+    """Trials of one config, both ways of waking. Whatever ends the search, nothing that it started lives on."""
+
+    command: Sequence[str]
+    """Runs the config once; --engine.args.mem_fraction_static, --memory.wake and --run.dir are appended."""
+    timeout_seconds: float
+    folder: Path
+    """Receives one log and one run directory a trial."""
+    tell: Callable[[Outcome], None] = lambda _: None
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def find(self, low: float, high: float, resolution: float, modes: Sequence[str] = MODES) -> dict[str, float | None]:
+        """The largest fraction that passes, by way of waking; None where the least does not pass."""
+
+        def largest(wake: str) -> float | None:
+            return largest_passing(lambda fraction: self.try_one(fraction, wake).passed, low, high, resolution)
+
+        return {wake: largest(wake) for wake in modes}
+
+    def try_one(self, fraction: float, wake: str) -> Outcome:
+        """One run to its end, or to the timeout."""
+        name = f"{wake}-{fraction:g}"
+        overrides = ["--engine.args.mem_fraction_static", f"{fraction:g}", "--memory.wake", wake]
+        command = [*self.command, *overrides, "--run.dir", str(self.folder / name)]
+        log = self.folder / f"{name}.log"
+        started = time.monotonic()
+        with log.open("w") as output:
+            code = run_to_end(command, output, self.timeout_seconds)
+        seconds = time.monotonic() - started
+        if code is None:
+            reason = f"no end after {self.timeout_seconds:g} s"
+        else:
+            logs = [log, *sorted((self.folder / name / "engines").glob("*.log"))]
+            said = "\n".join(each.read_text(errors="replace") for each in logs)
+            reason = "" if code == 0 else first_error(said) or f"exit code {code}"
+        outcome = Outcome(fraction=fraction, wake=wake, passed=code == 0, seconds=seconds, reason=reason)
+        self.outcomes.append(outcome)
+        self.tell(outcome)
+        return outcome
+
+
+def run_to_end(command: Sequence[str], output: IO[str], timeout_seconds: float) -> int | None:
+    """The exit code, None after the timeout. All processes that it started are gone at the return, or at the exception."""
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    family: set[psutil.Process] = set()
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            # An engine's process may leave the session, or be orphaned: it is known from when it had its parent.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family.update(psutil.Process(process.pid).children(recursive=True))
+            time.sleep(POLL_SECONDS)
+        return process.poll()
+    finally:
+        _end(process, family)
+
+
+def _end(process: "subprocess.Popen[bytes]", family: set[psutil.Process]) -> None:
+    """Ask what still runs of a job to end; kill what does not, and at once what outlived the job."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family.update(psutil.Process(process.pid).children(recursive=True))
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for each in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+    psutil.wait_procs(family, GRACE_SECONDS)
+
+
+def first_error(log: str) -> str:
+    """The line that says why a run failed, of its own output and then its engines': the first that tells of memory, else
+    the first verdict, else the first exception; empty if there is none."""
+    lines = [line.strip() for line in log.splitlines()]
+    for marks in (
+        ("out of memory", "Not enough memory", "Try to increase"),
+        ("FAILED:", "error:"),
+        ("Error", "Exception"),
+    ):
+        for line in lines:
+            if any(mark in line for mark in marks):
+                return line[:200]
+    return ""
+
+
+def as_json(found: dict[str, float | None], outcomes: Sequence[Outcome]) -> str:
+    """All of a search: the largest fraction by way of waking, and each run."""
+    return json.dumps({"largest": found, "runs": [asdict(outcome) for outcome in outcomes]}, indent=1)
+
+
+def trial_folder() -> Path:
+    """A fresh folder for logs and run directories."""
+    return Path(tempfile.mkdtemp(prefix="harness-memory-"))
+
+
+def torchrun_command(nproc_per_node: int, script: Path, words: Sequence[str]) -> list[str]:
+    """One run of the main job on this host, with this Python."""
+    return [
+        *[sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc_per_node}"],
+        *[str(script), *words],
+    ]

@@ -1,0 +1,170 @@
+"""The engine's log-probs against the trainer's on the same tokens: how far apart, where most, and how far they may be.
+
+What is allowed comes of the dtype and of a baseline: the same difference on weights that are certainly the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from harness.cluster.world import all_gather
+
+Dtype = Literal["float32", "bfloat16"]
+
+EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
+# No statistic below its floor is a failure. bfloat16: matrix products add up in float32, so what counts is the rounding
+# of the logits, one epsilon of a number around 1; healthy 10M-parameter models were within 0.003 on H200, and the
+# smallest silent failure there was 0.014. float32: the sums themselves round, in another order in each program, and
+# random errors of 7000 additions make sqrt(7000) = 84 epsilons, 1e-5; healthy models were within 5e-7 on CPU.
+FLOOR = {"float32": 84 * EPSILON["float32"], "bfloat16": EPSILON["bfloat16"]}
+# Without a baseline a difference must be allowed that may be healthy in a bfloat16 model of that kind: on H200 tiny
+# models had up to 0.011, mixtures of experts up to 0.020 in the mean.
+FLOOR_WITHOUT_BASELINE = {"float32": FLOOR["float32"], "bfloat16": 0.05}
+# Healthy means of one run stayed within a factor of 2 of each other; silent failures were 4.8 times and more above their
+# healthy twins (0.0145 against 0.0030, 0.0139 against 0.0029).
+FACTOR = 3.0
+# exp(0.1) is half of PPO's usual clip range: with a baseline above it nothing could be learnt, and nothing be proven.
+LARGEST_BASELINE = 0.1
+# A tiny bfloat16 mixture of experts on CPU had means from 0.005 to 0.014 over 38 healthy rollouts of 256 tokens, and from
+# 0.0087 to 0.0116 over 8 of 1024: a router that chooses another expert moves one token by up to 0.7. So a baseline is of
+# more tokens than a tiny run's one rollout.
+BASELINE_TOKENS = 2048
+# The same jumps make the mean of a healthy sequence of 16 tokens 7 times the mean of all. Its lower three quarters have few
+# of them; where fewer tokens are, a part is shown and not judged.
+BULK = 0.75
+JUDGED_TOKENS = 8
+# An early choice shifts the rest of its sequence: the worst of 64 healthy bulks was up to 3.3 times the mean of all tokens.
+# Over positions such shifts spread: there the worst bulk stayed under 0.7 times the mean.
+SEQUENCE_FACTOR = 6.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One sequence, or one response position over all sequences."""
+
+    index: int
+    """Of the sequence, over all ranks in their order; or of the position, 0 at a response's first token."""
+    mean: float
+    """Mean |difference| of its tokens, in nats."""
+    tokens: int
+    """How many those are."""
+    bulk: float
+    """Mean of its lower three quarters, by which it is judged; 0 where it has too few tokens for that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbDifference:
+    """|engine log-prob - trainer log-prob| over the response tokens of all ranks, in nats; infinite where one is NaN."""
+
+    mean: float
+    largest: float
+    tokens: int
+    """How many there are."""
+    sequence: Part
+    """The worst one: that of the largest bulk, or of the largest mean where none is judged."""
+    position: Part
+    """The worst one, likewise."""
+
+    def metrics(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        return {
+            "log_prob_difference_mean": self.mean,
+            "log_prob_difference_max": self.largest,
+            "log_prob_difference_worst_sequence": self.sequence.mean,
+            "log_prob_difference_worst_sequence_bulk": self.sequence.bulk,
+            "log_prob_difference_worst_sequence_index": self.sequence.index,
+            "log_prob_difference_worst_position": self.position.mean,
+            "log_prob_difference_worst_position_bulk": self.position.bulk,
+            "log_prob_difference_worst_position_index": self.position.index,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allowed:
+    """What each statistic may be at most, in nats: the mean of all tokens, and the bulk of a sequence or position."""
+
+    mean: float
+    sequence: float
+    position: float
+    has_baseline: bool
+
+    @classmethod
+    def of(cls, dtype: Dtype, baseline: LogProbDifference | None) -> "Allowed":
+        """max(floor, factor x baseline) for each statistic; no part is expected to be better than the mean."""
+        if baseline is None:
+            floor = FLOOR_WITHOUT_BASELINE[dtype]
+            return cls(mean=floor, sequence=floor, position=floor, has_baseline=False)
+        floor, mean = FLOOR[dtype], baseline.mean
+        return cls(
+            mean=max(floor, FACTOR * mean),
+            sequence=max(floor, FACTOR * baseline.sequence.bulk, SEQUENCE_FACTOR * mean),
+            position=max(floor, FACTOR * max(baseline.position.bulk, mean)),
+            has_baseline=True,
+        )
+
+    def violations(self, found: LogProbDifference) -> list[str]:
+        """One phrase for each statistic that is too large or undefined; none when all is well."""
+        checks = (
+            ("in the mean", found.mean, self.mean),
+            (f"in sequence {found.sequence.index}", found.sequence.bulk, self.sequence),
+            (f"at response position {found.position.index}", found.position.bulk, self.position),
+        )
+        return [
+            f"{value:.2e} {what} (allowed {allowed:.2g})" for what, value, allowed in checks if not value <= allowed
+        ]
+
+
+def merge(differences: Sequence[LogProbDifference]) -> LogProbDifference:
+    """Of several rollouts one: the mean of all tokens, and the worst of the rest."""
+    tokens = sum(each.tokens for each in differences)
+    return LogProbDifference(
+        mean=sum(each.mean * each.tokens for each in differences) / tokens,
+        largest=max(each.largest for each in differences),
+        tokens=tokens,
+        sequence=max((each.sequence for each in differences), key=_badness),
+        position=max((each.position for each in differences), key=_badness),
+    )
+
+
+def log_prob_difference(engine: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> LogProbDifference:
+    """engine, trainer: float [B, T]; mask: [B, T], 1 at response tokens. A collective call; the same on every rank.
+
+    Raises ValueError when no rank has a response token.
+    """
+    rows = [gap[kept] for gap, kept in zip(_gap(engine, trainer), mask.bool().cpu(), strict=True)]
+    # By sequence, in the order of ranks; a row is as long as its response.
+    sequences = [row for rank in all_gather(rows) for row in rank]
+    tokens = sum(len(row) for row in sequences)
+    if tokens == 0:
+        raise ValueError("the batch has no response token on any rank, but log-probs are compared on at least one.")
+    longest = max(len(row) for row in sequences)
+    positions = [torch.stack([row[t] for row in sequences if len(row) > t]) for t in range(longest)]
+    everything = torch.cat(sequences)
+    return LogProbDifference(
+        mean=float(everything.mean()),
+        largest=float(everything.max()),
+        tokens=tokens,
+        sequence=_worst(sequences),
+        position=_worst(positions),
+    )
+
+
+def _gap(engine: torch.Tensor, trainer: torch.Tensor) -> torch.Tensor:
+    gap = (engine.cpu().double() - trainer.cpu().double()).abs()
+    return torch.where(gap.isnan(), torch.inf, gap)  # a NaN compares as small as anything
+
+
+def _worst(parts: list[torch.Tensor]) -> Part:
+    return max((_part(index, part) for index, part in enumerate(parts) if len(part)), key=_badness)
+
+
+def _part(index: int, gaps: torch.Tensor) -> Part:
+    kept = int(len(gaps) * BULK) if len(gaps) >= JUDGED_TOKENS else 0
+    bulk = float(gaps.sort().values[:kept].mean()) if kept else 0.0
+    return Part(index=index, mean=float(gaps.mean()), tokens=len(gaps), bulk=bulk)
+
+
+def _badness(part: Part) -> tuple[float, float]:
+    return part.bulk, part.mean

@@ -1,0 +1,58 @@
+"""A known change of every trainer tensor that undoes itself, so that a tensor that is not sent anew shows.
+
+One bit of each element's mantissa is flipped: flipped twice it is as before, bit for bit, whatever the value was.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+# Integer view of a float type, and its number of mantissa bits. Bits 5 and 6 exist in every one of them, so the change
+# outlives a conversion to bfloat16.
+VIEWS = {torch.float32: (torch.int32, 23), torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10)}
+CHUNK = 1 << 20
+"""Elements changed at a time: what the change needs beside the tensor is a few chunks of int64."""
+
+
+@torch.no_grad()
+def perturb(live: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Flip, in every element, the mantissa bit worth 2**-5 or 2**-6 of its power of two; done twice it is undone.
+
+    The change of a normal number x is above 2**-7 |x| and at most 2**-5 |x|; finite numbers stay finite, and zero becomes
+    a denormal. Which bit depends on seed, name, shard and position, and not on the device. live: float32, bfloat16 or
+    float16, of a DTensor this rank's shard; integers stay as they are. Raises ValueError for other types.
+    """
+    for name, tensor in live.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        if not local.is_floating_point():
+            continue
+        if local.dtype not in VIEWS:
+            raise ValueError(
+                f"{name} has dtype {local.dtype}, but what is perturbed must be float32, bfloat16 or float16."
+            )
+        _flip(local, f"{seed}/{name}/{_shard(tensor)}")
+
+
+def _flip(tensor: torch.Tensor, key: str) -> None:
+    integer, bits = VIEWS[tensor.dtype]
+    flat = tensor.view(integer).view(-1)  # raises where the shard is no contiguous memory
+    digest = hashlib.sha256(key.encode()).digest()
+    # Multiplied by an odd number, a position's bits mix upwards; bit 31 is as good as a coin.
+    factor = int.from_bytes(digest[:4], "little") | 1
+    offset = int.from_bytes(digest[4:8], "little")
+    for start in range(0, flat.numel(), CHUNK):
+        chunk = flat[start : start + CHUNK]
+        position = torch.arange(start, start + chunk.numel(), device=flat.device, dtype=torch.int64)
+        coin = position.mul_(factor).add_(offset).bitwise_right_shift_(31).bitwise_and_(1)
+        chunk.bitwise_xor_(coin.add_(1).mul_(1 << (bits - 6)).to(integer))
+
+
+def _shard(tensor: torch.Tensor) -> str:
+    """Which shard this rank holds: the same for ranks with the same values, since those must stay the same."""
+    if not isinstance(tensor, DTensor):
+        return "whole"
+    coordinates: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+    pairs = zip(tensor.placements, coordinates, strict=True)
+    return ",".join(str(coordinate) for placement, coordinate in pairs if isinstance(placement, Shard))

@@ -1,0 +1,227 @@
+"""The ways in which weights travel from trainer to engine, one class each, and which of them a run takes.
+
+All but the stream take buckets one after the other, each gathered whole on every rank. What fuses on arrival is in one
+bucket, and a bucket is one call of the engine.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from harness.cluster.world import all_gather
+from harness.config import schema
+from harness.config.layers import ConfigError
+from harness.config.rules import check_transport
+from harness.rollout import sglang_api
+from harness.rollout.sglang_api import SGLangApi
+from harness.rollout.update_group import UpdateGroup
+from harness.rollout.verl_engine import EngineFailed, VerlEngine
+from harness.weights.gather import Bucket
+
+if TYPE_CHECKING:
+    from harness.weights.sync import WeightSync
+
+Name = Literal["stream", "tensor", "bucket", "distributed", "disk"]
+
+Gathered = list[tuple[str, torch.Tensor]]
+"""Full, contiguous tensors under their checkpoint names."""
+
+Gather = Callable[[Bucket], Gathered]
+"""A collective call of the trainer's ranks."""
+
+
+class Transport(Protocol):
+    """One way of bringing all weights to the engine of this rank's group."""
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        """One whole sync; a collective call of all ranks. The prefix cache is flushed with the last bucket."""
+
+    def close(self) -> None:
+        """Give back what it keeps between syncs; a collective call."""
+
+
+def choose_transport(config: schema.Config, api: SGLangApi, device: Literal["cpu", "cuda"]) -> Name:
+    """The transport of a run. Raises ConfigError for one that its devices or this sglang do not allow."""
+    check_transport(config, device)
+    if config.weights.transport == "auto":
+        if config.engine.implementation == "sglang":
+            return "tensor"
+        if config.parallel.engine_gpus == "apart":
+            return "distributed"
+    return resolve_transport(config.weights, api, device)
+
+
+def resolve_transport(weights: schema.Weights, api: SGLangApi, device: Literal["cpu", "cuda"]) -> Name:
+    """auto -> stream where this sglang can, else tensor. Raises ConfigError for a transport that it lacks.
+
+    For an engine of the harness that shares its trainer's GPU; what else a config says, choose_transport knows.
+    """
+    name = weights.transport
+    if name == "auto":
+        return "stream" if api.custom_weight_loader else "tensor"
+    lacks = _what_is_lacking(name, api, device)
+    if lacks:
+        raise ConfigError(f'weights.transport = "{name}" cannot work: sglang {api.version} {lacks}.')
+    return name
+
+
+def make_transport(name: Name, sync: "WeightSync", folder: Path, timeout_seconds: float = 600.0) -> Transport:
+    """The transport called `name`. folder: where disk writes its checkpoints unless weights.folder says otherwise."""
+    engine = sync.engine
+    if name == "stream":
+        from harness.weights.stream import Stream
+
+        return Stream(engine, sync.live, sync.link)
+    if name == "tensor":
+        return NamedTensors(engine)
+    if name == "bucket":
+        return FlattenedBuckets(engine)
+    if name == "distributed":
+        return Distributed(engine, UpdateGroup(engine, timeout_seconds))
+    parent = Path(sync.config.folder).resolve() if sync.config.folder else folder
+    # The target serves as source: of an empty folder no config or tokenizer is copied, and the engine has its own.
+    return Disk(engine, parent, lambda target: sync.save(target, target, dist.get_rank()))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensors:
+    """A list of named tensors a call: each rank hands its own copies to the TP rank beside it."""
+
+    engine: VerlEngine
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        with self.engine.weight_update():
+            for bucket, last in _marked(buckets):
+                self.engine.update_weights_from_tensor(gather(bucket), flush_cache=last)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlattenedBuckets:
+    """One flattened buffer a call; one for each dtype of a bucket where this sglang wants that (0.5.1 to 0.5.5)."""
+
+    engine: VerlEngine
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        with self.engine.weight_update():
+            for bucket, last in _marked(buckets):
+                calls = self._calls(gather(bucket))
+                for index, tensors in enumerate(calls):
+                    flush = last and index + 1 == len(calls)
+                    self.engine.update_weights_from_tensor(tensors, load_format="flattened_bucket", flush_cache=flush)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def _calls(self, tensors: Gathered) -> list[Gathered]:
+        return [tensors] if self.engine.api.bucket_mixes_dtypes else split_by_dtype(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Distributed:
+    """A broadcast from each engine's head to its TP ranks, which may be on other GPUs and hosts than the trainers."""
+
+    engine: VerlEngine
+    group: UpdateGroup
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        """Raises ConfigError, before anything is sent, for a model that this sglang cannot receive whole."""
+        if "name" in self.engine.api.distributed_update_parameters:
+            _check_one_tensor_a_call(self.engine.api, [entry.name for bucket in buckets for entry in bucket.entries])
+        with self.engine.weight_update():
+            for bucket, last in _marked(buckets):
+                self.group.broadcast(gather(bucket), flush_cache=last)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A checkpoint that rank 0 writes and every engine loads, deleted when all have."""
+
+    engine: VerlEngine
+    parent: Path
+    """All hosts see it; each sync writes a folder of its own there."""
+    save: Callable[[Path], None]
+    """Write the trainer's weights into an empty folder; a collective call of all ranks."""
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        """buckets and gather are not used: `save` gathers. SGLang flushes the prefix cache after a load by itself.
+
+        A failure to write or load raises on every rank; what was written is deleted all the same.
+        """
+        with ExitStack() as cleanup:
+            box = [""]
+            if dist.get_rank() == 0:
+                self.parent.mkdir(parents=True, exist_ok=True)
+                box = [tempfile.mkdtemp(prefix="weights-", dir=self.parent)]
+                cleanup.callback(shutil.rmtree, box[0], ignore_errors=True)
+            dist.broadcast_object_list(box, src=0)
+            folder = Path(box[0])
+            _together("writing the checkpoint", lambda: self.save(folder))
+            _together("loading the checkpoint", lambda: self.engine.update_weights_from_disk(str(folder)))
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def split_by_dtype(tensors: Gathered) -> list[Gathered]:
+    """One list for each dtype, in order. What fuses has one dtype, so it stays together."""
+    lists: dict[torch.dtype, Gathered] = {}
+    for name, tensor in tensors:
+        lists.setdefault(tensor.dtype, []).append((name, tensor))
+    return list(lists.values())
+
+
+def _what_is_lacking(name: str, api: SGLangApi, device: str) -> str | None:
+    """Why this sglang cannot do it and what can, as the end of a sentence, or None."""
+    if name == "stream" and not api.custom_weight_loader:
+        return 'has no custom weight loaders, which came with 0.4.8; use "tensor"'
+    if name == "bucket" and not api.flattened_bucket:
+        return 'has no flattened buckets, which came with 0.5.1; use "tensor"'
+    if name == "distributed" and not api.distributed_update_parameters:
+        return 'has no update_weights_from_distributed; use "tensor"'
+    if name == "distributed" and sglang_api.update_group_ends_in_barrier(api):
+        reason = "gloo refuses" if device == "cpu" else "GPUs the engine does not see"
+        return f'ends the start of an update group in a barrier for which it names GPUs ({reason}); use "disk"'
+    return None
+
+
+def _check_one_tensor_a_call(api: SGLangApi, names: Sequence[str]) -> None:
+    """Until 0.4.8.post1 each tensor is a call of its own, after which SGLang drops the half that it would have fused."""
+    halves = next((name for name in names if "kv_a_proj_with_mqa" in name), None)
+    if halves and any(name == halves.replace("kv_a_proj_with_mqa", "q_a_proj") for name in names):
+        raise ConfigError(
+            f'weights.transport = "distributed" cannot work: sglang {api.version} receives one tensor a call, and would'
+            f' drop {halves}, which it fuses with q_a_proj of the same call; use "tensor" or "disk".'
+        )
+
+
+def _marked(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, bool]]:
+    """Each bucket, and whether it is the last."""
+    return ((bucket, index + 1 == len(buckets)) for index, bucket in enumerate(buckets))
+
+
+def _together(what: str, work: Callable[[], None]) -> None:
+    """work() on this rank; raises on every rank when it failed on one: its own error there, EngineFailed elsewhere."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as raised:
+        error = raised
+    failures = all_gather(f"{type(error).__name__}: {error}" if error else None)
+    if error:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure:
+            raise EngineFailed(f"{what} failed on rank {rank}: {failure}")

@@ -1,0 +1,102 @@
+"""Find the largest engine.args.mem_fraction_static with which a config passes, woken at once and in stages.
+
+    python launch/memory.py --nproc-per-node 4 --low 0.4 --high 0.95 -- configs/gpu/memory_7b.toml [--section.key VALUE ...]
+
+Each trial is a whole `torchrun ... launch/ppo.py CONFIG` on this host. Exit codes: 0 each way passes somewhere, 1 one never
+does, 2 a mistake in what was asked, said in one sentence.
+"""
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+
+from harness import memory_search
+from harness.config.command import parse
+from harness.memory_search import Outcome, Search
+from harness.mistake import say_mistake
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What to search."""
+
+    nproc_per_node: int = 0
+    """Ranks; 0 means as many as the config's mesh has."""
+    low: float = 0.4
+    """Least fraction to try."""
+    high: float = 0.95
+    """Largest fraction to try."""
+    resolution: float = 0.02
+    """Steps between the fractions that may be tried."""
+    wake: tuple[Literal["at_once", "staged"], ...] = ("at_once", "staged")
+    """Which ways of waking to search."""
+    timeout: float = 900.0
+    """Seconds after which a run counts as failed."""
+    json: str = ""
+    """File for all outcomes as JSON."""
+    folder: str = ""
+    """Where logs and run directories go; empty means a fresh folder in the system's temporary one."""
+
+
+def main(arguments: list[str]) -> int:
+    """Everything before the first trial must be instant."""
+    import tyro
+
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    words = arguments[split + 1 :]
+    options = tyro.cli(Options, prog="launch/memory.py", description=__doc__, args=arguments[:split])
+    try:
+        if not words:
+            raise ValueError("there is no config to try; give it after --, as in -- configs/gpu/memory_7b.toml.")
+        command = parse(words)
+        memory_search.candidates(options.low, options.high, options.resolution)
+    except ValueError as error:
+        return say_mistake(error, rank=0)
+    parallel = command.config.parallel
+    ranks = options.nproc_per_node or parallel.dp * parallel.tp * parallel.pp
+    folder = Path(options.folder).resolve() if options.folder else memory_search.trial_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does: what runs is ended first
+    print(f"logs and run directories: {folder}", flush=True)
+    search = Search(
+        command=memory_search.torchrun_command(ranks, Path(__file__).with_name("ppo.py"), words),
+        timeout_seconds=options.timeout,
+        folder=folder,
+        tell=lambda outcome: print(line(outcome), flush=True),
+    )
+    found = search.find(options.low, options.high, options.resolution, options.wake)
+    if options.json:
+        Path(options.json).write_text(memory_search.as_json(found, search.outcomes), encoding="utf-8")
+    show(found, search.outcomes)
+    return 0 if all(fraction is not None for fraction in found.values()) else 1
+
+
+def line(outcome: Outcome) -> str:
+    """One trial."""
+    verdict = "passed" if outcome.passed else f"failed: {outcome.reason}"
+    return f"{outcome.wake:<8} {outcome.fraction:.3f}  {outcome.seconds:6.1f} s  {verdict}"
+
+
+def show(found: dict[str, float | None], outcomes: list[Outcome]) -> None:
+    """The table at the end."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Largest engine.args.mem_fraction_static that passes")
+    for column in ("memory.wake", "largest", "runs", "least that failed", "its first error"):
+        table.add_column(column)
+    for wake, fraction in found.items():
+        mine = [each for each in outcomes if each.wake == wake]
+        failed = min((each for each in mine if not each.passed), key=lambda each: each.fraction, default=None)
+        shown = "none" if fraction is None else f"{fraction:.3f}"
+        at, why = (f"{failed.fraction:.3f}", failed.reason) if failed else ("-", "-")
+        table.add_row(wake, shown, str(len(mine)), at, why)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

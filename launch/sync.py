@@ -1,0 +1,87 @@
+"""The weight sync alone, from an FSDP2 trainer to its engines: verified, or timed.
+
+    torchrun --nproc-per-node=2 launch/sync.py configs/cpu/quickstart.toml --syncs 200
+    torchrun --nproc-per-node=2 launch/sync.py configs/cpu/quickstart.toml --transports stream tensor bucket disk
+    torchrun --nproc-per-node=2 launch/sync.py configs/cpu/sync.toml --bench
+    torchrun --nproc-per-node=4 launch/sync.py configs/gpu/sync_qwen2_7b.toml --bench --json sync.json
+
+Without --bench: before each of --syncs syncs every trainer tensor is changed; after it, every element that the engines
+hold is read back and compared, bit for bit. With --bench: the configured transport, verification off, beside an
+all-gather of the same bytes (what the wire could do) and one tensor a call (VerlEngine's way), with where the time
+went. TOML files and --section.key VALUE as for launch/ppo.py. Exit codes: 0 passed, 1 failed, 2 a mistake in what was
+asked.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+
+import tyro
+
+from harness.config.command import parse
+from harness.mistake import say_mistake
+
+
+@dataclass(kw_only=True)
+class Options:
+    """TOML files and --section.key VALUE follow; see launch/ppo.py --help for the keys."""
+
+    bench: bool = False
+    """Time the sync instead of verifying it."""
+    syncs: int = 3
+    """Verified syncs, where not --bench."""
+    transports: tuple[Literal["stream", "tensor", "bucket", "distributed", "disk"], ...] = ()
+    """Several transports one after the other, such as stream tensor bucket disk, in place of weights.transport."""
+    repeats: int = 5
+    """Timed syncs of --bench; the table shows their median."""
+    one_by_one: bool = True
+    """With --bench: also time one tensor a call."""
+    json: str = ""
+    """With --bench: write the table there too."""
+
+
+def main(arguments: list[str]) -> int:
+    """A mistake must be known before anything heavy is imported."""
+    rank = int(os.environ.get("RANK", "0"))
+    options, rest = tyro.cli(
+        Options,
+        prog="launch/sync.py",
+        description=__doc__,
+        args=arguments,
+        return_unknown_args=True,
+        console_outputs=rank == 0,
+    )
+    try:
+        if options.syncs < 1 or options.repeats < 1:
+            raise ValueError(f"--syncs = {options.syncs} and --repeats = {options.repeats} must each be at least 1.")
+        command = parse(rest)
+        asked = command.options
+        if asked.dry_run or asked.check or asked.json or asked.cuda_visible_devices or asked.nnodes != 1:
+            raise ValueError(
+                "--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out."
+            )
+    except ValueError as error:
+        return say_mistake(error, rank)
+    from harness.run import Job, run
+
+    def load() -> Job:
+        from harness.sync_job import SyncJob
+
+        return SyncJob(
+            bench=options.bench,
+            syncs=options.syncs,
+            transports=options.transports,
+            repeats=options.repeats,
+            one_by_one=options.one_by_one,
+            json=options.json,
+        )
+
+    return run(command.config, load)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""parallel.engine_gpus = "apart": trainers on the first half of the visible GPUs, engine ranks on the second."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.cluster.mesh import ParallelDims
+from harness.cluster.placement import Seat, engine_gpu_of, gpu_of, parse_visible, place
+from harness.cluster.plan import make_plan, plan_as_json, plan_as_table
+
+UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(64))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[ParallelDims, list[Seat]]:
+    """Engines within a host, each host with two visible GPUs a rank and perhaps more."""
+    tp, engines, hosts = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    local = tp * engines
+    seats = []
+    for host in range(hosts):
+        names = draw(st.sampled_from([tuple(map(str, range(64))), UUIDS]))
+        visible = draw(st.sampled_from([None, tuple(draw(st.permutations(names[: 2 * local + 1])))]))
+        seats += [Seat(host * local + rank, f"h{host}", rank, visible, None, local) for rank in range(local)]
+    return ParallelDims(dp=engines * hosts, tp=tp, pp=1), seats
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_every_trainer_and_engine_rank_has_a_gpu_of_its_own(world: tuple[ParallelDims, list[Seat]]) -> None:
+    dims, seats = world
+    nodes = [node for placement in place(dims, seats, "cuda") for node in placement.nodes]
+    used = [(seat.host, gpu_of(seat)) for seat in seats]
+    used += [(node.host, gpu) for node in nodes for gpu in node.visible_devices or ()]
+    assert len(used) == len(set(used)) == 2 * dims.world_size
+    for node in nodes:
+        assert node.base_gpu_id == 0
+        assert node.visible_devices == tuple(engine_gpu_of(seats[rank]) for rank in node.ranks)
+        for rank, gpu in zip(node.ranks, node.visible_devices or (), strict=True):
+            visible = seats[rank].visible or tuple(map(str, range(64)))
+            assert visible.index(gpu) == visible.index(gpu_of(seats[rank])) + seats[rank].engine_offset
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_ranks_and_nodes_are_those_of_shared_gpus(world: tuple[ParallelDims, list[Seat]]) -> None:
+    dims, seats = world
+    shared = [replace(seat, engine_offset=0) for seat in seats]
+
+    def without_gpus(seats: list[Seat]) -> list[object]:
+        return [replace(node, visible_devices=None) for each in place(dims, seats, "cuda") for node in each.nodes]
+
+    assert without_gpus(seats) == without_gpus(shared)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "message"),
+    [
+        (
+            "4,5,6",
+            None,
+            r"rank 1 on host h sees 3 GPUs \(CUDA_VISIBLE_DEVICES '4,5,6'\), but parallel.engine_gpus = \"apart\" needs 4,"
+            " two for each of its torchrun's 2 ranks: make all of them visible to every rank, without a wrapper",
+        ),
+        ("7", None, "sees 1 GPUs .* without a wrapper that gives each rank its own, or set it to shared"),
+        (None, 2, r"sees 2 GPUs \(CUDA_VISIBLE_DEVICES unset\), but"),
+        ("", None, "hides every GPU"),
+    ],
+)
+def test_too_few_visible_gpus_are_refused(visible: str | None, count: int | None, message: str) -> None:
+    seat = Seat(1, "h", 1, parse_visible(visible), count, 2)
+    for asked in (gpu_of, engine_gpu_of):
+        with pytest.raises(ValueError, match=message):
+            asked(seat)
+
+
+def test_two_torchruns_of_a_host_may_not_overlap() -> None:
+    seats = [Seat(0, "h", 0, ("0", "1"), None, 1), Seat(1, "h", 0, ("1", "2"), None, 1)]
+    with pytest.raises(
+        ValueError, match=r"rank 1 and rank 0's engine both use GPU 1 of host h, though parallel.engine"
+    ):
+        place(ParallelDims(dp=2, tp=1, pp=1), seats, "cuda")
+    apart = [seats[0], replace(seats[1], visible=("2", "3"))]
+    assert [each.nodes[0].visible_devices for each in place(ParallelDims(dp=2, tp=1, pp=1), apart, "cuda")] == [
+        ("1",),
+        ("3",),
+    ]
+
+
+def test_the_plan_shows_both_gpus() -> None:
+    plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, ("3,1,0,2",), "apart")
+    assert [(rank.gpu, rank.engine_gpu) for rank in plan.ranks] == [("3", "0"), ("1", "2")]
+    assert plan.engines[0].nodes[0].cuda_visible_devices == "0,2"
+    table = plan_as_table(plan).splitlines()
+    assert table[2] == "rank | dp | tp | pp | host  | local_rank | gpu, engine's"
+    assert table[4].endswith("| 3,0")
+    assert '"engine_gpu": "0"' in plan_as_json(plan)
+
+
+def test_the_plan_with_uuids_stays_within_its_width() -> None:
+    plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, (",".join(UUIDS[:4]),), "apart")
+    table = plan_as_table(plan)
+    assert max(map(len, table.splitlines())) <= 120
+    assert all(uuid in table for uuid in UUIDS[:4])
+
+
+def test_on_the_cpu_nothing_is_apart() -> None:
+    shared, apart = (
+        make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cpu", 30000, (), engine_gpus)
+        for engine_gpus in ("shared", "apart")
+    )
+    assert shared == apart

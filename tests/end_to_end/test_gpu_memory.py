@@ -1,0 +1,127 @@
+"""Sleep, wake and offload on GPUs: the bytes that really move, and what fits only because they do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.timeline import GIB, steady
+from tests.end_to_end.launching import REPOSITORY, Job, run
+
+pytestmark = pytest.mark.gpu
+
+TINY = "configs/gpu/tiny.toml"
+OFFLOAD_ALL = [
+    *["--memory.offload_parameters", "actor,critic,reference", "--memory.offload_gradients", "actor,critic"],
+    *["--memory.offload_optimizer", "actor,critic"],
+]
+
+
+def need(gpus: int, gib_each: int = 0) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs, has {torch.cuda.device_count()}")
+    if torch.cuda.get_device_properties(0).total_memory < gib_each * GIB:
+        pytest.skip(f"needs GPUs of {gib_each} GiB")
+
+
+def moves(job: Job, rank: int) -> list[dict[str, Any]]:
+    return [event for event in job.events(rank) if event["event"] == "memory_moved"]
+
+
+def at_end_of(job: Job, phase: str, figure: str) -> int:
+    """Of rank 0, in the last step."""
+    ends = [each for each in job.events() if each["event"] == "phase_end" and each["phase"] == phase]
+    figures: dict[str, int] = ends[-1]["memory"]
+    return figures[figure]
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    need(2)
+    return run(tmp_path_factory.mktemp("staged") / "run", 2, TINY, seconds=400)
+
+
+def test_each_stage_moves_its_bytes_on_every_rank(staged: Job) -> None:
+    assert staged.process.returncode == 0, staged.output()
+    for rank in range(2):
+        seen = moves(staged, rank)
+        assert [event["action"] for event in seen[:4]] == ["release", "release", "resume", "resume"]
+        assert all(event["moved"] > GIB for event in seen if event["tags"] == ["kv_cache"])
+        assert all(event["moved"] > 0 for event in seen)
+        assert sum(event["expected"] is None for event in seen) == 2, "only the first release of each tag"
+
+
+def test_the_timeline_shows_the_engine_come_and_go(staged: Job) -> None:
+    first = staged.metrics()[0]
+    engine = {phase: first[f"memory/{phase}/engine"] for phase in ("wake_weights", "wake_kv_cache", "sleep")}
+    assert engine["wake_kv_cache"] > engine["wake_weights"] + GIB
+    assert engine["sleep"] < engine["wake_weights"] < engine["wake_kv_cache"]
+    assert first["memory/sync/extra"] >= 0 and first["memory/free_caches/used"] > 0
+    assert "## Memory" in (staged.folder / "report.md").read_text()
+    assert (staged.folder / "report.html").read_text().count("<svg") == 2
+
+
+def test_at_once_wakes_both_in_one_call(tmp_path: Path) -> None:
+    need(2)
+    job = run(tmp_path / "run", 2, TINY, "--memory.wake", "at_once", seconds=400)
+    assert job.process.returncode == 0, job.output()
+    assert [event["tags"] for event in moves(job, 0)][:3] == [["kv_cache"], ["weights"], ["weights", "kv_cache"]]
+
+
+def test_offload_leaves_the_gpu_and_changes_no_result(staged: Job, tmp_path: Path) -> None:
+    job = run(tmp_path / "run", 2, TINY, *OFFLOAD_ALL, seconds=400)
+    assert job.process.returncode == 0, job.output()
+    for mine, other in zip(job.metrics()[:3], staged.metrics()[:3], strict=True):
+        for name in ("actor/grad_norm", "critic/grad_norm", "actor/entropy"):
+            assert mine[name] == pytest.approx(other[name], rel=0.05)
+    assert at_end_of(job, "free_caches", "used") < at_end_of(staged, "free_caches", "used") / 4
+
+
+def test_without_the_saver_nothing_moves_and_the_run_says_so(tmp_path: Path) -> None:
+    need(2)
+    job = run(tmp_path / "run", 2, TINY, "--engine.args.enable_memory_saver", "false", seconds=400)
+    assert job.process.returncode == 0, job.output()
+    assert moves(job, 0) == []
+    assert job.output().count("no memory saver here") == 1
+
+
+def test_any_order_of_tags_and_what_is_refused(tmp_path: Path) -> None:
+    need(2)
+    script = str(Path(__file__).with_name("memory_stages_on_gpu.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run(
+        [*command, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    ranks = json.loads((tmp_path / "seen.json").read_text())
+    for seen in ranks:
+        assert seen["after"] == [seen["before"]] * 9
+        assert seen["still_serving"] == seen["before"]
+        assert len(seen["facts"]) == 9 * 2 + 6 * 2 + 3 * 1, "a release each tag, resumes as asked"
+        assert [text.split(":")[0] for text in seen["refused"]] == ["WrongStage"] * 3
+        assert "freed" in seen["saver_off"] and "the memory saver did not hold them" in seen["saver_off"]
+
+
+@pytest.mark.long
+def test_memory_after_step_20_is_that_after_step_3(tmp_path: Path) -> None:
+    need(2)
+    job = run(tmp_path / "run", 2, TINY, "--run.steps", "20", seconds=580)
+    assert job.process.returncode == 0, job.output()
+    assert steady([step["memory/end"] for step in job.metrics()[:20]])
+    assert "Memory after a step is steady" in (job.folder / "report.md").read_text()
+
+
+@pytest.mark.long
+def test_qwen2_7b_fits_in_stages_and_not_at_once(tmp_path: Path) -> None:
+    need(4, gib_each=130)
+    job = run(tmp_path / "staged", 4, "configs/gpu/memory_7b.toml", seconds=580)
+    assert job.process.returncode == 0, job.output()
+    twin = run(tmp_path / "at_once", 4, "configs/gpu/memory_7b.toml", "--memory.wake", "at_once", seconds=580)
+    assert twin.process.returncode != 0
+    logs = twin.output() + "".join(file.read_text(errors="replace") for file in twin.folder.rglob("*.log"))
+    assert "out of memory" in logs
+    assert twin.left_behind() == []

@@ -1,0 +1,235 @@
+"""The stages' logic on two gloo ranks, with a plainly false engine whose "GPU" is a number; the real thing is in
+tests/end_to_end/test_gpu_memory.py."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from harness.rollout.memory import MIB, MemoryDidNotMove, MemoryStages, Move, WrongStage
+from tests.gloo import on_ranks
+
+SIZES = {"weights": 1000 * MIB, "kv_cache": 3000 * MIB, "cuda_graph": 100 * MIB}
+TAGS = tuple(SIZES)
+LOST = (SIZES["kv_cache"], 65 * MIB, -100 * MIB)
+
+Seen = Callable[[str], list[Any]]
+
+
+@dataclass
+class FakeEngine:
+    """Not sglang: moves the bytes that it is told to, less `lost` of a tag; dies as sglang does of a wrong order."""
+
+    tags: tuple[str, ...] | None = TAGS
+    has_memory_saver: bool = True
+    lost: dict[str, int] = field(default_factory=dict)
+    """Bytes of a tag that this rank's GPU does not give back, or does not take."""
+    late: int = 0
+    """How many readings pass before a move shows on this rank."""
+    free: int = 10_000 * MIB
+    calls: list[str] = field(default_factory=list)
+    _offloaded: set[str] = field(default_factory=set)
+    _shown_after: int = 0
+    _shown: int = 0
+
+    def __post_init__(self) -> None:
+        self.api = SimpleNamespace(memory_tags=self.tags, version="0.0 (fake)")
+        self.group = SimpleNamespace(process_group=None, rank=dist.get_rank())
+        self._shown = self.free
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        self._move("release", tags, 1)
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        self._move("resume", tags, -1)
+
+    def _move(self, action: str, tags: Sequence[str] | None, sign: int) -> None:
+        self.calls.append(f"{action} {'all' if tags is None else ' '.join(tags)}")
+        for tag in tags or ("weights", "kv_cache"):
+            assert (tag in self._offloaded) == (sign < 0), "sglang's scheduler would be dead now"
+            self._offloaded ^= {tag}
+            self.free += sign * (SIZES[tag] - self.lost.get(f"{action} {tag}", 0))
+        self._shown_after = self.late
+
+    def free_bytes(self) -> int:
+        if self._shown_after:
+            self._shown_after -= 1
+        else:
+            self._shown = self.free
+        return self._shown
+
+
+def stages_of(engine: FakeEngine, **named: Any) -> MemoryStages:
+    return MemoryStages(engine, engine.free_bytes, **{"patience_seconds": 0.3} | named)  # type: ignore[arg-type]
+
+
+def failure(kind: type[Exception], work: Callable[[], None]) -> str:
+    """The sentence of the error that it must raise."""
+    with pytest.raises(kind) as caught:
+        work()
+    return str(caught.value)
+
+
+def three_steps(rank: int, wake: Any) -> Any:
+    engine = FakeEngine(late=rank * 3)
+    facts: list[dict[str, Any]] = []
+    stages = stages_of(engine, wake=wake, fact=lambda name, **values: facts.append(values))
+    free = []
+    for _ in range(3):
+        stages.wake_weights()  # the first one finds the engine awake
+        free.append(engine.free)
+        stages.wake_kv_cache()
+        stages.sleep()
+    return engine.calls, free, facts
+
+
+def test_staged_wakes_the_weights_first(seen: Seen) -> None:
+    for calls, free, facts in seen("staged"):
+        assert calls[:4] == ["release kv_cache", "release weights", "resume weights", "resume kv_cache"]
+        assert free == [10_000 * MIB, 13_000 * MIB, 13_000 * MIB]
+        assert [fact["moved"] // MIB for fact in facts[:4]] == [3000, 1000, 1000, 3000]
+        assert facts[0]["expected"] is None and facts[4]["expected"] == 3000 * MIB
+
+
+def test_at_once_wakes_both_before_the_sync(seen: Seen) -> None:
+    for calls, free, _ in seen("at_once"):
+        assert calls[2:5] == ["resume weights kv_cache", "release kv_cache", "release weights"]
+        assert free == [10_000 * MIB] * 3
+
+
+def without_tags(rank: int) -> Any:
+    engine = FakeEngine(tags=None)
+    stages = stages_of(engine)
+    for _ in range(2):
+        stages.sleep()
+        stages.wake_weights()
+        stages.wake_kv_cache()
+    return engine.calls, failure(WrongStage, lambda: stages.release("kv_cache"))
+
+
+def test_where_sglang_has_no_tags_all_memory_moves_at_once(seen: Seen) -> None:
+    for calls, refused in seen("without_tags"):
+        assert calls == ["release all", "resume all"] * 2
+        assert refused == "tags = ['kv_cache']: sglang 0.0 (fake) has all; name one or more, each once."
+
+
+def any_order(rank: int) -> Any:
+    engine = FakeEngine()
+    stages = stages_of(engine)
+    stages.release("weights")
+    stages.release("cuda_graph", "kv_cache")
+    stages.resume("kv_cache", "weights")
+    stages.release("weights")
+    stages.sleep()  # what is left
+    stages.resume("cuda_graph")
+    stages.resume("weights", "kv_cache")
+    before = list(engine.calls)
+    stages.release("kv_cache")
+    said = [
+        failure(WrongStage, lambda: stages.release("kv_cache")),
+        failure(WrongStage, lambda: stages.release("weights", "kv_cache")),
+        failure(WrongStage, lambda: stages.resume("weights")),
+        failure(WrongStage, lambda: stages.resume("kv_cache", "weights")),
+        failure(WrongStage, lambda: stages.resume("kv_cache", "kv_cache")),
+        failure(WrongStage, lambda: stages.release("wieghts")),
+        failure(WrongStage, lambda: stages.release()),
+    ]
+    stages.release("weights")
+    said.append(failure(WrongStage, stages.sleep))
+    return before, engine.calls[len(before) :], said, engine.free
+
+
+def test_any_order_of_tags_and_what_is_refused(seen: Seen) -> None:
+    for before, after, said, free in seen("any_order"):
+        assert before[-3:] == ["release kv_cache", "resume cuda_graph", "resume weights kv_cache"]
+        assert after == ["release kv_cache", "release weights"], "nothing that is refused reaches the engine"
+        assert said[0] == "release of kv_cache: kv_cache is asleep; resume it before it is released again."
+        assert said[1] == "release of weights, kv_cache: kv_cache is asleep; resume it before it is released again."
+        assert said[2] == "resume of weights: weights is awake; release it before it is resumed."
+        assert said[3] == "resume of kv_cache, weights: weights is awake; release it before it is resumed."
+        known = "sglang 0.0 (fake) has weights, kv_cache, cuda_graph; name one or more, each once."
+        assert said[4:7] == [f"tags = {tags}: {known}" for tags in (["kv_cache"] * 2, ["wieghts"], [])]
+        assert "kv_cache is asleep" in said[7]
+        assert free == 14_000 * MIB
+
+
+def lost_bytes(rank: int, lost: dict[str, int], on_rank: int) -> str:
+    stages = stages_of(FakeEngine(lost=lost if rank == on_rank else {}))
+
+    def cycle() -> None:
+        stages.release("kv_cache")
+        stages.resume("kv_cache")
+
+    return failure(MemoryDidNotMove, cycle)
+
+
+@pytest.mark.parametrize("on_rank", [0, 1])
+def test_a_release_that_freed_nothing_fails_on_every_rank_and_names_one(seen: Seen, on_rank: int) -> None:
+    assert set(seen(f"nothing freed on {on_rank}")) == {
+        f"release of kv_cache on rank {on_rank} freed 0 bytes of its engine's GPU, but must free more than 0: the memory"
+        " saver did not hold them."
+    }
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_resume_that_took_other_bytes_fails_on_every_rank(seen: Seen, lost: int) -> None:
+    assert set(seen(f"resume without {lost}")) == {
+        f"resume of kv_cache on rank 1 took {SIZES['kv_cache'] - lost} bytes of its engine's GPU, but an earlier release"
+        f" freed {SIZES['kv_cache']} (allowed difference {64 * MIB})."
+    }
+
+
+def nothing_to_do(rank: int) -> Any:
+    said: list[str] = []
+    engine = FakeEngine(has_memory_saver=False)
+    stages = MemoryStages(engine, say=said.append)  # type: ignore[arg-type]
+    for _ in range(2):
+        stages.wake_weights()
+        stages.wake_kv_cache()
+        stages.sleep()
+    return engine.calls, said
+
+
+def everything(rank: int) -> dict[str, Any]:
+    """All scenarios in one pair of processes: each needs a while to start."""
+    freed_nothing = {"release kv_cache": SIZES["kv_cache"]}
+    return {
+        "staged": three_steps(rank, "staged"),
+        "at_once": three_steps(rank, "at_once"),
+        "without_tags": without_tags(rank),
+        "any_order": any_order(rank),
+        "nothing_to_do": nothing_to_do(rank),
+        **{f"nothing freed on {on_rank}": lost_bytes(rank, freed_nothing, on_rank) for on_rank in range(2)},
+        **{f"resume without {lost}": lost_bytes(rank, {"resume kv_cache": lost}, 1) for lost in LOST},
+    }
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What each of the two ranks saw of a scenario."""
+    ranks = on_ranks(everything, 2, tmp_path_factory.mktemp("memory"))
+    return lambda scenario: [rank[scenario] for rank in ranks]
+
+
+def test_without_the_memory_saver_stages_do_nothing_and_say_so_once(seen: Seen) -> None:
+    for calls, said in seen("nothing_to_do"):
+        assert calls == []
+        assert said == ["no memory saver here: sleep and wake do nothing, the engine keeps its memory"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "slack"),
+    [(None, 0), (10 * MIB, 5 * MIB), (1000 * MIB, 64 * MIB), (100_000 * MIB, 2000 * MIB)],
+)
+def test_the_slack_is_stated(expected: int | None, slack: int) -> None:
+    def move(moved: int) -> Move:
+        return Move(action="resume", tags=("weights",), rank=0, expected=expected, moved=moved)
+
+    assert move(1).slack == slack
+    if expected is not None:
+        assert move(expected + slack).is_right and move(expected - slack).is_right
+        assert not move(expected + slack + 1).is_right and not move(expected - slack - 1).is_right
+    assert not move(0).is_right and not move(-1).is_right

@@ -1,0 +1,130 @@
+"""Two ranks train with everything on the device, and with each thing offloaded. Arguments: file for the results, folder
+for the model's config."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from harness.config import schema
+from harness.rollout.cpu.activate import activate
+from harness.trainer.actor import Actor, Reference
+from harness.trainer.critic import Critic
+from harness.trainer.model import load_causal_lm, load_value_model, named_tensors
+from harness.trainer.offload import NOTHING, Offloaded, local
+from tests.trainer.sequences import advantage_batch, sequences
+from tests.trainer.tiny_models import tiny_config
+
+CPU = torch.device("cpu")
+CASES = {
+    "nothing": NOTHING,
+    "parameters": Offloaded(parameters=True),
+    "gradients": Offloaded(gradients=True),
+    "optimizer": Offloaded(optimizer=True),
+    "everything": Offloaded(parameters=True, gradients=True, optimizer=True),
+}
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Of all weights, whole."""
+    total = hashlib.sha256()
+    for name, tensor in named_tensors(model):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        total.update(name.encode() + whole.detach().numpy().tobytes())
+    return total.hexdigest()
+
+
+def shard_bytes(model: torch.nn.Module) -> int:
+    """Bytes that this rank's shards have now."""
+    return sum(local(parameter).untyped_storage().nbytes() for parameter in model.parameters())
+
+
+def state_bytes(learner: Any) -> int:
+    """Bytes that the optimizer's states have now, step counts left out."""
+    return sum(local(state).untyped_storage().nbytes() for state in learner._optimizer_states())
+
+
+def train(path: str, mesh: DeviceMesh, offloaded: Offloaded) -> dict[str, Any]:
+    """Log-probs, values, metrics and weights of two rounds of updates, and what had memory when nothing was in use."""
+    batch = advantage_batch(*sequences(), slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4))
+    model = load_causal_lm(path, torch.float32, CPU, mesh, weights="random", seed=5)
+    value_model = load_value_model(path, torch.float32, CPU, mesh, weights="random", seed=5)
+    sizes = schema.Actor(minibatch_size=4, microbatch_size=1, ppo_epochs=2, learning_rate=1e-3, max_grad_norm=0.3)
+    values = schema.Critic(minibatch_size=4, microbatch_size=1, learning_rate=1e-3)
+    actor = Actor(model, sizes, schema.Algorithm(), schema.Rollout(), mesh, CPU, offloaded)
+    critic = Critic(value_model, values, schema.Rollout(), mesh, CPU, offloaded)
+    objects = dict(named_tensors(model))
+    result: dict[str, Any] = {"idle": [], "rounds": []}
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(2):
+        with actor.on_device():
+            log_probs = actor.log_probs(batch, 2)[0]
+        with critic.on_device():
+            old = critic.values(batch, 2)
+        with critic.learning():
+            critic_metrics = critic.update(batch.replace(old_values=old), generator)
+        with actor.learning():
+            metrics = actor.update(batch, generator)
+            with actor.on_device():  # contexts nest
+                pass
+            busy = [shard_bytes(model), state_bytes(actor.learner)]
+        result["idle"].append([shard_bytes(model), state_bytes(actor.learner), shard_bytes(value_model)])
+        with actor.on_device(), critic.on_device():
+            weights = [digest(model), digest(value_model)]
+        result["rounds"].append([log_probs.tolist(), old.tolist(), metrics, critic_metrics, weights])
+    result["busy"] = busy
+    result["same_objects"] = all(objects[name] is tensor for name, tensor in named_tensors(model))
+    result["gradients"] = sum(parameter.grad is not None for parameter in model.parameters())
+    return result
+
+
+def most_gradient_bytes(path: str, mesh: DeviceMesh, offloaded: Offloaded) -> int:
+    """Bytes of gradient that this rank holds between the backwards of two microbatches."""
+    batch = advantage_batch(*sequences(), slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4))
+    model = load_causal_lm(path, torch.float32, CPU, mesh, weights="random", seed=5)
+    config = schema.Actor(minibatch_size=8, microbatch_size=1)
+    actor = Actor(model, config, schema.Algorithm(), schema.Rollout(), mesh, CPU, offloaded)
+    held = []
+
+    def loss(*arguments: Any) -> Any:
+        held.append(sum(local(p.grad).numel() * 4 for p in model.parameters() if p.grad is not None))
+        return actor.loss(*arguments)
+
+    actor.learner.step(batch, loss)
+    assert len(held) == 4
+    return max(held)
+
+
+def main() -> None:
+    activate()
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[2])
+    if dist.get_rank() == 0:
+        config = tiny_config("qwen2")
+        config.vocab_size = 321  # shards of unequal size
+        config.save_pretrained(folder)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2,))
+    results: dict[str, Any] = {name: train(str(folder), mesh, offloaded) for name, offloaded in CASES.items()}
+    frozen = load_causal_lm(str(folder), torch.float32, CPU, mesh, weights="random", seed=5)
+    reference = Reference(frozen, 1.0, mesh, CPU, Offloaded(parameters=True))
+    batch = advantage_batch(*sequences(), slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4))
+    idle = shard_bytes(frozen)
+    with reference.on_device():
+        results["reference"] = {"idle": idle, "log_probs": reference.log_probs(batch, 2).tolist()}
+    results["held"] = {name: most_gradient_bytes(str(folder), mesh, CASES[name]) for name in ("nothing", "gradients")}
+    ranks: list[Any] = [None] * 2
+    dist.all_gather_object(ranks, results)
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(ranks))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The fault programs: each starts one engine on two ranks, and runs all its cases on it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.environments import uv_sources
+from tests.end_to_end.launching import run
+
+SESSIONS = "0.5.22"
+"""A release with update sessions, which came with 0.5.21; the environment's is 0.5.20."""
+
+Seen = dict[str, Any]
+
+
+def run_program(name: str, folder: Path, path: str = "") -> Seen:
+    """What tests/weights/faults_<name>.py saw. path: for PYTHONPATH."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("PYTHONPATH", path)
+        job = run(folder, 2, name, script="tests/weights/faults_program.py")
+    assert job.process.returncode == 0, job.output()[-6000:]
+    assert job.left_behind() == []
+    seen: Seen = json.loads((folder / "seen.json").read_text())
+    return seen
+
+
+@pytest.fixture(scope="session")
+def deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return run_program("deepseek_v3", tmp_path_factory.mktemp("deepseek_v3"))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return run_program("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """With a release of sglang that has update sessions, the other packages held. Skipped where no registry has it."""
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    config = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
+    done = subprocess.run(
+        [*install, "--target", str(folder / "site"), f"sglang=={SESSIONS}", *uv_sources(config.stdout)],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        pytest.skip(f"sglang {SESSIONS} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    return run_program("qwen3_moe", folder, str(folder / "site"))

@@ -1,0 +1,231 @@
+"""Run by faults_program.py on two ranks; see test_faults.py for what each case must say."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from harness.rollout import weight_link
+from harness.rollout.group import Group
+from harness.rollout.verl_engine import NamedTensors
+from harness.weights.bench import push_one_by_one
+from harness.weights.gather import Bucket, full_tensor, gather, gather_into
+from harness.weights.names import CheckpointTensor, checkpoint_layout
+from tests.weights.faults_stand import Stand, live_layout, patching, raising, rename_live, run, two_hundred_updates
+
+EXPERTS = "model.layers.1.mlp.experts"
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+MIB = 1 << 20
+
+Gathered = list[tuple[str, torch.Tensor]]
+
+
+def live_names_that_the_engine_knows(stand: Stand) -> list[str]:
+    """Healthy: since 0.5.20 SGLang's DeepSeek-V3 loads fused experts too."""
+    return stand.refused(layout=live_layout)
+
+
+def one_tensor_a_call(stand: Stand, broken: bool) -> list[str]:
+    stand.change()
+    if broken:
+        push_one_by_one(stand.sync)
+    else:
+        stand.sync.push()
+    return stand.seen()
+
+
+def lost_correction_bias(stand: Stand, broken: bool) -> list[str]:
+    """It is a buffer, which named_parameters() does not list."""
+    return stand.refused(names=(lambda model: model.named_parameters()) if broken else None)
+
+
+def sent_as(stand: Stand, gathered: Callable[[Gathered], Gathered] | None) -> list[str]:
+    """A sync by named tensors, of which the engine is sent something else than was gathered."""
+
+    def other(bucket: Bucket, live: Mapping[str, torch.Tensor]) -> Gathered:
+        assert gathered
+        return gathered(gather(bucket, live))
+
+    with stand.syncing(transport="tensor") as sync, patching({"harness.weights.sync.gather": gathered and other}):
+        return stand.pushed(sync)
+
+
+def dropped_expert(stand: Stand, broken: bool) -> list[str]:
+    def drop(tensors: Gathered) -> Gathered:
+        return [each for each in tensors if not each[0].startswith(f"{EXPERTS}.0.")]
+
+    return sent_as(stand, drop if broken else None)
+
+
+def expert_dropped_from_the_plan(stand: Stand, broken: bool) -> list[str]:
+    def planned(model: Any, live: Mapping[str, torch.Tensor]) -> tuple[CheckpointTensor, ...]:
+        layout = checkpoint_layout(model, live)
+        return tuple(tensor for tensor in layout if not tensor.name.startswith(f"{EXPERTS}.0."))
+
+    return stand.refused(layout=planned if broken else None)
+
+
+def swapped_experts(stand: Stand, broken: bool) -> list[str]:
+    """On the default way: two experts of a slot change places before the engine is told that it is filled."""
+
+    def fill(slot: torch.Tensor, bucket: Bucket, live: Mapping[str, torch.Tensor]) -> None:
+        gather_into(slot, bucket, live)
+        views = {entry.name: entry.view(slot) for entry in bucket.entries}
+        for name, view in views.items():
+            if name.startswith(f"{EXPERTS}.0."):
+                other = views[name.replace(f"{EXPERTS}.0.", f"{EXPERTS}.4.")]
+                kept = view.clone()
+                view.copy_(other)
+                other.copy_(kept)
+
+    with patching({"harness.weights.stream.gather_into": fill if broken else None}):
+        return stand.pushed(stand.sync)
+
+
+def experts_swapped_in_the_plan(stand: Stand, broken: bool) -> list[str]:
+    def planned(model: Any, live: Mapping[str, torch.Tensor]) -> tuple[CheckpointTensor, ...]:
+        layout = {tensor.name: tensor for tensor in checkpoint_layout(model, live)}
+        for name in [name for name in layout if name.startswith(f"{EXPERTS}.0.")]:
+            other = name.replace(f"{EXPERTS}.0.", f"{EXPERTS}.4.")
+            layout[name], layout[other] = replace(layout[other], name=name), replace(layout[name], name=other)
+        return tuple(layout.values())
+
+    with stand.syncing(layout=planned if broken else None) as sync:
+        return stand.pushed(sync)
+
+
+def partial_update(stand: Stand, broken: bool) -> list[str]:
+    with stand.syncing(transport="tensor") as sync:
+        sync.push()
+        buckets = sync.buckets[: len(sync.buckets) // 2] if broken else sync.buckets
+        stand.change()
+        sync.transport.push(buckets, lambda bucket: gather(bucket, sync.live))
+        sent = {entry.name for bucket in buckets for entry in bucket.entries}
+        found = stand.seen(sync)
+    unsent = [tensor.name for tensor in sync.layout if tensor.name not in sent]
+    return [*(f"unsent: {name}" for name in unsent), *found]
+
+
+class SwappedGroup(Group):
+    """Hands the head the ranks' payloads the wrong way round."""
+
+    __slots__ = ()
+
+    def gather(self, payload: Any) -> list[Any]:
+        return super().gather(payload)[::-1]
+
+
+def payloads_of_two_ranks_swapped(stand: Stand, broken: bool) -> list[str]:
+    """ "direct" takes each rank's own shard, under the engine's own name; the values are those it has already."""
+    engine, group = stand.engine, stand.engine.group
+    columns = full_tensor(stand.sync.live[O_PROJ]).chunk(2, dim=1)
+    shards: NamedTensors = [(O_PROJ, columns[stand.world.rank].contiguous())]
+    if broken:
+        engine.group = SwappedGroup(**{name: getattr(group, name) for name in Group.__slots__})
+    try:
+        with engine.weight_update():
+            engine.update_weights_from_tensor(shards, load_format="direct")
+    finally:
+        engine.group = group
+    return stand.seen()
+
+
+def unknown_parameter(stand: Stand, broken: bool) -> list[str]:
+    def add(live: dict[str, torch.Tensor]) -> None:
+        live["model.layers.1.self_attn.sinks.weight"] = torch.ones(16)
+
+    return stand.refused(names=rename_live(add) if broken else None)
+
+
+def with_rows(stand: Stand, rows: int) -> list[str]:
+    def cut(live: dict[str, torch.Tensor]) -> None:
+        live[O_PROJ] = torch.ones(rows, live[O_PROJ].shape[1])
+
+    return stand.refused(names=rename_live(cut) if rows != stand.sync.live[O_PROJ].shape[0] else None)
+
+
+def too_few_rows(stand: Stand, broken: bool) -> list[str]:
+    return with_rows(stand, 63 if broken else 64)
+
+
+def too_many_columns(stand: Stand, broken: bool) -> list[str]:
+    """The engine's loader would take each rank's share of the columns and leave the rest."""
+
+    def widen(live: dict[str, torch.Tensor]) -> None:
+        live[O_PROJ] = torch.ones(64, 2 * live[O_PROJ].shape[1])
+
+    return stand.refused(names=rename_live(widen) if broken else None)
+
+
+def wrong_dtype(stand: Stand, broken: bool) -> list[str]:
+    def widen(live: dict[str, torch.Tensor]) -> None:
+        live[NORM] = torch.ones(64, dtype=torch.float64)
+
+    return stand.refused(names=rename_live(widen) if broken else None)
+
+
+def not_a_number(stand: Stand, broken: bool) -> list[str]:
+    """On one rank alone, in the last element of its shard."""
+    parameter = stand.model.get_parameter(NORM)
+    assert isinstance(parameter, DTensor)
+    local = parameter.to_local().detach()
+    kept = local.clone()
+    if broken and stand.world.rank == 1:
+        local[-1] = torch.nan
+    try:
+        return stand.refused()
+    finally:
+        if broken:
+            local.copy_(kept)
+
+
+def missing_shard(stand: Stand, broken: bool) -> list[str]:
+    def lose(live: dict[str, torch.Tensor]) -> None:
+        whole = live[O_PROJ]
+        assert isinstance(whole, DTensor)
+        rows = whole.to_local().detach()[: 32 if stand.world.rank == 0 else 20]
+        live[O_PROJ] = DTensor.from_local(
+            rows, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    return stand.refused(names=rename_live(lose) if broken else None)
+
+
+def no_room_for_two_buckets(stand: Stand, broken: bool) -> list[str]:
+    """The check alone, on what rank 1's GPU would answer: there is none here."""
+    free = 5 * MIB if broken and stand.world.rank == 1 else 6 * MIB
+    with (
+        raising() as raised,
+        patch("torch.cuda.empty_cache"),
+        patch("torch.cuda.mem_get_info", lambda device: (free, 80 << 30)),
+    ):
+        weight_link._check_room(stand.engine, torch.device("cuda"), 6 * MIB)
+    return raised
+
+
+CASES = (
+    one_tensor_a_call,
+    lost_correction_bias,
+    dropped_expert,
+    expert_dropped_from_the_plan,
+    swapped_experts,
+    experts_swapped_in_the_plan,
+    partial_update,
+    payloads_of_two_ranks_swapped,
+    unknown_parameter,
+    too_few_rows,
+    too_many_columns,
+    wrong_dtype,
+    not_a_number,
+    missing_shard,
+    no_room_for_two_buckets,
+)
+
+
+def main(folder: Path) -> None:
+    run(folder, "deepseek_v3", CASES, [live_names_that_the_engine_knows, two_hundred_updates])

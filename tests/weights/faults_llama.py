@@ -1,0 +1,73 @@
+"""Run by faults_program.py on two ranks; trainer and engine both tie the embeddings."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.rollout.slots import SLOTS
+from harness.rollout.weight_link import WeightLink
+from harness.weights.bench import push_one_by_one
+from tests.weights.faults_stand import Stand, patching, raising, run, two_hundred_updates
+
+LINGER_SECONDS = 0.1
+
+call = WeightLink._call
+await_read = WeightLink._await_read
+
+
+def tied_embeddings_are_sent_once(stand: Stand) -> list[str]:
+    """Healthy here: what is said of lm_head, which is not sent, and of a sync after a first question to the engine."""
+    sent = [tensor.name for tensor in stand.sync.layout if tensor.name == "lm_head.weight"]
+    return [*sent, *stand.refused()]
+
+
+def one_tensor_a_call_where_nothing_fuses(stand: Stand) -> list[str]:
+    """SGLang fuses q, k and v of a dense model row by row, whenever they come."""
+    stand.change()
+    push_one_by_one(stand.sync)
+    return stand.seen()
+
+
+def stale_prefix_cache(stand: Stand, broken: bool) -> list[str]:
+    """The same prompts before and after an update that leaves the cache as it is."""
+
+    def keep_the_cache(link: WeightLink, what: str, meanwhile: Callable[..., Any], flush_cache: bool = False) -> Any:
+        return call(link, what, meanwhile, flush_cache=False)
+
+    before = stand.log_prob_violations()
+    with patching({"harness.rollout.weight_link.WeightLink._call": keep_the_cache if broken else None}):
+        return [*before, *stand.pushed(stand.sync)]
+
+
+def bucket_reused_before_it_is_read(stand: Stand, broken: bool) -> list[str]:
+    """Readers linger over each slot; a trainer that does not wait for them fills it again meanwhile."""
+
+    def do_not_wait(link: WeightLink, index: int, ended: Callable[[], bool]) -> None:
+        if index == len(link.layout) - SLOTS:  # all are filled: take the answers that were passed over
+            for passed_over in range(index):
+                await_read(link, passed_over, ended)
+        if index >= len(link.layout) - SLOTS:
+            await_read(link, index, ended)
+
+    stand.slow(LINGER_SECONDS)
+    with (
+        raising() as raised,
+        patching({"harness.rollout.weight_link.WeightLink._await_read": do_not_wait if broken else None}),
+    ):
+        stand.change()
+        stand.sync.push()
+    stand.slow(0)
+    return [*raised, *stand.seen()]
+
+
+CASES = (stale_prefix_cache, bucket_reused_before_it_is_read)
+
+
+def main(folder: Path) -> None:
+    run(
+        folder,
+        "llama",
+        CASES,
+        [tied_embeddings_are_sent_once, one_tensor_a_call_where_nothing_fuses, two_hundred_updates],
+        shape={"tie_word_embeddings": True},
+    )

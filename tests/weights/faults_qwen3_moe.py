@@ -1,0 +1,65 @@
+"""Run by faults_program.py on two ranks, with sglang 0.5.22, which has update sessions, on its path."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.models.tiny import save_tiny_model
+from harness.trainer.model import load_causal_lm
+from tests.weights.faults_stand import Stand, live_layout, patching, raising, run
+
+
+def has_sessions(stand: Stand) -> list[str]:
+    """Healthy where the release is one that the other cases are about."""
+    return [] if stand.engine.api.update_session else [f"sglang {stand.engine.api.version} has no update sessions"]
+
+
+def live_names(stand: Stand, broken: bool) -> list[str]:
+    return stand.refused(layout=live_layout if broken else None)
+
+
+def live_names_that_nobody_asked_about(stand: Stand, broken: bool) -> list[str]:
+    """With verification off nothing is refused; the engine answers Success, and computes something else."""
+    with stand.syncing(layout=live_layout if broken else None, verify="off") as sync:
+        return stand.pushed(sync)
+
+
+def tied_embeddings_sent_once(stand: Stand, broken: bool) -> list[str]:
+    """SGLang's Qwen3-MoE keeps an lm_head of its own whatever the model's config says; a trainer that ties sends none."""
+    model = None
+    if broken:
+        folder = stand.folder / "tied"
+        if stand.world.rank == 0:
+            save_tiny_model("qwen3_moe", folder, 0, shape={"tie_word_embeddings": True}, texts=["hello"])
+        dist.barrier()
+        model = load_causal_lm(str(folder), torch.float32, torch.device("cpu"), stand.mesh)
+    return stand.refused(model=model)
+
+
+def outside_a_session(stand: Stand, broken: bool) -> list[str]:
+    """The default way, and one tensor in a call of its own."""
+
+    def no_session(*_: Any) -> Any:
+        return nullcontext()
+
+    found = []
+    name = "model.norm.weight"
+    stand.change()
+    with patching({"harness.rollout.sglang_api.update_session": no_session if broken else None}):
+        with raising() as raised:
+            stand.sync.push()
+        found += [f"stream: {text}" for text in raised]
+        with raising() as raised:
+            stand.engine.update_weights_from_tensor([(name, stand.sync.live[name])])
+        found += [f"tensor: {text}" for text in raised]
+    return [*found, *stand.seen()]
+
+
+CASES = (live_names, live_names_that_nobody_asked_about, tied_embeddings_sent_once, outside_a_session)
+
+
+def main(folder: Path) -> None:
+    run(folder, "qwen3_moe", CASES, [has_sessions])

@@ -1,0 +1,209 @@
+"""Named faults of a weight sync, each put into a real run and caught, with the parameters named; and each one's healthy
+twin, which must not be. The programs behind the fixtures are tests/weights/faults_*.py.
+
+Of what is refused the first sentence is the error, and what names tensors follows; of what is found after a push the
+tensors that were read back come first, then the statistics of the log-probs that are too large.
+"""
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+Seen = dict[str, Any]
+
+LAYERS = ("model.layers.0", "model.layers.1")
+EXPERTS = "model.layers.1.mlp.experts"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+NOT_FILLED = "a parameter of the engine that nothing sent would fill"
+NOT_KNOWN = "the engine knows no such parameter and would ignore it"
+
+CASES = {
+    "deepseek_v3": (
+        "one_tensor_a_call",
+        "lost_correction_bias",
+        "dropped_expert",
+        "expert_dropped_from_the_plan",
+        "swapped_experts",
+        "experts_swapped_in_the_plan",
+        "partial_update",
+        "payloads_of_two_ranks_swapped",
+        "unknown_parameter",
+        "too_few_rows",
+        "too_many_columns",
+        "wrong_dtype",
+        "not_a_number",
+        "missing_shard",
+        "no_room_for_two_buckets",
+    ),
+    "llama": ("stale_prefix_cache", "bucket_reused_before_it_is_read"),
+    "qwen3_moe": ("live_names", "live_names_that_nobody_asked_about", "tied_embeddings_sent_once", "outside_a_session"),
+}
+HEALTHY = {
+    "deepseek_v3": ("live_names_that_the_engine_knows", "two_hundred_updates"),
+    "llama": ("tied_embeddings_are_sent_once", "one_tensor_a_call_where_nothing_fuses", "two_hundred_updates"),
+    "qwen3_moe": ("has_sessions",),
+}
+
+
+def read_back(sentences: list[str]) -> set[str]:
+    """Names of the tensors whose elements are not the trainer's."""
+    return {text.split(": ")[0] for text in sentences if " elements on rank " in text}
+
+
+def has_wrong_log_probs(sentences: list[str]) -> bool:
+    return any(text.startswith("log-probs: ") and "in the mean (allowed" in text for text in sentences)
+
+
+@pytest.mark.parametrize(("program", "case"), [(program, case) for program in CASES for case in CASES[program]])
+def test_a_healthy_twin_is_not_caught_and_the_engine_serves_on(
+    program: str, case: str, request: pytest.FixtureRequest
+) -> None:
+    """The same without its fault; and after the fault and after the twin a sync of changed weights, read back, and
+    the engine's log-probs of what it generates."""
+    seen = request.getfixturevalue(program)[case]
+    assert seen["fault"]
+    assert {name: seen[name] for name in ("after fault", "twin", "after twin")} == {
+        "after fault": [],
+        "twin": [],
+        "after twin": [],
+    }
+
+
+@pytest.mark.parametrize(("program", "check"), [(program, each) for program in HEALTHY for each in HEALTHY[program]])
+def test_what_is_healthy_is_not_caught(program: str, check: str, request: pytest.FixtureRequest) -> None:
+    assert request.getfixturevalue(program)[check]["twin"] == []
+
+
+def test_live_names_are_refused(qwen3_moe: Seen) -> None:
+    sent = [f"{layer}.mlp.experts.{name}: {NOT_KNOWN}" for layer in LAYERS for name in ("gate_up_proj", "down_proj")]
+    theirs = [f"{layer}.mlp.experts.{name}: {NOT_FILLED}" for layer in LAYERS for name in ("w13_weight", "w2_weight")]
+    refusal, *found = qwen3_moe["live_names"]["fault"]
+    assert sorted(found) == sorted([*sent, *theirs])
+    assert refusal == f"WeightsRefused: {'; '.join(found)}"
+
+
+def test_live_names_that_nobody_asked_about_show_in_the_log_probs(qwen3_moe: Seen) -> None:
+    assert has_wrong_log_probs(qwen3_moe["live_names_that_nobody_asked_about"]["fault"])
+
+
+def test_one_tensor_a_call(deepseek_v3: Seen) -> None:
+    found = deepseek_v3["one_tensor_a_call"]["fault"]
+    halves = ("q_a_proj", "kv_a_proj_with_mqa")
+    assert read_back(found) == {f"{layer}.self_attn.{half}.weight" for layer in LAYERS for half in halves}
+    assert has_wrong_log_probs(found)
+
+
+def test_a_lost_correction_bias(deepseek_v3: Seen) -> None:
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    expected = f"{name}: {NOT_FILLED}"
+    assert deepseek_v3["lost_correction_bias"]["fault"] == [f"WeightsRefused: {expected}", expected]
+
+
+def test_a_dropped_expert(deepseek_v3: Seen) -> None:
+    found = deepseek_v3["dropped_expert"]["fault"]
+    assert read_back(found) == {f"{EXPERTS}.0.{name}.weight" for name in PROJECTIONS}
+    assert has_wrong_log_probs(found)
+
+
+def test_swapped_experts(deepseek_v3: Seen) -> None:
+    found = deepseek_v3["swapped_experts"]["fault"]
+    assert read_back(found) == {f"{EXPERTS}.{expert}.{name}.weight" for expert in (0, 4) for name in PROJECTIONS}
+    assert has_wrong_log_probs(found)
+
+
+@pytest.mark.parametrize("case", ["expert_dropped_from_the_plan", "experts_swapped_in_the_plan"])
+def test_a_plan_that_is_wrong_itself_is_caught(case: str, deepseek_v3: Seen) -> None:
+    found = deepseek_v3[case]["fault"]
+    assert has_wrong_log_probs(found) or found[0].startswith(f"WeightsRefused: {EXPERTS}")
+
+
+def test_tied_embeddings_sent_once_to_an_engine_that_does_not_tie(qwen3_moe: Seen) -> None:
+    expected = f"lm_head.weight: {NOT_FILLED}"
+    assert qwen3_moe["tied_embeddings_sent_once"]["fault"] == [f"WeightsRefused: {expected}", expected]
+
+
+def test_a_bucket_reused_before_it_is_read(llama: Seen) -> None:
+    found = llama["bucket_reused_before_it_is_read"]["fault"]
+    assert "RuntimeError: bucket 0 was overwritten while the engine read it: its slot then held bucket" in found[0]
+    assert "model.embed_tokens.weight" in read_back(found)
+
+
+def test_payloads_of_two_ranks_swapped(deepseek_v3: Seen) -> None:
+    found = deepseek_v3["payloads_of_two_ranks_swapped"]["fault"]
+    assert read_back(found) == {O_PROJ}
+    assert "elements on rank 0, " in found[0]
+    assert found[0].endswith("elements on rank 1")
+    assert has_wrong_log_probs(found)
+
+
+def test_a_stale_prefix_cache(llama: Seen) -> None:
+    """Every weight arrived: the log-probs alone tell."""
+    found = llama["stale_prefix_cache"]["fault"]
+    assert read_back(found) == set()
+    assert has_wrong_log_probs(found)
+
+
+def test_an_update_outside_a_session(qwen3_moe: Seen) -> None:
+    found = qwen3_moe["outside_a_session"]["fault"]
+    for way in ("stream", "tensor"):
+        said = [text for text in found if text.startswith(f"{way}: ")]
+        assert any("EngineRefused: update_weights_from_tensor: the engine refused: " in text for text in said)
+    assert read_back(found) == set(qwen3_moe["names"])
+
+
+def test_a_partial_update(deepseek_v3: Seen) -> None:
+    found = deepseek_v3["partial_update"]["fault"]
+    unsent = {text.removeprefix("unsent: ") for text in found if text.startswith("unsent: ")}
+    assert {"lm_head.weight", NORM} <= unsent < set(deepseek_v3["names"])
+    assert read_back(found) == unsent
+    assert has_wrong_log_probs(found)
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("unknown_parameter", f"model.layers.1.self_attn.sinks.weight: {NOT_KNOWN}"),
+        (
+            "too_few_rows",
+            f"{O_PROJ}: the engine's loader refuses it: AssertionError: param_data.shape=torch.Size([64, 64])"
+            " loaded_weight.shape=torch.Size([63, 64])",
+        ),
+        (
+            "too_many_columns",
+            f"{O_PROJ}: of its 16384 elements ([64, 256]) the engine would read 8192; its shape is not the engine's",
+        ),
+        (
+            "wrong_dtype",
+            f"{NORM}: sent as float64, but the engine holds float32: it would be rounded; send float32",
+        ),
+    ],
+)
+def test_what_the_engine_cannot_take_is_refused_before_it_is_touched(
+    case: str, sentence: str, deepseek_v3: Seen
+) -> None:
+    """Its digests of all that it holds, taken before and after, are the same: else the list would be longer."""
+    assert deepseek_v3[case]["fault"] == [f"WeightsRefused: {sentence}", sentence]
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        (
+            "not_a_number",
+            f"WeightsRefused: 1 tensor(s) hold a NaN or an infinity: {NORM} (rank 1); nothing was sent.",
+        ),
+        ("missing_shard", f"WeightsRefused: {O_PROJ}: rank 1 holds 20 of the 32 rows of its shard"),
+        (
+            "no_room_for_two_buckets",
+            "MemoryError: weights.bucket_megabytes: two buckets take 6 MiB, but rank 1's GPU has 5 MiB free; make it"
+            " smaller, or leave the engine less (engine.args.mem_fraction_static).",
+        ),
+    ],
+)
+def test_what_the_trainer_must_not_send_is_refused_on_every_rank(case: str, error: str, deepseek_v3: Seen) -> None:
+    """One rank alone has the fault; the text of every rank is kept, and there is one."""
+    assert deepseek_v3[case]["fault"] == [error]

@@ -1,0 +1,151 @@
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.weights.log_probs import (
+    EPSILON,
+    FLOOR,
+    FLOOR_WITHOUT_BASELINE,
+    Allowed,
+    LogProbDifference,
+    Part,
+    log_prob_difference,
+    merge,
+)
+from tests.gloo import on_ranks
+
+INF = float("inf")
+
+
+def difference(mean: float, sequence: float | None = None, position: float | None = None) -> LogProbDifference:
+    """The bulks are the mean unless given."""
+    worst, at = mean if sequence is None else sequence, mean if position is None else position
+    return LogProbDifference(
+        mean=mean,
+        largest=max(mean, worst, at),
+        tokens=256,
+        sequence=Part(index=3, mean=worst, tokens=16, bulk=worst),
+        position=Part(index=7, mean=at, tokens=16, bulk=at),
+    )
+
+
+CASES = [
+    # engine by rank, mask by rank; the trainer's log-probs are 0. Columns are prompt or response as the mask says.
+    ([[[-1.0, 0.5]], [[9.0, 0.0], [2.5, 9.0]]], [[[1, 1]], [[0, 1], [1, 0]]]),
+    ([[[math.nan, 1.0]], [[2.0, 3.0]]], [[[0, 1]], [[1, 1]]]),  # a NaN that does not count
+    ([[[math.nan, 1.0]], [[2.0, 3.0]]], [[[1, 1]], [[1, 1]]]),
+    ([[[1.0, -INF, 1.0]], [[2.0, 3.0, 0.0]]], [[[1, 1, 1]], [[1, 1, 0]]]),
+]
+
+
+def _all_differences(rank: int) -> list[LogProbDifference]:
+    found = []
+    for engine, mask in CASES:
+        ours = torch.tensor(engine[rank])
+        found.append(log_prob_difference(ours, torch.zeros_like(ours), torch.tensor(mask[rank])))
+    return found
+
+
+def test_the_difference_is_over_the_response_tokens_of_all_ranks(tmp_path: Path) -> None:
+    found = on_ranks(_all_differences, 2, tmp_path)
+    assert found[0] == found[1]
+    first, unmasked, undefined, infinite = found[0]
+    assert (first.mean, first.largest, first.tokens) == (1.0, 2.5, 4)
+    # Sequences are 0: [1.0, 0.5], 1: [0.0], 2: [2.5]; position 0 of each is 1.0, 0.0, 2.5, position 1 is 0.5.
+    assert first.sequence == Part(index=2, mean=2.5, tokens=1, bulk=0.0)
+    assert first.position == Part(index=0, mean=3.5 / 3, tokens=3, bulk=0.0)
+    assert (unmasked.mean, unmasked.largest, unmasked.sequence.index) == (2.0, 3.0, 1)
+    assert (undefined.mean, undefined.sequence.mean, undefined.sequence.index) == (INF, INF, 0)
+    assert (infinite.largest, infinite.sequence.index, infinite.position.index) == (INF, 0, 1)
+
+
+def _nothing(rank: int) -> str:
+    try:
+        log_prob_difference(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_batch_without_responses_is_refused(tmp_path: Path) -> None:
+    assert "no response token" in on_ranks(_nothing, 1, tmp_path)[0]
+
+
+def test_what_was_measured_on_h200_is_told_apart() -> None:
+    allowed = Allowed.of("bfloat16", difference(0.0005))
+    assert allowed.has_baseline
+    assert allowed.violations(difference(0.0030)) == []
+    for failure in (0.0139, 0.0145, 0.2589):
+        assert any("in the mean (" in each for each in allowed.violations(difference(failure)))
+
+
+@pytest.mark.parametrize("baseline", [0.011, 0.020])
+def test_a_noisier_model_is_allowed_its_own_noise_and_not_five_times_that(baseline: float) -> None:
+    allowed = Allowed.of("bfloat16", difference(baseline, sequence=1.5 * baseline))
+    assert allowed.violations(difference(2 * baseline, sequence=3 * baseline)) == []
+    assert len(allowed.violations(difference(4.8 * baseline, sequence=6.1 * baseline))) == 3
+
+
+def test_float32_fails_for_an_error_of_1e_4_and_passes_what_is_healthy() -> None:
+    allowed = Allowed.of("float32", difference(4e-7))
+    assert allowed.violations(difference(5e-7, sequence=2e-6)) == []
+    assert len(allowed.violations(difference(1e-4))) == 3
+    assert FLOOR["float32"] == pytest.approx(1e-5, rel=0.01)
+
+
+def test_without_a_baseline_the_floor_alone_counts() -> None:
+    allowed = Allowed.of("bfloat16", None)
+    assert not allowed.has_baseline
+    assert allowed.mean == FLOOR_WITHOUT_BASELINE["bfloat16"]
+    assert allowed.violations(difference(0.020, sequence=0.04, position=0.04)) == []
+    assert allowed.violations(difference(0.2589)) != []
+
+
+@pytest.mark.parametrize("value", [INF, math.nan])
+def test_an_undefined_difference_is_a_violation(value: float) -> None:
+    assert len(Allowed.of("bfloat16", difference(0.01)).violations(difference(value))) == 3
+
+
+def test_one_sequence_or_one_position_alone_fails_and_is_named() -> None:
+    allowed = Allowed.of("bfloat16", difference(0.005, sequence=0.008, position=0.008))
+    assert allowed.violations(difference(0.010, sequence=0.08)) == ["8.00e-02 in sequence 3 (allowed 0.03)"]
+    assert allowed.violations(difference(0.010, position=0.08)) == ["8.00e-02 at response position 7 (allowed 0.024)"]
+
+
+def _of_gaps(rank: int, gaps: torch.Tensor) -> LogProbDifference:
+    return log_prob_difference(gaps, torch.zeros_like(gaps), torch.ones_like(gaps))
+
+
+def test_a_sequence_is_judged_by_its_bulk_and_a_jump_of_one_token_is_none_of_it(tmp_path: Path) -> None:
+    gaps = torch.full((16, 16), 0.01)
+    gaps[4, :3] = 0.7  # healthy: a router chose other experts
+    gaps[9] = 0.02
+    (found,) = on_ranks(_of_gaps, 1, tmp_path, gaps)
+    assert (found.sequence.index, found.sequence.bulk) == (9, pytest.approx(0.02))
+    assert found.position.bulk == pytest.approx(0.01)
+
+
+def test_parts_of_few_tokens_are_shown_and_not_judged(tmp_path: Path) -> None:
+    (found,) = on_ranks(_of_gaps, 1, tmp_path, torch.tensor([[0.1] * 7, [0.2] * 7]))
+    assert found.sequence == Part(index=1, mean=pytest.approx(0.2), tokens=7, bulk=0.0)
+    assert found.position.tokens == 2 and found.position.bulk == 0
+
+
+def test_rollouts_merge_to_the_mean_of_all_tokens_and_the_worst_parts() -> None:
+    one, other = difference(0.1, sequence=0.5), dataclasses.replace(difference(0.4, sequence=0.4), tokens=512)
+    merged = merge([one, other])
+    assert merged.mean == pytest.approx(0.3) and merged.tokens == 768
+    assert (merged.sequence.bulk, merged.position.bulk, merged.largest) == (0.5, 0.4, 0.5)
+    assert merge([one]) == one
+
+
+@given(st.floats(0, 1), st.sampled_from(["float32", "bfloat16"]))
+def test_a_rollout_like_its_baseline_always_passes(mean: float, dtype: str) -> None:
+    assert dtype in EPSILON
+    baseline = difference(mean, sequence=1.9 * mean, position=0.7 * mean)
+    assert Allowed.of(dtype, baseline).violations(baseline) == []  # type: ignore[arg-type]

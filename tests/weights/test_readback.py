@@ -1,0 +1,162 @@
+"""What the engine holds against what the trainer holds; the engine is a small model, its link is in this process."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from harness.weights.gather import full_tensor
+from harness.weights.names import CheckpointTensor
+from harness.weights.readback import differences, unreadable
+from tests.rollout.test_weight_link import InProcess, filler, link_to
+from tests.rollout.toy_model import SHAPES, Toy, layout_of, sent
+
+WORLD: Any = SimpleNamespace(rank=0)
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    """This process is the only rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@dataclass
+class Sync:
+    """What differences() takes of a WeightSync, with the engine's model beside it."""
+
+    model: Toy
+    live: dict[str, torch.Tensor]
+    opened: InProcess
+    layout: tuple[CheckpointTensor, ...]
+    buckets: tuple[Any, ...]
+    engine: Any = field(default_factory=lambda: SimpleNamespace(group=SimpleNamespace(ranks=(0,))))
+
+    def link(self) -> InProcess:
+        return self.opened
+
+    def push(self) -> None:
+        values = {name: full_tensor(tensor) for name, tensor in self.live.items()}
+        self.opened.load(filler(self.opened.layout, values))
+
+    def differences(self) -> list[str]:
+        return differences(self, WORLD)  # type: ignore[arg-type]
+
+
+def sync_of(folder: Path, model: Toy | None = None, names: Iterable[str] = SHAPES) -> Sync:
+    model = model or Toy()
+    mesh = init_device_mesh("cpu", (1,))
+    live: dict[str, torch.Tensor] = {
+        name: distribute_tensor(tensor, mesh, [Shard(0)]) if index % 2 else tensor
+        for index, (name, tensor) in enumerate(sent(3).items())
+    }
+    layout = layout_of(names, 3)
+    tensors = tuple(
+        CheckpointTensor(
+            name=entry.name, live_name=entry.name, shape=entry.shape, stride=entry.stride, offset=0, dtype=torch.float32
+        )
+        for bucket in layout
+        for entry in bucket
+    )
+    buckets = tuple(SimpleNamespace(entries=bucket) for bucket in layout)
+    return Sync(model, live, link_to(model, layout, folder / "door"), tensors, buckets)
+
+
+def test_what_arrived_does_not_differ_ten_times_in_a_row(tmp_path: Path) -> None:
+    sync = sync_of(tmp_path)
+    for _ in range(10):
+        for tensor in sync.live.values():
+            tensor.mul_(1.25)
+        sync.push()
+        assert sync.differences() == []
+
+
+def test_before_the_first_push_everything_differs(tmp_path: Path) -> None:
+    assert {sentence.split(":")[0] for sentence in sync_of(tmp_path).differences()} >= SHAPES.keys()
+
+
+def test_one_bit_of_one_element_is_named_with_its_tensor(tmp_path: Path) -> None:
+    sync = sync_of(tmp_path)
+    sync.push()
+    sync.model.down.view(torch.int32)[2, 3] ^= 1
+    assert sync.differences() == ["down: 1 of 24 elements on rank 0"]
+
+
+def test_two_that_were_swapped_are_both_named(tmp_path: Path) -> None:
+    sync = sync_of(tmp_path)
+    sync.push()
+    k, v = sync.model.qkv.data[4:6].clone(), sync.model.qkv.data[6:8].clone()
+    sync.model.qkv.data[4:6], sync.model.qkv.data[6:8] = v, k
+    assert sync.differences() == ["k: 8 of 8 elements on rank 0", "v: 8 of 8 elements on rank 0"]
+
+
+def test_a_trainer_that_went_on_differs_by_what_it_changed(tmp_path: Path) -> None:
+    sync = sync_of(tmp_path)
+    sync.push()
+    sync.live["q_a"][0, 0] += 1
+    (found,) = sync.differences()
+    assert found == "q_a: 1 of 12 elements on rank 0"
+
+
+def test_bits_count_not_values(tmp_path: Path) -> None:
+    sync = sync_of(tmp_path)
+    sync.live["q"][0, 0], sync.live["q"][0, 1] = float("nan"), 0.0
+    sync.push()
+    assert sync.differences() == []  # one NaN is itself
+    sync.model.qkv.data[0, 1] = -0.0
+    assert sync.differences() == ["q: 1 of 16 elements on rank 0"]
+
+
+def test_what_the_engine_rounds_is_compared_rounded(tmp_path: Path) -> None:
+    sync = sync_of(tmp_path)
+    sync.push()
+    assert not torch.equal(sync.model.gate.float(), full_tensor(sync.live["gate"]))
+    assert sync.differences() == []
+    sync.model.gate.view(torch.int16)[0, 0] ^= 1
+    assert sync.differences() == ["gate: 1 of 12 elements on rank 0"]
+
+
+def test_a_stale_derived_tensor_is_named(tmp_path: Path) -> None:
+    sync = sync_of(tmp_path)
+    sync.push()
+    sync.model.w_kc = torch.zeros(2, 6)
+    assert sync.differences() == ["w_kc (derived by the engine): stale on rank 0"]
+    assert sync.differences() == []
+
+
+def test_what_cannot_be_followed_is_said_to_be_unread(tmp_path: Path) -> None:
+    class Doubling(Toy):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights((name, loaded * 2 if name == "scale" else loaded) for name, loaded in weights)
+
+    sync = sync_of(tmp_path, Doubling())
+    sync.push()
+    assert unreadable(sync.link()) == ["scale"]
+    assert sync.differences() == []
+
+
+def test_elements_that_do_not_lie_in_strides_are_compared_too(tmp_path: Path) -> None:
+    class Cutting(Toy):
+        """Joins the halves first and takes all but the first row afterwards."""
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            pairs = dict(weights)
+            if pairs.keys() >= {"q_a", "kv_a"}:
+                self.q_and_kv_a.data[1:].copy_(torch.cat([pairs.pop("q_a"), pairs.pop("kv_a")]).narrow(0, 1, 4))
+            super().load_weights(pairs.items())
+
+    sync = sync_of(tmp_path, Cutting())
+    assert any(region.index is not None for bucket in sync.link().arrivals[0].regions for region in bucket)
+    sync.push()
+    assert sync.differences() == []
+    sync.model.q_and_kv_a.data[4, 0] += 1
+    (q_a, kv_a) = sorted(sync.differences(), reverse=True)
+    assert q_a.startswith("q_a: 1 of") and kv_a.startswith("kv_a: 1 of")  # the copy is of both

@@ -1,0 +1,62 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.cluster.placement import Seat
+from harness.cluster.world import World
+from harness.weights.held import changed
+from harness.weights.reload import Output, check_shared, output_difference
+from tests.gloo import on_ranks
+
+
+def world_of(rank: int) -> World:
+    seats = tuple(Seat(rank=each, host=f"host{each}", local_rank=0, visible=None) for each in range(2))
+    return World(rank=rank, world_size=2, local_rank=0, host=f"host{rank}", device=torch.device("cpu"), seats=seats)
+
+
+def _shared(rank: int, folder: str) -> str:
+    from harness.weights import reload
+
+    reload.SHARED_FOLDER_SECONDS = 0.3
+    (own := Path(folder) / f"rank{rank}").mkdir()
+    os.chdir(own)  # a relative path is then another folder on each rank
+    check_shared(Path(folder) / "checkpoints", world_of(rank), "weights.folder")
+    try:
+        check_shared(Path("checkpoints"), world_of(rank), "weights.folder")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_one_host_does_not_see_is_refused_on_every_rank(tmp_path: Path) -> None:
+    sentence = (
+        "weights.folder = checkpoints, as rank 0 sees it, is not there on host1; give a folder that all hosts share."
+    )
+    assert on_ranks(_shared, 2, tmp_path, str(tmp_path)) == [sentence] * 2
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+A: Output = [(-1.0, 5), (-2.0, 6), (-1.5, 7)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "mean"),
+    [
+        ([A, A], [A, A], 0.0),
+        ([A], [[(-1.0, 5), (-2.25, 6), (-1.75, 7)]], 0.5 / 3),
+        ([A], [[(-1.0, 5), (-2.5, 9), (-9.0, 7)]], 0.25),  # what follows another token says nothing
+    ],
+)
+def test_outputs_differ_by_the_mean_up_to_the_first_other_token(
+    before: list[Output], after: list[Output], mean: float
+) -> None:
+    assert output_difference(before, after) == pytest.approx(mean)
+
+
+def test_changed_names_what_differs_or_is_new_on_any_scheduler() -> None:
+    before = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "2"}}
+    assert changed(before, before) == set()
+    assert changed(before, {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3", "c": "4"}}) == {"b", "c"}
+    assert changed({}, {}) == set()

@@ -1,0 +1,126 @@
+"""transports_on_two_ranks.py FOLDER DP TP TRANSPORT...: run by torchrun, two ranks, real engines in CPU mode.
+
+One start of the engines; through each transport in turn come weights that differ in every tensor from those before.
+Each rank writes what it saw as JSON.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+BUCKET_BYTES = 200_000  # several buckets, even of a tiny model
+PROMPTS = [list(range(5, 25)), list(range(30, 47))]
+
+
+def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
+    from harness.cluster.ports import planned_ports
+    from harness.config import schema
+    from harness.models.tiny import save_tiny_model
+    from harness.rollout.cpu.activate import activate
+    from harness.rollout.verl_engine import VerlEngine
+    from harness.trainer.model import load_causal_lm
+    from harness.weights.gather import plan_buckets
+    from harness.weights.sync import WeightSync
+
+    activate()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 0:
+        save_tiny_model("qwen2", folder / "model", 0, texts=["hello, the quick brown fox"])
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    engine = VerlEngine(
+        mesh["tp"],
+        log_dir=folder / "engine",
+        base_port=planned_ports(41000, 0).port,
+        model_path=str(folder / "model"),
+        dtype="float32",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        random_seed=rank,
+    )
+    model: Any = load_causal_lm(
+        str(folder / "model"),
+        torch.float32,
+        torch.device("cpu"),
+        init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)),
+    )
+    config = schema.Weights(bucket_megabytes=1, verify="off")
+    seen: dict[str, Any] = {"dummy": difference(engine, model), "buckets": 0}
+    for index, name in enumerate(transports):
+        change_every_tensor(model, seed=index)
+        sync = WeightSync(engine, model, replace(config, transport=name), folder / "run")  # type: ignore[arg-type]
+        sync.buckets = plan_buckets(sync.layout, sync.live, BUCKET_BYTES)
+        seen["buckets"] = len(sync.buckets)
+        seen[f"{name} stale"] = difference(engine, model)
+        sync.push()
+        seen[name] = difference(engine, model)
+        change_every_tensor(model, seed=100 + index)
+        sync.push()
+        seen[f"{name} again"] = difference(engine, model)
+        if name == "distributed":
+            seen |= broken_broadcasts(engine, sync)
+            sync.push()
+            seen["distributed after failures"] = difference(engine, model)
+            seen["port"] = engine.update_group_address[1] if engine.is_head else None
+        sync.close()
+        sync.close()
+        change_every_tensor(model, seed=200 + index)
+        sync.push()
+        seen[f"{name} reopened"] = difference(engine, model)
+        sync.close()
+    seen["left on disk"] = [str(path) for path in (folder / "run").rglob("*")]
+    engine.shutdown()
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+def broken_broadcasts(engine: Any, sync: Any) -> dict[str, Any]:
+    """What is raised when the trainer's side fails while the engine waits, and when the engine refuses what it got."""
+    seen = {}
+    # gloo sends no sparse tensors; the engine's norm has 64 elements.
+    bad = {"trainer": torch.ones(64).to_sparse(), "engine": torch.ones(3)}
+    for side, tensor in bad.items():
+        try:
+            with engine.weight_update():
+                sync.transport.group.broadcast([("model.norm.weight", tensor)], flush_cache=True)
+        except Exception as error:
+            seen[f"{side} failed"] = [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
+    return seen
+
+
+@torch.no_grad()
+def change_every_tensor(model: torch.nn.Module, seed: int) -> None:
+    for index, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(1000 * seed + index)
+        local: Any = parameter.to_local()  # type: ignore[attr-defined]
+        local.add_(torch.randn(local.shape, generator=generator) * 0.05)
+
+
+@torch.no_grad()
+def difference(engine: Any, model: Any) -> float:
+    """Largest |engine log-prob - trainer log-prob| of what the engine generates; the prompts are always the same ones."""
+    answers = engine.generate(
+        input_ids=PROMPTS, sampling_params={"max_new_tokens": 6, "ignore_eos": True}, return_logprob=True
+    )
+    largest = 0.0
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        entries = answer["meta_info"]["output_token_logprobs"]
+        tokens = torch.tensor([prompt + [entry[1] for entry in entries]])
+        log_probs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        ours = log_probs.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
+        theirs = torch.tensor([entry[0] for entry in entries])
+        largest = max(largest, float((ours - theirs).abs().max()))
+    return largest
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
