@@ -21,14 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from harness.cluster.ports import PortLease
 from harness.cluster.world import all_gather, child_environment, route_to_master
-from harness.rollout import sglang_api, worker
+from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import activate, engine_environment
 from harness.rollout.defaults import engine_defaults
 from harness.rollout.group import Group
 from harness.rollout.processes import ChildWatch, children, end, first_error, ignore_signal, output_to, sigquit_raises
 from harness.rollout.seating import Seating
-from harness.rollout.worker_poison import POISON
-from harness.rollout.worker_stream import STREAM
+from harness.rollout.worker import inspection
+from harness.rollout.worker.poison import POISON
+from harness.rollout.worker.stream import STREAM
 
 T = TypeVar("T")
 
@@ -259,7 +260,7 @@ class VerlEngine:
         if self.api.custom_weight_loader:
             arguments["custom_weight_loader"] = [
                 *arguments.get("custom_weight_loader", ()),
-                *worker.LOADERS,
+                *inspection.LOADERS,
                 POISON,
                 STREAM,
             ]

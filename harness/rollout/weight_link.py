@@ -7,6 +7,7 @@ import asyncio
 import json
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,12 +19,17 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster.world import all_gather
-from harness.rollout import sglang_api, worker_stream
+from harness.rollout import sglang_api
 from harness.rollout.slots import SLOTS, Door, Layout, Link, PeerGone, slot_bytes, stamp
 from harness.rollout.verl_engine import EngineFailed, VerlEngine
-from harness.rollout.worker_stream import Arrival, Clock
+from harness.rollout.worker import stream
+from harness.rollout.worker.stream import Arrival, Clock
 
 T = TypeVar("T")
+
+WATCH_SECONDS = 2.0
+"""A rank whose scheduler is gone waits so long: the rank that built the engine sees within half a second which process
+died, and its word must come first."""
 
 
 class SchedulerFailed(EngineFailed):
@@ -60,6 +66,11 @@ def call_schedulers(
         failure: Exception | None = None
     except SchedulerFailed as error:
         failure = error
+    except PeerGone as error:
+        time.sleep(WATCH_SECONDS)
+        if not ended():
+            raise EngineFailed(f"the scheduler beside rank {engine.group.rank} is gone; see {engine.log}") from error
+        failure = error
     except Exception as error:
         if not ended():
             raise  # this rank alone: the others are in their own meanwhile, and no collective can reach them
@@ -89,8 +100,8 @@ class WeightLink:
     link: Link
     arrivals: tuple[Arrival, ...]
     """Of all the engine's schedulers, in engine order."""
-    stamped: int = 0
-    """Buckets that were ever filled: no two have the same stamp."""
+    stamped: int = 1
+    """The next bucket's stamp: no two have the same, and none is 0, as a fresh slot is."""
     broken: bool = False
     """A call failed, and may have left words in the connection that the next one would take for its own."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -112,14 +123,14 @@ class WeightLink:
         rank = engine.group.ranks.index(engine.group.rank)
         door = Door.open(folder, rank)
         dist.barrier(group=engine.group.process_group)
-        message = json.dumps({"do": worker_stream.OPEN, "folder": str(folder)})
+        message = json.dumps({"do": stream.OPEN, "folder": str(folder)})
 
         def offer(ended: Callable[[], bool]) -> tuple[Link, Arrival]:
             link = door.offer(nbytes, device, layout, ended)
             return link, _answer(link, "arrival", ended)
 
         try:
-            link, arrival = call_schedulers(engine, worker_stream.STREAM, message, offer)
+            link, arrival = call_schedulers(engine, stream.STREAM, message, offer)
         finally:
             door.close()
         by_rank = dict(zip(sorted(engine.group.ranks), all_gather(arrival, engine.group.process_group), strict=True))
@@ -152,7 +163,7 @@ class WeightLink:
             there = _answer(self.link, "done", ended)
             return clock.read() | {f"scheduler_{name}": seconds for name, seconds in there.items()}
 
-        self.seconds = self._call(worker_stream.LOAD, feed, flush_cache=True, first=first)
+        self.seconds = self._call(stream.LOAD, feed, flush_cache=True, first=first)
 
     def read_back(self, compare: Callable[[int, torch.Tensor], None]) -> list[str]:
         """compare(bucket, slot) with what this rank's scheduler holds, each in the place that it had when it was sent.
@@ -171,11 +182,11 @@ class WeightLink:
                 compare(index, self.link.slots[1])
             return _answer(self.link, "done", ended)
 
-        return self._call(worker_stream.READ_BACK, take)
+        return self._call(stream.READ_BACK, take)
 
     def close(self) -> None:
         """Give the slots back. A collective call of the engine's ranks."""
-        self._call(worker_stream.CLOSE, lambda ended: None)
+        self._call(stream.CLOSE, lambda ended: None)
         self.link.close()
 
     def _call(
@@ -183,7 +194,7 @@ class WeightLink:
     ) -> T:
         message = json.dumps({"do": what} | details)
         try:
-            return call_schedulers(self.engine, worker_stream.STREAM, message, meanwhile, flush_cache)
+            return call_schedulers(self.engine, stream.STREAM, message, meanwhile, flush_cache)
         except Exception:
             self.broken = True
             raise

@@ -1,6 +1,6 @@
 """Would every tensor arrive? Asked of the engine's own loader before anything is sent.
 
-Each scheduler says which of a layout's elements it would copy to where (rollout/worker_trace.py). A name that nobody
+Each scheduler says which of a layout's elements it would copy to where (rollout/worker/trace.py). A name that nobody
 reads, a shape that does not fit, a dtype that would be rounded, or an engine parameter that nothing fills is refused
 here, while the engine still serves.
 """
@@ -11,7 +11,7 @@ from math import gcd
 import torch
 
 from harness.rollout.slots import Entry
-from harness.rollout.worker_stream import Arrival, Region
+from harness.rollout.worker.stream import Arrival, Region
 
 SHOWN = 8
 

@@ -3,8 +3,8 @@
 from typing import Literal
 
 from harness.cluster.world import World, all_gather
-from harness.rollout import worker
 from harness.rollout.verl_engine import VerlEngine
+from harness.rollout.worker import inspection
 from harness.weights.held import inspect
 
 
@@ -13,7 +13,7 @@ def engine_devices(engine: VerlEngine) -> dict[int, str]:
 
     Only what this rank knows. Empty where this sglang has no door into its schedulers (before 0.4.8).
     """
-    return {engine.group.ranks[report.rank]: report.device for report in inspect(engine, worker.IDENTIFY)}
+    return {engine.group.ranks[report.rank]: report.device for report in inspect(engine, inspection.IDENTIFY)}
 
 
 def check_gpus(world: World, engine: VerlEngine, engine_gpus: Literal["shared", "apart"]) -> None:
@@ -23,7 +23,7 @@ def check_gpus(world: World, engine: VerlEngine, engine_gpus: Literal["shared", 
     engines: dict[int, str] = {}
     for each in all_gather(engine_devices(engine)):
         engines |= each
-    check_devices(all_gather(worker.gpu_uuid()), engines, engine_gpus)
+    check_devices(all_gather(inspection.gpu_uuid()), engines, engine_gpus)
 
 
 def check_devices(trainers: list[str], engines: dict[int, str], engine_gpus: Literal["shared", "apart"]) -> None:

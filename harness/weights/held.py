@@ -7,25 +7,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.rollout import sglang_api, worker
+from harness.rollout import sglang_api
 from harness.rollout.verl_engine import VerlEngine
-from harness.rollout.worker_poison import POISON
+from harness.rollout.worker import inspection
+from harness.rollout.worker.poison import POISON
 
 Held = dict[int, dict[str, str]]
 """Engine rank -> the engine's own name of a tensor -> a digest of its bytes."""
 
 
-def inspect(engine: VerlEngine, loader: str = worker.INSPECT) -> list[worker.WorkerReport]:
+def inspect(engine: VerlEngine, loader: str = inspection.INSPECT) -> list[inspection.WorkerReport]:
     """This host's schedulers' reports on the rank that built them; elsewhere, and where there is no door, none.
 
-    loader: worker.IDENTIFY leaves the digests out.
+    loader: inspection.IDENTIFY leaves the digests out.
     A collective call of the engine's ranks. Before sglang 0.4.8 there is no door into the schedulers.
     """
     if not engine.api.custom_weight_loader:
         return []
     folder = Path(engine.on_head(lambda _: tempfile.mkdtemp(prefix="harness-inspect-")))
     _call(engine, loader, str(folder), flush_cache=False)
-    reports = worker.read_reports(folder, len(engine.node.ranks)) if engine.is_builder else []
+    reports = inspection.read_reports(folder, len(engine.node.ranks)) if engine.is_builder else []
     dist.barrier(group=engine.group.process_group)
     shutil.rmtree(folder, ignore_errors=True)
     return reports
@@ -51,12 +52,16 @@ def has_checksum(engine: VerlEngine) -> bool:
 
 
 def changed(before: Held, after: Held) -> set[str]:
-    """The engine's names of tensors that differ, on this rank's answers."""
+    """The engine's names of tensors that differ, on this rank's answers.
+
+    A name that only one of them has is another name of a tensor, which SGLang makes when it first needs it (DeepSeek's
+    attn_mha.kv_b_proj).
+    """
     return {
         name
         for rank, tensors in before.items()
-        for name in tensors.keys() | after[rank].keys()
-        if tensors.get(name) != after[rank].get(name)
+        for name in tensors.keys() & after[rank].keys()
+        if tensors[name] != after[rank][name]
     }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from harness.cluster.world import World, all_gather
 from harness.rollout.weight_link import WeightLink
-from harness.rollout.worker_stream import Region
+from harness.rollout.worker.stream import Region
 from harness.weights.gather import full_tensor
 from harness.weights.names import CheckpointTensor
 from harness.weights.sync import WeightSync

@@ -68,6 +68,7 @@ def test_a_tensor_that_is_not_sent_fails_the_run_and_is_named(tmp_path: Path) ->
     assert job.left_behind() == []
 
 
+@pytest.mark.long
 def test_read_back_it_is_named_exactly_before_anything_is_generated(tmp_path: Path) -> None:
     arguments = [QUICKSTART, "--weights.transport", "tensor", "--weights.verify", "full"]
     job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_without_one_tensor.py")

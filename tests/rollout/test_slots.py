@@ -46,7 +46,7 @@ def nobody_comes_until(process: BaseProcess) -> Callable[[], bool]:
 
 
 def read_all(link: Link, pause: Callable[[], None]) -> list[tuple[int, bool]]:
-    """(stamp afterwards, whether every element was the bucket's own) for each bucket, as worker_stream's Reader does."""
+    """(stamp afterwards, whether every element was the bucket's own) for each bucket, as worker.stream's Reader does."""
     seen = []
     for index, (entry,) in enumerate(LAYOUT):
         assert link.receive() == index
@@ -203,7 +203,6 @@ def _offer_and_never_answer(folder: Path) -> None:
         connection.close()
 
 
-@pytest.mark.xfail(strict=True, raises=EOFError, reason="take() lets the bare EOFError through")
 def test_a_reader_whose_writer_dies_before_the_slots_came_learns_it_as_peer_gone(tmp_path: Path) -> None:
     with peer(_offer_and_never_answer, tmp_path / "door") as process:
         while not (tmp_path / "door" / "0.socket").exists():
@@ -240,7 +239,6 @@ def test_what_came_before_the_peer_died_is_still_taken(tmp_path: Path) -> None:
         writer.receive()
 
 
-@pytest.mark.xfail(strict=True, reason="a failed offer leaves the slots' files, and so the folder, behind")
 def test_no_file_stays_when_the_scheduler_dies_before_it_has_opened_the_slots(tmp_path: Path) -> None:
     door = Door.open(tmp_path / "door", 0)
     with peer(_connect_and_wait, tmp_path / "door") as process:
@@ -261,7 +259,6 @@ def _half_a_message(folder: Path) -> None:
     os.write(link.connection.fileno(), (100).to_bytes(4, "big") + b"half")
 
 
-@pytest.mark.xfail(strict=True, raises=OSError, reason='"got end of file during message" is an OSError, not EOFError')
 def test_a_peer_that_dies_in_mid_message_is_gone_too(tmp_path: Path) -> None:
     door = Door.open(tmp_path / "door", 0)
     with peer(_half_a_message, tmp_path / "door") as process:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.rollout.worker_stream import Reader
+from harness.rollout.worker.stream import Reader
 
 SLOW_DOWN = "tests.weights.faults_in_scheduler.slow_down"
 

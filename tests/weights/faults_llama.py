@@ -31,8 +31,10 @@ def one_tensor_a_call_where_nothing_fuses(stand: Stand) -> list[str]:
 def stale_prefix_cache(stand: Stand, broken: bool) -> list[str]:
     """The same prompts before and after an update that leaves the cache as it is."""
 
-    def keep_the_cache(link: WeightLink, what: str, meanwhile: Callable[..., Any], flush_cache: bool = False) -> Any:
-        return call(link, what, meanwhile, flush_cache=False)
+    def keep_the_cache(
+        link: WeightLink, what: str, meanwhile: Callable[..., Any], flush_cache: bool = False, **details: int
+    ) -> Any:
+        return call(link, what, meanwhile, flush_cache=False, **details)
 
     before = stand.log_prob_violations()
     with patching({"harness.rollout.weight_link.WeightLink._call": keep_the_cache if broken else None}):

@@ -330,7 +330,6 @@ def test_gather_gives_full_contiguous_tensors_without_a_gradient(alone: None) ->
     assert all(torch.equal(gathered[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.xfail(strict=True, reason="gather_into copies all of a plain tensor, whatever rows the piece has")
 def test_experts_that_are_not_sharded_are_gathered_in_several_buckets_too() -> None:
     whole = torch.arange(6 * 4 * 8.0).view(6, 4, 8)
     live = {"model.layers.0.mlp.experts.gate_up_proj": whole}

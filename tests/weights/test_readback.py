@@ -83,6 +83,13 @@ def test_before_the_first_push_everything_differs(tmp_path: Path) -> None:
     assert {sentence.split(":")[0] for sentence in sync_of(tmp_path).differences()} >= SHAPES.keys()
 
 
+def test_what_the_engine_never_reads_is_named(tmp_path: Path) -> None:
+    sync = sync_of(tmp_path, names=[*SHAPES, "unheard_of"])
+    sync.live["unheard_of"] = torch.ones(2)
+    sync.push()
+    assert sync.differences() == ["unheard_of: the engine holds nothing of it"]
+
+
 def test_one_bit_of_one_element_is_named_with_its_tensor(tmp_path: Path) -> None:
     sync = sync_of(tmp_path)
     sync.push()

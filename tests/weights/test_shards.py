@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from harness.weights.arrival import WeightsRefused
-from harness.weights.shards import check_finite, check_shards
+from harness.weights.names import CheckpointTensor
+from harness.weights.shards import check_covered, check_finite, check_shards
 from tests.gloo import on_ranks
 
 RANKS = 2
@@ -121,3 +123,23 @@ def _say(rank: int) -> list[str]:
 def test_what_is_wrong_is_said_on_every_rank_with_the_tensor_and_the_rank(tmp_path: Path) -> None:
     expected = [sentence for _, _, sentence in CHECKS]
     assert on_ranks(_say, RANKS, tmp_path) == [expected] * RANKS
+
+
+def part(rows: int, first: int = 0) -> CheckpointTensor:
+    """Rows of a live tensor [5, 3]."""
+    return CheckpointTensor(
+        name=f"from {first}", live_name="a", shape=(rows, 3), stride=(3, 1), offset=3 * first, dtype=torch.float32
+    )
+
+
+def test_a_checkpoint_form_that_has_every_element_covers() -> None:
+    check_covered([part(5)], {"a": torch.ones(5, 3)})
+    check_covered([part(2), part(3, 2)], {"a": torch.ones(5, 3)})
+
+
+@pytest.mark.parametrize(("parts", "held"), [([], 0), ([part(2)], 6), ([part(2), part(5)], 21)])
+def test_a_checkpoint_form_that_has_too_few_elements_or_too_many_is_refused(
+    parts: list[CheckpointTensor], held: int
+) -> None:
+    with pytest.raises(WeightsRefused, match=f"^a: the checkpoint's tensors hold {held} of its 15 elements"):
+        check_covered(parts, {"a": torch.ones(5, 3)})

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.models.tiny import tiny_config, tiny_model
-from harness.rollout.worker_stream import Arrival, Region
+from harness.rollout.weight_link import WeightLink
+from harness.rollout.worker.stream import Arrival, Region
 from harness.weights.arrival import WeightsRefused
+from harness.weights.names import checkpoint_layout
 from harness.weights.sync import WeightSync
 
 
@@ -111,6 +113,8 @@ def test_a_push_sends_every_tensor_once_under_its_checkpoint_name_and_flushes_la
 class Asked:
     """In place of an open WeightLink: what the schedulers said."""
 
+    broken = False
+
     def __init__(self, arrival: Arrival) -> None:
         self.arrivals = (arrival,)
         self.closed = 0
@@ -157,6 +161,26 @@ def test_the_schedulers_are_asked_once_and_their_slots_given_back_before_the_fir
     sync.push()
     sync.push()
     assert asked.closed == 1 and engine.sessions == 2
+
+
+def test_a_link_that_broke_is_closed_and_another_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, _ = make(tiny_model(tiny_config("qwen2"), seed=1), tmp_path)
+    links = [Asked(taking_all(sync)) for _ in range(2)]
+    opening = iter(links)
+    monkeypatch.setattr(WeightLink, "open", lambda *_: next(opening))
+    assert sync.link() is links[0] and sync.link() is links[0]
+    links[0].broken = True
+    assert sync.link() is links[1]
+    assert [link.closed for link in links] == [1, 0]
+
+
+def test_a_plan_that_leaves_an_expert_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_one(*given: Any) -> list[Any]:
+        return [tensor for tensor in checkpoint_layout(*given) if ".experts.1." not in tensor.name]
+
+    monkeypatch.setattr("harness.weights.sync.checkpoint_layout", without_one)
+    with pytest.raises(WeightsRefused, match=r"^model.layers.0.mlp.experts.\w+: the checkpoint's tensors hold "):
+        make(tiny_model(tiny_config("qwen3_moe"), seed=1), tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,12 +1,13 @@
 """The trainer's side of an update group, made in the way SGLang makes the engine's, so that the two meet."""
 
 from datetime import timedelta
-from typing import cast
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, cast
 
 from harness.rollout.sglang_api import source
 from harness.rollout.sglang_api.probe import MODEL_RUNNER, SGLangApi
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 UTILS = ("srt/utils/common.py", "srt/utils.py")
 
@@ -28,12 +29,14 @@ def open_update_group(
     group_name: str,
     backend: str,
     timeout_seconds: float,
-) -> dist.ProcessGroup:
+) -> "dist.ProcessGroup":
     """Rank 0 of a process group outside the default one; the others meet it at address:port.
 
     Blocks until all ranks have joined; group_name must be new to this process. Raises what torch raises when they have
     not after timeout_seconds, which each collective may take too.
     """
+    import torch.distributed as dist
+
     timeout = timedelta(seconds=timeout_seconds)
     # Not by init_method: under torchrun, torch would take this rank for a client of the agent's store, and nobody would
     # serve. multi_tenant: after a failure the last group's store may still be alive.

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-INSPECT = "harness.rollout.worker.inspect_model"
-IDENTIFY = "harness.rollout.worker.identify"
+INSPECT = "harness.rollout.worker.inspection.inspect_model"
+IDENTIFY = "harness.rollout.worker.inspection.identify"
 LOADERS = (INSPECT, IDENTIFY)
 REPORT_SECONDS = 60.0
 

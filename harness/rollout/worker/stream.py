@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from harness.rollout.slots import SLOTS, Entry, Layout, Link, PeerGone, stamp, take
-from harness.rollout.worker_trace import Copy, Traced, trace
+from harness.rollout.worker.trace import Copy, Traced, trace
 
-STREAM = "harness.rollout.worker_stream.stream"
+STREAM = "harness.rollout.worker.stream.stream"
 OPEN, LOAD, READ_BACK, CLOSE = "open", "load", "read_back", "close"
 _KEPT = "_harness_weight_stream"
 
@@ -109,7 +109,7 @@ class Reader:
         for entries in groups.values():
             traced = self._trace(entries, slot)
             plan.traced.append(traced)
-            if not traced.only_copies or not self._lasting(traced):
+            if traced.error or not traced.only_copies or not self._lasting(traced):
                 plan.own += [(entry.name, entry.view(slot)) for entry in entries]
                 continue
             for copy in traced.copies:
@@ -122,14 +122,24 @@ class Reader:
         return plan
 
     def _trace(self, entries: Sequence[Entry], slot: torch.Tensor) -> Traced:
-        """trace(), and what no dispatch mode sees: a loader that puts the tensor it was given in a parameter's place."""
-        before = {name: (parameter, parameter.data) for name, parameter in self.model.named_parameters()}
+        """trace(), and what no dispatch mode sees: a loader that puts another tensor in a parameter's place."""
+        before = [
+            (held, name, tensor, tensor.data)
+            for module in self.model.modules()
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+            if tensor is not None
+        ]
         traced = trace(self.model.load_weights, entries, slot)
         slot_at = slot.untyped_storage().data_ptr()
-        for name, (parameter, data) in before.items():
-            if parameter.untyped_storage().data_ptr() == slot_at:
-                parameter.data = data
-                traced.error = f"it puts the tensor it is given in the place of {name} instead of copying it"
+        for held, name, tensor, data in before:
+            now = held.get(name)
+            if now is tensor and tensor.data_ptr() == data.data_ptr():
+                continue
+            if now is not None and now.untyped_storage().data_ptr() == slot_at:
+                traced.error = f"it puts the tensor it is given in the place of its {name} instead of copying it"
+            held[name], tensor.data = tensor, data
+            traced.opaque |= {entry.name for entry in entries}
         return traced
 
     def _lasting(self, traced: Traced) -> bool:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import torch
 
-from harness.rollout.worker import WorkerReport, inspect_model, read_reports, tensor_digest
+from harness.rollout.worker.inspection import WorkerReport, inspect_model, read_reports, tensor_digest
 from tests.gloo import on_ranks
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-POISON = "harness.rollout.worker_poison.poison_model"
+POISON = "harness.rollout.worker.poison.poison_model"
 
 # Plain attributes that SGLang makes of kv_b_proj as it loads it: MLA computes with these alone.
 DERIVED = ("w_kc", "w_vc")
