@@ -56,6 +56,7 @@ def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
     assert job.left_behind() == []
 
 
+@pytest.mark.long
 def test_a_tensor_that_is_not_sent_fails_the_run_and_is_named(tmp_path: Path) -> None:
     arguments = [QUICKSTART, "--weights.transport", "tensor"]
     job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_without_one_tensor.py")

@@ -148,7 +148,7 @@ def test_a_sync_that_is_said_but_not_filled_is_caught_though_its_slots_hold_the_
         """Says that a slot is filled, but what lies in it, its stamp too, is that of the sync before."""
 
         def _say_filled(self, index: int) -> None:
-            stamp(self.link.slots[index % SLOTS]).fill_(index)
+            stamp(self.link.slots[index % SLOTS]).fill_(1 + index)
             said.append(index)
             super()._say_filled(index)
 

@@ -7,7 +7,7 @@ from typing import Any
 from harness.rollout.slots import SLOTS
 from harness.rollout.weight_link import WeightLink
 from harness.weights.bench import push_one_by_one
-from tests.weights.faults_stand import Stand, patching, raising, run, two_hundred_updates
+from tests.weights.faults_stand import Stand, patching, raising, run
 
 LINGER_SECONDS = 0.1
 
@@ -70,6 +70,6 @@ def main(folder: Path) -> None:
         folder,
         "llama",
         CASES,
-        [tied_embeddings_are_sent_once, one_tensor_a_call_where_nothing_fuses, two_hundred_updates],
+        [tied_embeddings_are_sent_once, one_tensor_a_call_where_nothing_fuses],
         shape={"tie_word_embeddings": True},
     )

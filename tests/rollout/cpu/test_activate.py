@@ -173,8 +173,8 @@ def test_mla_is_refused_on_a_sglang_without_the_registry(tmp_path: Path, monkeyp
         require_absorbed_mla()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen2", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["qwen2", "deepseek_v3"])
 def test_a_real_engine_serves_with_the_stand_ins(tmp_path: Path, model: str) -> None:
     run = python(str(WORKER), model, str(tmp_path / model), timeout=600)
     lines = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]

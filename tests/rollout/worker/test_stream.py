@@ -222,7 +222,7 @@ def test_a_tensor_put_in_a_parameters_place_is_an_error_and_the_parameter_is_put
     model = PuttingInPlace(turned)
     before = model.down.data
     found = arrival(layout_of(SHAPES, 9), tmp_path / "door", model)
-    said = "it puts the tensor it is given in the place of down instead of copying it"
+    said = "it puts the tensor it is given in the place of its down instead of copying it"
     assert found.errors == {"down": said}
     assert model.down.data_ptr() == before.data_ptr()
     assert all(torch.equal(tensor, Toy().state_dict()[name]) for name, tensor in model.state_dict().items())
