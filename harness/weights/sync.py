@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.config import schema
+from harness.rollout.update_group import UpdateGroup
 from harness.rollout.verl_engine import VerlEngine
 from harness.rollout.weight_link import WeightLink
 from harness.trainer.model import named_tensors
@@ -13,9 +15,20 @@ from harness.weights.arrival import check_arrival
 from harness.weights.gather import gather, plan_buckets
 from harness.weights.names import checkpoint_layout
 from harness.weights.shards import check_covered, check_finite, check_shards
-from harness.weights.transports import make_transport, resolve_transport
+from harness.weights.stream import Stream
+from harness.weights.transports import (
+    Disk,
+    Distributed,
+    FlattenedBuckets,
+    NamedTensors,
+    Transport,
+    resolve_transport,
+)
 
 MIB = 1 << 20
+
+GROUP_SECONDS = 600.0
+"""How long a broadcast to the engine's ranks may take."""
 
 
 class WeightSync:
@@ -37,7 +50,20 @@ class WeightSync:
         self._link: WeightLink | None = None
         self._checked = False
         self.transport_name = resolve_transport(config, engine.api, engine.device_type)
-        self.transport = make_transport(self.transport_name, self, folder)
+        self.transport = self._make_transport(Path(config.folder).resolve() if config.folder else folder)
+
+    def _make_transport(self, folder: Path) -> Transport:
+        """folder: where disk writes its checkpoints."""
+        if self.transport_name == "stream":
+            return Stream(self.engine, self.live, self.link)
+        if self.transport_name == "tensor":
+            return NamedTensors(self.engine)
+        if self.transport_name == "bucket":
+            return FlattenedBuckets(self.engine)
+        if self.transport_name == "distributed":
+            return Distributed(self.engine, UpdateGroup(self.engine, GROUP_SECONDS))
+        # The target serves as source: of an empty folder no config or tokenizer is copied, and the engine has its own.
+        return Disk(self.engine, folder, lambda target: self.save(target, target, dist.get_rank()))
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from harness.rollout.sglang_api import SGLangApi
 from harness.rollout.update_group import UpdateGroup
 from harness.rollout.verl_engine import EngineFailed, VerlEngine
 from harness.weights.gather import Bucket
-
-if TYPE_CHECKING:
-    from harness.weights.sync import WeightSync
 
 Name = Literal["stream", "tensor", "bucket", "distributed", "disk"]
 
@@ -70,24 +67,6 @@ def resolve_transport(weights: schema.Weights, api: SGLangApi, device: Literal["
     if lacks:
         raise ConfigError(f'weights.transport = "{name}" cannot work: sglang {api.version} {lacks}.')
     return name
-
-
-def make_transport(name: Name, sync: "WeightSync", folder: Path, timeout_seconds: float = 600.0) -> Transport:
-    """The transport called `name`. folder: where disk writes its checkpoints unless weights.folder says otherwise."""
-    engine = sync.engine
-    if name == "stream":
-        from harness.weights.stream import Stream
-
-        return Stream(engine, sync.live, sync.link)
-    if name == "tensor":
-        return NamedTensors(engine)
-    if name == "bucket":
-        return FlattenedBuckets(engine)
-    if name == "distributed":
-        return Distributed(engine, UpdateGroup(engine, timeout_seconds))
-    parent = Path(sync.config.folder).resolve() if sync.config.folder else folder
-    # The target serves as source: of an empty folder no config or tokenizer is copied, and the engine has its own.
-    return Disk(engine, parent, lambda target: sync.save(target, target, dist.get_rank()))
 
 
 @dataclass(frozen=True, slots=True)
