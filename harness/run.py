@@ -27,6 +27,7 @@ from harness.cluster.world import (
     behaviour,
     check_agreement,
     choose_device,
+    leave,
     open_world,
     own_seat,
 )
@@ -53,7 +54,8 @@ def ppo() -> Job:
 
 
 def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
-    """Run a job on this rank; its exit code. Only rank 0 prints, save for the rank that fails."""
+    """Run a job on this rank; only rank 0 prints, save for the rank that fails. Returns the exit code where the ranks never
+    met; once they have, the process ends with it here (see leave)."""
     launched = _launched_at()
     try:
         launch = Launch.from_environment(os.environ)
@@ -78,7 +80,8 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     if console:
         console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
     with open_world(launch, device, config.run.timeout_seconds, apart) as world:
-        return _in_world(config, load_job, world, console, launched)
+        code = _in_world(config, load_job, world, console, launched)
+    leave(code)
 
 
 def _in_world(

@@ -128,3 +128,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    from harness.cluster.world import leave
+
+    leave(0)
