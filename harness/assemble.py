@@ -1,45 +1,36 @@
 """All parts of a run, built in the order that wastes least time, and conducted to a verdict."""
 
-import faulthandler
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils.logging import disable_progress_bar
 
+from harness.background import in_background
 from harness.cluster.mesh import ParallelDims, build_mesh
 from harness.cluster.world import World
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.events import EventLog
-from harness.mistake import CannotRunHere
-from harness.models.names import ARCHITECTURES, is_tiny
-from harness.models.tiny import save_tiny_model
+from harness.models.names import ARCHITECTURES
+from harness.parts import import_sglang, make_model_folder, start_engine, what_was_asked
 from harness.ppo import Ppo
 from harness.report import Report
 from harness.rollout import sglang_api
-from harness.rollout.cpu.activate import require_absorbed_mla
 from harness.rollout.memory import MemoryStages, gpu_free_bytes
-from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
-from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
+from harness.task.data import PromptSampler, load_rows, tokenize_prompts
 from harness.timeline import gather_stages
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import AdaptiveKl, FixedKl
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm, load_value_model
 from harness.trainer.offload import Offloaded
-from harness.weights.devices import check_gpus
 from harness.weights.proof import section, verdict
 from harness.weights.reload import Reload, check_shared
 from harness.weights.sync import WeightSync
@@ -87,7 +78,7 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     with what_was_asked(), events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"):
         sglang_api.check_arguments(api, config.engine.args, {})
         check_level(config, api)
-        transport = choose_transport(config, api, "cpu" if world.device.type == "cpu" else "cuda")
+        transport = choose_transport(config, api, world.device_type)
         checkpoints = checkpoint_folder(config, world, folder)
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
         model_folder = make_model_folder(config, world, folder, rows)
@@ -102,50 +93,30 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     events.say(f"{len(prompts.prompts)} prompts of {len(rows)} rows ({config.task.source})")
     chosen = ', which is what "auto" means here' if config.weights.transport == "auto" else ""
     events.say(f'weights.transport = "{transport}"{chosen}')
-    if world.device.type == "cpu":
-        check_mla_on_cpu(model_folder)
     if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
         events.say("the engine starts on dummy weights: what the first sync does not bring will show")
     mesh = build_mesh(dims, "cpu")
     ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
-    with report.timed("sglang_import"), events.phase("import_sglang", waiting_for="SGLang's import"):
-        sglang_api.import_engine()
-    faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python
+    with report.timed("sglang_import"):
+        import_sglang(events)
     shipped = config.engine.implementation == "sglang"
 
     def start_trainer() -> Future[tuple[Actor, Critic | None, Reference | None]]:
-        return in_background(lambda: build_trainer(config, world, ranks_mesh, model_folder, report))
+        return in_background(lambda: build_trainer(config, world, ranks_mesh, model_folder, report), "build-trainer")
 
     # On a GPU after the engine: sglang sizes its KV cache by what is free, and may go to sleep before the trainer comes.
     trainer = start_trainer() if world.device.type == "cpu" or shipped else None
-    waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
-    with report.timed("engine"), events.phase("start_engine", waiting_for=waiting):
+    with report.timed("engine"):
         if shipped and trainer:
             trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
-        engine = (ShippedVerlEngine if shipped else VerlEngine)(
-            mesh["tp", "pp"] if dims.pp > 1 else mesh["tp"],
-            log_dir=folder / "engines",
-            base_port=config.engine.base_port,
-            engine_gpus=config.parallel.engine_gpus,
-            model_path=str(model_folder),
-            **engine_arguments(config, world),
-        )
-    maker = "sglang's own VerlEngine" if shipped else "the harness's VerlEngine"
-    events.say(
-        f"engine up: sglang {api.version} behind {maker}, {dims.dp} engine(s) of tp {dims.tp}, pp {dims.pp},"
-        f" {engine.nnodes} host(s) each"
-    )
-    if engine.dropped_defaults:
-        dropped = ", ".join(engine.dropped_defaults)
-        events.say(f"sglang {api.version} does not know these harness defaults, dropped: {dropped}")
-    check_gpus(world, engine, config.parallel.engine_gpus)  # while the engine is awake: it reads the weights
+        engine = start_engine(config, world, mesh, events, folder, model_folder)
     memory = make_memory_stages(config, world, events, engine)
     if engine.has_memory_saver and config.engine.initial_weights == "dummy":
         with events.phase("first_sleep", waiting_for="the engine to free its memory for the trainer"):
             memory.sleep()
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = (trainer or start_trainer()).result()
-    sync = WeightSync(engine, actor.model, replace(config.weights, transport=transport), folder)
+    sync = WeightSync(engine, actor.model, config.weights, transport, folder)
     return Ppo(
         config=config,
         world=world,
@@ -190,62 +161,6 @@ def checkpoint_folder(config: Config, world: World, folder: Path) -> Path:
     if config.weights.verify == "full" or config.weights.transport == "disk":
         check_shared(parent, world, "weights.folder" if config.weights.folder else "run.dir")
     return parent / f"{folder.name}-reload"
-
-
-@contextmanager
-def what_was_asked() -> Iterator[None]:
-    """A ValueError in here is the user's mistake: data, model or engine arguments that are not there or not right."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def engine_arguments(config: Config, world: World) -> dict[str, Any]:
-    """What the run asks of its engines, and the user's own arguments over it."""
-    dp_index = world.rank // (config.parallel.tp * config.parallel.pp)
-    return {
-        "device": "cpu" if world.device.type == "cpu" else "cuda",
-        "dtype": config.model.dtype,
-        # Engines of one run must not sample alike.
-        "random_seed": config.run.seed * 1009 + dp_index,
-        "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
-        # Prompts leave and responses arrive as token ids; no tokenizer or detokenizer can then differ or fail.
-        "skip_tokenizer_init": True,
-    } | config.engine.args
-
-
-def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row]) -> Path:
-    """The folder that trainer and engine load: for a tiny model made here, once on each host; else as configured."""
-    if not is_tiny(config.model.name):
-        return Path(config.model.name)
-    target = folder / f"model-host{world.hosts.index(world.host)}"
-    first_on_host = next(seat.rank for seat in world.seats if seat.host == world.host)
-    if world.rank == first_on_host:
-        texts = [row.question + row.answer for row in rows]
-        device: Literal["cpu", "cuda"] = "cpu" if world.device.type == "cpu" else "cuda"
-        save_tiny_model(
-            config.model.name,
-            target,
-            config.run.seed,
-            config.model.dtype,
-            device,
-            config.model.shape,
-            texts=texts,
-            weights=config.model.weights == "checkpoint",
-        )
-    dist.barrier()
-    return target
-
-
-def check_mla_on_cpu(model_folder: Path) -> None:
-    """Raise CannotRunHere for a model with MLA (DeepSeek) where this sglang's CPU mode cannot serve it."""
-    config = model_folder / "config.json"
-    if config.is_file() and "kv_lora_rank" in json.loads(config.read_text(encoding="utf-8")):
-        try:
-            require_absorbed_mla()
-        except NotImplementedError as error:
-            raise CannotRunHere(str(error)) from error
 
 
 def build_trainer(
@@ -303,17 +218,3 @@ def kl_control(config: Config) -> FixedKl | AdaptiveKl:
     if algorithm.kl_target == 0:
         return FixedKl(algorithm.kl_coefficient)
     return AdaptiveKl(algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon)
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Run in a daemon thread, which does not hold up an exit when its collectives can never end."""
-    future: Future[T] = Future()
-
-    def target() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=target, name="build-trainer", daemon=True).start()
-    return future

@@ -1,7 +1,6 @@
 """The largest engine.args.mem_fraction_static with which a run passes, woken at once and in stages, by real runs.
 
-Trial(...) is one torchrun of launch/ppo.py, in a session of its own, every process of which is ended
-largest_passing(passes, low, high, resolution) is the search, and knows nothing of processes
+largest_passing is the search, and knows nothing of processes; run_to_end is one torchrun, every process of which is ended.
 """
 
 import contextlib

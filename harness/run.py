@@ -97,7 +97,7 @@ def _in_world(
     try:
         differences = check_agreement(digest(config), os.environ)
         dims = ParallelDims.of(config.parallel)
-        placements = place(dims, world.seats, "cpu" if world.device.type == "cpu" else "cuda")
+        placements = place(dims, world.seats, world.device_type)
     except ValueError as error:
         return say_mistake(error, world.rank)
     for sentence in differences:

@@ -8,7 +8,6 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils.logging import disable_progress_bar
 
-from harness.assemble import check_mla_on_cpu, engine_arguments, make_model_folder, what_was_asked
 from harness.cluster.mesh import ParallelDims, build_mesh
 from harness.cluster.world import World
-from harness.config.schema import Config
+from harness.config.schema import Config, TransportName
 from harness.events import EventLog
+from harness.parts import import_sglang, make_model_folder, start_engine, what_was_asked
 from harness.rollout import sglang_api
 from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import load_rows
@@ -36,8 +35,6 @@ from harness.weights.verify import WeightsDidNotArrive
 
 MIB = 1 << 20
 
-Transport = Literal["auto", "stream", "tensor", "bucket", "distributed", "disk"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncJob:
@@ -46,7 +43,7 @@ class SyncJob:
     bench: bool
     syncs: int
     """Verified syncs of each transport, where not bench."""
-    transports: tuple[Transport, ...]
+    transports: tuple[TransportName, ...]
     """Several, one after the other, in place of weights.transport."""
     repeats: int
     one_by_one: bool
@@ -59,13 +56,16 @@ class SyncJob:
         events.say(f"imported torch and transformers; run directory {folder}")
         if self.bench:
             config = replace(config, weights=replace(config.weights, verify="off"))
-        names = self.transports or (config.weights.transport,)
-        configs = [replace(config, weights=replace(config.weights, transport=name)) for name in names]
-        for each in configs:
-            choose_transport(each, sglang_api.probe(), "cpu" if world.device.type == "cpu" else "cuda")
+        api = sglang_api.probe()
+        asked = self.transports or (config.weights.transport,)
+        chosen = [
+            choose_transport(replace(config, weights=replace(config.weights, transport=name)), api, world.device_type)
+            for name in asked
+        ]
         engine, model = make_engine_and_model(config, world, dims, events, folder)
-        for each in configs:
-            sync = make_sync(each, engine, model, events, folder)
+        for name in chosen:
+            sync = WeightSync(engine, model, config.weights, name, folder)
+            events.say(f"{sync.nbytes / 1e6:.1f} MB in {len(sync.buckets)} buckets, by {name}")
             arrived = self.time(sync, world, events) if self.bench else self.verify(sync, world, events)
             sync.close()
             events.say(arrived)
@@ -111,41 +111,18 @@ class SyncJob:
         )
 
 
-def make_sync(config: Config, engine: VerlEngine, model: nn.Module, events: EventLog, folder: Path) -> WeightSync:
-    """The sync between them, by the configured transport."""
-    transport = choose_transport(config, engine.api, engine.device_type)
-    sync = WeightSync(engine, model, replace(config.weights, transport=transport), folder)
-    events.say(
-        f"sglang {engine.api.version}, {sync.nbytes / 1e6:.1f} MB in {len(sync.buckets)} buckets, by {transport}"
-    )
-    return sync
-
-
 def make_engine_and_model(
     config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path
 ) -> tuple[VerlEngine, nn.Module]:
     """An engine for each (tp, pp) group, and the sharded model."""
-    api = sglang_api.probe()
-    device: Literal["cpu", "cuda"] = "cpu" if world.device.type == "cpu" else "cuda"
     with what_was_asked(), events.phase("inputs", waiting_for="the model's folder"):
-        sglang_api.check_arguments(api, config.engine.args, {})
+        sglang_api.check_arguments(sglang_api.probe(), config.engine.args, {})
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
         model_folder = make_model_folder(config, world, folder, rows)
-    if device == "cpu":
-        check_mla_on_cpu(model_folder)
     mesh = build_mesh(dims, "cpu")
     ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
-    with events.phase("import_sglang", waiting_for="SGLang's import"):
-        sglang_api.import_engine()
-    with events.phase("start_engine", waiting_for="SGLang's schedulers; their output is in engines/"):
-        engine = VerlEngine(
-            mesh["tp", "pp"] if dims.pp > 1 else mesh["tp"],
-            log_dir=folder / "engines",
-            base_port=config.engine.base_port,
-            engine_gpus=config.parallel.engine_gpus,
-            model_path=str(model_folder),
-            **engine_arguments(config, world),
-        )
+    import_sglang(events)
+    engine = start_engine(config, world, mesh, events, folder, model_folder)
     with events.phase("build_trainer", waiting_for="the sharded model"):
         model = load_causal_lm(
             str(model_folder),

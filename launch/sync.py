@@ -16,13 +16,13 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
 import tyro
 
 from harness.config.command import parse
+from harness.config.schema import TransportName
 from harness.mistake import say_mistake
 
 
@@ -34,7 +34,7 @@ class Options:
     """Time the sync instead of verifying it."""
     syncs: int = 3
     """Verified syncs, where not --bench."""
-    transports: tuple[Literal["stream", "tensor", "bucket", "distributed", "disk"], ...] = ()
+    transports: tuple[TransportName, ...] = ()
     """Several transports one after the other, such as stream tensor bucket disk, in place of weights.transport."""
     repeats: int = 5
     """Timed syncs of --bench; the table shows their median."""

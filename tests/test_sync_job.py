@@ -1,9 +1,7 @@
 """The parts of the sync job that print, and the mistakes that launch/sync.py must find before anything heavy."""
 
 import subprocess
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +9,8 @@ import pytest
 
 from harness.sync_job import as_table, breakdown
 from harness.weights.bench import Row
+from tests.end_to_end.launching import run_script
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 3.0
 WALL = {"feed": 0.7, "fill": 0.3, "wait": 0.2, "scheduler_load": 0.4, "scheduler_wait": 0.1}
 GPU = {"gpu_feed": 0.6, "gpu_fill": 0.25, "gpu_wait": 0.05, "scheduler_gpu_load": 0.35, "scheduler_gpu_wait": 0.02}
@@ -50,14 +48,7 @@ def test_the_table_has_a_line_for_each_way_and_each_part() -> None:
 
 def launch(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "launch/sync.py", *words],
-        cwd=REPOSITORY,
-        env={"PATH": "", "HOME": "/nonexistent"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_script("launch/sync.py", *words, **environment)
     return done, time.monotonic() - started
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,11 @@ class World:
         return tuple(dict.fromkeys(seat.host for seat in self.seats))
 
     @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """What kind of device trainer and engine run on."""
+        return "cpu" if self.device.type == "cpu" else "cuda"
+
+    @property
     def engine_gpu(self) -> int | None:
         """Visible index of the GPU that this rank's engine rank runs on; None on the CPU."""
         return None if self.device.index is None else self.device.index + self.seats[self.rank].engine_offset
@@ -80,7 +85,7 @@ class Launch:
         except KeyError as missing:
             raise WorldError(
                 f"{missing.args[0]} is not in the environment; start this with"
-                " torchrun --nnodes=1 --nproc-per-node=2 launch/ppo.py CONFIG.toml."
+                " torchrun --nnodes=1 --nproc-per-node=2 SCRIPT [ARGUMENTS]."
             ) from None
         except ValueError as error:
             raise WorldError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
+TransportName = Literal["stream", "tensor", "bucket", "distributed", "disk"]
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
@@ -194,8 +195,8 @@ class Critic:
 class Weights:
     """How the actor's weights reach the engines, and how far to trust that they did."""
 
-    transport: Literal["auto", "stream", "tensor", "bucket", "distributed", "disk"] = "auto"
-    """stream: through two buffers that the engine keeps open, gathered and loaded side by side (sglang 0.4.8 and newer). tensor: a list of named tensors a call. bucket: one flattened buffer a call (0.5.1 and newer). distributed: broadcast from each engine's first rank. disk: through a checkpoint folder. auto: stream where this sglang can, else tensor."""
+    transport: Literal["auto", TransportName] = "auto"
+    """stream: through two buffers that the engine keeps open, gathered and loaded side by side (sglang 0.4.8 and newer). tensor: a list of named tensors a call. bucket: one flattened buffer a call (0.5.1 and newer). distributed: broadcast from each engine's first rank. disk: through a checkpoint folder. auto: stream where this sglang can, else tensor; with parallel.engine_gpus = apart, distributed."""
     bucket_megabytes: int = 512
     """Bytes of one call or buffer, in MiB. The largest tensor, and tensors that fuse on arrival, stay whole even beyond it."""
     folder: str = ""

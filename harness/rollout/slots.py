@@ -30,8 +30,7 @@ class Entry:
     """One checkpoint tensor in a slot: a strided view."""
 
     name: str
-    dtype: str
-    """Such as "bfloat16"."""
+    dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """In elements."""
@@ -45,23 +44,30 @@ class Entry:
         """Elements of the tensor."""
         return torch.Size(self.shape).numel()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, contiguous."""
+        return self.numel * self.dtype.itemsize
+
     def holds(self, offset: int) -> bool:
         """Whether one of its elements begins at that byte of the slot, for strides that nest."""
-        left, inside = divmod(offset - self.offset, getattr(torch, self.dtype).itemsize)
+        left, inside = divmod(offset - self.offset, self.dtype.itemsize)
         for stride, size in sorted(zip(self.stride, self.shape, strict=True), reverse=True):
             left -= min(left // stride, size - 1) * stride if stride else 0
         return left == 0 and inside == 0
 
     def view(self, slot: torch.Tensor) -> torch.Tensor:
         """The tensor inside a slot (uint8, 1-D, its storage's first byte first)."""
-        dtype = getattr(torch, self.dtype)
-        usable = slot.numel() // dtype.itemsize * dtype.itemsize
-        typed = slot[:usable].view(dtype)
-        return typed.as_strided(self.shape, self.stride, self.offset // dtype.itemsize)
+        return typed(slot, self.dtype).as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
 
 
 Layout = tuple[tuple[Entry, ...], ...]
 """The entries of each bucket; bucket b is always in slot b % SLOTS."""
+
+
+def typed(slot: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A slot (uint8, 1-D) as elements of dtype, as many as are whole; not a copy."""
+    return slot[: slot.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def slot_bytes(payload: int) -> int:

@@ -4,18 +4,16 @@ Rank 0 of it is the head, a trainer; rank 1 + r is TP rank r. Two calls must go 
 its own: the engine's, which makes its ranks receive, and the broadcast.
 """
 
-import asyncio
-import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from itertools import count
-from traceback import clear_frames
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from harness.background import in_background
 from harness.rollout import sglang_api
 from harness.rollout.verl_engine import NamedTensors, VerlEngine
 
@@ -103,12 +101,7 @@ class UpdateGroup:
 
     def _both(self, inner: Any, theirs: Callable[[], object], ours: Callable[[], T]) -> T:
         """The engine's call and ours at once; what ours returned. After a failure the group is given up."""
-        loop = sglang_api.engine_loop(inner)
         device = torch.cuda.current_device() if self._backend == "nccl" else None
-
-        def in_loop() -> object:
-            asyncio.set_event_loop(loop)
-            return theirs()
 
         def on_device() -> T:
             if device is not None:
@@ -122,7 +115,7 @@ class UpdateGroup:
                     group.abort()  # ends a broadcast that waits
                 dist.destroy_process_group(group)
 
-        return side_by_side(in_loop, on_device, self._seconds, give_up)
+        return side_by_side(sglang_api.for_another_thread(inner, theirs), on_device, self._seconds, give_up)
 
 
 def broadcast_all(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> None:
@@ -149,7 +142,7 @@ def side_by_side(
     with a note of what became of the other call; a thread that does not end in grace_seconds is left behind.
     Raises TimeoutError where neither failed.
     """
-    engine, trainer = _in_thread(theirs), _in_thread(ours)
+    engine, trainer = in_background(theirs, "update-group-engine"), in_background(ours, "update-group-trainer")
     sides: dict[str, Future[Any]] = {"the engine's call": engine, "the trainer's side": trainer}
     wait(sides.values(), seconds, FIRST_EXCEPTION)
     failed = [name for name, side in sides.items() if side.done() and side.exception()]
@@ -166,18 +159,3 @@ def side_by_side(
         elif (other := side.exception()) and other is not error:
             error.add_note(f"{name} failed too: {type(other).__name__}: {other}")
     raise error
-
-
-def _in_thread(work: Callable[[], T]) -> "Future[T]":
-    """A daemon thread does not hold up an exit when its call never ends."""
-    future: Future[T] = Future()
-
-    def target() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            clear_frames(error.__traceback__)  # what they hold must go when the caller lets go of it
-            future.set_exception(error)
-
-    threading.Thread(target=target, name="update-group", daemon=True).start()
-    return future

@@ -3,27 +3,28 @@
 The head's call runs on a thread of its own while each rank, the head too, feeds its scheduler.
 """
 
-import asyncio
 import json
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from harness.background import in_background
 from harness.cluster.world import all_gather
 from harness.rollout import sglang_api
+from harness.rollout.clock import Clock
 from harness.rollout.slots import SLOTS, Door, Layout, Link, PeerGone, slot_bytes, stamp
 from harness.rollout.verl_engine import EngineFailed, VerlEngine
 from harness.rollout.worker import stream
-from harness.rollout.worker.stream import Arrival, Clock
+from harness.rollout.worker.stream import Arrival
 
 T = TypeVar("T")
 
@@ -55,7 +56,9 @@ def call_schedulers(
     flag = torch.zeros(1)
     call: Future[None] = Future()
     if engine.is_head:
-        call = _in_thread(engine, lambda inner: engine.send(inner, payloads, loader, flush_cache))
+        inner = engine.inner
+        send = partial(engine.send, inner, payloads, loader, flush_cache)
+        call = in_background(sglang_api.for_another_thread(inner, send), "engine-call")
         ended: Callable[[], bool] = call.done
     else:
         signal = dist.broadcast(flag, head, group, async_op=True)
@@ -236,22 +239,3 @@ def _check_room(engine: VerlEngine, device: torch.device, nbytes: int) -> None:
                 f"weights.bucket_megabytes: two buckets take {nbytes >> 20} MiB, but rank {rank}'s GPU has"
                 f" {each >> 20} MiB free; make it smaller, or leave the engine less (engine.args.mem_fraction_static)."
             )
-
-
-def _in_thread(engine: VerlEngine, call: Callable[[Any], T]) -> "Future[T]":
-    """call(the engine) on a thread; its loop is the engine's, as some releases look for the current one."""
-    future: Future[T] = Future()
-    loop = sglang_api.engine_loop(engine.inner)
-
-    def target() -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            future.set_result(call(engine.inner))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=target, name="engine-call", daemon=True).start()
-    return future
-
-
-__all__ = ["PeerGone", "WeightLink", "call_schedulers"]

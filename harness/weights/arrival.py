@@ -55,11 +55,11 @@ def _on_all(names: Sequence[Sequence[str]]) -> list[str]:
 def _misfit(entry: Entry, regions: Sequence[Region]) -> list[str]:
     mine = [region for region in regions if entry.name in region.names]
     sentences = []
-    narrowed = {region.target_dtype for region in mine if _loses(region.dtype, region.target_dtype)}
+    narrowed = sorted({_short(region.target_dtype) for region in mine if _loses(region.dtype, region.target_dtype)})
     if narrowed:
         sentences.append(
-            f"{entry.name}: sent as {entry.dtype}, but the engine holds {', '.join(sorted(narrowed))}:"
-            f" it would be rounded; send {sorted(narrowed)[0]}"
+            f"{entry.name}: sent as {_short(entry.dtype)}, but the engine holds {', '.join(narrowed)}:"
+            f" it would be rounded; send {narrowed[0]}"
         )
     if any(region.index is not None for region in mine):
         return sentences  # elements that do not lie in strides are compared when they are read back
@@ -100,6 +100,11 @@ def _elements(regions: Sequence[Region]) -> int:
     return int(torch.cat(marks).unique().numel()) * unit
 
 
-def _loses(sent: str, held: str) -> bool:
+def _loses(sent: torch.dtype, held: torch.dtype) -> bool:
     """Whether a value of dtype `sent` may not fit into `held`."""
-    return torch.promote_types(getattr(torch, sent), getattr(torch, held)) != getattr(torch, held)
+    return torch.promote_types(sent, held) != held
+
+
+def _short(dtype: torch.dtype) -> str:
+    """Such as bfloat16."""
+    return str(dtype).removeprefix("torch.")

@@ -39,7 +39,6 @@ class Row:
 def bench(sync: WeightSync, world: World, repeats: int, one_by_one: bool) -> list[Row]:
     """The limit, the configured transport and, where asked, one tensor a call; a collective call of all ranks."""
     rows = [_row("all-gather of the same bytes", all_gather_limit(sync, world, repeats), sync.nbytes)]
-    torch.manual_seed(0)
     rows.append(_transport(sync, world, repeats))
     if one_by_one:
         seconds = [_timed(world, lambda: push_one_by_one(sync)) for _ in range(max(1, repeats // 5))]
@@ -118,16 +117,12 @@ def _row(
 
 def _timed(world: World, call: Callable[[], object]) -> float:
     """Seconds from when all ranks are ready to when the last one, its GPU included, is done; the same on every rank."""
-    _quiet(world)
+    _finish(world)
+    dist.barrier()
     started = time.perf_counter()
     call()
     _finish(world)
     return float(max(all_gather(time.perf_counter() - started)))
-
-
-def _quiet(world: World) -> None:
-    _finish(world)
-    dist.barrier()
 
 
 def _finish(world: World) -> None:

@@ -41,7 +41,7 @@ class Bucket:
     @property
     def payload_bytes(self) -> int:
         """Bytes of the checkpoint tensors alone."""
-        return sum(entry.numel * getattr(torch, entry.dtype).itemsize for entry in self.entries)
+        return sum(entry.nbytes for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _entry(tensor: CheckpointTensor, piece_offset: int, elements: int, group: int) -> Entry:
     return Entry(
         name=tensor.name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=tensor.dtype,
         shape=tensor.shape,
         stride=tensor.stride,
         offset=piece_offset + elements * tensor.dtype.itemsize,

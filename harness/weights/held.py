@@ -4,11 +4,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from harness.rollout import sglang_api
 from harness.rollout.verl_engine import VerlEngine
+from harness.rollout.weight_link import call_schedulers
 from harness.rollout.worker import inspection
 from harness.rollout.worker.poison import POISON
 
@@ -25,7 +25,7 @@ def inspect(engine: VerlEngine, loader: str = inspection.INSPECT) -> list[inspec
     if not engine.api.custom_weight_loader:
         return []
     folder = Path(engine.on_head(lambda _: tempfile.mkdtemp(prefix="harness-inspect-")))
-    _call(engine, loader, str(folder), flush_cache=False)
+    call_schedulers(engine, loader, str(folder), _nothing)
     reports = inspection.read_reports(folder, len(engine.node.ranks)) if engine.is_builder else []
     dist.barrier(group=engine.group.process_group)
     shutil.rmtree(folder, ignore_errors=True)
@@ -67,11 +67,8 @@ def changed(before: Held, after: Held) -> set[str]:
 
 def poison(engine: VerlEngine, seed: str) -> None:
     """Fill the engine's weights with garbage drawn from seed. Raises ValueError where there is no door. Collective."""
-    _call(engine, POISON, seed, flush_cache=True)
+    call_schedulers(engine, POISON, seed, _nothing, flush_cache=True)
 
 
-def _call(engine: VerlEngine, loader: str, argument: str, flush_cache: bool) -> None:
-    """Run a loader of ours in every scheduler; it gets the argument as a tensor's name."""
-    # On the engine's GPU, the only one that its schedulers must see; SGLang's patch cannot send CPU tensors from a CUDA run.
-    carrier = torch.zeros(1, device=engine.device)
-    engine.update_weights_from_tensor([(argument, carrier)], load_format=loader, flush_cache=flush_cache)
+def _nothing(ended: object) -> None:
+    """What the ranks do meanwhile."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from harness.cluster.world import World, all_gather
+from harness.rollout.slots import typed
 from harness.rollout.weight_link import WeightLink
 from harness.rollout.worker.stream import Region
 from harness.weights.gather import full_tensor
@@ -75,14 +76,13 @@ def _by_live_name(tensors: Iterable[CheckpointTensor]) -> Mapping[str, list[Chec
 
 def _differing(region: Region, expected: torch.Tensor, held: torch.Tensor) -> int:
     """How many elements of the region differ in any bit, both as the engine's dtype holds them."""
-    values = [_view(region, slot).to(getattr(torch, region.target_dtype)).contiguous() for slot in (expected, held)]
+    values = [_view(region, slot).to(region.target_dtype).contiguous() for slot in (expected, held)]
     one, other = (value.view(INTEGER[value.element_size()]) for value in values)
     return int((one != other).sum())
 
 
 def _view(region: Region, slot: torch.Tensor) -> torch.Tensor:
-    dtype = getattr(torch, region.dtype)
-    typed = slot[: slot.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    elements = typed(slot, region.dtype)
     if region.index is not None:
-        return typed[region.index.to(slot.device)]
-    return typed.as_strided(region.shape, region.stride, region.offset)
+        return elements[region.index.to(slot.device)]
+    return elements.as_strided(region.shape, region.stride, region.offset)

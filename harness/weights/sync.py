@@ -15,14 +15,14 @@ from harness.weights.arrival import check_arrival
 from harness.weights.gather import gather, plan_buckets
 from harness.weights.names import checkpoint_layout
 from harness.weights.shards import check_covered, check_finite, check_shards
-from harness.weights.stream import Stream
 from harness.weights.transports import (
     Disk,
     Distributed,
     FlattenedBuckets,
+    Name,
     NamedTensors,
+    Stream,
     Transport,
-    resolve_transport,
 )
 
 MIB = 1 << 20
@@ -34,11 +34,14 @@ GROUP_SECONDS = 600.0
 class WeightSync:
     """From one trained model to the engine of this rank's group. Planned once: names and shapes do not change."""
 
-    def __init__(self, engine: VerlEngine, model: nn.Module, config: schema.Weights, folder: Path) -> None:
-        """folder: the run directory, for checkpoints on disk. A collective call of all ranks.
+    def __init__(
+        self, engine: VerlEngine, model: nn.Module, config: schema.Weights, transport: Name, folder: Path
+    ) -> None:
+        """transport: as choose_transport says. folder: the run directory, for checkpoints on disk. A collective call of all
+        ranks.
 
-        Raises NotAViewError for an architecture that the sync cannot name, ConfigError for a transport that this
-        sglang lacks, WeightsRefused for shards that do not fit together.
+        Raises NotAViewError for an architecture that the sync cannot name, WeightsRefused for shards that do not fit
+        together.
         """
         self.engine = engine
         self.config = config
@@ -49,7 +52,7 @@ class WeightSync:
         self.buckets = plan_buckets(self.layout, self.live, config.bucket_megabytes * MIB)
         self._link: WeightLink | None = None
         self._checked = False
-        self.transport_name = resolve_transport(config, engine.api, engine.device_type)
+        self.transport_name = transport
         self.transport = self._make_transport(Path(config.folder).resolve() if config.folder else folder)
 
     def _make_transport(self, folder: Path) -> Transport:

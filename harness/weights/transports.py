@@ -6,7 +6,7 @@ bucket, and a bucket is one call of the engine.
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,10 @@ from harness.rollout import sglang_api
 from harness.rollout.sglang_api import SGLangApi
 from harness.rollout.update_group import UpdateGroup
 from harness.rollout.verl_engine import EngineFailed, VerlEngine
-from harness.weights.gather import Bucket
+from harness.rollout.weight_link import WeightLink
+from harness.weights.gather import Bucket, gather_into
 
-Name = Literal["stream", "tensor", "bucket", "distributed", "disk"]
+Name = schema.TransportName
 
 Gathered = list[tuple[str, torch.Tensor]]
 """Full, contiguous tensors under their checkpoint names."""
@@ -67,6 +68,26 @@ def resolve_transport(weights: schema.Weights, api: SGLangApi, device: Literal["
     if lacks:
         raise ConfigError(f'weights.transport = "{name}" cannot work: sglang {api.version} {lacks}.')
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The default: while the engine loads one bucket, the next is gathered into the other slot; see weight_link for who
+    waits for whom."""
+
+    engine: VerlEngine
+    live: Mapping[str, torch.Tensor]
+    link: Callable[[], WeightLink]
+    """Opens the link at its first call, and owns it."""
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        """One engine call for all buckets. gather is not used: they are gathered straight into the slots."""
+        link = self.link()
+        with self.engine.weight_update():
+            link.load(lambda index, slot: gather_into(slot, buckets[index], self.live))
+
+    def close(self) -> None:
+        """The link is its owner's."""
 
 
 @dataclass(frozen=True, slots=True)

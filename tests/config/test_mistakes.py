@@ -1,15 +1,12 @@
 """Wrong configs and command lines: each has its one sentence, with the key, the value and what would be right."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from harness.config.command import parse
 from harness.config.layers import ConfigError
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.end_to_end.launching import run_script
 
 FILES = {
     "unknown_key.toml": "[actor]\nlearning_rat = 0.1\n",
@@ -208,20 +205,9 @@ def test_each_mistake_has_its_sentence(arguments: str, sentence: str, folder: Pa
     assert str(caught.value) == sentence.format(dir=folder)
 
 
-def run_ppo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "launch/ppo.py", *words],
-        cwd=REPOSITORY,
-        env={"PATH": "", "HOME": "/nonexistent"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 def test_a_mistake_exits_2_with_one_line_from_rank_0_only() -> None:
-    speaking = run_ppo("--actor.lr", "1", RANK="0")
-    silent = run_ppo("--actor.lr", "1", RANK="1")
+    speaking = run_script("launch/ppo.py", "--actor.lr", "1", RANK="0")
+    silent = run_script("launch/ppo.py", "--actor.lr", "1", RANK="1")
     assert (speaking.returncode, silent.returncode) == (2, 2)
     assert speaking.stderr == "error: actor.lr (command line) is not a key; the nearest is actor.learning_rate.\n"
     assert (speaking.stdout, silent.stdout, silent.stderr) == ("", "", "")
@@ -251,11 +237,11 @@ def test_a_mistake_exits_2_with_one_line_from_rank_0_only() -> None:
     ],
 )
 def test_what_cannot_be_placed_exits_2(words: list[str], sentence: str) -> None:
-    done = run_ppo(*words)
+    done = run_script("launch/ppo.py", *words)
     assert (done.returncode, done.stderr, done.stdout) == (2, f"error: {sentence}\n", "")
 
 
 def test_without_torchrun_it_says_how_to_start() -> None:
-    done = run_ppo("configs/cpu/quickstart.toml")
+    done = run_script("launch/ppo.py", "configs/cpu/quickstart.toml")
     assert done.returncode == 2
     assert "RANK is not in the environment; start this with torchrun --nnodes=1" in done.stderr

@@ -20,6 +20,18 @@ MARK = "HARNESS_TEST_JOB"
 QUICKSTART = "configs/cpu/quickstart.toml"
 
 
+def run_script(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A launch script by itself, with no environment of ours in reach, to its end."""
+    return subprocess.run(
+        [sys.executable, script, *words],
+        cwd=REPOSITORY,
+        env={"PATH": "", "HOME": "/nonexistent"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 @dataclass
 class Job:
     """A torchrun of launch/ppo.py, or of another script of ours."""

@@ -22,7 +22,8 @@ from harness.rollout.slots import SLOTS, Door, Entry, Link, PeerGone, map_file, 
 
 CPU = torch.device("cpu")
 LAYOUT = tuple(
-    (Entry(name=f"tensor{index}", dtype="int64", shape=(500,), stride=(1,), offset=0, group=0),) for index in range(60)
+    (Entry(name=f"tensor{index}", dtype=torch.int64, shape=(500,), stride=(1,), offset=0, group=0),)
+    for index in range(60)
 )
 NBYTES = slot_bytes(500 * 8)
 FORK = multiprocessing.get_context("fork")
@@ -290,12 +291,11 @@ def test_the_stamp_lies_behind_the_payload_and_is_aligned(payload: int) -> None:
     st.lists(st.integers(0, 5), max_size=3),
     st.permutations(range(3)),
     st.integers(0, 7),
-    st.sampled_from(["float32", "bfloat16", "int64", "uint8"]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]),
 )
 def test_an_entry_is_the_strided_view_that_torch_would_give(
-    shape: list[int], order: list[int], start: int, name: str
+    shape: list[int], order: list[int], start: int, dtype: torch.dtype
 ) -> None:
-    dtype = getattr(torch, name)
     slot = (
         torch.arange(4096, dtype=torch.int64).view(torch.uint8).clone()[: 4096 * 8 - 3]
     )  # no whole number of elements
@@ -305,7 +305,7 @@ def test_an_entry_is_the_strided_view_that_torch_would_give(
     view = dense.permute([axis for axis in order if axis < len(shape)])
     entry = Entry(
         name="any",
-        dtype=name,
+        dtype=dtype,
         shape=tuple(view.shape),
         stride=tuple(view.stride()),
         offset=start * dtype.itemsize,

@@ -86,7 +86,7 @@ def layout_of(names: Iterable[str], per_bucket: int, shapes: Mapping[str, tuple[
             for name in groups[number]:
                 shape = shapes.get(name, (2,))
                 stride = tuple(torch.empty(shape, device="meta").stride())
-                entry = Entry(name=name, dtype="float32", shape=shape, stride=stride, offset=at, group=number)
+                entry = Entry(name=name, dtype=torch.float32, shape=shape, stride=stride, offset=at, group=number)
                 entries.append(entry)
                 at += -(-entry.numel * 4 // 256) * 256
         buckets.append(tuple(entries))

@@ -83,7 +83,7 @@ def swapped_experts(stand: Stand, broken: bool) -> list[str]:
                 view.copy_(other)
                 other.copy_(kept)
 
-    with patching({"harness.weights.stream.gather_into": fill if broken else None}):
+    with patching({"harness.weights.transports.gather_into": fill if broken else None}):
         return stand.pushed(stand.sync)
 
 

@@ -72,8 +72,8 @@ class Stand:
     ) -> WeightSync:
         """A sync of the stand's model in several buckets; names and layout replace what harness.weights.sync calls."""
         with patching({"harness.weights.sync.named_tensors": names, "harness.weights.sync.checkpoint_layout": layout}):
-            config = schema.Weights(verify=verify, transport=transport)
-            sync = WeightSync(self.engine, model or self.model, config, self.folder / "run")
+            config = schema.Weights(verify=verify)
+            sync = WeightSync(self.engine, model or self.model, config, transport, self.folder / "run")
         sync.buckets = plan_buckets(sync.layout, sync.live, BUCKET_BYTES)
         return sync
 

@@ -12,16 +12,18 @@ from harness.rollout.worker.stream import Arrival, Region
 from harness.weights.arrival import SHOWN, WeightsRefused, check_arrival, problems
 
 
-def entry(name: str = "a", shape: tuple[int, ...] = (4, 6), dtype: str = "bfloat16", offset: int = 0) -> Entry:
+def entry(
+    name: str = "a", shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.bfloat16, offset: int = 0
+) -> Entry:
     stride = tuple(torch.empty(shape, device="meta").stride())
     return Entry(name=name, dtype=dtype, shape=shape, stride=stride, offset=offset, group=0)
 
 
-def region(view: torch.Tensor, held: str = "bfloat16", name: str = "a", index: bool = False) -> Region:
+def region(view: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "a", index: bool = False) -> Region:
     """What a copy from the view would read; the view is one of a slot of bfloat16 that begins with the entry."""
     return Region(
         names=(name,),
-        dtype="bfloat16",
+        dtype=torch.bfloat16,
         shape=tuple(view.shape),
         stride=view.stride(),
         offset=int(view.storage_offset()),
@@ -119,8 +121,9 @@ def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
     ],
 )
 def test_a_dtype_that_would_be_rounded_is_refused(sent: str, held: str, fits: bool) -> None:
-    taken = Region(names=("a",), dtype=sent, shape=(4, 6), stride=(6, 1), offset=0, target_dtype=held)
-    found = problems([[entry(dtype=sent)]], [Arrival(rank=0, regions=[[taken]])])
+    given, kept = getattr(torch, sent), getattr(torch, held)
+    taken = Region(names=("a",), dtype=given, shape=(4, 6), stride=(6, 1), offset=0, target_dtype=kept)
+    found = problems([[entry(dtype=given)]], [Arrival(rank=0, regions=[[taken]])])
     said = f"a: sent as {sent}, but the engine holds {held}: it would be rounded; send {held}"
     assert found == ([] if fits else [said])
 

@@ -19,6 +19,7 @@ from harness.rollout.worker.stream import Arrival, Region
 from harness.weights.arrival import WeightsRefused
 from harness.weights.names import checkpoint_layout
 from harness.weights.sync import WeightSync
+from harness.weights.transports import resolve_transport
 
 
 class Notes:
@@ -53,7 +54,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 def make(model: torch.nn.Module, folder: Path, engine: Any = None, **weights: Any) -> tuple[WeightSync, Notes]:
     engine = engine or Notes()
-    return WeightSync(engine, model, schema.Weights(**weights), folder), engine
+    config = schema.Weights(**weights)
+    return WeightSync(engine, model, config, resolve_transport(config, engine.api, "cpu"), folder), engine
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])

@@ -150,7 +150,7 @@ class OldEngine:
 
 
 def _bucket(*names: str) -> Bucket:
-    entries = tuple(Entry(name=name, dtype="float32", shape=(1,), stride=(1,), offset=0, group=0) for name in names)
+    entries = tuple(Entry(name=name, dtype=torch.float32, shape=(1,), stride=(1,), offset=0, group=0) for name in names)
     return Bucket(pieces=(), entries=entries, nbytes=4)
 
 

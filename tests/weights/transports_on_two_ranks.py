@@ -6,7 +6,6 @@ Each rank writes what it saw as JSON.
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
     seen: dict[str, Any] = {"dummy": difference(engine, model), "buckets": 0}
     for index, name in enumerate(transports):
         change_every_tensor(model, seed=index)
-        sync = WeightSync(engine, model, replace(config, transport=name), folder / "run")  # type: ignore[arg-type]
+        sync = WeightSync(engine, model, config, name, folder / "run")  # type: ignore[arg-type]
         sync.buckets = plan_buckets(sync.layout, sync.live, BUCKET_BYTES)
         seen["buckets"] = len(sync.buckets)
         seen[f"{name} stale"] = difference(engine, model)

@@ -119,12 +119,23 @@ def await_in_engine(engine: Engine, make: Callable[[Any], Coroutine[Any, Any, T]
         manager.auto_create_handle_loop()
         return await make(manager)
 
-    return engine_loop(engine).run_until_complete(run())
+    return _engine_loop(engine).run_until_complete(run())
 
 
-def engine_loop(engine: Engine) -> asyncio.AbstractEventLoop:
+def _engine_loop(engine: Engine) -> asyncio.AbstractEventLoop:
     """The event loop in which the engine's calls run; older releases take the main thread's."""
     return cast(asyncio.AbstractEventLoop, getattr(engine, "loop", None) or asyncio.get_event_loop())
+
+
+def for_another_thread(engine: Engine, call: Callable[[], T]) -> Callable[[], T]:
+    """The call, made ready to run on a thread that has no event loop: some releases look for the current one."""
+    loop = _engine_loop(engine)
+
+    def run() -> T:
+        asyncio.set_event_loop(loop)
+        return call()
+
+    return run
 
 
 def start_loop(engine: Engine) -> None:

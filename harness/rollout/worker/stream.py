@@ -7,7 +7,6 @@ A failure is answered to the trainer rank, not raised: SGLang would end the sche
 
 import json
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.rollout.slots import SLOTS, Entry, Layout, Link, PeerGone, stamp, take
+from harness.rollout.clock import Clock
+from harness.rollout.slots import SLOTS, Entry, Layout, Link, PeerGone, stamp, take, typed
+from harness.rollout.worker.tensors import addresses, derived_tensors, model_tensors
 from harness.rollout.worker.trace import Copy, Traced, trace
 
 STREAM = "harness.rollout.worker.stream.stream"
@@ -30,11 +31,11 @@ class Region:
     """What of a slot one copy reads, in elements of the slot's dtype."""
 
     names: tuple[str, ...]
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    target_dtype: str
+    target_dtype: torch.dtype
     index: torch.Tensor | None = None
     """int64 on the CPU, in place of shape, stride and offset, where the elements do not lie in strides."""
 
@@ -222,7 +223,7 @@ class Reader:
         for index, plan in enumerate(self.plans):
             for traced in plan.traced:
                 if traced.does_more:
-                    trace(self.model.load_weights, traced.entries, self.link.slots[index % SLOTS])
+                    self._trace(traced.entries, self.link.slots[index % SLOTS])
         after = derived_tensors(self.model)
         return [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
 
@@ -246,46 +247,6 @@ class Reader:
                 f"bucket {wrong[0]} was not in its slot when the engine had read it: it was read too early, or"
                 f" overwritten ({found[wrong[0]] - wrong[0]:+d} buckets away)"
             )
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds by name: of the GPU's own time on CUDA, of the wall on the CPU."""
-
-    device: torch.device
-    wall: dict[str, float] = field(default_factory=dict)
-    marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-    def measure(self, name: str) -> "_Measured":
-        """A context whose time is added to `name`."""
-        return _Measured(self, name)
-
-    def read(self) -> dict[str, float]:
-        """Waits for the GPU."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        seconds = dict(self.wall)
-        for name, start, end in self.marks:
-            seconds[f"gpu_{name}"] = seconds.get(f"gpu_{name}", 0.0) + start.elapsed_time(end) / 1e3
-        return seconds
-
-
-class _Measured:
-    def __init__(self, clock: Clock, name: str) -> None:
-        self.clock, self.name = clock, name
-
-    def __enter__(self) -> None:
-        self.started = time.perf_counter()
-        if self.clock.device.type == "cuda":
-            self.start = torch.cuda.Event(enable_timing=True)
-            self.start.record()
-
-    def __exit__(self, *_: object) -> None:
-        self.clock.wall[self.name] = self.clock.wall.get(self.name, 0.0) + time.perf_counter() - self.started
-        if self.clock.device.type == "cuda":
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            self.clock.marks.append((self.name, self.start, end))
 
 
 def stream(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -317,45 +278,24 @@ def stream(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Non
             reader.link.send(("failed", f"{type(error).__name__}: {error}"))
 
 
-def model_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and plain tensor attributes by name."""
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return tensors | derived_tensors(model)
-
-
-def derived_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Tensors that modules keep as plain attributes, such as DeepSeek's absorbed w_kc and w_vc."""
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def addresses(model: Any) -> dict[str, int]:
-    """Where each tensor of the model lies."""
-    return {name: tensor.data_ptr() for name, tensor in model_tensors(model).items()}
-
-
 def _region(copy: Copy) -> Region:
     source = copy.source
     return Region(
         names=copy.names,
-        dtype=str(copy.dtype).removeprefix("torch."),
+        dtype=copy.dtype,
         shape=tuple(copy.target.shape),
         stride=tuple(source.stride()) if source is not None else (),
         offset=int(source.storage_offset()) if source is not None else 0,
-        target_dtype=str(copy.target.dtype).removeprefix("torch."),
+        target_dtype=copy.target.dtype,
         index=copy.index.cpu() if copy.index is not None else None,
     )
 
 
 def _write_back(copy: Copy, slot: torch.Tensor) -> None:
     """The copy backwards, into `slot`, whichever slot it was planned for."""
-    typed = slot[: slot.numel() // copy.dtype.itemsize * copy.dtype.itemsize].view(copy.dtype)
+    elements = typed(slot, copy.dtype)
     if copy.index is not None:
-        typed[copy.index] = copy.target.to(copy.dtype)
+        elements[copy.index] = copy.target.to(copy.dtype)
         return
     assert copy.source is not None
     place, held = copy.source, copy.target
@@ -365,4 +305,4 @@ def _write_back(copy: Copy, slot: torch.Tensor) -> None:
                 place.narrow(axis, 0, min(1, place.shape[axis])),
                 held.narrow(axis, 0, min(1, held.shape[axis])),
             )
-    typed.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(held)
+    elements.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(held)

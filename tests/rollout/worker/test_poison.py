@@ -3,7 +3,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.rollout.worker.poison import poison_model, sent_tensors
+from harness.rollout.worker.poison import poison_model
+from harness.rollout.worker.tensors import sent_tensors
 
 
 class Attention(nn.Module):

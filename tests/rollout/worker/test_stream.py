@@ -166,7 +166,7 @@ def test_an_arrival_of_all_that_the_model_wants(tmp_path: Path) -> None:
     assert found.by_own_loader == len(OWN)
     regions = {name: region for bucket in found.regions for region in bucket for name in region.names}
     assert regions.keys() == SHAPES.keys()
-    assert (regions["gate"].dtype, regions["gate"].target_dtype) == ("float32", "bfloat16")
+    assert (regions["gate"].dtype, regions["gate"].target_dtype) == (torch.float32, torch.bfloat16)
     assert (regions["down"].shape, regions["down"].stride) == ((6, 4), (1, 6))
 
 
@@ -326,15 +326,20 @@ def ask(model: Toy, what: str, folder: Path, **details: int) -> None:
     stream(model, [(json.dumps({"do": what, "folder": str(folder)} | details), torch.zeros(1))])
 
 
-def test_the_loader_opens_loads_reads_back_and_closes(alone: None, tmp_path: Path) -> None:
-    layout, model, expected = layout_of(SHAPES, 2), Toy(), Toy()
-    door = Door.open(tmp_path / "door", 0)
+def opened(model: Toy, layout: Layout, folder: Path) -> tuple[Door, Link]:
+    """The writer's end of a link that the loader was asked to open."""
+    door = Door.open(folder, 0)
     links: list[Link] = []
     beside(
-        lambda: ask(model, OPEN, tmp_path / "door"),
+        lambda: ask(model, OPEN, folder),
         lambda: links.append(door.offer(slot_bytes(4096), CPU, layout, lambda: False)),
     )
-    (link,) = links
+    return door, links[0]
+
+
+def test_the_loader_opens_loads_reads_back_and_closes(alone: None, tmp_path: Path) -> None:
+    layout, model, expected = layout_of(SHAPES, 2), Toy(), Toy()
+    door, link = opened(model, layout, tmp_path / "door")
     kind, found = link.receive()
     assert kind == "arrival" and found.unfilled == []
     beside(lambda: ask(model, LOAD, tmp_path, first=7), lambda: feed(link, layout, sent(5), first=7))
@@ -353,13 +358,7 @@ def test_the_loader_opens_loads_reads_back_and_closes(alone: None, tmp_path: Pat
 
 def test_a_failure_is_answered_not_raised(alone: None, tmp_path: Path) -> None:
     layout, model = layout_of(SHAPES, 2), Toy()
-    door = Door.open(tmp_path / "door", 0)
-    links: list[Link] = []
-    beside(
-        lambda: ask(model, OPEN, tmp_path / "door"),
-        lambda: links.append(door.offer(slot_bytes(4096), CPU, layout, lambda: False)),
-    )
-    (link,) = links
+    door, link = opened(model, layout, tmp_path / "door")
     link.receive()
     for index in range(len(layout)):
         stamp(link.slots[index % SLOTS]).fill_(index)

@@ -1,0 +1,129 @@
+"""What every job builds before its own parts: the model's folder, and an engine for each (tp, pp) group."""
+
+import faulthandler
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.cluster.world import World
+from harness.config.layers import ConfigError
+from harness.config.schema import Config
+from harness.events import EventLog
+from harness.mistake import CannotRunHere
+from harness.models.names import is_tiny
+from harness.models.tiny import save_tiny_model
+from harness.rollout import sglang_api
+from harness.rollout.cpu.activate import require_absorbed_mla
+from harness.rollout.shipped_verl_engine import ShippedVerlEngine
+from harness.rollout.verl_engine import VerlEngine
+from harness.task.data import Row
+from harness.weights.devices import check_gpus
+
+
+@contextmanager
+def what_was_asked() -> Iterator[None]:
+    """A ValueError in here is the user's mistake: data, model or engine arguments that are not there or not right."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row]) -> Path:
+    """The folder that trainer and engine load: for a tiny model made here, once on each host; else as configured.
+
+    Raises CannotRunHere for a model that this sglang's CPU mode cannot serve.
+    """
+    if not is_tiny(config.model.name):
+        target = Path(config.model.name)
+        _check_mla(target, world)
+        return target
+    target = folder / f"model-host{world.hosts.index(world.host)}"
+    first_on_host = next(seat.rank for seat in world.seats if seat.host == world.host)
+    if world.rank == first_on_host:
+        texts = [row.question + row.answer for row in rows]
+        save_tiny_model(
+            config.model.name,
+            target,
+            config.run.seed,
+            config.model.dtype,
+            world.device_type,
+            config.model.shape,
+            texts=texts,
+            weights=config.model.weights == "checkpoint",
+        )
+    dist.barrier()
+    _check_mla(target, world)
+    return target
+
+
+def _check_mla(model_folder: Path, world: World) -> None:
+    """Raise CannotRunHere for a model with MLA (DeepSeek) where this sglang's CPU mode cannot serve it."""
+    config = model_folder / "config.json"
+    if (
+        world.device.type == "cpu"
+        and config.is_file()
+        and "kv_lora_rank" in json.loads(config.read_text(encoding="utf-8"))
+    ):
+        try:
+            require_absorbed_mla()
+        except NotImplementedError as error:
+            raise CannotRunHere(str(error)) from error
+
+
+def import_sglang(events: EventLog) -> None:
+    """Import what an engine needs, apart from starting it: it takes as long, and no other thread may import meanwhile."""
+    with events.phase("import_sglang", waiting_for="SGLang's import"):
+        sglang_api.import_engine()
+    faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python
+
+
+def start_engine(
+    config: Config, world: World, mesh: DeviceMesh, events: EventLog, folder: Path, model_folder: Path
+) -> VerlEngine:
+    """This rank's engine, serving, on the GPU that it should be on. mesh: over dp, tp and pp. A collective call.
+
+    Raises EngineFailed where it does not start, ValueError where it runs on another GPU than planned.
+    """
+    shipped = config.engine.implementation == "sglang"
+    parallel = config.parallel
+    waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
+    with events.phase("start_engine", waiting_for=waiting):
+        engine = (ShippedVerlEngine if shipped else VerlEngine)(
+            mesh["tp", "pp"] if parallel.pp > 1 else mesh["tp"],
+            log_dir=folder / "engines",
+            base_port=config.engine.base_port,
+            engine_gpus=parallel.engine_gpus,
+            model_path=str(model_folder),
+            **engine_arguments(config, world),
+        )
+    version = engine.api.version
+    maker = "sglang's own VerlEngine" if shipped else "the harness's VerlEngine"
+    events.say(
+        f"engine up: sglang {version} behind {maker}, {parallel.dp} engine(s) of tp {parallel.tp}, pp {parallel.pp},"
+        f" {engine.nnodes} host(s) each"
+    )
+    if engine.dropped_defaults:
+        dropped = ", ".join(engine.dropped_defaults)
+        events.say(f"sglang {version} does not know these harness defaults, dropped: {dropped}")
+    check_gpus(world, engine, parallel.engine_gpus)
+    return engine
+
+
+def engine_arguments(config: Config, world: World) -> dict[str, Any]:
+    """What the run asks of its engines, and the user's own arguments over it."""
+    dp_index = world.rank // (config.parallel.tp * config.parallel.pp)
+    return {
+        "device": world.device_type,
+        "dtype": config.model.dtype,
+        # Engines of one run must not sample alike.
+        "random_seed": config.run.seed * 1009 + dp_index,
+        "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
+        # Prompts leave and responses arrive as token ids; no tokenizer or detokenizer can then differ or fail.
+        "skip_tokenizer_init": True,
+    } | config.engine.args
