@@ -44,8 +44,8 @@ class PhaseMemory:
     figures: Mapping[str, int]
 
 
-def _nothing() -> None:
-    """Where nobody wants to know that a phase begins."""
+PhaseObserver = Callable[[str, int | None], None]
+"""Is told a phase's name and step."""
 
 
 @dataclass(slots=True)
@@ -62,8 +62,10 @@ class EventLog:
     """Durations of finished phases by name, in seconds."""
     phase_memory: list[PhaseMemory] = field(default_factory=list)
     """What `memory` returned at the end of each finished phase of a step."""
-    phase_begins: Callable[[], None] = _nothing
-    """Called at the start of each phase, for memory's peaks."""
+    phase_begins: list[PhaseObserver] = field(default_factory=list)
+    """Called in order at the start of each phase; the phase's work waits for them."""
+    phase_ends: list[PhaseObserver] = field(default_factory=list)
+    """Called in order at the end of each phase that did not fail."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _file: IO[str] | None = None
 
@@ -90,7 +92,8 @@ class EventLog:
         """Mark a phase. With `waiting_for`, the console says every few seconds what a long one waits for."""
         started = time.monotonic()
         self.fact("phase_start", phase=name, step=step)
-        self.phase_begins()
+        for observe in self.phase_begins:
+            observe(name, step)
         stop = self._announce(name, waiting_for) if self.console and waiting_for else None
         try:
             yield
@@ -104,6 +107,8 @@ class EventLog:
             if step is not None:
                 self.phase_memory.append(PhaseMemory(name, step, figures))
             self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=figures)
+            for observe in self.phase_ends:
+                observe(name, step)
         finally:
             if stop:
                 stop.set()

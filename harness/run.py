@@ -93,7 +93,7 @@ def _in_world(
         return say_mistake(error, world.rank)
     gauge = _gauge(world)
     events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge.end)
-    events.phase_begins = gauge.begin
+    events.phase_begins.append(lambda name, step: gauge.begin())
     try:
         differences = check_agreement(digest(config), os.environ)
         dims = ParallelDims.of(config.parallel)
