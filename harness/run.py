@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
+from harness.cluster.network import check_interface
 from harness.cluster.placement import place
 from harness.cluster.world import (
     Launch,
@@ -69,6 +70,7 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
         apart = config.parallel.engine_gpus == "apart"
         device = choose_device(config.engine.device, launch, apart)
         own_seat(device.type == "cpu", apart)
+        check_interface(config.network.interface, os.environ)
     except ValueError as error:
         return say_mistake(error, rank=0)  # this rank's own: rank 0 may know nothing of it
     console = _console(launched) if launch.rank == 0 else None
@@ -79,7 +81,7 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     _agree_with_engine(config, device)
     if console:
         console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
-    with open_world(launch, device, config.run.timeout_seconds, apart) as world:
+    with open_world(launch, device, config.run.timeout_seconds, apart, config.network.interface) as world:
         code = _in_world(config, load_job, world, console, launched)
     leave(code)
 

@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -13,6 +13,8 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
+from harness.cluster import network
+from harness.cluster.network import ADDRESS_VARIABLES, HostAddress
 from harness.cluster.placement import Seat, parse_visible
 
 # What torchrun sets for its workers. An engine that inherits it takes itself for one of them: with
@@ -25,8 +27,14 @@ TORCHRUN_PREFIX = "TORCHELASTIC_"
 
 # Variables that change how torch, NCCL, CUDA or SGLang behave: ranks must agree on them.
 BEHAVIOUR_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "SGL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_")
-# These differ between ranks by design: placement handles them.
-RANK_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+# These differ between ranks by design: placement and the choice of a network handle them.
+RANK_OWN_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_HOSTID",
+    *ADDRESS_VARIABLES,
+)
 
 
 class WorldError(ValueError):
@@ -45,6 +53,8 @@ class World:
     device: torch.device
     seats: tuple[Seat, ...]
     """What every rank said of itself, by rank."""
+    addresses: Mapping[str, HostAddress] = field(default_factory=dict)
+    """How the others reach each host, by host."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -95,9 +105,12 @@ class Launch:
 
 
 def host_identity() -> str:
-    """(hostname, boot id, network namespace): two containers or namespaces of one machine are two hosts."""
+    """(hostname, boot id, network namespace): two containers or namespaces of one machine are two hosts.
+
+    HARNESS_HOST replaces the hostname: launch/hosts.py tells its hosts apart with it where it cannot make namespaces.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/net')}"
+    return f"{os.environ.get('HARNESS_HOST') or socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/net')}"
 
 
 def own_seat(on_cpu: bool, apart: bool = False) -> Seat:
@@ -114,16 +127,6 @@ def own_seat(on_cpu: bool, apart: bool = False) -> Seat:
         gpu_count=None if on_cpu else torch.cuda.device_count(),
         engine_offset=launch.local_world_size if apart and not on_cpu else 0,
     )
-
-
-def route_to_master() -> str:
-    """This host's address on the interface that routes to MASTER_ADDR: what the job's other hosts can reach."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # a datagram socket: nothing is sent, the kernel picks the route
-        return str(probe.getsockname()[0])
 
 
 def choose_device(wanted: str, launch: Launch, apart: bool = False) -> torch.device:
@@ -157,15 +160,29 @@ def choose_device(wanted: str, launch: Launch, apart: bool = False) -> torch.dev
 
 
 @contextmanager
-def open_world(launch: Launch, device: torch.device, timeout_seconds: float, apart: bool = False) -> Iterator[World]:
-    """Open the default process group (gloo, and NCCL beside it on CUDA); destroy it at the end. apart: see own_seat."""
+def open_world(
+    launch: Launch, device: torch.device, timeout_seconds: float, apart: bool = False, interface: str = ""
+) -> Iterator[World]:
+    """Open the default process group (gloo, and NCCL beside it on CUDA); destroy it at the end.
+
+    apart: see own_seat. interface: see network.choose. With several hosts, the variables that make gloo, NCCL and SGLang
+    use the chosen interfaces are set in this process's environment. Raises NetworkError where an interface does not fit,
+    TimeoutError where ranks do not come.
+    """
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    seat = own_seat(device.type == "cpu", apart)
+    addresses = network.agree(dist.PrefixStore("harness-network", store), rank, world_size, seat.host, interface)
+    if len(addresses) > 1:
+        os.environ.update(network.variables(addresses[seat.host], os.environ))
+    group_store = dist.PrefixStore("harness-world", store)
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        seat = own_seat(device.type == "cpu", apart)
         yield World(
             rank=launch.rank,
             world_size=launch.world_size,
@@ -173,6 +190,7 @@ def open_world(launch: Launch, device: torch.device, timeout_seconds: float, apa
             host=seat.host,
             device=device,
             seats=tuple(all_gather(seat)),
+            addresses=addresses,
         )
     finally:
         dist.destroy_process_group()

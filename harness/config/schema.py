@@ -24,7 +24,11 @@ class Run:
     seed: int = 0
     """Seeds the model, the data order and the engine's sampling."""
     timeout_seconds: float = 600.0
-    """How long a collective or the engine's start may take before the run fails."""
+    """How long a collective, the engine's start, and any phase not in run.deadlines may take before the run fails."""
+    deadlines: dict[str, float] = field(default_factory=dict)
+    """Seconds that a phase may take, by its name, such as sync = 60; past it the run ends with 124."""
+    lost_host_seconds: float = 10.0
+    """How long a host may be silent before it counts as gone. Hosts beat once a second."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +45,14 @@ class Parallel:
     """shared: an engine rank runs on its trainer rank's GPU. apart: on a GPU of its own; each host then needs two visible GPUs a rank, of which trainers use the first half."""
     rank_order: Literal["dp,tp,pp", "dp,pp,tp"] = "dp,tp,pp"
     """How ranks fill the mesh, slowest axis first. SGLang fills hosts in dp,pp,tp order: needed where tp > 1 and pp > 1 span hosts."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Network:
+    """How the hosts of a job reach each other."""
+
+    interface: str = ""
+    """Interface for what goes between hosts, by name, or by a network that an address of it is in (10.0.0.0/8); empty: GLOO_SOCKET_IFNAME where that is set, else the one that routes to MASTER_ADDR."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -225,6 +237,7 @@ class Config:
 
     run: Run = field(default_factory=Run)
     parallel: Parallel = field(default_factory=Parallel)
+    network: Network = field(default_factory=Network)
     model: Model = field(default_factory=Model)
     engine: Engine = field(default_factory=Engine)
     task: Task = field(default_factory=Task)

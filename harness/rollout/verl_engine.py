@@ -19,25 +19,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from harness.cluster.network import bracketed, own_address
 from harness.cluster.ports import PortLease
-from harness.cluster.world import all_gather, child_environment, route_to_master
+from harness.cluster.world import all_gather, child_environment
 from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import activate, engine_environment
 from harness.rollout.defaults import engine_defaults
+from harness.rollout.errors import EngineFailed
 from harness.rollout.group import Group
 from harness.rollout.processes import ChildWatch, children, end, first_error, ignore_signal, output_to, sigquit_raises
 from harness.rollout.seating import Seating
+from harness.rollout.stages import await_stages, update_stages
 from harness.rollout.worker import inspection
 from harness.rollout.worker.poison import POISON
+from harness.rollout.worker.stages import ARRIVED, STAGED
 from harness.rollout.worker.stream import STREAM
 
 T = TypeVar("T")
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
-
-
-class EngineFailed(RuntimeError):
-    """The engine did not start, died, or failed a call; says on which rank, and the first error of its log."""
 
 
 class VerlEngine:
@@ -114,7 +114,7 @@ class VerlEngine:
     def update_group_address(self) -> tuple[str, int]:
         """On the head: its host as the engine's ranks reach it, and the leased port on which it may wait for them."""
         assert self._lease is not None
-        return "127.0.0.1" if self.nnodes == 1 else route_to_master(), self._lease.ports.update_group_port
+        return self._own_address(), self._lease.ports.update_group_port
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         return sglang_api.build_engine(arguments)
@@ -153,13 +153,15 @@ class VerlEngine:
         All tensors of one call arrive together: SGLang fuses some only when their other half is in the same call.
         """
         sent: Any = [(name, _full(tensor)) for name, tensor in named_tensors]
-        if load_format == "flattened_bucket":
+        flattened = load_format == "flattened_bucket"
+        if flattened:
             sent = sglang_api.flattened_bucket(self.api, sent)
-            payload: Any = sglang_api.serialize(sent)
+        if self.group.pp > 1:
+            update_stages(self, sent, load_format, flush_cache)
         else:
-            payload = [(name, sglang_api.serialize(tensor)) for name, tensor in sent]
-        payloads = self.group.gather(payload)
-        self.on_head(lambda engine: self.send(engine, payloads, load_format, flush_cache))
+            whole = sglang_api.serialize(sent) if flattened else [(n, sglang_api.serialize(t)) for n, t in sent]
+            payloads = self.group.gather(whole)
+            self.on_head(lambda engine: self.send(engine, payloads, load_format, flush_cache))
         del sent  # the engine has answered: only now may the memory behind the handles go
 
     @contextmanager
@@ -196,8 +198,9 @@ class VerlEngine:
         self.on_head(lambda engine: sglang_api.flush_cache(self.api, engine))
 
     def update_weights_from_disk(self, path: str) -> None:
-        """Load a checkpoint folder that every host of the engine can read."""
+        """Load a checkpoint folder that every host of the engine can read; it may go when this returns."""
         self.on_head(lambda engine: sglang_api.update_weights_from_disk(engine, path))
+        await_stages(self)
 
     def shutdown(self) -> None:
         """End the engine; returns on every rank when its processes are gone. Twice does no harm."""
@@ -214,8 +217,7 @@ class VerlEngine:
         dist.barrier(group=self.group.process_group)
 
     def send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
-        """On the head: one update call. payloads: of every rank, in engine order, as update_weights_from_tensor makes."""
-        payloads = payloads[: self.group.tp]
+        """On the head: one update call. payloads: one for each tp rank, as update_weights_from_tensor makes them."""
         update: Any = list(payloads)
         if load_format != "flattened_bucket":
             update = [
@@ -262,6 +264,8 @@ class VerlEngine:
                 *arguments.get("custom_weight_loader", ()),
                 *inspection.LOADERS,
                 POISON,
+                ARRIVED,
+                STAGED,
                 STREAM,
             ]
         before = children()
@@ -305,8 +309,7 @@ class VerlEngine:
         address: list[str] = [""]
         if self.is_head:
             assert self._lease is not None
-            host = "127.0.0.1" if self.nnodes == 1 else route_to_master()
-            address = [f"{f'[{host}]' if ':' in host else host}:{self._lease.ports.dist_init_port}"]
+            address = [f"{bracketed(self._own_address())}:{self._lease.ports.dist_init_port}"]
         dist.broadcast_object_list(address, self.group.head, self.group.process_group)
         if self._lease is None:
             return {}
@@ -323,6 +326,10 @@ class VerlEngine:
         if "nccl_port" in self.api.engine_arguments:
             arguments["nccl_port"] = self._lease.ports.nccl_port
         return arguments
+
+    def _own_address(self) -> str:
+        """Where the engine's other hosts find this one; loopback where there are none."""
+        return "127.0.0.1" if self.nnodes == 1 else own_address(os.environ)
 
     def _environment(self) -> dict[str, str | None]:
         """What this engine's processes see beside the parent's environment; None removes."""

@@ -5,92 +5,25 @@ The head's call runs on a thread of its own while each rank, the head too, feeds
 
 import json
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from harness.background import in_background
 from harness.cluster.world import all_gather
-from harness.rollout import sglang_api
 from harness.rollout.clock import Clock
-from harness.rollout.slots import SLOTS, Door, Layout, Link, PeerGone, slot_bytes, stamp
-from harness.rollout.verl_engine import EngineFailed, VerlEngine
+from harness.rollout.errors import EngineFailed, SchedulerFailed
+from harness.rollout.schedulers import call_schedulers
+from harness.rollout.slots import SLOTS, Door, Layout, Link, slot_bytes, stamp
+from harness.rollout.verl_engine import VerlEngine
 from harness.rollout.worker import stream
 from harness.rollout.worker.stream import Arrival
 
 T = TypeVar("T")
-
-WATCH_SECONDS = 2.0
-"""A rank whose scheduler is gone waits so long: the rank that built the engine sees within half a second which process
-died, and its word must come first."""
-
-
-class SchedulerFailed(EngineFailed):
-    """A scheduler answered, at the end of its part of a call, that it failed: the engine's call ends by itself."""
-
-
-def call_schedulers(
-    engine: VerlEngine,
-    loader: str,
-    message: str,
-    meanwhile: Callable[[Callable[[], bool]], T],
-    flush_cache: bool = False,
-) -> T:
-    """Run a custom weight loader in every scheduler of the engine, and `meanwhile(ended)` on every rank; its value.
-
-    ended() tells whether the engine's call is over, so that nobody waits for a scheduler that will not come. A
-    collective call of the engine's ranks. Raises the engine's failure, or what meanwhile raised, on every rank.
-    """
-    # On the engine's GPU, the only one that its schedulers must see; SGLang's patch cannot send CPU tensors from a CUDA run.
-    carrier = torch.zeros(1, device=engine.device)
-    payloads = engine.group.gather([(message, sglang_api.serialize(carrier))])
-    group, head = engine.group.process_group, engine.group.head
-    flag = torch.zeros(1)
-    call: Future[None] = Future()
-    if engine.is_head:
-        inner = engine.inner
-        send = partial(engine.send, inner, payloads, loader, flush_cache)
-        call = in_background(sglang_api.for_another_thread(inner, send), "engine-call")
-        ended: Callable[[], bool] = call.done
-    else:
-        signal = dist.broadcast(flag, head, group, async_op=True)
-        assert signal is not None
-        ended = signal.is_completed
-    try:
-        value = meanwhile(ended)
-        failure: Exception | None = None
-    except SchedulerFailed as error:
-        failure = error
-    except PeerGone as error:
-        time.sleep(WATCH_SECONDS)
-        if not ended():
-            raise EngineFailed(f"the scheduler beside rank {engine.group.rank} is gone; see {engine.log}") from error
-        failure = error
-    except Exception as error:
-        if not ended():
-            raise  # this rank alone: the others are in their own meanwhile, and no collective can reach them
-        failure = error
-    if engine.is_head:
-        call.exception()  # waits
-        dist.broadcast(flag, head, group)
-    else:
-        signal.wait()
-    engine.on_head(lambda _: call.result())
-    failures = all_gather(str(failure) if failure else None, engine.group.process_group)
-    if failure is not None:
-        raise failure
-    for rank, other in zip(sorted(engine.group.ranks), failures, strict=True):
-        if other:
-            raise EngineFailed(f"on rank {rank}: {other}")
-    return value
 
 
 @dataclass(slots=True)
@@ -122,11 +55,11 @@ class WeightLink:
         _check_room(engine, device, SLOTS * nbytes)
         name = [f"harness-{uuid.uuid4().hex[:12]}"]
         dist.broadcast_object_list(name, engine.group.head, engine.group.process_group)
-        folder = Path(tempfile.gettempdir()) / name[0]
+        folder = Path(tempfile.gettempdir()) / name[0]  # each host's own
         rank = engine.group.ranks.index(engine.group.rank)
         door = Door.open(folder, rank)
         dist.barrier(group=engine.group.process_group)
-        message = json.dumps({"do": stream.OPEN, "folder": str(folder)})
+        message = json.dumps({"do": stream.OPEN, "folder": name[0]})
 
         def offer(ended: Callable[[], bool]) -> tuple[Link, Arrival]:
             link = door.offer(nbytes, device, layout, ended)

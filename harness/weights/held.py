@@ -7,8 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from harness.rollout import sglang_api
+from harness.rollout.schedulers import call_schedulers
 from harness.rollout.verl_engine import VerlEngine
-from harness.rollout.weight_link import call_schedulers
 from harness.rollout.worker import inspection
 from harness.rollout.worker.poison import POISON
 

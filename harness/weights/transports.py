@@ -20,9 +20,10 @@ from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.config.rules import check_transport
 from harness.rollout import sglang_api
+from harness.rollout.errors import EngineFailed
 from harness.rollout.sglang_api import SGLangApi
 from harness.rollout.update_group import UpdateGroup
-from harness.rollout.verl_engine import EngineFailed, VerlEngine
+from harness.rollout.verl_engine import VerlEngine
 from harness.rollout.weight_link import WeightLink
 from harness.weights.gather import Bucket, gather_into
 
@@ -48,6 +49,11 @@ class Transport(Protocol):
 def choose_transport(config: schema.Config, api: SGLangApi, device: Literal["cpu", "cuda"]) -> Name:
     """The transport of a run. Raises ConfigError for one that its devices or this sglang do not allow."""
     check_transport(config, device)
+    if config.parallel.pp > 1 and not api.custom_weight_loader and config.weights.transport != "disk":
+        raise ConfigError(
+            f"parallel.pp = {config.parallel.pp} cannot work: sglang {api.version} hands the first stage's tensors to every"
+            ' stage, and has no custom weight loaders (0.4.8) to mend that; use 1, or weights.transport = "disk".'
+        )
     if config.weights.transport == "auto":
         if config.engine.implementation == "sglang":
             return "tensor"

@@ -37,13 +37,10 @@ def test_processes_of_one_host_have_one_identity(tmp_path: Path) -> None:
     assert on_ranks(_identity, 2, tmp_path) == [(world.host_identity(), [0, 1])] * 2
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_the_route_to_a_loopback_master_is_loopback(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if address == "::1" and not Path("/proc/net/if_inet6").read_text().strip():
-        pytest.skip("this machine has no IPv6")
-    monkeypatch.setenv("MASTER_ADDR", address)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert world.route_to_master() == address
+def test_launch_hosts_names_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = world.host_identity()
+    monkeypatch.setenv("HARNESS_HOST", "host1")
+    assert world.host_identity() == "/".join(["host1", *real.split("/")[1:]])
 
 
 def test_the_cpu_is_chosen_where_it_is_wanted() -> None:

@@ -62,7 +62,7 @@ def slot_of(
         entries.append(
             Entry(
                 name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=tensor.dtype,
                 shape=tuple(tensor.shape),
                 stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
                 offset=at,

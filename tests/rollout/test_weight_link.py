@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.rollout.errors import EngineFailed
 from harness.rollout.slots import SLOTS, Layout, PeerGone, stamp
-from harness.rollout.verl_engine import EngineFailed
 from harness.rollout.weight_link import WeightLink
 from harness.rollout.worker.stream import CLOSE, LOAD, Reader
 from tests.rollout.toy_model import CPU, SHAPES, Toy, ends, layout_of, same, sent

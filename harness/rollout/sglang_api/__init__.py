@@ -38,7 +38,15 @@ from harness.rollout.sglang_api.environment import (
     engine_environment_rules,
     memory_imbalance_environment,
 )
-from harness.rollout.sglang_api.payload import flattened_bucket, local_serialized_tensor, patch_reductions, serialize
+from harness.rollout.sglang_api.payload import (
+    deserialize,
+    flattened_bucket,
+    local_serialized_tensor,
+    patch_reductions,
+    serialize,
+    serialize_by_value,
+    tensors_of_bucket,
+)
 from harness.rollout.sglang_api.probe import SGLangApi, probe
 from harness.rollout.sglang_api.source import SourceTree
 from harness.rollout.sglang_api.update_group import open_update_group, update_group_ends_in_barrier
@@ -61,6 +69,7 @@ __all__ = [
     "collective_rpc",
     "common_environment",
     "continue_generation",
+    "deserialize",
     "destroy_weights_update_group",
     "engine_environment_rules",
     "flattened_bucket",
@@ -79,8 +88,10 @@ __all__ = [
     "release_memory_occupation",
     "resume_memory_occupation",
     "serialize",
+    "serialize_by_value",
     "shutdown",
     "start_loop",
+    "tensors_of_bucket",
     "unlink_shared_memory",
     "update_group_ends_in_barrier",
     "update_session",

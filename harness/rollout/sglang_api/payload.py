@@ -7,6 +7,7 @@ shared memory through a file descriptor that can be fetched once: each scheduler
 laptop for 0.5.20, 15 s for its engine) in a process that has not built an engine.
 """
 
+import pickle
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -30,6 +31,17 @@ def serialize(obj: object) -> bytes:
     return bytes(ForkingPickler.dumps(obj))
 
 
+def serialize_by_value(tensor: Any) -> bytes:
+    """A tensor on the CPU with its bytes, not a handle: any process of any host may open it, as often as it likes."""
+    return pickle.dumps(tensor)
+
+
+def deserialize(payload: bytes) -> Any:
+    """What `serialize` was given, in another process of its host. For payloads of our own trainer: a pickle may do
+    anything."""
+    return pickle.loads(payload)
+
+
 def local_serialized_tensor(api: SGLangApi, values: Sequence[bytes]) -> Any:
     """A stand-in for one tensor of which TP rank r opens values[r], each serialized by the trainer rank beside it."""
     module = WEIGHT_UPDATER if _has_class(api, WEIGHT_UPDATER, "LocalSerializedTensor") else MODEL_RUNNER
@@ -49,6 +61,13 @@ def flattened_bucket(api: SGLangApi, named_tensors: Sequence[tuple[str, Any]]) -
         raise ValueError(f"bucket of {', '.join(dtypes)}: sglang {api.version} takes one dtype a bucket; split it.")
     bucket = source.load("srt/weight_sync/tensor_bucket.py", "FlattenedTensorBucket")(named_tensors=list(named_tensors))
     return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+
+
+def tensors_of_bucket(bucket: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The named tensors of what `flattened_bucket` returned: views of its one tensor."""
+    flattened = source.load("srt/weight_sync/tensor_bucket.py", "FlattenedTensorBucket")
+    whole = flattened(flattened_tensor=bucket["flattened_tensor"], metadata=bucket["metadata"])
+    return list(whole.reconstruct_tensors())
 
 
 def patch_reductions(api: SGLangApi) -> None:

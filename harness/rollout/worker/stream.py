@@ -7,6 +7,7 @@ A failure is answered to the trainer rank, not raised: SGLang would end the sche
 
 import json
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -251,14 +252,14 @@ class Reader:
 
 def stream(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """What SGLang calls. The first name is JSON: {"do": open | load | read_back | close}, and for open the folder of the
-    doors, for load the first stamp."""
+    doors in this host's temp directory, for load the first stamp."""
     asked = json.loads(named_tensors[0][0])
     rank = dist.get_rank()
     reader: Reader | None = getattr(model, _KEPT, None)
     try:
         if asked["do"] == OPEN:
             device = next(model.parameters()).device
-            link, layout = take(Path(asked["folder"]), rank, device)
+            link, layout = take(Path(tempfile.gettempdir()) / asked["folder"], rank, device)
             reader = Reader(model, link, layout, device)
             setattr(model, _KEPT, reader)
             reader.make_plans()

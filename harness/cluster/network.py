@@ -1,0 +1,180 @@
+"""Which interface and address a host uses towards the other hosts of a job, and the variables that tell gloo, NCCL and SGLang.
+
+Left to themselves, gloo takes the address that the hostname resolves to (127.0.1.1 on Debian), NCCL the first interface
+that is up, and SGLang the one that routes to 8.8.8.8.
+"""
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+ADDRESS_VARIABLES = ("SGLANG_HOST_IP", "HOST_IP")
+"""What SGLang's schedulers publish for each other; the second is its name in older releases."""
+
+Interfaces = Mapping[str, Sequence[str]]
+"""Name -> its addresses, IPv4 and IPv6, link-local ones left out."""
+
+
+class NetworkError(ValueError):
+    """There is no such interface here, or none that other hosts can reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostAddress:
+    """How other hosts reach this one."""
+
+    interface: str
+    address: str
+    why: str
+    """What chose it, as the end of a sentence."""
+
+
+def own_interfaces() -> dict[str, list[str]]:
+    """This host's interfaces that have an address."""
+    found = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        inet = [each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
+        usable = [address for address in inet if not ipaddress.ip_address(address.partition("%")[0]).is_link_local]
+        if usable:
+            found[name] = usable
+    return found
+
+
+def route_to_master(environment: Mapping[str, str]) -> tuple[str, str]:
+    """(own address on the route to MASTER_ADDR, the address that MASTER_ADDR resolves to here)."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # a datagram socket: nothing is sent, the kernel picks the route
+        return str(probe.getsockname()[0]), str(address[0])
+
+
+def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
+    """Raises NetworkError where this host has not the interface that network.interface or GLOO_SOCKET_IFNAME asks for."""
+    variable = environment.get(INTERFACE_VARIABLE, "")
+    if wanted or variable:
+        choose(wanted, variable, own_interfaces(), "127.0.0.1", [])
+
+
+def own_address(environment: Mapping[str, str]) -> str:
+    """This host's address for other hosts: GLOO_SOCKET_IFNAME's where that is set, else on the route to MASTER_ADDR."""
+    route, _ = route_to_master(environment)
+    name = environment.get(INTERFACE_VARIABLE, "").partition(",")[0]
+    return choose(name, "", own_interfaces(), route, []).address if name else route
+
+
+def choose(wanted: str, variable: str, interfaces: Interfaces, route: str, reached: Sequence[str]) -> HostAddress:
+    """The host's address, of the family of `route` where its interface has one.
+
+    wanted: network.interface, a name or a network; variable: GLOO_SOCKET_IFNAME's value; both may be empty. route: own
+    address on the route to MASTER_ADDR; reached: what MASTER_ADDR resolves to on the other hosts, which matters where
+    it is a loopback address here. Raises NetworkError where no interface fits.
+    """
+    family = ipaddress.ip_address(route).version
+    if wanted:
+        return _named(wanted, f"network.interface = {wanted}", interfaces, family)
+    if variable:
+        name = variable.partition(",")[0]
+        return _named(name, f"{INTERFACE_VARIABLE} = {variable}", interfaces, family)
+    if not ipaddress.ip_address(route).is_loopback:
+        return HostAddress(_owner(route, interfaces), route, "it routes to MASTER_ADDR")
+    for address in reached:
+        owner = next((name for name, addresses in interfaces.items() if address in addresses), None)
+        if owner and not ipaddress.ip_address(address).is_loopback:
+            return HostAddress(owner, address, "the other hosts take it for MASTER_ADDR")
+    return HostAddress(_owner(route, interfaces), route, "MASTER_ADDR is a loopback address")
+
+
+def agree(store: "Store", rank: int, world_size: int, identity: str, wanted: str) -> dict[str, HostAddress]:
+    """Every host's address, by identity, in the order of their first ranks; a call of all ranks.
+
+    store: open on every rank, for this purpose alone. Raises NetworkError on the ranks where network.interface does not
+    fit, TimeoutError with the ranks that have not come.
+    """
+    route, master = route_to_master(os.environ)
+    store.set(f"route/{rank}", json.dumps([identity, master]))
+    told = [json.loads(value) for value in _of_all(store, "route", world_size)]
+    reached = [address for other, address in told if other != identity]
+    variable = os.environ.get(INTERFACE_VARIABLE, "")
+    own = choose(wanted, variable, own_interfaces(), route, list(dict.fromkeys(reached)))
+    store.set(f"address/{rank}", json.dumps(asdict(own)))
+    chosen = [HostAddress(**json.loads(value)) for value in _of_all(store, "address", world_size)]
+    hosts: dict[str, HostAddress] = {}
+    for (host, _), address in zip(told, chosen, strict=True):
+        hosts.setdefault(host, address)
+    return hosts
+
+
+def variables(own: HostAddress, environment: Mapping[str, str]) -> dict[str, str]:
+    """What a job of several hosts must set; what the user has set stays."""
+    # NCCL takes a name for a prefix, but for the equals sign.
+    wanted = {INTERFACE_VARIABLE: own.interface, "NCCL_SOCKET_IFNAME": f"={own.interface}"}
+    wanted |= {name: own.address for name in ADDRESS_VARIABLES}
+    if ":" in own.address:
+        wanted["NCCL_SOCKET_FAMILY"] = "AF_INET6"
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def bracketed(address: str) -> str:
+    """An address as it is written before a port."""
+    return f"[{address}]" if ":" in address else address
+
+
+def _named(wanted: str, key: str, interfaces: Interfaces, family: int) -> HostAddress:
+    """The interface of that name, or with an address in that network; an address of the family first."""
+    try:
+        network = ipaddress.ip_network(wanted, strict=False)
+    except ValueError:
+        fitting = [(wanted, address) for address in interfaces.get(wanted, ())]
+    else:
+        fitting = [
+            (name, address)
+            for name, addresses in interfaces.items()
+            for address in addresses
+            if ipaddress.ip_address(address) in network
+        ]
+    if not fitting:
+        there = "; ".join(f"{name} ({', '.join(addresses)})" for name, addresses in interfaces.items())
+        raise NetworkError(
+            f"{key} is neither an interface of host {socket.gethostname()} nor a network that one of its addresses is in: it has {there}"
+        )
+    fitting.sort(key=lambda each: ipaddress.ip_address(each[1]).version != family)
+    return HostAddress(*fitting[0], key)
+
+
+def _owner(address: str, interfaces: Interfaces) -> str:
+    """The interface that has the address. On a route to a host's own address that is not the loopback interface."""
+    exact = next((name for name, addresses in interfaces.items() if address in addresses), None)
+    # All of 127.0.0.0/8 is the loopback interface's, though it has but one address.
+    loopback = next((name for name, each in interfaces.items() if any(_is_loopback(one) for one in each)), "lo")
+    if exact is None and not _is_loopback(address):
+        raise NetworkError(f"the route to MASTER_ADDR starts at {address}, which no interface of this host has")
+    return exact or loopback
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _of_all(store: "Store", what: str, world_size: int) -> list[bytes]:
+    """The values of all ranks under a key, by rank."""
+    keys = [f"{what}/{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys)
+    except RuntimeError as error:  # DistStoreError, of its timeout
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        raise TimeoutError(f"of {world_size} ranks these have not come in time: {missing}") from error
+    return [bytes(value) for value in store.multi_get(keys)]
