@@ -98,7 +98,7 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     mesh = build_mesh(dims, "cpu")
     ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
     with report.timed("sglang_import"):
-        import_sglang(events)
+        import_sglang(config, world, dims, events, [transport])
     shipped = config.engine.implementation == "sglang"
 
     def start_trainer() -> Future[tuple[Actor, Critic | None, Reference | None]]:

@@ -66,6 +66,8 @@ class EventLog:
     """Called in order at the start of each phase; the phase's work waits for them."""
     phase_ends: list[PhaseObserver] = field(default_factory=list)
     """Called in order at the end of each phase that did not fail."""
+    endings: list[Callable[[str], None]] = field(default_factory=list)
+    """Called in order with the reason, in one line, for which this rank is about to end."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _file: IO[str] | None = None
 
@@ -80,6 +82,12 @@ class EventLog:
                 self._file = self.path.open("a", encoding="utf-8")
             self._file.write(line + "\n")
             self._file.flush()
+
+    def fail(self, error: str, **details: Any) -> None:
+        """This rank is about to end, because of this error: a fact, told to whoever wants to know. From any thread."""
+        self.fact("failed", error=error, **details)
+        for tell in self.endings:
+            tell(error)
 
     def say(self, text: str) -> None:
         """A line on the console, on rank 0; a fact on every rank."""

@@ -2,17 +2,20 @@
 
 import faulthandler
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.cluster.world import World
+from harness.cluster.mesh import ParallelDims
+from harness.cluster.placement import place
+from harness.cluster.world import World, leave
 from harness.config.layers import ConfigError
-from harness.config.schema import Config
+from harness.config.schema import Config, TransportName
 from harness.events import EventLog
 from harness.mistake import CannotRunHere
 from harness.models.names import is_tiny
@@ -76,10 +79,19 @@ def _check_mla(model_folder: Path, world: World) -> None:
             raise CannotRunHere(str(error)) from error
 
 
-def import_sglang(events: EventLog) -> None:
-    """Import what an engine needs, apart from starting it: it takes as long, and no other thread may import meanwhile."""
+def import_sglang(
+    config: Config, world: World, dims: ParallelDims, events: EventLog, transports: Sequence[TransportName]
+) -> None:
+    """Import what an engine needs, apart from starting it: it takes as long, and no other thread may import meanwhile.
+
+    On the CPU only where this rank uses it: the others would take the cores of those that do.
+    """
     with events.phase("import_sglang", waiting_for="SGLang's import"):
-        sglang_api.import_engine()
+        placements = place(dims, world.seats, world.device_type)
+        builds = any(world.rank == node.builder for placement in placements for node in placement.nodes)
+        shipped = config.engine.implementation == "sglang"
+        if builds or shipped or world.device_type == "cuda" or "bucket" in transports:
+            sglang_api.import_engine()
     faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python
 
 
@@ -99,6 +111,7 @@ def start_engine(
             log_dir=folder / "engines",
             base_port=config.engine.base_port,
             engine_gpus=parallel.engine_gpus,
+            on_death=lambda message: _end_with(message, events),
             model_path=str(model_folder),
             **engine_arguments(config, world),
         )
@@ -113,6 +126,13 @@ def start_engine(
         events.say(f"sglang {version} does not know these harness defaults, dropped: {dropped}")
     check_gpus(world, engine, parallel.engine_gpus)
     return engine
+
+
+def _end_with(message: str, events: EventLog) -> NoReturn:
+    """On the engine's watching thread: the main one may sit in a collective for minutes."""
+    print(message, file=sys.stderr, flush=True)
+    events.fail(message)
+    leave(1)
 
 
 def engine_arguments(config: Config, world: World) -> dict[str, Any]:

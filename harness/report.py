@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from harness.cluster.mesh import ParallelDims
+from harness.cluster.picture import picture_of
 from harness.cluster.world import World
 from harness.config.layers import to_toml
 from harness.config.schema import Config
@@ -116,6 +118,12 @@ class Report:
             *self.verification,
             "",
             *self._memory(),
+            "## Where it ran",
+            "",
+            "```",
+            *picture_of(self.world, ParallelDims.of(self.config.parallel)),
+            "```",
+            "",
             "## Start-up",
             "",
             *[f"- {name}: {seconds:.1f} s" for name, seconds in self.startup.items()],

@@ -11,15 +11,16 @@ import traceback
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.network import check_interface
-from harness.cluster.placement import place
+from harness.cluster.network import check_interface, own_address
+from harness.cluster.picture import picture_of
+from harness.cluster.placement import host_name, place
 from harness.cluster.world import (
     Launch,
     World,
@@ -28,14 +29,18 @@ from harness.cluster.world import (
     behaviour,
     check_agreement,
     choose_device,
+    host_identity,
     leave,
     open_world,
     own_seat,
 )
 from harness.config.layers import ConfigError, digest, to_toml
 from harness.config.schema import Config
+from harness.emulation.knock import phase_observer
 from harness.events import Console, EventLog
+from harness.failures.guard import Guard
 from harness.mistake import CannotRunHere, say_mistake
+from harness.phases import MEET, RUN, deadline
 from harness.report import installed_versions
 from harness.rollout.cpu.activate import activate
 from harness.rollout.processes import children, end
@@ -79,23 +84,37 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
             if console:
                 console.say(f"CPU mode: {sentence}")
     _agree_with_engine(config, device)
+    guard = _guard(config, launch)
+    guard.begins(MEET)
     if console:
         console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
-    with open_world(launch, device, config.run.timeout_seconds, apart, config.network.interface) as world:
-        code = _in_world(config, load_job, world, console, launched)
+    try:
+        with open_world(launch, device, config.run.timeout_seconds, apart, config.network.interface) as world:
+            code = _in_world(config, load_job, world, console, launched, guard)
+    except Exception as error:  # they did not meet, or one of them ended before they were ready
+        _tell_failure(launch.rank, error)
+        _end_early(guard.failed, error)
+    guard.bye(code)
     leave(code)
 
 
 def _in_world(
-    config: Config, load_job: Callable[[], Job], world: World, console: Console | None, launched: float
+    config: Config, load_job: Callable[[], Job], world: World, console: Console | None, launched: float, guard: Guard
 ) -> int:
     folder = _run_folder(config)
+    guard.meet(all_gather(guard.post_at(own_address(os.environ))), folder)
     if _holds_a_run(folder):
         error = ConfigError(f"run.dir = {folder} holds an earlier run; give another folder, or remove it.")
         return say_mistake(error, world.rank)
     gauge = _gauge(world)
     events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge.end)
     events.phase_begins.append(lambda name, step: gauge.begin())
+    events.phase_begins.append(guard.begins)  # before anyone is hurt at the phase
+    events.phase_ends.append(guard.ends)
+    events.endings.append(guard.failed)
+    guard.on_leave.append(events.close)
+    if knock := phase_observer(os.environ, world.rank):
+        events.phase_begins += [guard.flush, knock]
     try:
         differences = check_agreement(digest(config), os.environ)
         dims = ParallelDims.of(config.parallel)
@@ -105,22 +124,23 @@ def _in_world(
     for sentence in differences:
         events.say(f"warning: {sentence}")
     facts = all_gather(_rank_facts(world))
-    events.fact("placement", engines=[repr(placement) for placement in placements])
+    drawn = picture_of(world, dims)
+    events.fact("placement", engines=[repr(placement) for placement in placements], picture=drawn)
+    if console:
+        console.show("\n".join(drawn))
     if world.rank == 0:
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    guard.ends(MEET)
     job = load_job()
     try:
-        with events.phase("run"):
+        with events.phase(RUN):
             return job(config, world, dims, events, folder, launched)
     except (ConfigError, CannotRunHere) as error:
         return say_mistake(error, world.rank)
     except Exception as error:
-        _tell_failure(events, error)
-        # Peers may sit in a collective that will never end, and so may our own threads.
-        events.close()
-        sys.stderr.flush()
-        os._exit(FAILED)
+        _tell_failure(world.rank, error, events)
+        _end_early(lambda told: events.fail(told, traceback="".join(traceback.format_exception(error))), error)
     finally:
         events.close()
 
@@ -139,15 +159,40 @@ def _rank_facts(world: World) -> dict[str, Any]:
     }
 
 
-def _tell_failure(events: EventLog, error: Exception) -> None:
-    text = "".join(traceback.format_exception(error))
-    events.fact("failed", error=f"{type(error).__name__}: {error}", traceback=text)
-    print(f"rank {events.rank} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
-    print(f"rank {events.rank}: in {_where(error)}; traceback in {events.path}", file=sys.stderr)
+def _tell_failure(rank: int, error: Exception, events: EventLog | None = None) -> None:
+    """This rank's own word; the watchdog has the last one."""
+    print(f"rank {rank} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
+    if events:
+        print(f"rank {rank}: in {_where(error)}; traceback in {events.path}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        print(f"rank {events.rank}: {free >> 20} of its GPU's {total >> 20} MiB are free", file=sys.stderr)
+        print(f"rank {rank}: {free >> 20} of its GPU's {total >> 20} MiB are free", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _end_early(tell: Callable[[str], None], error: Exception) -> NoReturn:
+    """Tell the watchdog, which ends this process and the engine's; where there is none, end both here. Peers may sit in a
+    collective that will never end, and so may our own threads."""
+    tell(f"{type(error).__name__}: {error}")
     end(children(), patience_seconds=0)
+    leave(FAILED)
+
+
+def _guard(config: Config, launch: Launch) -> Guard:
+    """This rank's line to the watchdog of its host."""
+    limits = config.run
+    return Guard.open(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank,
+        local_world_size=launch.local_world_size,
+        host=host_name(host_identity()),
+        deadline=lambda phase: deadline(phase, limits.deadlines, limits.timeout_seconds),
+        idle_seconds=limits.timeout_seconds,
+        lost_host_seconds=limits.lost_host_seconds,
+    )
 
 
 def _where(error: Exception) -> str:

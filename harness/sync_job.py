@@ -6,6 +6,7 @@ No rollout, no optimizer, no critic: what is left is the part that stacks get wr
 import io
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -62,7 +63,7 @@ class SyncJob:
             choose_transport(replace(config, weights=replace(config.weights, transport=name)), api, world.device_type)
             for name in asked
         ]
-        engine, model = make_engine_and_model(config, world, dims, events, folder)
+        engine, model = make_engine_and_model(config, world, dims, events, folder, chosen)
         for name in chosen:
             sync = WeightSync(engine, model, config.weights, name, folder)
             events.say(f"{sync.nbytes / 1e6:.1f} MB in {len(sync.buckets)} buckets, by {name}")
@@ -112,7 +113,12 @@ class SyncJob:
 
 
 def make_engine_and_model(
-    config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path
+    config: Config,
+    world: World,
+    dims: ParallelDims,
+    events: EventLog,
+    folder: Path,
+    transports: Sequence[TransportName],
 ) -> tuple[VerlEngine, nn.Module]:
     """An engine for each (tp, pp) group, and the sharded model."""
     with what_was_asked(), events.phase("inputs", waiting_for="the model's folder"):
@@ -121,7 +127,7 @@ def make_engine_and_model(
         model_folder = make_model_folder(config, world, folder, rows)
     mesh = build_mesh(dims, "cpu")
     ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
-    import_sglang(events)
+    import_sglang(config, world, dims, events, transports)
     engine = start_engine(config, world, mesh, events, folder, model_folder)
     with events.phase("build_trainer", waiting_for="the sharded model"):
         model = load_causal_lm(

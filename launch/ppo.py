@@ -5,7 +5,7 @@
     python launch/ppo.py CONFIG.toml --dry-run --nnodes 2 --nproc-per-node 8 [--json]
 
 TOML files are layered left to right; --section.key VALUE comes last. --dry-run prints where every rank and engine would
-be, --check only whether the config can work; both need no GPU, no torchrun and no SGLang. Exit codes: 0 passed,
+be and what of each GPU's memory they would take (--gpu-memory-gib), --check only whether the config can work; both need no GPU, no torchrun and no SGLang. Exit codes: 0 passed,
 1 failed, 2 a mistake in what was asked, said in one sentence.
 """
 
@@ -16,9 +16,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.plan import Plan, make_plan, plan_as_json, plan_as_table
+from harness.cluster.picture import picture
+from harness.cluster.plan import Plan, make_plan, plan_as_json
 from harness.config.command import Command, parse, print_help
+from harness.estimate import text
+from harness.estimate.memory import GIB, Estimate, estimate
+from harness.estimate.shapes import UnknownShape
 from harness.mistake import say_mistake
+
+DEFAULT_GPU_GIB = 80.0
 
 
 def main(arguments: list[str]) -> int:
@@ -33,13 +39,40 @@ def main(arguments: list[str]) -> int:
         if command.options.dry_run or command.options.check:
             plan = plan_of(command)
             if command.options.dry_run:
-                print(plan_as_json(plan) if command.options.json else plan_as_table(plan))
+                print(as_json(plan, command) if command.options.json else as_text(plan, command))
             return 0
     except ValueError as error:
         return say_mistake(error, rank)
     from harness.run import run
 
     return run(command.config)
+
+
+def as_text(plan: Plan, command: Command) -> str:
+    """Picture and estimate."""
+    lines = [*picture(plan), ""]
+    found = estimate_of(command)
+    if isinstance(found, str):
+        return "\n".join([*lines, found])
+    asked = command.options.gpu_memory_gib
+    source = "--gpu-memory-gib" if asked else "an A100 or H100; another with --gpu-memory-gib, 140 for an H200"
+    return "\n".join([*lines, *text.as_lines(found, plan.nproc_per_node, source)])
+
+
+def as_json(plan: Plan, command: Command) -> str:
+    """The same as one JSON object."""
+    found = estimate_of(command)
+    return plan_as_json(plan, memory={"unknown": found} if isinstance(found, str) else text.as_dict(found))
+
+
+def estimate_of(command: Command) -> Estimate | str:
+    """What each GPU would hold, or a sentence that says why that is not known."""
+    if command.config.engine.device == "cpu":
+        return "Memory is not estimated for the CPU."
+    try:
+        return estimate(command.config, int((command.options.gpu_memory_gib or DEFAULT_GPU_GIB) * GIB))
+    except UnknownShape as problem:
+        return f"Memory is not estimated: {problem}."
 
 
 def plan_of(command: Command) -> Plan:

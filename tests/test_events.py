@@ -111,3 +111,12 @@ def test_a_block_is_shown_without_a_time() -> None:
     stream = io.StringIO()
     Console(stream, launched=0.0).show("a table\n\n")
     assert stream.getvalue() == "a table\n"
+
+
+def test_a_rank_that_ends_leaves_the_reason_and_tells_whoever_wants_to_know(tmp_path: Path) -> None:
+    log, told = log_at(tmp_path), list[str]()
+    log.endings += [told.append, told.append]
+    log.fail("ValueError: no", traceback="where")
+    assert told == ["ValueError: no"] * 2
+    (line,) = lines(log.path)
+    assert (line["event"], line["error"], line["traceback"]) == ("failed", "ValueError: no", "where")

@@ -19,7 +19,14 @@ MAY_NOT_IMPORT = {
     "cluster": {"rollout", "trainer", "weights", *UPPER_PARTS},
     "config": {"rollout", "trainer", "weights", "cluster", *UPPER_PARTS},
 }
-NO_TORCH = ("harness/config/", "harness/failures/", "harness/bisect/", "harness/cluster/placement.py", "launch/")
+NO_TORCH = (
+    "harness/config/",
+    "harness/failures/",
+    "harness/bisect/",
+    "harness/estimate/",
+    "harness/cluster/placement.py",
+    "launch/",
+)
 MAY_IMPORT_SGLANG = ("harness/rollout/sglang_api", "harness/rollout/cpu/standins/harness_sglang_cpu.py")
 
 

@@ -95,7 +95,9 @@ def test_bars_show_the_worst_rank_of_each_phase() -> None:
 
 def test_a_gauge_without_a_gpu_reads_host_memory_through_the_event_log(tmp_path: Path) -> None:
     gauge = Gauge(None, None)
-    log = EventLog(tmp_path / "rank0.jsonl", 0, "here", None, gauge.end, phase_begins=[lambda name, step: gauge.begin()])
+    log = EventLog(
+        tmp_path / "rank0.jsonl", 0, "here", None, gauge.end, phase_begins=[lambda name, step: gauge.begin()]
+    )
     with log.phase("run"), log.phase("sync", 1):
         pass
     assert [(each.phase, each.step) for each in log.phase_memory] == [("sync", 1)]

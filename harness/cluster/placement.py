@@ -40,6 +40,11 @@ class Seat:
     engine_offset: int = 0
 
 
+def host_name(identity: str) -> str:
+    """A host's name for people, of the identity in a seat."""
+    return identity.partition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineNode:
     """One host's share of an engine.

@@ -23,6 +23,8 @@ class Options:
     """With --dry-run or --check: hosts."""
     nproc_per_node: int = 0
     """With --dry-run or --check: ranks of a host; 0 means the mesh spread evenly over the hosts."""
+    gpu_memory_gib: float = 0.0
+    """With --dry-run: memory of a GPU, for the estimate of what fits; 0 means 80, that of an A100 or H100. An H200 has 140."""
     cuda_visible_devices: list[str] = field(default_factory=list)
     """With --dry-run: CUDA_VISIBLE_DEVICES of each host, in order; one for all hosts, or none for unset."""
 
@@ -109,6 +111,8 @@ def _check_option_name(name: str) -> None:
 def _set_option(options: Options, name: str, value: str) -> None:
     if name == "cuda_visible_devices":
         options.cuda_visible_devices.append(value)
+    elif name == "gpu_memory_gib":
+        options.gpu_memory_gib = _gibibytes(name, value)
     elif name in ("nnodes", "nproc_per_node"):
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(
@@ -119,9 +123,21 @@ def _set_option(options: Options, name: str, value: str) -> None:
         raise ConfigError(f"--{name} = {value!r} ({COMMAND_LINE}) takes no value; write --{name} alone.")
 
 
+def _gibibytes(name: str, value: str) -> float:
+    try:
+        size = float(value)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise ConfigError(f"--{name} = {value!r} ({COMMAND_LINE}) is no size; write a number above 0, such as 80.")
+    return size
+
+
 def _check_options(options: Options, config: Config) -> None:
     if options.json and not options.dry_run:
         raise ConfigError(f"--json ({COMMAND_LINE}) has nothing to print; add --dry-run.")
+    if options.gpu_memory_gib and not options.dry_run:
+        raise ConfigError(f"--gpu_memory_gib ({COMMAND_LINE}) is for an estimate; add --dry-run.")
     lists = len(options.cuda_visible_devices)
     if lists > 1 and lists != options.nnodes:
         raise ConfigError(

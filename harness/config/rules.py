@@ -1,11 +1,13 @@
 """What no type says: values out of range, and combinations that cannot work."""
 
+import difflib
 import json
 from typing import Literal
 
 from harness.config.layers import ConfigError
-from harness.config.schema import Config
+from harness.config.schema import Config, Run
 from harness.models.names import ARCHITECTURES, is_tiny
+from harness.phases import PHASES
 
 RESERVED_ENGINE_ARGUMENTS = {
     "model_path": "model.name",
@@ -79,6 +81,7 @@ def _check_ranges(config: Config) -> None:
     _require(run.steps >= 1, "run.steps", run.steps, "it must be at least 1")
     _require(run.seed >= 0, "run.seed", run.seed, "it must be 0 or more")
     _require(run.timeout_seconds > 0, "run.timeout_seconds", run.timeout_seconds, "it must be above 0")
+    _check_deadlines(run)
     _require(rollout.temperature > 0, "rollout.temperature", rollout.temperature, "it must be above 0")
     _require(0 < rollout.top_p <= 1, "rollout.top_p", rollout.top_p, "it must be above 0 and at most 1")
     top_k_works = rollout.top_k == -1 or rollout.top_k >= 1
@@ -102,6 +105,17 @@ def _check_ranges(config: Config) -> None:
             _require(value > 0, f"{section}.{name}", value, "it must be above 0")
         decay = values.weight_decay
         _require(decay >= 0, f"{section}.weight_decay", decay, "it must be 0 or more")
+
+
+def _check_deadlines(run: Run) -> None:
+    seconds = run.lost_host_seconds
+    _require(seconds >= 3, "run.lost_host_seconds", seconds, "hosts beat once a second; it must be at least 3")
+    for phase, value in run.deadlines.items():
+        nearest = difflib.get_close_matches(phase, PHASES, n=1)
+        hint = f"the nearest is {nearest[0]}" if nearest else f"the phases are {', '.join(PHASES)}"
+        _require(phase in PHASES, f"run.deadlines.{phase}", value, f"there is no such phase; {hint}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(is_number and value > 0, f"run.deadlines.{phase}", value, "it must be a number of seconds above 0")
 
 
 def _check_batches(config: Config) -> None:

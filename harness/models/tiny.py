@@ -21,6 +21,7 @@ __all__ = [
     "is_tiny",
     "save_tiny_model",
     "tiny_config",
+    "tiny_fields",
     "tiny_model",
 ]
 
@@ -121,7 +122,7 @@ def tiny_config(
         raise ValueError(f"model {name!r} is unknown: it must be one of {', '.join(ARCHITECTURES)}")
     if device not in _DENSE:
         raise ValueError(f"device is {device!r}: it must be cpu or cuda")
-    fields = _fields(name, device) | {"vocab_size": vocab_size}
+    fields = tiny_fields(name, device) | {"vocab_size": vocab_size}
     config_class = _config_class(name)
     known = {*inspect.signature(config_class).parameters, *fields} - _NOT_A_SHAPE
     overrides = dict(shape or {})
@@ -193,8 +194,10 @@ def save_tiny_model(
     return Path(folder)
 
 
-def _fields(name: str, device: Device) -> dict[str, Any]:
+def tiny_fields(name: str, device: Device) -> dict[str, Any]:
+    """The fields that make tiny model `name` what it is; all others of its config have transformers' defaults."""
     fields = dict(
+        vocab_size=VOCAB_SIZE,
         max_position_embeddings=_MAX_POSITIONS,
         pad_token_id=PAD_ID,
         bos_token_id=None,

@@ -21,6 +21,7 @@ ALL = "all"
 
 MIB = 1 << 20
 SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.02
+PIECE_BYTES = 2 * MIB  # in which CUDA maps memory: a tiny model is one or two of them
 STABLE_SECONDS = 0.1  # a first release has ended when the free bytes stay the same this long
 POLL_SECONDS = 0.01
 
@@ -50,12 +51,12 @@ class Move:
 
     @property
     def slack(self) -> int:
-        """Allowed |moved - expected|: 2%, or 64 MiB if that is more, but never above half of expected.
+        """Allowed |moved - expected|: 2%, or 64 MiB if that is more, but never above half of expected or two pieces.
 
         sglang keeps a copy of a model's buffers while the weights are gone, and CUDA maps memory in pieces.
         """
         expected = self.expected or 0
-        return min(max(int(expected * SLACK_SHARE), SLACK_BYTES), expected // 2)
+        return min(max(int(expected * SLACK_SHARE), SLACK_BYTES), max(expected // 2, 2 * PIECE_BYTES))
 
     @property
     def is_right(self) -> bool:

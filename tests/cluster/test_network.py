@@ -17,7 +17,9 @@ INTERFACES = {
 }
 
 
-def chosen(wanted: str = "", variable: str = "", route: str = "10.77.0.1", reached: tuple[str, ...] = ()) -> HostAddress:
+def chosen(
+    wanted: str = "", variable: str = "", route: str = "10.77.0.1", reached: tuple[str, ...] = ()
+) -> HostAddress:
     return choose(wanted, variable, INTERFACES, route, reached)
 
 

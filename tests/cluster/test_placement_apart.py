@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cluster.mesh import ParallelDims
+from harness.cluster.picture import picture
 from harness.cluster.placement import Seat, engine_gpu_of, gpu_of, parse_visible, place
-from harness.cluster.plan import make_plan, plan_as_json, plan_as_table
+from harness.cluster.plan import make_plan, plan_as_json
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(64))
 
@@ -92,17 +93,17 @@ def test_the_plan_shows_both_gpus() -> None:
     plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, ("3,1,0,2",), "apart")
     assert [(rank.gpu, rank.engine_gpu) for rank in plan.ranks] == [("3", "0"), ("1", "2")]
     assert plan.engines[0].nodes[0].cuda_visible_devices == "0,2"
-    table = plan_as_table(plan).splitlines()
-    assert table[2] == "rank | dp | tp | pp | host  | local_rank | gpu, engine's"
-    assert table[4].endswith("| 3,0")
+    assert picture(plan)[1] == (
+        "  host0  rank 0 dp0 tp0 pp0 GPU 3, engine's GPU 0 | rank 1 dp0 tp1 pp0 GPU 1, engine's GPU 2"
+    )
     assert '"engine_gpu": "0"' in plan_as_json(plan)
 
 
 def test_the_plan_with_uuids_stays_within_its_width() -> None:
     plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, (",".join(UUIDS[:4]),), "apart")
-    table = plan_as_table(plan)
-    assert max(map(len, table.splitlines())) <= 120
-    assert all(uuid in table for uuid in UUIDS[:4])
+    lines = picture(plan)
+    assert max(map(len, lines)) <= 120
+    assert all(uuid in "\n".join(lines) for uuid in UUIDS[:4])
 
 
 def test_on_the_cpu_nothing_is_apart() -> None:

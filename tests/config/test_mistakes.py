@@ -53,6 +53,18 @@ MISTAKES = [
         'memory.wake = "later" (command line) is not one of "staged", "at_once".',
     ),
     (
+        "--run.deadlines.sycn 60",
+        "run.deadlines.sycn = 60 cannot work: there is no such phase; the nearest is sync.",
+    ),
+    (
+        "--run.deadlines.sync soon",
+        'run.deadlines.sync = "soon" cannot work: it must be a number of seconds above 0.',
+    ),
+    (
+        "--run.lost_host_seconds 1",
+        "run.lost_host_seconds = 1.0 cannot work: hosts beat once a second; it must be at least 3.",
+    ),
+    (
         "missing.toml",
         "{dir}/missing.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml.",
     ),

@@ -67,6 +67,9 @@ def engine_environment(ranks_on_host: int) -> dict[str, str]:
         # With two threads MKL's first vector call, the rotary table's cos, races over which kernels suit the CPU: one
         # half may come out with 13 bits, for the life of the engine. Seen with torch 2.13: log-probs off by 5e-5.
         "OMP_NUM_THREADS": "1",
+        # With tp > 1 SGLang compiles the masking of token ids by torch.compile, on the CPU with a C++ compiler: 5 to 30 s at
+        # the first token of a fresh machine, for a few integer operations.
+        "TORCHDYNAMO_DISABLE": "1",
         # Beside a torch that brings NCCL (its CUDA build) SGLang would open NCCL communicators on the CPU, and die. A
         # library that is not there turns that off, as it does beside a CPU build.
         "SGLANG_NCCL_SO_PATH": "absent-in-cpu-mode",

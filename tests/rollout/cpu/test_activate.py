@@ -155,6 +155,7 @@ def test_cores_are_split_among_ranks(monkeypatch: pytest.MonkeyPatch, cores: set
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": bind,
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         "SGLANG_NCCL_SO_PATH": "absent-in-cpu-mode",
     }
 

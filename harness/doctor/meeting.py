@@ -1,0 +1,148 @@
+"""Where the doctor's ranks meet: torchrun's TCP store, with a deadline on every wait.
+
+Not a process group: a host that is cut off, or a rank that never comes, must be named by those that did come.
+"""
+
+import base64
+import math
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+LEAST_SECONDS = 0.05
+"""A wait that begins after its deadline still looks once."""
+
+
+class Absent(RuntimeError):
+    """What should be in the store did not come in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point of time.monotonic()."""
+
+    end: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Self:
+        return cls(time.monotonic() + seconds)
+
+    def left(self, at_most: float = math.inf) -> float:
+        """Seconds until then, at most so many, and never none."""
+        return max(LEAST_SECONDS, min(self.end - time.monotonic(), at_most))
+
+    @property
+    def past(self) -> bool:
+        return time.monotonic() >= self.end
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """What the function returns or raises. Raises TimeoutError when it takes longer; its thread is then left behind,
+    and must not keep the process alive."""
+    outcome: list[Callable[[], T]] = []
+
+    def call() -> None:
+        try:
+            value = function()
+        except BaseException as error:
+            raised = error
+
+            def fail() -> T:
+                raise raised
+
+            outcome.append(fail)
+        else:
+            outcome.append(lambda: value)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return outcome[0]()
+
+
+def connect(environment: Mapping[str, str], seconds: float, serve: bool = False) -> dist.Store:
+    """A new connection to the store at MASTER_ADDR:MASTER_PORT. serve: be its server too, where torchrun's agent is not.
+
+    Raises OSError, DistError or TimeoutError when there is no answer in time.
+    """
+    own = serve and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def reach() -> dist.Store:
+        if not own:
+            _wait_for_listener(host, port, Deadline.after(seconds))
+        # The thread outlives `within` only where a resolver does not answer: the store keeps to its own timeout.
+        store = dist.TCPStore(host, port, None, own, timedelta(seconds=seconds), wait_for_workers=False)
+        return dist.PrefixStore(f"doctor/{attempt}", store)
+
+    return within(seconds + 1, reach)
+
+
+def _wait_for_listener(host: str, port: int, deadline: Deadline) -> None:
+    """Raises OSError. Before torch's client, which answers the same with pages of C++ stacks."""
+    while True:
+        try:
+            with socket.create_connection((host, port), deadline.left()):
+                return
+        except OSError:
+            if deadline.past:
+                raise
+            time.sleep(0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One connection to the store. Not to be shared with a thread that may block in it: it is locked meanwhile."""
+
+    store: dist.Store
+    rank: int
+    world_size: int
+
+    def put(self, key: str, value: object) -> None:
+        self.store.set(key, base64.b64encode(pickle.dumps(value)).decode())
+
+    def get(self, key: str, seconds: float) -> Any:
+        """The value. Raises Absent when nobody has put it within this time."""
+        try:
+            self.store.wait([key], timedelta(seconds=seconds))
+        except (dist.DistError, RuntimeError) as error:
+            raise Absent(f"{key} did not come within {seconds:.1f} s") from error
+        return _loaded(self.store.get(key))
+
+    def gather(self, key: str, value: object, seconds: float) -> list[Any]:
+        """On rank 0 the values of all ranks, None for one that did not come in time; an empty list elsewhere."""
+        self.put(f"{key}/{self.rank}", value)
+        if self.rank != 0:
+            return []
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=seconds))
+        except (dist.DistError, RuntimeError):
+            keys = [each if self.store.check([each]) else "" for each in keys]
+        return [_loaded(self.store.get(each)) if each else None for each in keys]
+
+    def barrier(self, key: str, seconds: float) -> bool:
+        """Wait for all ranks; False when some did not come in time."""
+        if self.store.add(f"{key}/count", 1) == self.world_size:
+            self.put(f"{key}/go", True)
+        try:
+            self.get(f"{key}/go", seconds)
+        except Absent:
+            return False
+        return True
+
+
+def _loaded(value: bytes) -> Any:
+    return pickle.loads(base64.b64decode(value))

@@ -1,0 +1,133 @@
+"""What can go wrong with a rank or a host, which of several is the first, and how to say it."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+Kind = Literal["exception", "echo", "ended", "died", "launcher", "deadline", "stopped", "lost", "mistake"]
+"""exception: a rank said so itself. echo: a rank said so, but of something that
+may have happened elsewhere. ended: by a signal that torchrun, a job scheduler or Ctrl-C sends. died: a rank's
+process ended without a word. launcher: torchrun did. deadline: a rank's phase took too long. stopped: it did, and the rank's process is stopped. lost: a host is silent.
+mistake: a rank ended with the exit code of a mistake in what was asked, which it has said itself."""
+
+# What a rank says that lost its peer, in the words of gloo, NCCL, torch's store, Python's sockets and pipes. None of it
+# names a cause.
+_ECHO = re.compile(
+    r"connection (?:closed|reset|refused|aborted|timed out|was lost)|closed by peer|broken ?pipe|connect timeout|"
+    r"socket ?(?:closed|timeout)|no route to host|network is unreachable|host is down|timed out (?:waiting|after)|"
+    r"DistNetworkError|DistStoreError|DistBackendError|gloo::IoException|ncclRemoteError|ncclSystemError|"
+    r"remote process exited|failed to (?:recv|send)|EOFError|ConnectionError",
+    re.IGNORECASE,
+)
+# VerlEngine, of a call or a start in which one rank failed and all raise.
+_FAILED_ON = re.compile(r"^EngineFailed: .*?\bon ranks? (\d+(?:, \d+)*)")
+SHOWN = 300
+"""Characters of an error that are kept: a heartbeat must fit in few packets."""
+
+TOGETHER_SECONDS = 1.0
+
+
+def is_echo(error: str, rank: int) -> bool:
+    """Whether an error of this rank, in one line, may be the consequence of another rank's, or host's, end."""
+    elsewhere = _FAILED_ON.match(error)
+    if elsewhere and rank not in map(int, elsewhere[1].split(", ")):
+        return True
+    return _ECHO.search(error) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a rank has come."""
+
+    progress: int = 0
+    """How many phases it has begun and ended: all ranks go through the same ones, so a smaller number is behind."""
+    phase: str = ""
+    """The innermost phase that it is in; where not inside, the one that ended last; "" before the first."""
+    step: int | None = None
+    inside: bool = False
+
+    def __str__(self) -> str:
+        """In words: in sync of step 1."""
+        if not self.phase:
+            return "before its first phase"
+        return f"{'in' if self.inside else 'after'} {phase_of_step(self.phase, self.step)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The ranks that one torchrun has on one host, and where their watchdog hears."""
+
+    host: str
+    ranks: tuple[int, ...]
+    address: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        """In words: host1 (ranks 2, 3)."""
+        return f"{self.host} ({said_ranks(self.ranks)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One thing that went wrong."""
+
+    kind: Kind
+    time: float
+    """UNIX seconds, on the clock of the host that holds it."""
+    host: str
+    ranks: tuple[int, ...]
+    """The rank that failed; of a launcher or a lost host, all its ranks."""
+    place: Place
+    detail: str = ""
+    """The error in one line, or how the process ended."""
+    seconds: float = 0.0
+    """Of a deadline: how long it was."""
+    code: int = 1
+    """What the run ends with."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For a heartbeat, or a file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], clock_ahead: float = 0.0) -> "Failure":
+        """clock_ahead: seconds by which the sender's clock is ahead of ours."""
+        changed = {
+            "time": values["time"] - clock_ahead,
+            "ranks": tuple(values["ranks"]),
+            "place": Place(**values["place"]),
+        }
+        return cls(**{**values, **changed})
+
+
+def names_no_cause(failure: Failure) -> bool:
+    """Whether something else, not known yet, may have led to it."""
+    return failure.kind in ("echo", "ended")
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """The earliest that can be a cause; where there is none, the earliest.
+
+    A stopped rank and those that wait for it pass their deadlines together.
+    """
+    return min(
+        failures,
+        key=lambda each: (names_no_cause(each), each.time - (TOGETHER_SECONDS if each.kind == "stopped" else 0)),
+    )
+
+
+def phase_of_step(phase: str, step: int | None) -> str:
+    """sync of step 1; a phase that belongs to no step by its name alone."""
+    return phase if step is None else f"{phase} of step {step}"
+
+
+def said_ranks(ranks: Sequence[int]) -> str:
+    """rank 2; ranks 2, 3."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def clock(time: float) -> str:
+    """UNIX seconds as a time of day, in UTC on every host."""
+    return f"{datetime.fromtimestamp(time, UTC):%H:%M:%S} UTC"

@@ -1,0 +1,100 @@
+"""A rank of this host, as its watchdog knows it."""
+
+import json
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from harness.failures.failure import Kind, Place
+from harness.failures.processes import lives
+from harness.phases import RUN
+
+
+@dataclass(slots=True)
+class Open:
+    """A phase that a rank is in."""
+
+    name: str
+    step: int | None
+    since: float
+    """time.monotonic()."""
+    deadline: float | None
+
+
+@dataclass(slots=True)
+class LocalRank:
+    """A rank's process, its line to us, and its phases."""
+
+    line: socket.socket
+    moved: float
+    """time.monotonic() when it last began or ended a phase."""
+    rank: int = -1
+    """-1 until it has said who it is."""
+    pid: int = 0
+    process: psutil.Process | None = None
+    left: int | None = None
+    """The exit code with which it said that it leaves."""
+    failed: Kind | None = None
+    """A failure of it is known, of this kind; what it does now is a consequence."""
+    closed: bool = False
+    """Its line is closed: it has died, or is about to."""
+    gone: bool = False
+    meets: bool = False
+    """It waits for the hosts to hear each other."""
+    open: list[Open] = field(default_factory=list)
+    place: Place = field(default_factory=Place)
+    _data: bytes = b""
+
+    def hear(self) -> list[dict[str, Any]]:
+        """What it has said since the last time; marks the line closed at its end."""
+        try:
+            data = self.line.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        self.closed = self.closed or not data
+        *lines, self._data = (self._data + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def begin(self, name: str, step: int | None, deadline: float | None, now: float) -> None:
+        """It begins a phase."""
+        self.open.append(Open(name, step, now, deadline))
+        self._move(now)
+
+    def end(self, name: str, now: float) -> None:
+        """It ended a phase, and with it whatever failed inside and was caught."""
+        names = [each.name for each in self.open]
+        if name in names:
+            ended = self.open[len(names) - 1 - names[::-1].index(name)]
+            del self.open[len(names) - 1 - names[::-1].index(name) :]
+            if name != RUN:
+                self.place = Place(self.place.progress, ended.name, ended.step, False)
+        self._move(now)
+
+    def overdue(self, now: float, idle_seconds: float) -> float | None:
+        """The deadline, in seconds, that it has passed; None: none."""
+        if self.failed or self.gone or self.left is not None:
+            return None
+        for each in self.open:
+            if each.deadline is not None and now - each.since > each.deadline:
+                return each.deadline
+        innermost = self.open[-1] if self.open else None
+        between = innermost is None or innermost.name == RUN
+        return idle_seconds if between and now - self.moved > idle_seconds else None
+
+    def lives(self) -> bool:
+        """Whether its process runs."""
+        return not self.gone and self.process is not None and lives(self.process)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Raises OSError where it has gone."""
+        self.line.sendall((json.dumps(message) + "\n").encode())
+
+    def _move(self, now: float) -> None:
+        inside = next((each for each in reversed(self.open) if each.name != RUN), None)
+        name, step = (inside.name, inside.step) if inside else (self.place.phase, self.place.step)
+        self.place = Place(self.place.progress + 1, name, step, inside is not None)
+        self.moved = now

@@ -1,0 +1,24 @@
+"""The names of all phases: what run.deadlines can name, and what `--cut` and `--kill` of emulated hosts can aim at."""
+
+MEET = "meet"
+"""From before the ranks meet until they have compared config, environment and seats."""
+RUN = "run"
+"""All of the job; the other phases are inside."""
+
+_ENGINE = ("inputs", "import_sglang", "start_engine", "first_sleep", "build_trainer")
+_STEP = (
+    "wake_weights", "sync", "wake_kv_cache", "generate", "sleep", "old_log_probs", "reference_log_probs", "values",
+    "advantages", "update_critic", "update_actor", "free_caches",
+)  # fmt: skip
+_VERIFY = ("baseline", "perturb", "poison", "push", "save", "reload", "readback", "first_sync", "log_probs")
+_SYNC_JOB = ("readback", "bench")
+
+PHASES = (
+    *(MEET, RUN, *_ENGINE, *_STEP, *(f"verify_{part}" for part in _VERIFY)),
+    *("find_suspects", *_SYNC_JOB, "shutdown"),
+)
+
+
+def deadline(phase: str, deadlines: dict[str, float], otherwise: float) -> float | None:
+    """Seconds that a phase may take; None for no limit, which is what the whole job has unless it is given one."""
+    return deadlines.get(phase, None if phase == RUN else otherwise)

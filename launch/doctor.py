@@ -1,0 +1,65 @@
+"""Look at ranks, hosts and links before a run, in half a minute, and say what would make it fail.
+
+    torchrun --nnodes=2 --nproc-per-node=8 ... launch/doctor.py [CONFIG.toml ...] [--section.key VALUE ...] [--json]
+
+Start it exactly as the run to come. The config gives the mesh, so that groups, engines and ports are that run's; without
+one all ranks are one engine. Prints a picture of the job, then OK or a numbered list: what is wrong, on which rank and
+host, what to do. --json prints one JSON object instead. Starts no engine and imports no SGLang. Exit codes: 0 OK,
+perhaps with warnings, 1 there are faults, 2 a mistake in what was asked, 125 it cannot run here (torchrun itself answers
+1 for each that is not 0).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+
+from harness.config.command import parse
+from harness.config.layers import ConfigError
+from harness.config.schema import Config
+from harness.mistake import CannotRunHere, say_mistake
+
+JSON = "--json"
+
+
+def main(arguments: list[str]) -> int:
+    """A mistake must be known before anything heavy is imported."""
+    rank = int(os.environ.get("RANK") or "0")
+    if {"-h", "--help"} & set(arguments):
+        if rank == 0:
+            print(__doc__)
+        return 0
+    json = JSON in arguments
+    try:
+        config = read([word for word in arguments if word != JSON], os.environ.get("WORLD_SIZE", ""))
+        return look(config, json)
+    except (ValueError, CannotRunHere) as error:
+        return say_mistake(error, rank)
+
+
+def read(words: list[str], world_size: str) -> Config:
+    """The config of the run to come; where nothing is said of its mesh, one engine of all ranks."""
+    command = parse(words)
+    asked = command.options
+    if asked.dry_run or asked.check or asked.cuda_visible_devices or asked.nnodes != 1:
+        raise ConfigError("--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out.")
+    said = any(word.endswith(".toml") or word.startswith("--parallel.") for word in words)
+    if not said and world_size.isdecimal():
+        command.config.parallel.tp = int(world_size)
+    return command.config
+
+
+def look(config: Config, json: bool) -> int:
+    """Raises CannotRunHere without torch. Where the ranks met, the process ends here (see leave)."""
+    try:
+        from harness.cluster.world import Launch, leave
+        from harness.doctor.examine import examine
+    except ImportError as error:
+        raise CannotRunHere(f"{sys.executable} cannot import what the doctor needs: {error}.") from error
+    launch = Launch.from_environment(os.environ)
+    leave(examine(config, launch, os.environ, json))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""Emulated hosts on one machine, torchrun in each, and harm on purpose.
+
+    python launch/hosts.py --hosts 2 --ranks-per-host 2 -- launch/ppo.py configs/cpu/quickstart.toml --parallel.tp 4
+    python launch/hosts.py --hosts 2 --gpus-per-host 1 --ipv6 -- launch/ppo.py CONFIG.toml --parallel.tp 2
+    python launch/hosts.py --hosts 2 --latency 20ms --loss 1% --cut host1@sync:1 -- launch/ppo.py CONFIG.toml
+
+As root each host is a set of namespaces: own network, hostname, boot id, processes, /proc and /dev/shm; the hosts reach
+each other and nothing else. Without root they are processes with GPUs of their own on loopback, and the network cannot
+be hurt. All of it ends with this process, however that ends. Exit codes: 0 every rank passed; else that of the rank
+that failed first, where torchrun said it, or 1; 2 a mistake in what was asked, or a harm that never happened; 125 this
+machine cannot do it; 128 and the signal's number where a signal ended it.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+
+from harness.emulation import kernel
+from harness.emulation.plan import Options, make_plan
+from harness.emulation.session import Session, StartError
+from harness.emulation.skew import library
+from harness.mistake import CannotRunHere, say_mistake
+
+
+def main(arguments: list[str]) -> int:
+    """Everything that can be known to be wrong is, before anything starts."""
+    import tyro
+
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    options = tyro.cli(
+        Options,
+        prog="launch/hosts.py",
+        description=__doc__,
+        args=arguments[:split],
+        config=(tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff),
+    )
+    try:
+        refusal = "" if options.isolation == "processes" else kernel.refusal()
+        plan = make_plan(options, arguments[split + 1 :], refusal, visible_gpus())
+        if options.skew:
+            library()
+        return Session(plan).run()
+    except (ValueError, CannotRunHere) as error:
+        return say_mistake(error, rank=0)
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; where it is not set, one number for each NVIDIA device of this machine."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""512 ranks without their machines: mesh and placement under a fake process group agree with the plan."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+
+import pytest
+import torch.distributed as dist
+
+from harness.cluster.mesh import ParallelDims, build_mesh
+from harness.cluster.placement import Seat, gpu_of, parse_visible, place
+from harness.cluster.plan import Plan, make_plan
+
+NNODES, PER_HOST = 64, 8
+WORLD = NNODES * PER_HOST
+SHAPES = [
+    ParallelDims(dp=32, tp=16, pp=1),
+    ParallelDims(dp=32, tp=8, pp=2, rank_order="dp,pp,tp"),
+    ParallelDims(dp=16, tp=16, pp=2, rank_order="dp,pp,tp"),
+    ParallelDims(dp=128, tp=2, pp=2),
+]
+
+
+@contextmanager
+def fake_world(rank: int) -> Iterator[None]:
+    """This process as one of 512: the fake group answers every collective at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def visible_by_host(kind: str) -> tuple[str | None, ...]:
+    """CUDA_VISIBLE_DEVICES of each host: unset, its own order on each, its own UUIDs, or a mix."""
+    random = Random(0)
+    orders = [",".join(map(str, random.sample(range(PER_HOST), PER_HOST))) for _ in range(NNODES)]
+    uuids = [",".join(f"GPU-{host:08x}-1111-2222-3333-{gpu:012x}" for gpu in range(PER_HOST)) for host in range(NNODES)]
+    mixed = [(None, orders[host], uuids[host])[host % 3] for host in range(NNODES)]
+    return {"unset": (), "orders": tuple(orders), "uuids": tuple(uuids), "mixed": tuple(mixed)}[kind]
+
+
+def seats_of(plan: Plan, visible: tuple[str | None, ...]) -> list[Seat]:
+    """What the ranks would report of themselves, in no order."""
+    seats = [
+        Seat(
+            rank,
+            f"host{rank // PER_HOST}",
+            rank % PER_HOST,
+            parse_visible(visible[rank // PER_HOST] if visible else None),
+            PER_HOST,
+        )
+        for rank in range(plan.dims.world_size)
+    ]
+    Random(1).shuffle(seats)
+    return seats
+
+
+@pytest.mark.parametrize("dims", SHAPES)
+def test_the_mesh_is_the_plan_s(dims: ParallelDims) -> None:
+    plan = make_plan(dims, NNODES, PER_HOST, "cuda", 30000)
+    engines = {engine.dp: [rank for node in engine.nodes for rank in node.ranks] for engine in plan.engines}
+    for rank in (0, 7, 8, 131, 256, 511):
+        with fake_world(rank):
+            mesh = build_mesh(dims, "cpu")
+            planned = plan.ranks[rank]
+            assert tuple(mesh.get_coordinate() or ()) == (planned.dp, planned.tp, planned.pp)
+            # Its engine's ranks in the mesh, in engine order: stages slowest.
+            assert mesh.mesh[planned.dp].T.flatten().tolist() == engines[planned.dp]
+            for axis in ("dp", "tp", "pp"):
+                peers = [each.rank for each in plan.ranks if _same_but(each, planned, axis)]
+                assert dist.get_process_group_ranks(mesh.get_group(axis)) == sorted(peers)
+
+
+def _same_but(one: object, other: object, axis: str) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in ("dp", "tp", "pp") if name != axis)
+
+
+@pytest.mark.parametrize("kind", ["unset", "orders", "uuids", "mixed"])
+@pytest.mark.parametrize("dims", SHAPES)
+def test_the_placement_is_the_plan_s(dims: ParallelDims, kind: str) -> None:
+    visible = visible_by_host(kind)
+    plan = make_plan(dims, NNODES, PER_HOST, "cuda", 30000, visible)
+    seats = seats_of(plan, visible)
+    for placement, engine in zip(place(dims, seats, "cuda"), plan.engines, strict=True):
+        assert placement.dp == engine.dp
+        assert [(n.node_rank, n.host, n.ranks, n.builder, n.base_gpu_id) for n in placement.nodes] == [
+            (n.node_rank, n.host, n.ranks, n.builder, n.base_gpu_id) for n in engine.nodes
+        ]
+        assert [",".join(n.visible_devices or ()) for n in placement.nodes] == [
+            n.cuda_visible_devices for n in engine.nodes
+        ]
+    assert {seat.rank: gpu_of(seat) for seat in seats} == {rank.rank: rank.gpu for rank in plan.ranks}
+
+
+def test_a_mesh_that_placement_refuses_the_plan_refuses_too() -> None:
+    dims = ParallelDims(dp=16, tp=16, pp=2)  # tensor-parallel ranks of one stage on every other GPU of four hosts
+    with pytest.raises(ValueError, match='set parallel.rank_order = "dp,pp,tp"'):
+        make_plan(dims, NNODES, PER_HOST, "cuda", 30000)
+    seats = [Seat(rank, f"host{rank // PER_HOST}", rank % PER_HOST, None) for rank in range(WORLD)]
+    with pytest.raises(ValueError, match='set parallel.rank_order = "dp,pp,tp"'):
+        place(dims, seats, "cuda")

@@ -1,0 +1,26 @@
+"""Stand-in for launch/hosts.py that runs the script itself in each host, without torchrun: a second instead of ten.
+
+python plain_hosts.py [options of launch/hosts.py] -- SCRIPT [ARGUMENTS]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import tyro
+
+from harness.emulation import kernel
+from harness.emulation.plan import HostPlan, Options, Plan, make_plan
+from harness.emulation.session import Session
+
+
+def script(plan: Plan, host: HostPlan, python: str, port: int) -> tuple[str, ...]:
+    return (python, plan.script[0], str(host.index), *plan.script[1:])
+
+
+if __name__ == "__main__":
+    split = sys.argv.index("--")
+    options = tyro.cli(Options, args=sys.argv[1:split], config=(tyro.conf.UseAppendAction,))
+    refusal = "" if options.isolation == "processes" else kernel.refusal()
+    sys.exit(Session(make_plan(options, sys.argv[split + 1 :], refusal, []), script).run())

@@ -1,0 +1,81 @@
+"""`launch/ppo.py --dry-run` for 64 hosts of 8 GPUs: quick, without torch, transformers or network, and with a verdict."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = "configs/multinode/deepseek_v3_671b.toml"
+# What python itself would say where a module that must stay away, or a socket, is asked for.
+GUARD = """
+import runpy, socket, sys
+for name in ("torch", "transformers", "sglang", "rich", "tyro", "numpy"):
+    sys.modules[name] = None
+def refuse(*arguments, **options):
+    raise AssertionError("a socket")
+socket.socket = refuse
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def dry_run(*words: str, config: str = CONFIG) -> str:
+    command = [sys.executable, "-c", GUARD, "launch/ppo.py", "--dry-run", config, *words]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=dict(os.environ))
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_64_hosts_of_8_in_two_seconds() -> None:
+    begin = time.monotonic()
+    text = dry_run("--nnodes", "64", "--nproc-per-node", "8")
+    assert time.monotonic() - begin < 2
+    lines = text.splitlines()
+    assert lines[0] == "512 ranks on 64 hosts (cuda), mesh dp=32 tp=16 pp=1, rank order dp,tp,pp"
+    assert max(map(len, lines)) <= 120
+    assert len(lines) < 70
+    assert "VERDICT: it does NOT fit" in text
+    assert "80.0 GiB (an A100 or H100; another with --gpu-memory-gib" in text
+    assert "671,026,404,352 parameters (bfloat16) and 14,848 in buffers" in text
+
+
+def test_json_has_every_rank_and_the_memory() -> None:
+    told = json.loads(dry_run("--nnodes", "64", "--nproc-per-node", "8", "--json", "--gpu-memory-gib", "139.8"))
+    assert len(told["ranks"]) == 512
+    assert len(told["engines"]) == 32
+    memory = told["memory"]
+    assert memory["gpu_bytes"] == int(139.8 * 2**30)
+    assert memory["parameters"] + memory["buffers"] == 671_026_419_200
+    assert memory["fits"] is False and memory["problems"]
+
+
+def test_a_run_that_fits_says_so() -> None:
+    text = dry_run("--gpu-memory-gib", "139.8", config="configs/gpu/memory_7b.toml")
+    assert "VERDICT: it fits; generate is the fullest stage" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--engine.device", "cpu"), "Memory is not estimated for the CPU."),
+        (("--model.name", "someone/model"), 'Memory is not estimated: model.name = "someone/model" is no folder'),
+    ],
+)
+def test_what_cannot_be_known_is_said(words: tuple[str, ...], sentence: str) -> None:
+    assert sentence in dry_run(*words, config="configs/cpu/quickstart.toml")
+
+
+def test_a_size_that_is_none_is_refused() -> None:
+    for words in (
+        ["--dry-run", "--gpu-memory-gib", "large"],
+        ["--dry-run", "--gpu-memory-gib", "-1"],
+        ["--gpu-memory-gib", "80"],
+    ):
+        done = subprocess.run([sys.executable, "launch/ppo.py", *words], cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "gpu_memory_gib" in done.stderr and len(done.stderr.strip().splitlines()) == 1
