@@ -90,16 +90,20 @@ class Hosts:
     def wait(self, *hosts: str, seconds: float = 20) -> float:
         """Until nothing of these hosts, or of any, is left; how long that took."""
         started = time.monotonic()
-        while left := [process for host in hosts or (None,) for process in self.processes(host)]:
+        agents = [self.agents[host] for host in hosts or self.agents]
+        while True:
+            running = [
+                agent for agent in agents if agent.poll() is None
+            ]  # just started, its environment is still empty
+            left = [process for host in hosts or (None,) for process in self.processes(host)]
+            if not running and not left:
+                return time.monotonic() - started
             if time.monotonic() - started > seconds:
                 said = {host: self.said(host) for host in self.ranks_by_host}
                 left_names = [" ".join(process.cmdline())[:90] for process in left]
                 self.kill()
                 raise AssertionError(f"left after {seconds} s: {left_names}; {said}")
-            for agent in self.agents.values():
-                agent.poll()
             time.sleep(0.05)
-        return time.monotonic() - started
 
     def kill(self) -> None:
         for process in self.processes():
