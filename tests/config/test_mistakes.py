@@ -27,8 +27,8 @@ MISTAKES = [
     ),
     (
         "unknown_section.toml",
-        "optimizer ({dir}/unknown_section.toml) is not a key; the keys there are run, parallel, model, engine, task,"
-        " rollout, algorithm, actor, critic, weights, memory.",
+        "optimizer ({dir}/unknown_section.toml) is not a key; the keys there are run, parallel, network, model,"
+        " engine, task, rollout, algorithm, actor, critic, weights, memory.",
     ),
     ("wrong_type.toml", 'run.steps = "3" ({dir}/wrong_type.toml) is a string; it must be an integer.'),
     ("section_as_value.toml", "actor = 3 ({dir}/section_as_value.toml) is an integer; it must be a table."),

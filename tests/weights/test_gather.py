@@ -107,7 +107,7 @@ def plan(live: dict[str, Sharded], limit: int) -> tuple[Bucket, ...]:
 def span(entry: Entry) -> tuple[int, int]:
     """First byte, and the one after the last."""
     reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True)) + 1
-    return entry.offset, entry.offset + reach * getattr(torch, entry.dtype).itemsize
+    return entry.offset, entry.offset + reach * entry.dtype.itemsize
 
 
 def aligned(nbytes: int) -> int:
@@ -124,7 +124,7 @@ def test_every_tensor_is_in_one_bucket_and_no_group_is_split_but_between_experts
     buckets = plan(live, limit)
     sent = [entry for bucket in buckets for entry in bucket.entries]
     assert sorted(entry.name for entry in sent) == sorted(each.name for each in layout)
-    assert {(entry.name, entry.shape, entry.stride, getattr(torch, entry.dtype)) for entry in sent} == {
+    assert {(entry.name, entry.shape, entry.stride, entry.dtype) for entry in sent} == {
         (each.name, each.shape, each.stride, each.dtype) for each in layout
     }
     assert all(bucket.pieces for bucket in buckets)
@@ -180,7 +180,7 @@ def test_pieces_are_aligned_and_apart_and_hold_their_tensors(live: dict[str, Sha
             rows_sent.setdefault(piece.live_name, []).append((piece.start, piece.stop))
         for entry in bucket.entries:
             start, end = span(entry)
-            assert start % getattr(torch, entry.dtype).itemsize == 0
+            assert start % entry.dtype.itemsize == 0
             assert any(
                 piece.offset <= start and end <= piece.offset + piece.nbytes
                 for piece in bucket.pieces
