@@ -81,6 +81,9 @@ def _check_ranges(config: Config) -> None:
     _require(run.steps >= 1, "run.steps", run.steps, "it must be at least 1")
     _require(run.seed >= 0, "run.seed", run.seed, "it must be 0 or more")
     _require(run.timeout_seconds > 0, "run.timeout_seconds", run.timeout_seconds, "it must be above 0")
+    _require(
+        ":" not in run.dir, "run.dir", run.dir, "SGLang takes no colon in the name of a model's folder; leave it out"
+    )
     _check_deadlines(run)
     _require(rollout.temperature > 0, "rollout.temperature", rollout.temperature, "it must be above 0")
     _require(0 < rollout.top_p <= 1, "rollout.top_p", rollout.top_p, "it must be above 0 and at most 1")

@@ -20,8 +20,7 @@ ALL = "all"
 """The one tag where this sglang frees and takes all memory at once (before 0.4.8)."""
 
 MIB = 1 << 20
-SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.02
-PIECE_BYTES = 2 * MIB  # in which CUDA maps memory: a tiny model is one or two of them
+SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.05
 STABLE_SECONDS = 0.1  # a first release has ended when the free bytes stay the same this long
 POLL_SECONDS = 0.01
 
@@ -45,23 +44,26 @@ class Move:
     tags: tuple[str, ...]
     rank: int
     expected: int | None
-    """What an earlier release of the tags freed; None at the first one."""
+    """The least that a release of the tags freed so far; None at the first one."""
     moved: int
     """Freed by a release, taken by a resume."""
 
     @property
     def slack(self) -> int:
-        """Allowed |moved - expected|: 2%, or 64 MiB if that is more, but never above half of expected or two pieces.
+        """Allowed |moved - expected|: 5%, or 64 MiB if that is more.
 
-        sglang keeps a copy of a model's buffers while the weights are gone, and CUDA maps memory in pieces.
+        With the tags sglang frees what torch's allocator kept for activations (on an H200 1.8 GB beside a KV cache of
+        59 GB), it keeps a copy of a model's buffers while the weights are gone, and CUDA maps memory in pieces of 2 MiB.
         """
-        expected = self.expected or 0
-        return min(max(int(expected * SLACK_SHARE), SLACK_BYTES), max(expected // 2, 2 * PIECE_BYTES))
+        return max(int((self.expected or 0) * SLACK_SHARE), SLACK_BYTES)
 
     @property
     def is_right(self) -> bool:
-        """Whether as much moved as should have; at the first release, whether anything did."""
-        return self.moved > 0 and (self.expected is None or abs(self.moved - self.expected) <= self.slack)
+        """Whether something moved, and as much as should have. A release may free more: activations of any size."""
+        if self.moved <= 0 or self.expected is None:
+            return self.moved > 0
+        missing = self.expected - self.moved
+        return missing <= self.slack and (self.action == "release" or -missing <= self.slack)
 
     def sentence(self) -> str:
         """The move in words, with what is wrong."""
@@ -107,7 +109,7 @@ class MemoryStages:
     patience_seconds: float = 10.0
     """How long the bytes of a release or resume may take to show on a rank: only rank 0's scheduler answers for all."""
     asleep: dict[str, int] = field(default_factory=dict)
-    """Tag -> bytes that its release freed on this rank."""
+    """Tag -> the least that a release of it freed on this rank, in bytes."""
     _freed: dict[str, int] = field(default_factory=dict)
     _has_said: bool = False
 
@@ -141,8 +143,9 @@ class MemoryStages:
                 f"release of {', '.join(tags)}: {asleep[0]} is asleep; resume it before it is released again."
             )
         for tag in tags:
-            moved = self._measured("release", (tag,), self._freed.get(tag))
-            self.asleep[tag] = self._freed[tag] = moved
+            known = self._freed.get(tag)
+            moved = self._measured("release", (tag,), known)
+            self.asleep[tag] = self._freed[tag] = moved if known is None else min(moved, known)
 
     def resume(self, *tags: str) -> None:
         """Take these tags back in one call, and check on every rank that as many bytes are taken as were freed.

@@ -65,6 +65,10 @@ MISTAKES = [
         "run.lost_host_seconds = 1.0 cannot work: hosts beat once a second; it must be at least 3.",
     ),
     (
+        "--run.dir runs/12:30",
+        'run.dir = "runs/12:30" cannot work: SGLang takes no colon in the name of a model\'s folder; leave it out.',
+    ),
+    (
         "missing.toml",
         "{dir}/missing.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml.",
     ),

@@ -4,7 +4,7 @@ tests/end_to_end/test_gpu_memory.py."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from tests.gloo import on_ranks
 
 SIZES = {"weights": 1000 * MIB, "kv_cache": 3000 * MIB, "cuda_graph": 100 * MIB}
 TAGS = tuple(SIZES)
-LOST = (SIZES["kv_cache"], 65 * MIB, -100 * MIB)
+LOST = (SIZES["kv_cache"], 151 * MIB, -200 * MIB)
 
 Seen = Callable[[str], list[Any]]
 
@@ -178,7 +178,7 @@ def test_a_release_that_freed_nothing_fails_on_every_rank_and_names_one(seen: Se
 def test_a_resume_that_took_other_bytes_fails_on_every_rank(seen: Seen, lost: int) -> None:
     assert set(seen(f"resume without {lost}")) == {
         f"resume of kv_cache on rank 1 took {SIZES['kv_cache'] - lost} bytes of its engine's GPU, but an earlier release"
-        f" freed {SIZES['kv_cache']} (allowed difference {64 * MIB})."
+        f" freed {SIZES['kv_cache']} (allowed difference {150 * MIB})."
     }
 
 
@@ -220,15 +220,17 @@ def test_without_the_memory_saver_stages_do_nothing_and_say_so_once(seen: Seen) 
         assert said == ["no memory saver here: sleep and wake do nothing, the engine keeps its memory"]
 
 
-@pytest.mark.parametrize(
-    ("expected", "slack"),
-    [(2 * MIB, 4 * MIB), (10 * MIB, 5 * MIB), (1000 * MIB, 64 * MIB), (100_000 * MIB, 2000 * MIB)],
-)
+SLACKS = [(2 * MIB, 64 * MIB), (1000 * MIB, 64 * MIB), (100_000 * MIB, 5000 * MIB)]
+
+
+@pytest.mark.parametrize(("expected", "slack"), SLACKS)
 def test_the_slack_is_stated(expected: int, slack: int) -> None:
-    def move(moved: int) -> Move:
-        return Move(action="resume", tags=("weights",), rank=0, expected=expected, moved=moved)
+    def move(moved: int, action: Literal["release", "resume"] = "resume") -> Move:
+        return Move(action=action, tags=("weights",), rank=0, expected=expected, moved=moved)
 
     assert move(1).slack == slack
     assert move(expected + slack).is_right and move(max(1, expected - slack)).is_right
     assert not move(expected + slack + 1).is_right and not move(expected - slack - 1).is_right
     assert not move(0).is_right and not move(-1).is_right
+    assert move(2 * expected + slack, "release").is_right, "activations that torch kept are freed too"
+    assert not move(expected - slack - 1, "release").is_right and not move(0, "release").is_right
