@@ -5,8 +5,9 @@
     python launch/ppo.py CONFIG.toml --dry-run --nnodes 2 --nproc-per-node 8 [--json]
 
 TOML files are layered left to right; --section.key VALUE comes last. --dry-run prints where every rank and engine would
-be and what of each GPU's memory they would take (--gpu-memory-gib), --check only whether the config can work; both need no GPU, no torchrun and no SGLang. Exit codes: 0 passed,
-1 failed, 2 a mistake in what was asked, said in one sentence.
+be and what of each GPU's memory they would take (--gpu-memory-gib), --check only whether the config can work; both need
+no GPU, no torchrun and no SGLang. Exit codes: 0 passed, 1 failed, 2 a mistake in what was asked, said in one sentence,
+124 a phase's deadline passed, 125 this machine cannot run it.
 """
 
 import os
