@@ -2,46 +2,41 @@
 
     python launch/repro.py list [--needs cpu one_gpu several_gpus hosts] [--no-engine] [--names]
     python launch/repro.py show SLUG
-    python launch/repro.py run SLUG [--twin] [--json]
+    python launch/repro.py run SLUG... | --all [--needs CLASS...] [--no-engine] [--twin] [--seconds N] [--json FOLDER]
+    python launch/repro.py record FOLDER [--date YYYY-MM-DD]
 
 The two variants differ in one thing, which is printed, and run one after the other in sessions of their own; whatever
-they started is ended. --twin runs the healthy one alone. Exit codes of run: 1 the failure was reproduced (--twin: the
-twin failed); 0 it was not, since this version has it fixed, or never had it (--twin: the twin passed); 125 it cannot run
-here, or what ran proves nothing, with the reason; 2 a mistake in what was asked. All cases of a machine with two GPUs, with
-the results in $OUT, a file a case:
+they started is ended. --twin runs the healthy one alone. Several cases run side by side as far as there are GPUs for
+them. record writes what was seen into the catalogue of failures.
 
-    python launch/repro.py list --needs one_gpu --names | xargs -P 2 --process-slot-var=CUDA_VISIBLE_DEVICES -I{} \\
-        sh -c 'timeout 300 python launch/repro.py run {} --json > $OUT/{}.json'
-    for s in $(python launch/repro.py list --needs several_gpus --names); do
-        timeout 300 python launch/repro.py run $s --json > $OUT/$s.json; done
+Exit codes of run: 1 the failure was reproduced (--twin: the twin failed); 0 it was not, since this version has it fixed,
+or never had it (--twin: the twin passed); 125 it cannot run here, or what ran proves nothing (the twin failed as well), with
+the reason; 2 a mistake in what was asked. Of several cases: 1 if any was reproduced, else 125 if any could not run or proved
+nothing, else 0. On a machine with GPUs, all that is worth a run there:
+
+    python launch/repro.py run --all --needs one_gpu several_gpus --seconds 100 --json FOLDER
 """
 
 import argparse
-import json
-import signal
+import datetime
 import sys
-from dataclasses import asdict
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness.failures.entries import catalogue
-from harness.mistake import CannotRunHere, say_mistake
-from harness.repro import requirements, runner
-from harness.repro.case import GPUS, Case, UnknownCase, load, module_name, slugs
-from harness.repro.verdict import Outcome, Verdict, decisive, judge, passes, said, why_not
-from harness.repro.variant import CANNOT
+from harness.mistake import say_mistake
+from harness.repro import one, requirements, session, telling
+from harness.repro.case import GPUS, Case, UnknownCase, entry_of, load, slugs
+from harness.repro.result import as_seen, read_result, record
 
 
 def main(arguments: list[str]) -> int:
     """Everything before a run is instant."""
     asked = parser().parse_args(arguments)
     try:
-        if asked.command == "list":
-            return show_list(set(asked.needs), asked.no_engine, asked.names)
-        case = load(asked.slug)
-        return show(asked.slug, case) if asked.command == "show" else run(asked.slug, case, asked.twin, asked.json)
-    except UnknownCase as error:
+        return int(asked.do(asked))
+    except (UnknownCase, telling.WrongRequest) as error:
         return say_mistake(error, rank=0)
 
 
@@ -50,80 +45,62 @@ def parser() -> argparse.ArgumentParser:
         prog="launch/repro.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = made.add_subparsers(dest="command", required=True)
-    listing = commands.add_parser("list", help="all cases, or some of them")
-    listing.add_argument("--needs", nargs="+", choices=tuple(GPUS), default=tuple(GPUS), help="only these classes")
-    listing.add_argument("--no-engine", action="store_true", help="only those that take seconds")
+    chosen = argparse.ArgumentParser(add_help=False)
+    chosen.add_argument("--needs", nargs="+", choices=tuple(GPUS), default=tuple(GPUS), help="only these classes")
+    chosen.add_argument("--no-engine", action="store_true", help="only those without an engine, which take seconds")
+    listing = commands.add_parser("list", parents=[chosen], help="all cases, or some of them")
     listing.add_argument("--names", action="store_true", help="nothing but the slugs")
-    commands.add_parser("show", help="what one case does").add_argument("slug")
-    running = commands.add_parser("run", help="have one failure")
-    running.add_argument("slug")
+    listing.set_defaults(do=show_list)
+    showing = commands.add_parser("show", help="what one case does, and what was seen of it")
+    showing.add_argument("slug")
+    showing.set_defaults(do=lambda asked: print(telling.described(asked.slug, load(asked.slug))) or 0)
+    running = commands.add_parser("run", parents=[chosen], help="have failures")
+    running.add_argument("slugs", nargs="*", metavar="SLUG")
+    running.add_argument("--all", action="store_true", help="all cases, or those of --needs and --no-engine")
     running.add_argument("--twin", action="store_true", help="run the healthy variant alone")
-    running.add_argument("--json", action="store_true", help="print one JSON object")
+    running.add_argument("--seconds", type=float, help="end each variant after so many, if the case does not earlier")
+    running.add_argument("--json", type=Path, metavar="FOLDER", help="write SLUG.json there for each case")
+    running.set_defaults(do=run)
+    recording = commands.add_parser("record", help="write results of run --json into the catalogue")
+    recording.add_argument("folder", type=Path)
+    recording.add_argument("--date", default=datetime.date.today().isoformat(), help="on which they were had")
+    recording.set_defaults(do=record_all)
     return made
 
 
-def show_list(needs: set[str], no_engine: bool, names: bool) -> int:
-    for slug in slugs():
-        case = load(slug)
-        if case.needs in needs and not (no_engine and case.engine):
-            print(slug if names else f"{slug:<32} {case.needs:<13} {'engine' if case.engine else '':<7} {case.title}")
+def chosen_cases(asked: argparse.Namespace) -> dict[str, Case]:
+    """Those of --needs and --no-engine."""
+    cases = {slug: load(slug) for slug in slugs()}
+    return {slug: c for slug, c in cases.items() if c.is_of(asked.needs) and not (asked.no_engine and c.engine)}
+
+
+def show_list(asked: argparse.Namespace) -> int:
+    for slug, case in chosen_cases(asked).items():
+        print(slug if asked.names else telling.in_one_line(slug, case))
     return 0
 
 
-def show(slug: str, case: Case) -> int:
-    entry = catalogue().get(case.failure or slug)
-    seconds = f"at most {case.seconds:.0f} s a variant"
-    print(f"{slug}: {case.title}\nneeds: {', '.join((case.needs, *case.requires))}; {seconds}\n{differs(case)}")
-    for each in case.signature:
-        print(f"signature: {each}")
-    if case.number:
-        print(f"number: {case.number.name} > {case.number.broken_above:g}; twin < {case.number.healthy_below:g}")
-    if entry:
-        print("\n".join([f"cause: {entry.cause.strip()}", f"fix: {entry.fix.strip()}", *entry.links]))
-    print(f"by hand: python -m {module_name(slug)} broken")
+def run(asked: argparse.Namespace) -> int:
+    if bool(asked.slugs) == asked.all:
+        raise telling.WrongRequest("run takes either slugs or --all; `list` shows what there is.")
+    cases = chosen_cases(asked) if asked.all else {slug: load(slug) for slug in asked.slugs}
+    if len(cases) == 1:
+        return one.run(*next(iter(cases.items())), twin=asked.twin, seconds=asked.seconds, folder=asked.json)
+    options = [*(["--twin"] if asked.twin else []), *(["--seconds", str(asked.seconds)] if asked.seconds else [])]
+    with tempfile.TemporaryDirectory(prefix="repro-results-") as unasked:
+        results = session.run_all(cases, asked.json or Path(unasked), requirements.gpus(), options)
+    print(session.counted(results))
+    return session.exit_code(results)
+
+
+def record_all(asked: argparse.Namespace) -> int:
+    for file in sorted(asked.folder.glob("*.json")):
+        result = read_result(asked.folder, file.stem)
+        entry = entry_of(result.slug, load(result.slug)).slug
+        seen = as_seen(result, asked.date)
+        done = "left out, since it shows nothing" if seen is None else "recorded" if record(entry, seen) else "known"
+        print(f"{result.slug}: {result.verdict}: {done} ({entry}.toml)")
     return 0
-
-
-def differs(case: Case) -> str:
-    return f"differs in: {case.broken} (broken) | {case.healthy} (healthy)"
-
-
-def run(slug: str, case: Case, twin: bool, as_json: bool) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does: what runs is ended first
-    outcomes: dict[str, Outcome] = {}
-    if not as_json:
-        print(f"{slug}: {case.title}\n{differs(case)}", flush=True)
-    try:
-        requirements.check(case)
-    except CannotRunHere as error:
-        return tell(slug, case, outcomes, Verdict(kind="cannot run here", sentence=str(error)), as_json)
-    for variant in ("healthy",) if twin else ("broken", "healthy"):
-        outcomes[variant] = runner.run(slug, case, "healthy" if variant == "healthy" else "broken")
-        if not as_json:
-            print(f"\n{variant}: {outcomes[variant].how()}, {outcomes[variant].seconds:.1f} s")
-            print("\n".join(f"  | {line}" for line in decisive(case, outcomes[variant].output)), flush=True)
-        if said(outcomes[variant], CANNOT):
-            break
-    last = list(outcomes.values())[-1]
-    return tell(slug, case, outcomes, judge(case, outcomes.get("broken", last), last), as_json, alone=twin)
-
-
-def tell(
-    slug: str, case: Case, outcomes: dict[str, Outcome], verdict: Verdict, as_json: bool, alone: bool = False
-) -> int:
-    """The verdict, and the exit code it means."""
-    code, sentence = verdict.exit_code, f"{verdict.kind}: {verdict.sentence}"
-    if alone and verdict.kind != "cannot run here":
-        healthy = outcomes["healthy"]
-        code = 0 if passes(case, healthy) else 1
-        sentence = "the twin passed" if code == 0 else f"the twin failed: {why_not(case, healthy)}."
-    if as_json:
-        told = {name: asdict(each) | {"output": decisive(case, each.output)} for name, each in outcomes.items()}
-        facts = {"slug": slug, "verdict": verdict.kind, "exit_code": code, "sentence": sentence}
-        print(json.dumps(facts | {"versions": requirements.versions(), "variants": told}, indent=1))
-    else:
-        print(f"\n{sentence}")
-    return code
 
 
 if __name__ == "__main__":

@@ -52,10 +52,12 @@ class Affected:
 
 @dataclass(frozen=True, kw_only=True)
 class Repro:
-    """What `launch/repro.py run SLUG` needs, and does."""
+    """The smallest way to have it: what it needs, and does."""
 
     needs: ReproClass
     does: str
+    no_case: str = ""
+    """Why launch/repro.py has no case of it, in one sentence; left out where it has."""
 
 
 @dataclass(frozen=True, kw_only=True)

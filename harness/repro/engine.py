@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
@@ -70,7 +71,10 @@ class TinyEngine:
         return answer[0]
 
     def print_difference(self, model: Any) -> None:
-        """`mean log-prob difference: N`: |engine - model| over NEW_TOKENS tokens that the engine samples, in nats."""
+        """`mean log-prob difference: N`: |engine - model| over NEW_TOKENS tokens that the engine samples, in nats.
+
+        A NaN counts as an infinite difference: trainers here have none.
+        """
         import torch
 
         sampled = [(log_prob, token) for log_prob, token, *_ in self.generate()["meta_info"]["output_token_logprobs"]]
@@ -78,7 +82,8 @@ class TinyEngine:
         with torch.no_grad():
             ours = model(torch.tensor([tokens], device=self.device)).logits[0].float().log_softmax(-1)
         gaps = [abs(ours[len(PROMPT) - 1 + n, token].item() - its) for n, (its, token) in enumerate(sampled)]
-        print(f"mean log-prob difference: {sum(gaps) / len(gaps):.3e}", flush=True)
+        mean = sum(gaps) / len(gaps)
+        print(f"mean log-prob difference: {math.inf if math.isnan(mean) else mean:.3e}", flush=True)
 
 
 @contextmanager
@@ -112,7 +117,9 @@ def prepare_process(ranks: int = 1) -> Literal["cpu", "cuda"]:
     """Where engines of this process will run; in CPU mode what SGLang then lacks is put in place."""
     from harness.rollout.cpu.activate import activate, engine_environment
 
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast memory outlives a process that is killed on some machines
+    os.environ.setdefault(
+        "NCCL_NVLS_ENABLE", "0"
+    )  # multicast memory outlives a process that is killed on some machines
     import torch
 
     if torch.cuda.is_available():

@@ -16,7 +16,7 @@ def check(case: Case) -> None:
     """Raises CannotRunHere, with what is missing."""
     from packaging.requirements import Requirement
 
-    if (needed := GPUS[case.needs]) > (there := gpu_count()):
+    if (needed := GPUS[case.needs]) > (there := len(gpus())):
         raise CannotRunHere(f"it needs {needed} GPU(s), and this process can use {there}.")
     if case.needs == "hosts" and (refusal := kernel.refusal()):
         raise CannotRunHere(f"it needs hosts in namespaces, which this machine refuses ({refusal}).")
@@ -26,13 +26,22 @@ def check(case: Case) -> None:
             raise CannotRunHere(f"it needs {requirement}, and {installed or 'none'} is installed.")
 
 
-def gpu_count() -> int:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves of those that nvidia-smi names; asked without torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def gpus() -> list[str]:
+    """Those of nvidia-smi that CUDA_VISIBLE_DEVICES leaves, as that names them; asked without torch."""
     if shutil.which("nvidia-smi") is None:
-        return 0
+        return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("GPU ")
-    return listed if visible is None else min(listed, len([each for each in visible.split(",") if each.strip()]))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(number) for number in range(listed)))
+    return [each.strip() for each in visible.split(",") if each.strip()][:listed]
+
+
+def device(case: Case) -> str:
+    """What the case runs on here, for people."""
+    if not (count := case.gpus(len(gpus()))):
+        return f"{os.cpu_count()}-core CPU"
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    return f"{count} x {names[0].strip() if names else 'GPU'}"
 
 
 def version(package: str) -> str | None:

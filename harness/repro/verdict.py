@@ -5,6 +5,7 @@
 | reproduced | the broken variant showed its signature and its number, and the twin passed | 1, the failure looked for appeared |
 | not reproduced | the broken variant passed, or said that this version has no such thing; and the twin passed | 0 |
 | cannot run here | something is missing here, said by the requirements or by a variant | 125 |
+| the twin passed, failed | it alone was run | 0, 1 |
 | proves nothing | the twin failed too, or the broken variant failed in another way | 125 |
 """
 
@@ -17,15 +18,20 @@ from harness.mistake import CANNOT_RUN_HERE
 from harness.repro.case import Case
 from harness.repro.variant import ABSENT, CANNOT
 
+FIXED = "it is fixed in this version, or never was in it."
 SHOWN_LINES = 10
 LINE_WIDTH = 200
 
-Kind = Literal["reproduced", "not reproduced", "cannot run here", "proves nothing"]
+Kind = Literal[
+    "reproduced", "not reproduced", "cannot run here", "proves nothing", "the twin passed", "the twin failed"
+]
 EXIT_CODES: dict[Kind, int] = {
     "reproduced": 1,
     "not reproduced": 0,
     "cannot run here": CANNOT_RUN_HERE,
     "proves nothing": CANNOT_RUN_HERE,
+    "the twin passed": 0,
+    "the twin failed": 1,
 }
 
 
@@ -63,20 +69,48 @@ def judge(case: Case, broken: Outcome, healthy: Outcome) -> Verdict:
         if (reason := said(outcome, CANNOT)) and outcome.exit_code == CANNOT_RUN_HERE:
             return Verdict(kind="cannot run here", sentence=reason)
     if not passes(case, healthy):
-        return Verdict(kind="proves nothing", sentence=f"the healthy twin failed too: {why_not(case, healthy)}.")
+        return Verdict(
+            kind="proves nothing",
+            sentence=f"the healthy twin failed too ({why_not(case, healthy)}), so the repro proves nothing.",
+        )
     if fails(case, broken):
-        return Verdict(kind="reproduced", sentence=f"{case.title}; its twin passed.")
+        return Verdict(
+            kind="reproduced", sentence=f"{what_showed(case, broken)}; its twin passed{_beside(case, healthy)}."
+        )
     if passes(case, broken):
-        reason = said(broken, ABSENT) or "both variants pass: it is fixed in this version, or never was in it."
-        return Verdict(kind="not reproduced", sentence=reason)
-    return Verdict(kind="proves nothing", sentence=f"the broken variant failed in another way: {why_not(case, broken)}.")
+        absent = said(broken, ABSENT)
+        return Verdict(kind="not reproduced", sentence=absent or f"both variants pass{_beside(case, broken)}: {FIXED}")
+    return Verdict(
+        kind="proves nothing", sentence=f"the broken variant failed in another way: {why_not(case, broken)}."
+    )
+
+
+def judge_twin(case: Case, healthy: Outcome) -> Verdict:
+    """Where it alone was run."""
+    if reason := why_not(case, healthy):
+        return Verdict(kind="the twin failed", sentence=f"{reason}.")
+    return Verdict(kind="the twin passed", sentence=f"{healthy.how()}{_beside(case, healthy)}.")
+
+
+def what_showed(case: Case, broken: Outcome) -> str:
+    """What of the failure was seen: the parts of the signature as they stood there, and the number."""
+    found = (re.search(each, broken.output) for each in case.signature)
+    shown = [f'"{" ".join(match[0].split())}"' for match in found if match]
+    return ", ".join(shown + ([f"{case.number.name}: {_number(case, broken):g}"] if case.number else []))
+
+
+def _beside(case: Case, outcome: Outcome) -> str:
+    return f" ({case.number.name}: {_number(case, outcome):g})" if case.number else ""
 
 
 def fails(case: Case, outcome: Outcome) -> bool:
     """Whether it failed in the known way."""
-    return all(re.search(each, outcome.output) for each in case.signature) and (
-        case.number is None or _number(case, outcome) > case.number.broken_above
-    )
+    return shows(case, outcome.output) and (case.number is None or _number(case, outcome) > case.number.broken_above)
+
+
+def shows(case: Case, output: str) -> bool:
+    """Whether it has the whole signature."""
+    return all(re.search(each, output) for each in case.signature)
 
 
 def passes(case: Case, outcome: Outcome) -> bool:

@@ -9,7 +9,9 @@ CASE = Case(
     needs="cpu",
     broken="resume",
     healthy="release, then resume",
-    signature=(r"KeyError: '(weights|kv_cache)'|CUresult error\s+result=1|Cannot resume allocation that is not paused",),
+    signature=(
+        r"KeyError: '(weights|kv_cache)'|CUresult error\s+result=1|Cannot resume allocation that is not paused",
+    ),
     engine=True,
     seconds=240,
 )

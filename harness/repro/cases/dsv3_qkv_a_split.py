@@ -12,6 +12,7 @@ CASE = Case(
     healthy="all tensors in one call",
     number=Number(name="mean log-prob difference", broken_above=0.1, healthy_below=0.05),
     engine=True,
+    on_gpu=True,
     seconds=240,
 )
 

@@ -15,6 +15,7 @@ CASE = Case(
     healthy="it shuts the engine down",
     signature=(r"still there after \d+ s: .*scheduler",),
     engine=True,
+    on_gpu=True,
     seconds=240,
 )
 SECONDS = 8
