@@ -20,7 +20,7 @@ CASE = Case(
     signature=(r"client socket has timed out after \d+ ?ms while trying to connect",),
     seconds=90,
 )
-TIMEOUT = datetime.timedelta(seconds=2)
+TIMEOUT = datetime.timedelta(seconds=4)
 
 
 def program(broken: bool) -> None:
