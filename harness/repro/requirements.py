@@ -37,7 +37,8 @@ def gpus() -> list[str]:
 
 def device(case: Case) -> str:
     """What the case runs on here, for people."""
-    if not (count := case.gpus(len(gpus()))):
+    there = len(gpus())
+    if not (count := min(case.gpus(there), there)):
         return f"{os.cpu_count()}-core CPU"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()

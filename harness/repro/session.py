@@ -73,6 +73,7 @@ def counted(results: Mapping[str, Result]) -> str:
 def _run_one(slug: str, case: Case, folder: Path, devices: Devices, options: Sequence[str]) -> Result:
     gpus = devices.take(min(case.gpus(devices.there), devices.there))
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+    file_of(folder, slug).unlink(missing_ok=True)  # of an earlier run
     command = [sys.executable, str(COMMAND), "run", slug, "--json", str(folder), *options]
     try:
         ended = subprocess.run(
@@ -85,9 +86,22 @@ def _run_one(slug: str, case: Case, folder: Path, devices: Devices, options: Seq
         )
     finally:
         devices.give_back(gpus)
-    if not file_of(folder, slug).is_file():
-        raise RuntimeError(f"{slug} ended with exit code {ended.returncode} and no result: {ended.stderr[-2000:]}")
-    result = read_result(folder, slug)
+    result = read_result(folder, slug) if file_of(folder, slug).is_file() else _no_result(slug, ended)
     seconds = sum(each.seconds for each in result.variants.values())
     print(f"{result.verdict:<15} {slug:<32} {seconds:5.0f} s  {result.sentence}", flush=True)
     return result
+
+
+def _no_result(slug: str, ended: subprocess.CompletedProcess[str]) -> Result:
+    """Where launch/repro.py itself failed, or was killed."""
+    last = (ended.stderr.strip().splitlines() or ["no word of why"])[-1]
+    sentence = f"the run ended with exit code {ended.returncode} and no result: {last}"
+    return Result(
+        slug=slug,
+        verdict="proves nothing",
+        exit_code=EXIT_CODES["proves nothing"],
+        sentence=sentence,
+        device="",
+        versions={},
+        variants={},
+    )

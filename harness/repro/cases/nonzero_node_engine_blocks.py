@@ -3,6 +3,7 @@ says otherwise."""
 
 import datetime
 import os
+from typing import Any
 
 from harness.repro import ranks, variant
 from harness.repro.case import Case
@@ -31,7 +32,7 @@ def program(broken: bool) -> None:
         import torch.distributed as dist
 
         store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=datetime.timedelta(seconds=280))
-        node = {"tp_size": 2, "nnodes": 2, "node_rank": rank, "dist_init_addr": address}
+        node: dict[str, Any] = {"tp_size": 2, "nnodes": 2, "node_rank": rank, "dist_init_addr": address}
         with tiny_engine(**node):
             store.set(f"node {rank} is up", "")
             store.wait(["node 0 is up"])
