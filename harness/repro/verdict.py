@@ -21,6 +21,8 @@ from harness.repro.variant import ABSENT, CANNOT
 FIXED = "it is fixed in this version, or never was in it."
 SHOWN_LINES = 10
 LINE_WIDTH = 200
+NOISE = re.compile(r"Ignore import error when loading|Multi-thread loading shards|^\*+$|^\^+$|OMP_NUM_THREADS")
+"""What every engine and every torchrun says."""
 
 Kind = Literal[
     "reproduced", "not reproduced", "cannot run here", "proves nothing", "the twin passed", "the twin failed"
@@ -133,6 +135,7 @@ def why_not(case: Case, outcome: Outcome) -> str:
 def decisive(case: Case, output: str) -> list[str]:
     """At most SHOWN_LINES lines that tell most: those that match, what was measured, and what stands at the end."""
     lines = [line.strip()[:LINE_WIDTH] for line in output.splitlines() if line.strip()]
+    lines = [line for line in lines if not NOISE.search(line)]
     wanted = [*case.signature, *([rf"{re.escape(case.number.name)}: "] if case.number else []), CANNOT, ABSENT]
     first = {each: next((n for n, line in enumerate(lines) if re.search(each, line)), None) for each in wanted}
     chosen = {n for n in first.values() if n is not None}
