@@ -3,7 +3,6 @@ vanishes without a word of its own."""
 
 import os
 import signal
-import time
 
 from harness.repro import variant
 from harness.repro.case import Case
@@ -14,7 +13,7 @@ CASE = Case(
     needs="cpu",
     broken="SIGKILL to the scheduler",
     healthy="signal 0, which does nothing",
-    signature=(r"[Ss]ubprocess \S*scheduler\S* .*(crashed|died|exit)|[Ss]cheduler.*(died|crashed|exit)", r"SIGQUIT"),
+    signature=(r"[Ss]ubprocess \S*scheduler\S* .*(crashed|died|exit)|[Ss]cheduler.*(died|crashed|exit)", r"[Rr]eceived sigquit|SIGQUIT"),
     failure="peer-vanished",
     engine=True,
     seconds=240,
@@ -29,8 +28,7 @@ def program(broken: bool) -> None:
         schedulers = [p for p in psutil.Process().children(recursive=True) if "scheduler" in p.name()]
         print("schedulers:", [each.name() for each in schedulers], flush=True)
         os.kill(schedulers[0].pid, signal.SIGKILL if broken else 0)
-        time.sleep(10 if broken else 0)
-        engine.generate()
+        engine.generate()  # waits for an answer that never comes, until SGLang ends it
 
 
 if __name__ == "__main__":
