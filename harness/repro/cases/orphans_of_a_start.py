@@ -1,0 +1,59 @@
+"""A trainer is killed while its engine starts. A scheduler asks the kernel to be ended with its parent only after its
+imports: one whose parent is gone by then lives on, and takes its memory."""
+
+import subprocess
+import sys
+import time
+
+from harness.repro import variant
+from harness.repro.case import Case
+from harness.repro.engine import tiny_engine
+
+CASE = Case(
+    title="schedulers outlive a trainer that was killed while the engine was starting",
+    needs="cpu",
+    broken="SIGKILL as soon as the engine's processes are there",
+    healthy="SIGKILL once the engine is up",
+    signature=(r"still there after \d+ s: \d+",),
+    failure="teardown-orphans",
+    engine=True,
+    on_gpu=True,
+    seconds=240,
+)
+SECONDS = 8
+
+
+def program(broken: bool) -> None:
+    import psutil
+
+    if sys.argv[2:] == ["trainer"]:
+        with tiny_engine():
+            sys.stdin.read()
+        return
+    command = [sys.executable, "-m", "harness.repro.cases.orphans_of_a_start", sys.argv[1], "trainer"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        if not broken:
+            next(line for line in trainer.stdout if "the engine is up" in line)
+        while not (started := spawned(psutil.Process(trainer.pid))):
+            time.sleep(0.1)
+        print("the engine's processes:", *(process.pid for process in started), flush=True)
+        trainer.kill()
+        trainer.wait()
+        time.sleep(SECONDS)
+        left = [each.pid for each in started if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        print(f"still there after {SECONDS} s:" if left else "all are gone", *left, flush=True)
+
+
+def spawned(trainer: "psutil.Process") -> "list[psutil.Process]":  # type: ignore[name-defined]  # noqa: F821
+    """Its schedulers and detokenizer, whatever they call themselves by then."""
+    return [each for each in trainer.children(recursive=True) if is_spawned(each)]
+
+
+def is_spawned(process: "psutil.Process") -> bool:  # type: ignore[name-defined]  # noqa: F821
+    words = " ".join(process.cmdline())
+    return "spawn_main" in words or words.startswith("sglang::")
+
+
+if __name__ == "__main__":
+    variant.main(program)

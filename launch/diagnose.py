@@ -1,0 +1,55 @@
+"""Which known failure a log shows: anyone's log, offline, in seconds.
+
+    python launch/diagnose.py train.log
+    python launch/diagnose.py runs/20261121-054327            a run directory: its verdicts, engines' logs and events
+    python launch/diagnose.py rank*.log.gz --json
+    kubectl logs job/ppo | python launch/diagnose.py -
+
+Prints the slug of the first cause with its confidence (the rule is in harness/failures/diagnose.py), the lines that gave it
+away, cause and fix; or "unknown" with the first line that looks like a failure; or that there is none. Prefixes of Ray,
+torchrun, SGLang, srun, Kubernetes and colours are read over. Exit codes: 0 diagnosed, 1 a failure that is not known, 2 a
+mistake in what was asked, 3 no failure seen.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+
+import tyro
+
+from harness.failures.diagnose import diagnose
+from harness.failures.diagnosis_text import as_json, as_text
+from harness.failures.log_lines import files_of
+from harness.mistake import say_mistake
+
+EXIT_CODES = {"diagnosed": 0, "unknown": 1, "no failure": 3}
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What to read."""
+
+    logs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Files (also .gz and .jsonl), run directories, or - for standard input; of several, in the order of hosts or ranks."""
+    json: bool = False
+    """Print the diagnosis as JSON."""
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    options = tyro.cli(Options, prog="launch/diagnose.py", description=__doc__, args=arguments)
+    try:
+        if not options.logs:
+            raise ValueError("there is nothing to read; give a log, a run directory, or - for standard input.")
+        found = diagnose(files_of(options.logs))
+    except (ValueError, OSError) as error:
+        return say_mistake(error, rank=0)
+    print(as_json(found) if options.json else as_text(found))
+    return EXIT_CODES[found.verdict]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
