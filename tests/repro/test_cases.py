@@ -16,8 +16,8 @@ ENGINES = (
     "double-resume-or-release",
     "dsv3-qkv-a-split",
     "nonzero-node-engine-blocks",
+    "orphans-of-a-start",
     "packed-experts-names",
-    "teardown-orphans",
     "update-outside-session",
 )
 """Those whose engines are the point; the others run with `launch/repro.py run --all`, which takes half an hour."""

@@ -11,7 +11,7 @@ CASE = Case(
     healthy="flush_cache=True",
     number=Number(name="cached tokens after the update", broken_above=0.5, healthy_below=0.5),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 

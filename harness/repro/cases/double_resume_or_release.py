@@ -13,7 +13,7 @@ CASE = Case(
         r"KeyError: '(weights|kv_cache)'|CUresult error\s+result=1|Cannot resume allocation that is not paused",
     ),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 

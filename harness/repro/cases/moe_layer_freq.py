@@ -14,7 +14,7 @@ CASE = Case(
     healthy="with moe_layer_freq, topk_method and scoring_func, as DeepSeek's own has them",
     signature=(r"AttributeError: .*'(moe_layer_freq|topk_method|scoring_func)'",),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 

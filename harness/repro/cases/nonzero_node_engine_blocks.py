@@ -16,7 +16,7 @@ CASE = Case(
     healthy='it is "0"',
     signature=(r"wait timeout after \d+ ?ms, keys: /node 1 is up",),
     engine=True,
-    seconds=300,
+    seconds=420,
 )
 PATIENCE = datetime.timedelta(seconds=15)
 

@@ -13,7 +13,7 @@ CASE = Case(
     number=Number(name="mean log-prob difference", broken_above=0.1, healthy_below=0.05),
     engine=True,
     on_gpu=True,
-    seconds=240,
+    seconds=420,
 )
 
 

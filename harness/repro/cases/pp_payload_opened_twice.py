@@ -14,7 +14,7 @@ CASE = Case(
     healthy="an update from disk",
     signature=(r"KeyError: \d+|EOFError|unable to open shared memory object",),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 

@@ -11,7 +11,7 @@ CASE = Case(
     healthy="a pool of 2048 tokens",
     signature=(r"(Prefill|Decode) out of memory\. Try to lower your batch size|KV cache pool is full",),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 

@@ -11,7 +11,7 @@ CASE = Case(
     healthy="it is released after the last of 4",
     signature=(r"release_memory_occupation should be called only when|assert self\._?is_(no_request|fully_idle)",),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 

@@ -13,10 +13,13 @@ CASE = Case(
     needs="cpu",
     broken="SIGKILL to the scheduler",
     healthy="signal 0, which does nothing",
-    signature=(r"[Ss]ubprocess \S*scheduler\S* .*(crashed|died|exit)|[Ss]cheduler.*(died|crashed|exit)", r"[Rr]eceived sigquit|SIGQUIT"),
+    signature=(
+        r"[Ss]ubprocess \S*scheduler\S* .*(crashed|died|exit)|[Ss]cheduler.*(died|crashed|exit)",
+        r"[Rr]eceived sigquit|SIGQUIT",
+    ),
     failure="peer-vanished",
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 

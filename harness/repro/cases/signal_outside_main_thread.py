@@ -13,7 +13,7 @@ CASE = Case(
     healthy="it is built in the main thread",
     signature=(r"signal only works in main thread of the main interpreter",),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 

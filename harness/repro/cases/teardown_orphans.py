@@ -16,7 +16,7 @@ CASE = Case(
     signature=(r"still there after \d+ s: .*scheduler",),
     engine=True,
     on_gpu=True,
-    seconds=240,
+    seconds=420,
 )
 SECONDS = 8
 

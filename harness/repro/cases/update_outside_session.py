@@ -12,7 +12,7 @@ CASE = Case(
     healthy="between begin_weight_update() and end_weight_update()",
     signature=(r"the answer: \(?False.*session",),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 

@@ -11,7 +11,7 @@ CASE = Case(
     healthy="all tensors are sent",
     number=Number(name="mean log-prob difference", broken_above=0.1, healthy_below=0.05),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 MISSING = "model.layers.1.mlp.down_proj.weight"
 

@@ -14,7 +14,7 @@ CASE = Case(
         r"assert param\.size\(\) == loaded_weight\.size\(\)",
     ),
     engine=True,
-    seconds=240,
+    seconds=420,
 )
 
 
