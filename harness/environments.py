@@ -33,9 +33,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PINS = REPOSITORY / "configs" / "environments"
 _STAMP = "harness.json"
 _LOCK = "harness.lock"
-_NETWORK = re.compile(
-    r"connection|error sending request|dns error|name resolution|timed out|unreachable", re.IGNORECASE
-)
+NETWORK = re.compile(r"connection|error sending request|dns error|name resolution|timed out|unreachable", re.IGNORECASE)
 
 
 class Unusable(Exception):
@@ -238,7 +236,7 @@ def _torch(install: list[str], pin: str) -> list[str]:
     libraries."""
     for source, extra in (("pip's own sources", []), ("uv's torch backend", ["--torch-backend", "cpu"])):
         arguments = [*extra, "--no-deps", f"{pin}+cpu"]
-        environment = {**_environment(), "UV_HTTP_TIMEOUT": "15", "UV_HTTP_RETRIES": "0"}
+        environment = {**uv_environment(), "UV_HTTP_TIMEOUT": "15", "UV_HTTP_RETRIES": "0"}
         if subprocess.run([*install, "--dry-run", *arguments], capture_output=True, env=environment).returncode == 0:
             _say(f"{pin}+cpu, from {source}")
             return arguments
@@ -246,7 +244,7 @@ def _torch(install: list[str], pin: str) -> list[str]:
     return [pin]
 
 
-def _environment() -> dict[str, str]:
+def uv_environment() -> dict[str, str]:
     """This process's environment, with pip's certificates given to uv too."""
     certificates = os.environ.get("PIP_CERT")
     return {**({"SSL_CERT_FILE": certificates} if certificates else {}), **os.environ}
@@ -258,7 +256,9 @@ def _run(command: list[str], purpose: str, *, show: bool = True) -> None:
     Raises Unusable(125) if it fails.
     """
     tail: collections.deque[str] = collections.deque(maxlen=60)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=uv_environment()
+    )
     done = threading.Event()
     started = time.monotonic()
 
@@ -283,9 +283,7 @@ def _run(command: list[str], purpose: str, *, show: bool = True) -> None:
     if code:
         if not show:
             print("".join(tail), end="", file=sys.stderr, flush=True)
-        reached = (
-            "no package registry could be reached" if _NETWORK.search("".join(tail)) else "the reason stands above"
-        )
+        reached = "no package registry could be reached" if NETWORK.search("".join(tail)) else "the reason stands above"
         raise Unusable(125, f"could not {purpose} ({Path(command[0]).name} exited with {code}): {reached}")
 
 

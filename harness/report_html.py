@@ -1,10 +1,8 @@
 """report.html: what report.md says, with the memory of every rank drawn; one file that needs no other."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
 
+from harness.report_page import page
 from harness.timeline import GIB, Stage, layers
 
 COLORS = {"used": "#3b6fb5", "reserved": "#a9c4e6", "engine": "#e08a3c", "free": "#eeeeee", "rss": "#3b6fb5"}
@@ -12,46 +10,9 @@ MOST_RANKS, MOST_STEPS = 16, 6
 BAR, HEIGHT, LABELS = 18, 160, 130  # pixels
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """One piece of a report."""
-
-    kind: Literal["heading", "text", "code", "list", "table"]
-    text: str = ""
-    rows: tuple[Any, ...] = ()
-
-
-def blocks_of(markdown: str) -> Iterator[Block]:
-    """The pieces of a report in Markdown, of which only what report.md uses is known; its title is left out."""
-    lines = markdown.splitlines()
-    position = 0
-    while position < len(lines):
-        line = lines[position]
-        end = position + 1
-        if line.startswith("```"):
-            while not lines[end].startswith("```"):
-                end += 1
-            yield Block(kind="code", text="\n".join(lines[position + 1 : end]))
-            end += 1
-        elif line.startswith(("- ", "|")):
-            while end < len(lines) and lines[end].startswith(line[:1]):
-                end += 1
-            yield _rows(lines[position:end])
-        elif line.startswith("## "):
-            yield Block(kind="heading", text=line[3:])
-        elif line and not line.startswith("# "):
-            yield Block(kind="text", text=line)
-        position = end
-
-
 def html(markdown: str, stages: Sequence[Stage]) -> str:
     """The whole page. stages: all of the run, in order; of a long run the first and the last steps are drawn."""
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
-    title = markdown.splitlines()[0].removeprefix("# ")
-    return template.render(title=title, blocks=list(blocks_of(markdown)), drawings=drawings(stages))
+    return page(markdown, drawings(stages))
 
 
 def drawings(stages: Sequence[Stage]) -> list[str]:
@@ -88,11 +49,3 @@ def svg(stages: Sequence[Stage], rank: int) -> str:
         label = f"{stage.step} {stage.phase}"
         parts.append(f'<text transform="translate({left + 3},{HEIGHT + 26}) rotate(65)">{label}</text></g>')
     return "\n".join([*parts, "</svg>"])
-
-
-def _rows(lines: Sequence[str]) -> Block:
-    """A list, or a table without its line of dashes."""
-    if lines[0].startswith("-"):
-        return Block(kind="list", rows=tuple(line[2:] for line in lines))
-    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
-    return Block(kind="table", rows=tuple(row for row in cells if set("".join(row)) != {"-"}))

@@ -1,0 +1,1 @@
+"""Which version broke it: candidates, environments, search, verdicts, state, report."""

@@ -1,0 +1,73 @@
+"""Commits of a local git checkout as candidates. The checkout itself is only read."""
+
+import re
+import subprocess
+from pathlib import Path
+
+from harness.bisect.candidates import Candidate
+from harness.bisect.question import WrongQuestion
+
+_REMOTE = re.compile(r"(?:https://|git@|ssh://git@)(github\.com)[:/](.+?)(?:\.git)?/?")
+
+
+def commits(checkout: Path, older: str, newer: str, find_fix: bool = False) -> list[Candidate]:
+    """First-parent commits from `older` to `newer`, both included. Raises WrongQuestion."""
+    first, last = (_commit(checkout, each) for each in (older, newer))
+    if first == last:
+        raise WrongQuestion(f"good and bad are the same commit, {first[:12]}; give two that differ.")
+    if _git(checkout, "merge-base", "--is-ancestor", first, last).returncode:
+        if not _git(checkout, "merge-base", "--is-ancestor", last, first).returncode:
+            name, other = ("bad", "good") if find_fix else ("good", "bad")
+            raise WrongQuestion(
+                f"{name} = {older} comes after {other} = {newer}; exchange them, or "
+                + ("leave out --find-fix." if find_fix else "ask with --find-fix which commit made it good.")
+            )
+        common = _git(checkout, "merge-base", first, last).stdout.strip()[:12]
+        hint = f"; their nearest common ancestor is {common}" if common else ""
+        raise WrongQuestion(f"{older} is not an ancestor of {newer}{hint}.")
+    listed = _git(
+        checkout,
+        "log",
+        "--first-parent",
+        "--ancestry-path",
+        "--reverse",
+        "--format=%H%x09%cI%x09%s",
+        f"{first}..{last}",
+    )
+    own = _git(checkout, "log", "-1", "--format=%H%x09%cI%x09%s", first)
+    lines = [line.split("\t", 2) for line in (own.stdout + listed.stdout).splitlines()]
+    return [Candidate(name=sha, time=time, title=title) for sha, time, title in lines]
+
+
+def export(checkout: Path, commit: str, folder: Path) -> None:
+    """The files of a commit, without git's own. Raises OSError."""
+    folder.mkdir(parents=True)
+    archive = subprocess.Popen(["git", "-C", str(checkout), "archive", commit], stdout=subprocess.PIPE)
+    unpack = subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, capture_output=True, text=True)
+    if archive.wait() or unpack.returncode:
+        raise OSError(f"git archive of {commit[:12]} could not be unpacked: {unpack.stderr.strip()}")
+
+
+def import_folder(folder: Path) -> Path:
+    """What goes on PYTHONPATH: python/ or src/ of the checkout, or all of it."""
+    return next((folder / name for name in ("python", "src") if (folder / name).is_dir()), folder)
+
+
+def remote(checkout: Path) -> str:
+    """The address of the upstream's pages, where it is on GitHub, else ""."""
+    match = _REMOTE.fullmatch(_git(checkout, "remote", "get-url", "origin").stdout.strip())
+    return f"https://{match[1]}/{match[2]}" if match else ""
+
+
+def _commit(checkout: Path, name: str) -> str:
+    for each in (name, f"v{name}"):
+        run = _git(checkout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{each}^{{commit}}")
+        if run.returncode == 0:
+            return run.stdout.strip()
+    if _git(checkout, "rev-parse", "--git-dir").returncode:
+        raise WrongQuestion(f"--git {checkout} is no git checkout.")
+    raise WrongQuestion(f"{checkout} has no commit {name}.")
+
+
+def _git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(checkout), *arguments], capture_output=True, text=True)

@@ -1,0 +1,324 @@
+"""The bisect from first resolution to answer: installs in the background, one run at a time, state after every verdict."""
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from harness.bisect import judge, measure, search, warded
+from harness.bisect.answer import Answer, answer_of, causes, open_cause
+from harness.bisect.environment import Environment, Provider, probe_command
+from harness.bisect.question import WrongQuestion
+from harness.bisect.search import Verdict
+from harness.bisect.show import Show
+from harness.bisect.state import Attempt, Record, State
+from harness.bisect.store import Pause
+from harness.bisect.uv import Unavailable
+
+PROBE_SECONDS = 300.0
+RESOLVERS = 8
+
+
+@dataclass
+class Conductor:
+    """Runs what is left of a bisect."""
+
+    state: State
+    folder: Path
+    provider: Provider
+    show: Show
+    lock: int
+    """Descriptor of the folder's lock, which whatever runs for it holds too."""
+    no_gpu: bool
+    _installs: dict[int, "Future[Environment]"] = field(default_factory=dict)
+    _executor: ThreadPoolExecutor = field(init=False)
+    _since: float = 0.0
+
+    def run(self) -> Answer:
+        """Raises WrongQuestion, Pause, judge.Stop, OSError, KeyboardInterrupt; the state is saved whatever is raised."""
+        self._since = time.monotonic()
+        self._executor = ThreadPoolExecutor(self.state.question.options.installs, thread_name_prefix="install")
+        try:
+            self._resolve()
+            self._verify_ends()
+            self._search()
+            self._second_look()
+            self._second_cause()
+            return answer_of(self.state)
+        finally:
+            self._save()
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _resolve(self) -> None:
+        """Whether each candidate can be installed, before anything runs."""
+        state = self.state
+        todo = [i for i in range(len(state.candidates)) if i not in state.closed_indices and i not in state.verdicts]
+        if state.resolved:
+            return
+        pool = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")
+        pending = {i: pool.submit(self.provider.resolve, state.candidates[i]) for i in todo}
+        try:
+            for done, (index, future) in enumerate(pending.items()):
+                self.show.phase(f"resolving: {done} of {len(pending)}")
+                try:
+                    self._wait(future)
+                except Unavailable as problem:
+                    self._close(index, f"cannot be installed: {problem}")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        state.resolved = True
+        self._save()
+        closed = len(state.closed)
+        self.show.say(
+            f"{len(state.candidates)} candidates, {closed or 'none'} of which cannot be installed"
+            + (":" if closed else "")
+        )
+        for name, sentence in state.closed.items():
+            self.show.say(f"  {name}: {sentence}")
+
+    def _verify_ends(self) -> None:
+        """The good end first, which a number is compared with."""
+        last = len(self.state.candidates) - 1
+        find_fix = self.state.question.options.find_fix
+        order: list[tuple[int, Verdict]] = [(0, "good"), (last, "bad")]
+        if find_fix:
+            order = [(last, "good"), (0, "bad")]
+        self._prefetch([index for index, _ in order])
+        for index, expected in order:
+            if index not in self.state.verdicts and index not in self.state.closed_indices:
+                middle = search.next_candidate({0: "good", last: "bad"}, self.state.closed_indices)
+                self._prefetch(
+                    [*(i for i, _ in order if i not in self.state.verdicts), *([middle] if middle is not None else [])]
+                )
+                self._test(index)
+            self._check_end(index, expected)
+
+    def _check_end(self, index: int, expected: Verdict) -> None:
+        candidate = self.state.candidates[index]
+        if candidate.name in self.state.closed:
+            raise WrongQuestion(f"the {expected} end {candidate.shown} {self.state.closed[candidate.name]}")
+        record = self.state.record(index)
+        if record.verdict == expected:
+            return
+        log = self.folder / record.attempts[-1].log if record.attempts else self.folder
+        said = {
+            "good": f"is good as well ({record.reason})",
+            "bad": f"is bad already: {record.reason}",
+            "skip": f"could not be judged: {record.reason}",
+            "other": f"fails, but with another failure than the one looked for: {record.reason}",
+        }[record.verdict]
+        raise WrongQuestion(f"the {expected} end {candidate.shown} {said.rstrip('.')}; its output is in {log}.")
+
+    def _search(self) -> None:
+        while (index := search.next_candidate(self.state.verdicts, self.state.closed_indices)) is not None:
+            self._prefetch([index, *search.next_two(self.state.verdicts, index, self.state.closed_indices)])
+            self._test(index)
+
+    def _second_look(self) -> None:
+        """Run what the bound leaves, and what --second-look adds, where nothing was run yet: another edge may be there."""
+        extra = self.state.question.options.second_look
+        edges = search.edges(self.state.verdicts)
+        while len(edges) == 1:
+            skips = sum(verdict not in search.DECIDED for verdict in self.state.verdicts.values())
+            left = search.most_runs(len(self.state.candidates), skips) + extra - len(self.state.records)
+            found = search.stretches(
+                len(self.state.candidates), self.state.verdicts, self.state.closed_indices, edges[0]
+            )
+            if left <= 0 or not found:
+                return
+            self.show.say(f"a second look, for another edge: {left} more")
+            self._test(found[0][len(found[0]) // 2])
+            edges = search.edges(self.state.verdicts)
+        self._search()
+
+    def _second_cause(self) -> None:
+        """Where the bad end fails otherwise than the candidate at the edge, find where its own failure begins."""
+        edges = search.edges(self.state.verdicts)
+        if len(edges) != 1:
+            return
+        while (edge := causes(self.state, edges[0])) and (index := open_cause(self.state, edge)) is not None:
+            self.show.say(
+                "the bad end fails otherwise than the candidate at the edge: looking for where its own failure begins"
+            )
+            self._test(index)
+
+    def _test(self, index: int) -> None:
+        """Give the candidate a verdict, or close it."""
+        candidate = self.state.candidates[index]
+        waited = time.monotonic()
+        try:
+            self.show.table(self.state, f"{candidate.shown}: its environment")
+            environment = self._obtain(index)
+        except Unavailable as problem:
+            self._close(index, str(problem))
+            self.show.say(f"{candidate.shown}: skipped, {problem}")
+            self._save()
+            return
+        seconds = time.monotonic() - waited
+        try:
+            record = self._judged(index, environment)
+        finally:
+            self._installs.pop(index, None)
+            self.provider.release(environment)
+        record.waited_seconds = seconds
+        self.state.records.append(record)
+        self._save()
+        self._drop()
+        self.show.verdict(record, candidate, self._steps())
+
+    def _judged(self, index: int, environment: Environment) -> Record:
+        candidate, question = self.state.candidates[index], self.state.question
+        attempts: list[Attempt] = []
+        is_bad_end = index == (0 if question.options.find_fix else len(self.state.candidates) - 1)
+        for number in range(1, question.options.repeat + 1):
+            again = f", run {number} of {question.options.repeat}" if question.options.repeat > 1 else ""
+            folder = self._attempt_folder(candidate.name)
+            made = judge.attempt(
+                question,
+                environment,
+                folder,
+                no_gpu=self.no_gpu,
+                variables={"BISECT_PACKAGE": question.options.package, "BISECT_CANDIDATE": candidate.name},
+                lock=self.lock,
+                reference=self._reference(),
+                beat=self._beating(f"{candidate.shown}: running{again}"),
+            )
+            made.log = str(Path(made.log).relative_to(self.folder))
+            attempts.append(made)
+            decided = made.verdict != "good" and question.kind != "metric"
+            if decided and not (is_bad_end and made.verdict == "bad"):  # the bad end tells how often it fails
+                break
+        verdict, reason = self._together(attempts)
+        return Record(
+            name=candidate.name,
+            verdict=verdict,
+            reason=reason,
+            attempts=attempts,
+            freeze=environment.freeze,
+            python=environment.python,
+            paths=environment.paths,
+        )
+
+    def _together(self, attempts: list[Attempt]) -> tuple[Verdict, str]:
+        """A bad run makes it bad; of a number the runs' median is judged."""
+        question = self.state.question
+        numbers = [attempt.value for attempt in attempts if attempt.value is not None]
+        if question.kind == "metric" and len(numbers) == len(attempts) > 1:
+            middle = median(numbers)
+            is_bad = measure.is_bad(question.options, middle, question.ratio, self._reference())
+            return (
+                "bad" if is_bad else "good",
+                f"{question.options.metric} = {middle:.6g}, the median of {len(numbers)} runs",
+            )
+        failed = [attempt for attempt in attempts if attempt.verdict == "bad"]
+        chosen = next(iter(failed), None) or next((each for each in attempts if each.verdict != "good"), attempts[0])
+        reason = chosen.reason
+        if question.options.repeat > 1:
+            reason += f" ({len(failed)} of {len(attempts)} runs bad)"
+        return chosen.verdict, reason
+
+    def _reference(self) -> float | None:
+        """The good end's number."""
+        good = len(self.state.candidates) - 1 if self.state.question.options.find_fix else 0
+        if good not in self.state.verdicts:
+            return None
+        numbers = [each.value for each in self.state.record(good).attempts if each.value is not None]
+        return median(numbers) if numbers else None
+
+    def _prefetch(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if (
+                index not in self._installs
+                and index not in self.state.closed_indices
+                and index not in self.state.verdicts
+            ):
+                self._installs[index] = self._executor.submit(self._prepare, index)
+
+    def _drop(self) -> None:
+        """Let go of environments that no run can need any more."""
+        wanted = {0, len(self.state.candidates) - 1}
+        for edge in search.edges(self.state.verdicts):
+            wanted |= set(search.unknown(edge, self.state.verdicts, self.state.closed_indices))
+        for index, future in list(self._installs.items()):
+            if index not in wanted and len(self.state.records) > 1:
+                future.cancel()
+                if future.done() and not future.cancelled() and not future.exception():
+                    self.provider.release(future.result())
+                    del self._installs[index]
+                elif future.cancelled():
+                    del self._installs[index]
+
+    def _obtain(self, index: int) -> Environment:
+        self._prefetch([index])
+        return self._wait(self._installs[index])
+
+    def _prepare(self, index: int) -> Environment:
+        """On a thread of its own: make the environment and see that the package imports. Raises Unavailable, Pause."""
+        candidate, options = self.state.candidates[index], self.state.question.options
+        try:
+            environment = self.provider.make(candidate)
+        except Unavailable as problem:
+            raise Unavailable(f"cannot be installed: {problem}") from problem
+        self.state.installs[candidate.name] = environment.installed_seconds
+        command = probe_command(environment, options.probe, options.package)
+        if command:
+            log = self.folder / "probes" / f"{candidate.name}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                ended = warded.run(
+                    command,
+                    log,
+                    environment=environment.variables(self.no_gpu),
+                    folder="/",
+                    limit=PROBE_SECONDS,
+                    inherit=(self.lock,),
+                )
+            except OSError as error:
+                raise Pause(f"the probe of {candidate.shown} could not be run: {error}.") from error
+            if ended.code or ended.timed_out:
+                said = judge.first_failure(log, log.parent / "none").text or judge.how_it_ended(ended.code)
+                self.provider.release(environment)
+                raise Unavailable(f"cannot run here, the probe fails: {said} (--probe none goes without)")
+        return environment
+
+    def _wait(self, future: "Future[Environment] | Future[None]") -> Environment:
+        """Its result, the table kept alive meanwhile."""
+        while True:
+            try:
+                found = future.result(timeout=0.5)
+            except NotYet:
+                self.show.beat()
+                continue
+            assert found is None or isinstance(found, Environment)
+            return found  # type: ignore[return-value]
+
+    def _close(self, index: int, sentence: str) -> None:
+        self.state.closed[self.state.candidates[index].name] = sentence
+
+    def _attempt_folder(self, name: str) -> Path:
+        """A new one: what a killed run left is kept beside it."""
+        runs = self.folder / "runs" / name
+        number = sum(1 for _ in runs.glob("*")) + 1 if runs.exists() else 1
+        return runs / str(number)
+
+    def _beating(self, phase: str) -> Callable[[], None]:
+        self.show.table(self.state, phase)
+        return self.show.beat
+
+    def _steps(self) -> int | None:
+        """In the worst case; None until both ends are known."""
+        edges = search.edges(self.state.verdicts)
+        if not edges:
+            return None
+        return sum(
+            search.steps_left(len(search.unknown(e, self.state.verdicts, self.state.closed_indices))) for e in edges
+        )
+
+    def _save(self) -> None:
+        now = time.monotonic()
+        self.state.wall_seconds += now - self._since
+        self._since = now
+        self.state.save(self.folder)

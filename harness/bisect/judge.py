@@ -1,0 +1,191 @@
+"""One run of the command, and what it says: good, bad, skip, or another failure than the one that is looked for."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+
+from harness.bisect import measure, warded
+from harness.bisect.command import command_of
+from harness.bisect.environment import Environment
+from harness.bisect.question import Question
+from harness.bisect.search import Verdict
+from harness.bisect.state import Attempt
+from harness.emulation.console import RootCause
+from harness.failures.diagnose import diagnose
+from harness.failures.entries import catalogue
+from harness.failures.log_lines import files_of, raw_lines, read
+from harness.mistake import CANNOT_RUN_HERE
+
+FIRST_STOPPING_CODE = 128
+_LACKS_A_GPU = re.compile(
+    r"found no nvidia driver|not compiled with cuda|no cuda gpus are available|libcuda(rt|)\.so|libcudnn|libnvrtc|libnccl"
+    r"|sgl_kernel.*import-only stand-in|cannot import name .* from '(sgl_kernel|torchvision)|cuda driver (version|initialization)"
+    r"|no module named '(sgl_kernel|flashinfer|vllm|torch_memory_saver|deep_gemm|flash_attn|torchaudio|torchcodec)\b"
+    r"|sgl-?kernel is required|only (works|supported) on cuda|operator torchvision::",
+    re.IGNORECASE,
+)
+_EXCEPTION = re.compile(r"(?:[\w.]*\.)?(\w+(?:Error|Exception|Interrupt|Warning|Exit|Failure))\b")
+_LONGEST = 240
+
+
+class Stop(Exception):
+    """The script asks that the bisect stops, as git bisect has it: an exit code of 128 or more; one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first failure that a log shows."""
+
+    slug: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """What two failures of one cause have in common: the slug, else the exception's name, else the line without numbers."""
+        match = _EXCEPTION.search(self.text)
+        return self.slug or (match[1] if match else re.sub(r"0x\w+|\d+", "#", self.text))
+
+
+def attempt(
+    question: Question,
+    environment: Environment,
+    folder: Path,
+    *,
+    no_gpu: bool,
+    variables: Mapping[str, str],
+    lock: int,
+    reference: float | None,
+    beat: Callable[[], None],
+) -> Attempt:
+    """Run it once, with everything it leaves in `folder`. reference: the good end's number. Raises Stop, OSError."""
+    folder.mkdir(parents=True)
+    log = folder / "log.txt"
+    ended = warded.run(
+        command_of(question, environment.python, folder),
+        log,
+        environment={**environment.variables(no_gpu), **variables, "BISECT_METRICS": str(folder / "metrics.jsonl")},
+        folder=question.folder,
+        limit=question.timeout,
+        inherit=(lock,),
+        beat=beat,
+    )
+    code = _code(ended.code, log)
+    if code >= FIRST_STOPPING_CODE and not ended.timed_out:
+        raise Stop(f"the script ended with exit code {code}, which asks to stop (128 or more); its output is in {log}.")
+    failure = first_failure(log, folder / "run") if code and not ended.timed_out else Failure("", "")
+    made = Attempt(
+        code=code,
+        timed_out=ended.timed_out,
+        seconds=ended.seconds,
+        verdict="good",
+        log=str(log),
+        failure=failure.text,
+        slug=failure.slug,
+    )
+    made.verdict, made.reason = verdict(question, made, log, no_gpu=no_gpu, reference=reference)
+    return made
+
+
+def verdict(
+    question: Question, made: Attempt, log: Path, *, no_gpu: bool, reference: float | None
+) -> tuple[Verdict, str]:
+    """What an attempt says, and why; sets its value for --metric."""
+    if made.timed_out:
+        counts = question.kind in ("failure", "hang")
+        return "bad" if counts else "other", f"it ran past {question.options.timeout}"
+    if made.code == CANNOT_RUN_HERE:
+        return "skip", f"cannot run here: {made.failure or 'the script said so, with exit code 125'}"
+    if question.kind == "metric":
+        number = measure.value(question.options, measure.values(question.options.metric, log, log.parent))
+        made.value = number
+        if number is not None and measure.is_bad(question.options, number, question.ratio, reference):
+            return "bad", f"{question.options.metric} = {number:.6g}"
+        if made.code == 0:
+            if number is None:
+                return "skip", f"it passed and told no {question.options.metric}"
+            return "good", f"{question.options.metric} = {number:.6g}"
+    if made.code == 0:
+        return "good", "it passed"
+    ended = made.failure or how_it_ended(made.code)
+    if question.kind == "match":
+        shown = matched(question.options.match, made.slug, log)
+        if shown:
+            made.failure = shown
+            return "bad", shown
+    if no_gpu and lacks_a_gpu(made, log):
+        return "skip", f"cannot run here: {ended}"
+    return ("bad" if question.kind == "failure" else "other"), ended
+
+
+def matched(wanted: str, slug: str, log: Path) -> str:
+    """The line of a failing run's log that shows what --match asks for; "" if none does."""
+    if wanted in catalogue():
+        if slug == wanted:
+            found = diagnose([str(log)]).finding
+            return _shown(found.line.text) if found else wanted
+        return ""
+    pattern = re.compile(wanted)
+    for number, raw in raw_lines(str(log)):
+        line = read(str(log), 0, number, raw)
+        if pattern.search(line.whole):
+            return _shown(line.text)
+    return ""
+
+
+def lacks_a_gpu(made: Attempt, log: Path) -> bool:
+    """Whether the failure is this machine's, not the release's: it wants a GPU or its libraries."""
+    return bool(_LACKS_A_GPU.search(made.failure)) or made.slug in ("update-needs-nvidia-driver", "sgl-kernel-missing")
+
+
+def first_failure(log: Path, run: Path) -> Failure:
+    """By the catalogue, else the first line that looks like a failure, else the last line."""
+    sources = [str(log), *([str(run)] if run.is_dir() else [])]
+    try:
+        found = diagnose(files_of(sources))
+    except (OSError, ValueError):
+        found = diagnose([str(log)])
+    if found.finding:
+        return Failure(found.finding.entry.slug, _shown(found.finding.line.text))
+    if found.suspicious:
+        return Failure("", _headline(log, _shown(found.suspicious.text)))
+    return Failure("", _last_line(log))
+
+
+def how_it_ended(code: int) -> str:
+    """Of a script that says nothing."""
+    if code < 0:
+        return f"it was killed by {Signals(-code).name}"
+    return f"it ended with exit code {code}, without a word"
+
+
+def _code(code: int, log: Path) -> int:
+    """torchrun answers 1 whatever its ranks answered; its last words say what the first one to fail did."""
+    if code != 1:
+        return code
+    cause = RootCause()
+    with log.open(errors="replace") as lines:
+        for line in lines:
+            cause.read(line)
+    return 1 if cause.code is None or cause.code < 0 else cause.code
+
+
+def _headline(log: Path, shown: str) -> str:
+    """A traceback is named by its exception, which is its last line."""
+    if not shown.startswith("Traceback"):
+        return shown
+    last = _last_line(log)
+    return last if _EXCEPTION.match(last) else shown
+
+
+def _last_line(log: Path) -> str:
+    last = ""
+    for number, raw in raw_lines(str(log)):
+        text = read(str(log), 0, number, raw).text.strip()
+        last = text or last
+    return _shown(last)
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST]

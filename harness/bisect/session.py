@@ -1,0 +1,193 @@
+"""What launch/bisect.py does: begin, go on, look, replay, judge one run. Each returns the exit code."""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from shlex import join
+from typing import NoReturn
+
+from harness.bisect import command, judge, report, setting, story
+from harness.bisect.answer import EXIT_CODES
+from harness.bisect.conduct import Conductor
+from harness.bisect.environment import Environment, own_version
+from harness.bisect.question import Options, Question, WrongQuestion, ask, check_judgement
+from harness.bisect.registry import NoNetwork
+from harness.bisect.show import Show, left
+from harness.bisect.state import Record, State, latest, load, lock, new_folder
+from harness.bisect.store import Pause
+from harness.environments import has_gpu
+from harness.mistake import CANNOT_RUN_HERE
+
+FOLDER = "bisects"
+PAUSED, INTERRUPTED, MISTAKE = 4, 130, 2
+
+
+def begin(options: Options, words: Sequence[str], taken: Sequence[Record] = ()) -> int:
+    """A new bisect. taken: verdicts that hold without a run. Raises WrongQuestion, NoNetwork."""
+    question = ask(options, words, Path.cwd())
+    command.check(question)
+    candidates = setting.candidates(question)
+    state = State(
+        question=question,
+        candidates=candidates,
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        script=command.digest(question),
+    )
+    names = {candidate.name for candidate in candidates}
+    state.records = [record for record in taken if record.name in names]
+    folder = Path(options.dir) if options.dir else new_folder(Path(FOLDER), options.package)
+    if (folder / "state.json").exists():
+        raise WrongQuestion(f"--dir {folder} holds a bisect; go on with --resume {folder}, or give another folder.")
+    return _go(state, folder)
+
+
+def resume(given: Sequence[str], options: Options | None, words: Sequence[str]) -> int:
+    """Go on: with the folder given, else the latest bisect; with a question, the latest one of that question."""
+    if given:
+        folder = Path(given[0])
+    elif options and options.dir:
+        folder = Path(options.dir)
+    else:
+        digest = ask(options, words, Path.cwd()).digest() if options and (options.good or words) else None
+        folder = latest(Path(FOLDER), digest)
+    state = load(folder)
+    if options and (options.good or words) and ask(options, words, Path.cwd()).digest() != state.question.digest():
+        raise WrongQuestion(f"{folder} asks another question: {join(['launch/bisect.py', *state.question.words()])}")
+    return _go(state, folder)
+
+
+def status(words: Sequence[str]) -> int:
+    folder = _folder(words, "status")
+    state = load(folder)
+    print(story.status(state, folder))
+    return 0
+
+
+def log(words: Sequence[str]) -> int:
+    print(story.log(load(_folder(words, "log"))), end="")
+    return 0
+
+
+def replay(words: Sequence[str]) -> int:
+    """Begin anew with the verdicts of a log, some of them perhaps edited away."""
+    if len(words) != 1 or not Path(words[0]).is_file():
+        raise WrongQuestion(f"replay {' '.join(words)}: give the file that `launch/bisect.py log` printed.")
+    question, taken = story.read_log(Path(words[0]))
+    options = question.options
+    options.dir = ""
+    os.chdir(question.folder)
+    return begin(options, question.command, taken)
+
+
+def judge_here(options: Options, words: Sequence[str]) -> int:
+    """One run with this Python, as the script of `git bisect run`: 0 good, 1 bad, 125 for what must be skipped."""
+    check_judgement(options)
+    if not words:
+        raise WrongQuestion(
+            "there is nothing to run; give a command after --, such as: judge -- launch/ppo.py CONFIG.toml."
+        )
+    if options.worse:
+        raise WrongQuestion("--worse compares with the good end, which one run does not have; give --above or --below.")
+    question = Question(options=options, command=tuple(words), folder=str(Path.cwd()))
+    command.check(question)
+    paths = tuple(each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each)
+    freeze = {"sglang": own_version("sglang")} if own_version("sglang") else {}
+    environment = Environment(python=sys.executable, paths=paths, freeze=freeze)
+    folder = Path(tempfile.mkdtemp(prefix="bisect-judge-"))
+    worst = "good"
+    for number in range(options.repeat):
+        try:
+            with (folder / "lock").open("w") as held:
+                made = judge.attempt(
+                    question,
+                    environment,
+                    folder / str(number),
+                    no_gpu=not has_gpu(),
+                    variables={},
+                    lock=held.fileno(),
+                    reference=None,
+                    beat=lambda: None,
+                )
+        except judge.Stop as error:
+            print(f"error: {error}", file=sys.stderr)
+            return judge.FIRST_STOPPING_CODE
+        print(f"{made.verdict.upper()}: {made.reason} ({made.seconds:.1f} s; {made.log})", flush=True)
+        worst = made.verdict
+        if worst != "good":
+            break
+    if worst == "good":
+        shutil.rmtree(folder)
+    return {"good": 0, "bad": 1}.get(worst, CANNOT_RUN_HERE)
+
+
+def _go(state: State, folder: Path) -> int:
+    """Conduct it, and whatever happens say how to go on."""
+    folder = folder.absolute()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        held = lock(folder)
+    except OSError as error:
+        raise WrongQuestion(f"the folder {folder} cannot be written: {error.strerror}.") from error
+    with closing(held):
+        if (folder / "state.json").exists():
+            state = load(folder)  # a killed bisect may have written a verdict while its lock was waited for
+        no_gpu = not has_gpu()
+        show = Show()
+        try:
+            provider = setting.provider(state.question, folder, no_gpu)
+            if not (folder / "state.json").exists():
+                state.save(folder)
+            _introduce(state, folder, show)
+            found = Conductor(state, folder, provider, show, held.fileno(), no_gpu).run()
+            show.close()
+            text = report.write(state, found, folder)
+            print(f"\n{text}\nreport: {folder / 'report.md'} and report.html", flush=True)
+            return EXIT_CODES[found.kind]
+        except WrongQuestion:
+            show.close()
+            raise
+        except KeyboardInterrupt:
+            show.close()
+            return _stopped("interrupted", state, folder, INTERRUPTED)
+        except (Pause, NoNetwork, judge.Stop, OSError) as error:
+            show.close()
+            return _stopped(f"paused: {error}", state, folder, PAUSED)
+        finally:
+            show.close()
+
+
+def _introduce(state: State, folder: Path, show: Show) -> None:
+    question, count = state.question, len(state.candidates)
+    show.say(f"{count} candidates from {state.candidates[0].shown} to {state.candidates[-1].shown}; state in {folder}")
+    if state.records:
+        show.say(f"{len(state.records)} verdicts are known; {left(state)}")
+    if state.script and state.script != command.digest(question):
+        show.say("the script is not the one that the first verdicts came from; start anew if they may differ")
+
+
+def _stopped(why: str, state: State, folder: Path, code: int) -> int:
+    sys.stdout.flush()
+    print(
+        f"{why}\n{len(state.records)} verdicts are kept; go on with: python launch/bisect.py --resume {folder}",
+        file=sys.stderr,
+        flush=True,
+    )
+    # Installs on other threads end with this process: their wardens' pipes close. What is written is complete.
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _folder(words: Sequence[str], verb: str) -> Path:
+    if len(words) > 1:
+        raise WrongQuestion(f"{verb} takes one folder at most, but was given {' '.join(words)}.")
+    return Path(words[0]) if words else latest(Path(FOLDER))

@@ -1,0 +1,138 @@
+"""What a bisect's state says to people, and to `replay`."""
+
+import json
+from pathlib import Path
+from shlex import join
+
+from harness.bisect.answer import Answer, answer_of, confidence, failure_rate
+from harness.bisect.candidates import names
+from harness.bisect.question import Question, WrongQuestion
+from harness.bisect.search import Edge, masks
+from harness.bisect.show import left, rows
+from harness.bisect.state import Record, State
+
+_VERDICTS = ("good", "bad", "skip", "other")
+_START = "start "
+
+
+def status(state: State, folder: Path) -> str:
+    """A table, and the answer or what is left."""
+    lines = [f"{join(['launch/bisect.py', *state.question.words()])}", ""]
+    found = [cells for cells, _ in rows(state)]
+    widths = [max(len(cells[column]) for cells in found) for column in range(3)]
+    for cells in found:
+        lines.append("  ".join([*(cells[i].ljust(widths[i]) for i in range(3)), cells[3]]).rstrip())
+    answer = answer_of(state)
+    if answer.kind == "open":
+        lines += ["", left(state), f"go on with: python launch/bisect.py --resume {folder}"]
+    else:
+        lines += ["", *sentences(state, answer)]
+    return "\n".join(lines)
+
+
+def log(state: State) -> str:
+    """The question and a line for each verdict, in their order. A line may be taken out or changed before a replay."""
+    lines = [
+        "# A bisect's verdicts, oldest first. `launch/bisect.py replay FILE` begins anew with those that are left here.",
+        _START + json.dumps(state.question.as_dict()),
+    ]
+    lines += [f"{record.verdict} {record.name}  # {record.reason}" for record in state.records]
+    return "\n".join(lines) + "\n"
+
+
+def read_log(file: Path) -> tuple[Question, list[Record]]:
+    """The inverse of log. Raises WrongQuestion."""
+    question, records = None, []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        verdict, _, rest = line.partition(" ")
+        if line.startswith(_START):
+            try:
+                question = Question.of(json.loads(rest))
+            except (ValueError, KeyError, TypeError) as error:
+                raise WrongQuestion(f"{file}:{number} is not a question as `log` writes it: {error}.") from error
+        elif verdict in _VERDICTS:
+            name, _, reason = rest.partition("  # ")
+            records.append(Record(name=name.strip(), verdict=verdict, reason=reason or "replayed", replayed=True))  # type: ignore[arg-type]
+        else:
+            raise WrongQuestion(
+                f"{file}:{number} begins with {verdict!r}, but must with one of {', '.join(_VERDICTS)}."
+            )
+    if question is None:
+        raise WrongQuestion(
+            f"{file} has no line that begins with {_START.strip()!r}; give the output of `launch/bisect.py log`."
+        )
+    return question, records
+
+
+def sentences(state: State, answer: Answer) -> list[str]:
+    """What was found, the answer first."""
+    what = "commit" if state.question.options.git else "release"
+    if answer.kind == "several":
+        told = _several(state, answer, what)
+    else:
+        told = [_one(state, answer.edges[0], what)]
+        told += _masked(state, answer.edges[0])
+    sure = confidence(state)
+    if sure is not None:
+        rate = failure_rate(state.records)
+        assert rate is not None
+        told.append(
+            f"A bad {what} fails in {rate:.0%} of its runs, and each was run up to {state.question.options.repeat} times: no"
+            f" {what} was taken for good by chance, with a probability of {sure:.1%}."
+        )
+    unseen = sum(
+        1 for i, each in enumerate(state.candidates) if i not in state.verdicts and each.name not in state.closed
+    )
+    if unseen and answer.kind != "several":
+        told.append(
+            f"{unseen} other candidates were not run; a failure that came and went among them would not show (--second-look N)."
+        )
+    return told
+
+
+def _one(state: State, edge: Edge, what: str) -> str:
+    """The first bad one, or first good one, or those among which it is."""
+    before, after = (state.candidates[i].shown for i in (edge.before, edge.after))
+    first, last = _words(state, edge)
+    if len(edge.answer) == 1:
+        return f"The first {first} {what} is {after}; the last {last} one is {before}."
+    among = [state.candidates[i] for i in edge.answer]
+    return (
+        f"The first {first} {what} is one of {len(among)}: {names(among, 12)}. The last that is known to be {last} is {before}, and what"
+        " lies between could not be judged."
+    )
+
+
+def _words(state: State, edge: Edge) -> tuple[str, str]:
+    return ("bad", "good") if state.verdicts[edge.before] == "good" else ("good", "bad")
+
+
+def _masked(state: State, edge: Edge) -> list[str]:
+    hidden = masks(list(edge.answer), state.verdicts)
+    if not hidden:
+        return []
+    reasons = list(dict.fromkeys(state.record(i).reason for i in hidden))
+    listed = names([state.candidates[i] for i in hidden], 12)
+    return [f"Another failure masks it in {len(hidden)}: {listed}. There they fail with: {'; '.join(reasons[:3])}."]
+
+
+def _several(state: State, answer: Answer, what: str) -> list[str]:
+    if len(answer.edges) > 1:
+        told = [
+            f"There are {len(answer.edges)} places where the verdict changes, so there is more than one cause, or the failure comes and"
+            " goes (--repeat):"
+        ]
+        return [*told, *(_one(state, edge, what) for edge in answer.edges)]
+    edge, cause = answer.edges[0], answer.cause_edge
+    assert cause is not None
+    earlier, later = (state.record(i).reason for i in (cause.before, cause.after))
+    among = [state.candidates[i] for i in cause.answer]
+    begins = f"with {among[0].shown}" if len(among) == 1 else f"with one of {names(among, 12)}"
+    return [
+        "There are two causes, as the ends of the bad range fail otherwise.",
+        f"{_one(state, edge, what)} There the failure is: {state.record(edge.after if not state.question.options.find_fix else edge.before).reason}.",
+        f"From {state.candidates[cause.before].shown} on it is another one, {begins}: {earlier} -> {later}.",
+        "With --match SLUG or --match REGEX one of them alone is looked for.",
+    ]

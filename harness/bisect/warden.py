@@ -1,0 +1,99 @@
+"""Runs one command to its end and leaves nothing of it behind, whatever ends this process's parent. Standard library only.
+
+    python warden.py RESULT.json SECONDS -- COMMAND ...
+
+Standard input is a pipe whose other end the parent holds: when it closes, everything that the command started is killed.
+So it is after SECONDS (0: never), after a SIGTERM and GRACE_SECONDS, and after the command's own end. RESULT.json:
+{"code", "timed_out", "seconds"}; a negative code is a signal's number.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+GRACE_SECONDS, POLL_SECONDS = 5.0, 0.02
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(result: Path, limit: float, command: list[str]) -> None:
+    """Does not raise for a command that cannot start: its code is 127, as a shell has it."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the terminal's Ctrl-C is for the parent
+        signal.signal(number, signal.SIG_IGN)
+    started = time.monotonic()
+    code, timed_out = 127, False
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_restore)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+    else:
+        code, timed_out = _wait(process.pid, started + limit if limit else None)
+    seconds = time.monotonic() - started
+    _kill_all()
+    temporary = result.with_suffix(".new")
+    temporary.write_text(json.dumps({"code": code, "timed_out": timed_out, "seconds": seconds}))
+    os.replace(temporary, result)
+
+
+def _restore() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _wait(pid: int, deadline: float | None) -> tuple[int, bool]:
+    """Exit code, and whether the deadline passed first."""
+    timed_out = False
+    while True:
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans too: they are ours
+                if ended[0] == pid:
+                    return os.waitstatus_to_exitcode(ended[1]), timed_out
+        if deadline and time.monotonic() > deadline:
+            if timed_out:
+                return -signal.SIGKILL, True
+            timed_out, deadline = True, time.monotonic() + GRACE_SECONDS
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGTERM)
+        if select.select([sys.stdin], [], [], POLL_SECONDS)[0] and not os.read(0, 1):
+            _kill_all()
+            os._exit(1)  # no result: nobody is left to read it
+
+
+def _kill_all() -> None:
+    """Kill and reap all descendants; whoever loses its parent becomes a child of this process."""
+    while True:
+        for pid in _children(os.getpid()):
+            _kill_tree(pid)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _kill_tree(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # so that it starts nothing more
+    for child in _children(pid):
+        _kill_tree(child)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[4:])
