@@ -20,44 +20,16 @@ Exit codes: 0 found; 1 it hides among candidates that could not be judged; 2 a m
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
-sys.path.sort(key=lambda each: Path(each).resolve() == Path(__file__).resolve().parent)  # its bisect.py is not Python's
+if __name__ == "bisect":  # Python's own is meant: this folder comes first on the path of the scripts beside this one
+    import _bisect
 
-from harness.bisect import session
-from harness.bisect.question import Options, WrongQuestion
-from harness.bisect.registry import NoNetwork
-from harness.mistake import say_mistake
+    bisect_left, bisect_right = _bisect.bisect_left, _bisect.bisect_right
+    insort_left, insort_right = _bisect.insort_left, _bisect.insort_right
+    bisect, insort = bisect_right, insort_right
+else:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-VERBS = {"status": session.status, "log": session.log, "replay": session.replay}
+    from harness.bisect.command_line import main
 
-
-def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
-    split = arguments.index("--") if "--" in arguments else len(arguments)
-    words, command = arguments[:split], arguments[split + 1 :]
-    try:
-        if words and words[0] in VERBS:
-            return VERBS[words[0]](words[1:])
-        if words and words[0] == "judge":
-            return session.judge_here(parse(words[1:]), command)
-        if "--resume" in words:
-            at = words.index("--resume")
-            given = words[at + 1 : at + 2] if at + 1 < len(words) and not words[at + 1].startswith("--") else []
-            rest = words[:at] + words[at + 1 + len(given) :]
-            return session.resume(given, parse(rest) if rest or command else None, command)
-        return session.begin(parse(words), command)
-    except (WrongQuestion, NoNetwork) as error:
-        return say_mistake(error, rank=0)
-
-
-def parse(words: list[str]) -> Options:
-    """Options of a command line; tyro ends the process for --help and for what it does not know."""
-    import tyro
-
-    return tyro.cli(
-        Options, prog="launch/bisect.py", description=__doc__, args=words, config=(tyro.conf.FlagCreatePairsOff,)
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if __name__ == "__main__":
+        sys.exit(main(sys.argv[1:], __doc__ or ""))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
-sys.path.sort(key=lambda each: Path(each).resolve() == Path(__file__).resolve().parent)  # its bisect.py is not Python's
 
 import tyro
 

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
-sys.path.sort(key=lambda each: Path(each).resolve() == Path(__file__).resolve().parent)  # its bisect.py is not Python's
 
 from harness.config.command import parse
 from harness.config.layers import ConfigError

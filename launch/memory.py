@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
-sys.path.sort(key=lambda each: Path(each).resolve() == Path(__file__).resolve().parent)  # its bisect.py is not Python's
 
 from harness import memory_search
 from harness.config.command import parse

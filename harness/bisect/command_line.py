@@ -1,0 +1,36 @@
+"""What launch/bisect.py was asked: a question, or one of the verbs about a bisect that is there."""
+
+from harness.bisect import session
+from harness.bisect.question import Options, WrongQuestion
+from harness.bisect.registry import NoNetwork
+from harness.mistake import say_mistake
+
+VERBS = {"status": session.status, "log": session.log, "replay": session.replay}
+
+
+def main(arguments: list[str], description: str) -> int:
+    """Returns the exit code. description: for --help."""
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    words, command = arguments[:split], arguments[split + 1 :]
+    try:
+        if words and words[0] in VERBS:
+            return VERBS[words[0]](words[1:])
+        if words and words[0] == "judge":
+            return session.judge_here(parse(words[1:], description), command)
+        if "--resume" in words:
+            at = words.index("--resume")
+            given = words[at + 1 : at + 2] if at + 1 < len(words) and not words[at + 1].startswith("--") else []
+            rest = words[:at] + words[at + 1 + len(given) :]
+            return session.resume(given, parse(rest, description) if rest or command else None, command)
+        return session.begin(parse(words, description), command)
+    except (WrongQuestion, NoNetwork) as error:
+        return say_mistake(error, rank=0)
+
+
+def parse(words: list[str], description: str) -> Options:
+    """Options of a command line; tyro ends the process for --help and for what it does not know."""
+    import tyro
+
+    return tyro.cli(
+        Options, prog="launch/bisect.py", description=description, args=words, config=(tyro.conf.FlagCreatePairsOff,)
+    )
