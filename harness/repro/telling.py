@@ -9,7 +9,8 @@ class WrongRequest(ValueError):
 
 def in_one_line(slug: str, case: Case) -> str:
     """As `list` has it."""
-    return f"{slug:<32} {case.needs:<13} {'engine' if case.engine else '':<7} {case.title}"
+    needs = f"{case.needs}, one_gpu" if case.on_gpu else case.needs
+    return f"{slug:<32} {needs:<13} {'engine' if case.engine else '':<7} {case.title}"
 
 
 def described(slug: str, case: Case) -> str:

@@ -21,7 +21,9 @@ from harness.repro.variant import ABSENT, CANNOT
 FIXED = "it is fixed in this version, or never was in it."
 SHOWN_LINES = 10
 LINE_WIDTH = 200
-NOISE = re.compile(r"Ignore import error when loading|Multi-thread loading shards|^\*+$|^\^+$|OMP_NUM_THREADS")
+NOISE = re.compile(
+    r"Ignore import error when loading|Multi-thread loading shards|^\*+$|^\^+$|OMP_NUM_THREADS|UserWarning: |warnings\.warn\("
+)
 """What every engine and every torchrun says."""
 
 Kind = Literal[
