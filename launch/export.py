@@ -36,7 +36,10 @@ def main(arguments: list[str]) -> int:
         return say_mistake(error, rank=0)
     lines = len(text.splitlines())
     if lines > MOST_LINES:
-        print(f"warning: {lines} lines are more than {MOST_LINES}: a shorter model.shape or engine.args helps", file=sys.stderr)
+        print(
+            f"warning: {lines} lines are more than {MOST_LINES}: a shorter model.shape or engine.args helps",
+            file=sys.stderr,
+        )
     sys.stdout.write(text)
     return 0
 

@@ -66,9 +66,7 @@ def plant_of(seen: Seen | None, phases: tuple[str, ...]) -> Plant | None:
         return None
     phase = place_of(seen.phase, phases)
     step = (0 if seen.step is None else seen.step) if phase in (*STEP_PHASES, *EXTRA) else None
-    return Plant(
-        ranks=seen.ranks, phase=phase, step=step, statement=statement, why=why, error_class=error_class
-    )
+    return Plant(ranks=seen.ranks, phase=phase, step=step, statement=statement, why=why, error_class=error_class)
 
 
 def place_of(phase: str, phases: tuple[str, ...]) -> str:
@@ -92,7 +90,7 @@ def _statement(seen: Seen) -> tuple[str, str, str]:
         if found := re.search(r"ended with exit code (\d+)", seen.error):
             return f"leave({found[1]})", "in the run this process ended so, without a word", ""
         return f"os.kill(os.getpid(), signal.{signal})", "in the run this process ended so, or its host did", ""
-    name, _, message = seen.error.partition(": ")
+    message = seen.error.partition(": ")[2]
     if seen.code in (2, 125):
         return f"leave({seen.code}, {quoted(f'error: {message[:LONGEST]}')} + chr(10))", "so ended the run", ""
     short = _type(seen.error)

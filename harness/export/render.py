@@ -60,7 +60,9 @@ def context(subject: Subject) -> dict[str, Any]:
     random = model.weights == "random"
     transport = transport_of(subject)
     tiny = is_tiny(model.name)
-    shape = {name: value for name, value in tiny_fields(model.name, device).items() if value is not None} if tiny else {}
+    shape = (
+        {name: value for name, value in tiny_fields(model.name, device).items() if value is not None} if tiny else {}
+    )
     model_config = shape | {"num_key_value_heads": shape.get("num_key_value_heads")} | model.shape if tiny else {}
     if tiny and model_config["num_key_value_heads"] is None:
         del model_config["num_key_value_heads"]
@@ -138,7 +140,11 @@ def _planted(plant: Plant | None) -> dict[str, Any]:
 def _errors(plant: Plant | None, check_release: bool, verified: bool) -> list[str]:
     """The exceptions that the file defines."""
     own = [plant.error_class] if plant and plant.error_class else []
-    return list(dict.fromkeys(["EngineRefused", *["WeightsDidNotArrive"] * verified, *["MemoryDidNotMove"] * check_release, *own]))
+    return list(
+        dict.fromkeys(
+            ["EngineRefused", *["WeightsDidNotArrive"] * verified, *["MemoryDidNotMove"] * check_release, *own]
+        )
+    )
 
 
 def allowed(subject: Subject) -> float:
@@ -279,9 +285,11 @@ def _environment(ranks: Sequence[RankFacts]) -> list[str]:
     for alike in list(groups.values())[:SHOWN_ENVIRONMENT]:
         hosts = list(dict.fromkeys(each.host for each in alike))
         some = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        versions = ", ".join(f"{name} {version}" for name, version in alike[0].versions.items() if version != ABSENT)
-        lines.append(f"  {len(alike)} rank(s) from rank {alike[0].rank} on {some}: {alike[0].device}, {alike[0].platform}")
-        lines.append(f"    {versions}")
+        here = f"{alike[0].device}, {alike[0].platform}"
+        lines.append(f"  {len(alike)} rank(s) from rank {alike[0].rank} on {some}: {here}")
+        shown_versions = [f"{name} {version}" for name, version in alike[0].versions.items() if version != ABSENT]
+        if alike[0] is ranks[0] or alike[0].versions != ranks[0].versions:
+            lines.append(f"    {', '.join(shown_versions)}")
         shown = [f"{name}={value}" for name, value in alike[0].environment.items() if not SECRET.search(name)]
         lines += [f"    {' '.join(shown)[:LONGEST]}"] * bool(shown)
     if len(groups) > SHOWN_ENVIRONMENT:

@@ -54,6 +54,8 @@ class Seen:
     """Type and message of the first failure, or how its process ended."""
     traceback: tuple[str, ...] = ()
     """Lines, of the rank that failed first."""
+    time: float = 0.0
+    """UNIX seconds of the first failure, where a watchdog noticed one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +119,7 @@ def read_subject(words: Sequence[str]) -> Subject:
         raise ConfigError(
             f"--nnodes {options.nnodes} times --nproc-per-node {nproc_per_node} must be the mesh's {world_size} ranks."
         )
-    return Subject(
-        words=tuple(words), config=command.config, nnodes=options.nnodes, nproc_per_node=nproc_per_node
-    )
+    return Subject(words=tuple(words), config=command.config, nnodes=options.nnodes, nproc_per_node=nproc_per_node)
 
 
 def read_ranks(folder: Path) -> tuple[RankFacts, ...]:
@@ -168,7 +168,10 @@ def _seen_by_watchdog(verdict: Mapping[str, Any], events: Sequence[Mapping[str, 
     first = verdict["first"]
     ranks, phase, step = tuple(first["ranks"]), first["place"]["phase"], first["place"]["step"]
     if first["kind"] == "deadline":  # noticed by those that wait
-        ranks, (phase, step) = behind([each for each in events if each["time"] <= first["time"]]) or (ranks, (phase, step))
+        ranks, (phase, step) = behind([each for each in events if each["time"] <= first["time"]]) or (
+            ranks,
+            (phase, step),
+        )
     whole = _told(events, ranks, "error")  # the watchdog's is cut
     return Seen(
         code=verdict["code"],
@@ -179,6 +182,7 @@ def _seen_by_watchdog(verdict: Mapping[str, Any], events: Sequence[Mapping[str, 
         step=step,
         error=" ".join(whole) if whole and first["kind"] == "exception" else first["detail"],
         traceback=_told(events, ranks, "traceback"),
+        time=first["time"],
     )
 
 

@@ -48,7 +48,7 @@ def timeline(spans: Sequence[Span], ranks: Sequence[int], start: float, end: flo
         parts.append(f'<line x1="{x:.1f}" y1="16" x2="{x:.1f}" y2="{height - 6}" class="grid"/>')
         parts.append(f'<text x="{x:.1f}" y="12" text-anchor="middle">{second:g} s</text>')
     for index, rank in enumerate(ranks):
-        y = top + index * (row + gap)
+        y = float(top + index * (row + gap))
         if row > 10 or index % 4 == 0 or rank in culprits:
             shade = f' fill="{FAILED}" font-weight="700"' if rank in culprits else ""
             middle = y + row - (row - 9) / 2
@@ -67,17 +67,17 @@ def timeline(spans: Sequence[Span], ranks: Sequence[int], start: float, end: flo
         name = span.phase if span.step is None else f"{span.phase} of step {span.step}"
         ending = "" if span.outcome == "ended" else f", {'FAILED' if span.outcome == 'failed' else 'did not end'}"
         parts.append(
-            f'<g><title>rank {span.rank}: {escape(name)}, {span.start:.2f} s to {span.end:.2f} s'
-            f' ({span.end - span.start:.3f} s){ending}</title>'
+            f"<g><title>rank {span.rank}: {escape(name)}, {span.start:.2f} s to {span.end:.2f} s"
+            f" ({span.end - span.start:.3f} s){ending}</title>"
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{row - inset:.1f}" fill="{fill}"{dashed}/>'
         )
         if row > 10 and wide > 7 * len(span.phase) + 6 and span.depth == 0:
             parts.append(f'<text x="{x + 4:.1f}" y="{y + row / 2 + 4:.1f}" class="in">{escape(span.phase)}</text>')
         parts.append("</g>")
     for rank in set(culprits) & set(where):
-        y = top + where[rank] * (row + gap) - 1
+        edge = top + where[rank] * (row + gap) - 1
         parts.append(
-            f'<rect x="{LEFT}" y="{y}" width="{length * scale:.1f}" height="{row + 2}" fill="none" stroke="{FAILED}"/>'
+            f'<rect x="{LEFT}" y="{edge}" width="{length * scale:.1f}" height="{row + 2}" fill="none" stroke="{FAILED}"/>'
         )
     return "\n".join([*parts, "</svg>"])
 
@@ -141,10 +141,17 @@ def stack(figures: Mapping[str, int]) -> dict[str, int]:
         return {"rss": figures.get("rss", 0)}
     used, reserved = figures["used"], max(0, figures["reserved"] - figures["used"])
     engine = min(figures["engine"], max(0, figures["total"] - used - reserved))
-    return {"used": used, "reserved": reserved, "engine": engine, "free": max(0, figures["total"] - used - reserved - engine)}
+    return {
+        "used": used,
+        "reserved": reserved,
+        "engine": engine,
+        "free": max(0, figures["total"] - used - reserved - engine),
+    }
 
 
-def lines(series: Mapping[str, Sequence[float]], title: str, wide: int = 350, tall: int = 130, log: bool = False) -> str:
+def lines(
+    series: Mapping[str, Sequence[float]], title: str, wide: int = 350, tall: int = 130, log: bool = False
+) -> str:
     """Values over steps, from step 0; what is not finite is left out. A baseline is a dashed line."""
     shown = {name: [_log(value) if log else value for value in values] for name, values in series.items()}
     flat = [value for values in shown.values() for value in values if math.isfinite(value)]

@@ -16,7 +16,7 @@ class Span:
     step: int | None
     start: float
     end: float
-    """Where it did not end, that of the run's last event."""
+    """Where it did not end, that of the run."""
     depth: int
     """How many other phases it is in."""
     outcome: str
@@ -39,18 +39,16 @@ def began(events: Sequence[Mapping[str, Any]]) -> float:
     return float(events[0]["time"]) if events else 0.0
 
 
-def spans(events: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """Of all ranks, events by time; the phase that holds all others left out."""
-    first, last = began(events), float(events[-1]["time"]) if events else 0.0
+def spans(events: Sequence[Mapping[str, Any]], ended: float = 0.0) -> list[Span]:
+    """Of all ranks, events by time; the phase that holds all others left out. ended: UNIX seconds, if after all events."""
+    first, last = began(events), max(ended, float(events[-1]["time"]) if events else 0.0)
     opened: dict[int, list[tuple[str, int | None, float]]] = {}
     found = []
 
     def close(rank: int, place: int, end: float, outcome: str) -> None:
         phase, step, start = opened[rank].pop(place)
         found.append(
-            Span(
-                rank=rank, phase=phase, step=step, start=start - first, end=end - first, depth=place, outcome=outcome
-            )
+            Span(rank=rank, phase=phase, step=step, start=start - first, end=end - first, depth=place, outcome=outcome)
         )
 
     for each in events:

@@ -58,7 +58,11 @@ def known_failure(subject: Subject) -> Finding | None:
     """The catalogue's entry of what failed, if it has one."""
     if outcome(subject) == "PASSED":
         return None
-    return diagnose(files_of([subject.words[0]])).finding
+    try:
+        files = files_of([subject.words[0]])
+    except ValueError:  # a run that was killed before it wrote a line
+        return None
+    return diagnose(files).finding
 
 
 def issue(subject: Subject, finding: Finding | None, rest: str = "") -> str:
@@ -85,10 +89,29 @@ def issue(subject: Subject, finding: Finding | None, rest: str = "") -> str:
         lines += ["```", *seen.traceback[-20:], "```", ""]
     if rest:
         lines += [rest.rstrip(), ""]
+    elif drawn := picture(subject):
+        lines += ["## Where it ran", "", "```", *drawn, "```", ""]
     lines += ["## Environment", "", *environment(subject.ranks), ""]
-    lines += ["## Reproduce with", "", "With this harness, and config.toml as below:", "", "```", reproduce(subject), "```", ""]
+    lines += [
+        "## Reproduce with",
+        "",
+        "With this harness, and config.toml as below:",
+        "",
+        "```",
+        reproduce(subject),
+        "```",
+        "",
+    ]
     lines += ["Without it, as one file: `python launch/export.py RUN_DIR > repro.py`.", ""]
-    lines += ["<details><summary>config.toml</summary>", "", "```toml", to_toml(config).rstrip(), "```", "", "</details>"]
+    lines += [
+        "<details><summary>config.toml</summary>",
+        "",
+        "```toml",
+        to_toml(config).rstrip(),
+        "```",
+        "",
+        "</details>",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -99,6 +122,11 @@ def seen_lines(subject: Subject) -> list[str]:
         return ["Nothing: it was not run.", ""]
     code = "No exit code: it did not come to an end." if seen.code is None else f"Exit code {seen.code}."
     return [code, "", "```", *seen.verdict, "```", ""]
+
+
+def picture(subject: Subject) -> list[str]:
+    """Hosts, ranks and engines as the run drew them; nothing where it did not come so far."""
+    return next((list(each["picture"]) for each in subject.events if each["event"] == "placement"), [])
 
 
 def reproduce(subject: Subject) -> str:
@@ -142,7 +170,10 @@ def hosts_of(ranks: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
 
 def differences(ranks: Sequence[RankFacts]) -> list[Difference]:
     """Versions, variables, devices and platforms that are not the same everywhere."""
-    facts = [{"device": each.device, "platform": each.platform} | dict(each.versions) | dict(each.environment) for each in ranks]
+    facts = [
+        {"device": each.device, "platform": each.platform} | dict(each.versions) | dict(each.environment)
+        for each in ranks
+    ]
     found = []
     for name in dict.fromkeys(name for each in facts for name in each):
         values: dict[str, list[int]] = {}

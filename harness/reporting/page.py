@@ -9,7 +9,7 @@ from harness.export.subject import Subject
 from harness.failures.diagnose import Finding
 from harness.reporting import draw
 from harness.reporting.history import Reading, Span, began, readings, spans
-from harness.reporting.issue import differences, hosts_of, outcome, ranges, reproduce, shown_variables, title
+from harness.reporting.issue import differences, hosts_of, outcome, picture, ranges, reproduce, shown_variables, title
 
 LAST_STEPS = 4
 """Drawn apart in the timeline: beside a start of a minute steps are slivers."""
@@ -27,7 +27,7 @@ def page(subject: Subject, finding: Finding | None, metrics: Sequence[Mapping[st
     """HTML. metrics: the lines of metrics.jsonl."""
     import jinja2
 
-    history = spans(subject.events)
+    history = spans(subject.events, subject.seen.time if subject.seen else 0.0)
     by_rank = readings(subject.events, began(subject.events))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -64,6 +64,7 @@ def page(subject: Subject, finding: Finding | None, metrics: Sequence[Mapping[st
             for each in differences(subject.ranks)
         ],
         reproduce=reproduce(subject),
+        picture=picture(subject),
     )
 
 

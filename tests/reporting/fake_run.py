@@ -1,6 +1,6 @@
 """A run directory of any number of ranks with fake but plausible events: nothing in it was measured. For tests of reports.
 
-    python tests/reporting/fake_run.py FOLDER [RANKS] [passed]
+python tests/reporting/fake_run.py FOLDER [RANKS] [passed]
 """
 
 import json
