@@ -22,6 +22,8 @@ FAILED = "#c62828"
 OTHER = "#6b7785"
 LAYERS = {"used": "#2f6fb7", "reserved": "#a9c4e6", "engine": "#e08a3c", "free": "#f0f0f0", "rss": "#2f6fb7"}
 LINES = ("#2f6fb7", "#e08a3c", "#5b9f3c", "#8e6bbf")
+SMALLEST = 0.3
+"""Pixels of the shortest phase that is drawn: thousands of slivers are megabytes."""
 MOST_LABELS = 60
 STEP_LABEL = 44
 """Pixels that the label of a step takes."""
@@ -59,6 +61,8 @@ def timeline(spans: Sequence[Span], ranks: Sequence[int], start: float, end: flo
         if span.rank not in where or span.end < start or span.start > end:
             continue
         begin, stop = max(span.start, start), min(span.end, end)
+        if (stop - begin) * scale < SMALLEST and span.outcome == "ended":
+            continue
         x, wide = LEFT + (begin - start) * scale, max((stop - begin) * scale, 0.7)
         inset = min(span.depth, 2) * row * 0.3
         y = top + where[span.rank] * (row + gap) + inset

@@ -13,8 +13,8 @@ from harness.reporting.issue import differences, hosts_of, outcome, picture, ran
 
 LAST_STEPS = 4
 """Drawn apart in the timeline: beside a start of a minute steps are slivers."""
-MOST_READINGS = 120
-"""Columns of the large memory plot: the last ones."""
+MOST_READINGS, MOST_IN_CARD = 120, 60
+"""Columns of the large memory plot, and of a small one: the last ones."""
 CURVES = (
     "reward_mean", "actor/loss", "actor/grad_norm", "actor/entropy", "reference_kl", "critic/loss",
     "critic/explained_variance", "seconds",
@@ -110,7 +110,7 @@ def memory_drawings(by_rank: Mapping[int, Sequence[Reading]]) -> dict[str, Any]:
     return {
         "memory_large": draw.memory(by_rank[worst][-MOST_READINGS:], heading, draw.WIDTH, 220, full, names=True),
         "memory_cards": [
-            draw.memory(some[-MOST_READINGS:], f"rank {rank}: {most_of(some):.2f} GiB", wide, tall, full, False)
+            draw.memory(some[-MOST_IN_CARD:], f"rank {rank}: {most_of(some):.2f} GiB", wide, tall, full, False)
             for rank, some in sorted(by_rank.items())
         ],
         "memory_layers": layers,

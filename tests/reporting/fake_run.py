@@ -127,7 +127,7 @@ def verdict(ranks: int, hung: int, per_host: int) -> dict[str, Any]:
     )
     place = {"progress": 60, "phase": "sync", "step": 2, "inside": True}
     first = {
-        "kind": "deadline", "time": STARTED + 180, "host": "host0", "ranks": list(range(min(ranks, per_host))),
+        "kind": "deadline", "time": STARTED + 106, "host": "host0", "ranks": list(range(min(ranks, per_host))),
         "place": place, "detail": "", "seconds": 30.0, "code": 124,
     }  # fmt: skip
     return {"host": "host0", "code": 124, "said": [said], "first": first, "failures": [first], "places": {}}

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from harness.config.layers import ConfigError
-from harness.reporting.write import report_failed_run, write_reports
+from harness.reporting.write import write_reports
 from tests.reporting.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -92,11 +92,3 @@ def test_a_folder_that_is_no_run_is_a_mistake(tmp_path: Path) -> None:
         [sys.executable, "launch/report.py", str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr.startswith("error: ")
-
-
-def test_a_watchdog_hears_one_sentence_whatever_happens(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", 2)
-    assert report_failed_run(folder).startswith(f"report {folder}/report.md and ")
-    assert (folder / "report.html").is_file()
-    assert report_failed_run(folder, seconds=0.001).startswith("no report: TimeoutExpired; python launch/report.py ")
-    assert report_failed_run(tmp_path).startswith("error: ")
