@@ -140,6 +140,7 @@ def read_seen(folder: Path) -> Seen:
     """What the watchdogs wrote, else what the ranks' own events say."""
     events = read_events(folder)
     told = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("failure-*.json"))]
+    told = [each for each in told if each["first"]["kind"] != "mistake"]  # which its rank says better
     if told:
         return _seen_by_watchdog(min(told, key=lambda each: each["first"]["time"]), events)
     failed = [each for each in events if each["event"] == "phase_failed" and each["phase"] not in UNTOLD]
