@@ -11,7 +11,7 @@ from harness.failures.diagnose import Finding, diagnose
 from harness.failures.log_lines import files_of
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
-KEPT_FROM = "## Mean reward by step"
+KEPT_FROM = re.compile(r"(?m)^(?=PASSED, |## Mean reward by step)")
 """Where the part of a passed run's report begins that this one keeps: what only the run itself knew."""
 HIDDEN = "(hidden)"
 
@@ -199,9 +199,10 @@ def ranges(ranks: Sequence[int]) -> str:
 def own_sections(report: Path) -> str:
     """Of a passed run's report.md, what its rank 0 alone knew; empty where there is none."""
     text = report.read_text(encoding="utf-8") if report.is_file() else ""
-    if KEPT_FROM not in text:
+    found = KEPT_FROM.search(text)
+    if found is None:
         return ""
-    sections = re.split(r"(?m)^(?=## )", text[text.index(KEPT_FROM) :])
+    sections = re.split(r"(?m)^(?=## )", text[found.start() :])
     left_out = ("## Environment", "## Config", "## Reproduce with")
     return "".join(section for section in sections if not section.startswith(left_out))
 

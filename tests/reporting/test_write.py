@@ -69,13 +69,13 @@ def test_an_issue_has_all_its_parts_and_no_secret(tmp_path: Path) -> None:
 
 def test_a_passed_run_keeps_what_only_it_knew_however_often_it_is_written(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 1, passed=True)
-    own = "# PPO\n\nPASSED\n\n## Mean reward by step\n\n```\n#\n```\n\n## Verification\n\nproven\n\n## Environment\n\nold\n"
+    own = "# PPO\n\nPASSED, 3 steps.\n\n## Mean reward by step\n\n```\n#\n```\n\n## Verification\n\nproven\n\n## Environment\n\nold\n"
     (folder / "report.md").write_text(own)
     write_reports(folder)
     once = (folder / "report.md").read_text()
     write_reports(folder)
     assert (folder / "report.md").read_text() == once
-    assert "proven" in once and "## Expected" in once and "\nold\n" not in once
+    assert "PASSED, 3 steps." in once and "proven" in once and "## Expected" in once and "\nold\n" not in once
 
 
 def test_a_run_that_began_no_phase_has_a_report(tmp_path: Path) -> None:
