@@ -21,6 +21,7 @@ from harness.models.names import ARCHITECTURES
 from harness.parts import import_sglang, make_model_folder, start_engine, what_was_asked
 from harness.ppo import Ppo
 from harness.report import Report
+from harness.reporting.write import write_reports_of_passed_run
 from harness.rollout import sglang_api
 from harness.rollout.memory import MemoryStages, gpu_free_bytes
 from harness.rollout.verl_engine import VerlEngine
@@ -69,6 +70,8 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
     if world.rank == 0:
         report.write()
     events.say(report.verdict(verdict(ppo.verification, rollouts)))
+    if world.rank == 0:
+        write_reports_of_passed_run(folder)
     return 0
 
 

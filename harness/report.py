@@ -15,7 +15,6 @@ from harness.cluster.picture import picture_of
 from harness.cluster.world import World
 from harness.config.layers import to_toml
 from harness.config.schema import Config
-from harness.report_html import html
 from harness.timeline import MIB, Stage, bars, stage_metrics, steady_sentence
 
 PACKAGES = ("torch", "sglang", "transformers", "torch_memory_saver", "datasets", "accelerate")
@@ -87,10 +86,8 @@ class Report:
         return f"PASSED: {len(self.steps)} PPO steps; {proof}; report {self.folder}/report.md"
 
     def write(self) -> None:
-        """Write report.md and report.html."""
-        markdown = self.markdown()
-        (self.folder / "report.md").write_text(markdown, encoding="utf-8")
-        (self.folder / "report.html").write_text(html(markdown, self.stages), encoding="utf-8")
+        """Write report.md; harness/reporting makes of it, and of the run's other files, what a reader gets."""
+        (self.folder / "report.md").write_text(self.markdown(), encoding="utf-8")
 
     def markdown(self) -> str:
         """The report: verdict first, then the curve, the steps, the start, the environment, the config."""

@@ -23,6 +23,7 @@ from harness.cluster.world import World
 from harness.config.schema import Config, TransportName
 from harness.events import EventLog
 from harness.parts import import_sglang, make_model_folder, start_engine, what_was_asked
+from harness.reporting.write import write_reports_of_passed_run
 from harness.rollout import sglang_api
 from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import load_rows
@@ -72,6 +73,8 @@ class SyncJob:
             events.say(arrived)
         with events.phase("shutdown", waiting_for="the engine's processes to end"):
             engine.shutdown()
+        if world.rank == 0:
+            write_reports_of_passed_run(folder)
         return 0
 
     def verify(self, sync: WeightSync, world: World, events: EventLog) -> str:

@@ -120,8 +120,6 @@ def test_the_report_shows_memory_and_whether_it_grows(tmp_path: Path) -> None:
     text = (tmp_path / "report.md").read_text()
     assert "\n## Memory\n" in text and "sync |uuuuuuu" in text
     assert "Memory after a step is NOT steady" in text and "(+10.00%;" in text
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 2 and "Memory after a step is NOT steady" in page
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [each["memory/end"] for each in metrics[:5]] == [3, 5, 10, 10, 11]
 
@@ -131,9 +129,6 @@ def test_the_report_says_which_rank_ran_where(tmp_path: Path) -> None:
     report.add(step(0))
     report.finish(step(1))
     report.write()
-    for name in ("report.md", "report.html"):
-        text = (tmp_path / name).read_text()
-        assert "Where it ran" in text
-        assert (
-            "  h  rank 0 dp0 tp0 pp0 | rank 1 dp0 tp1 pp0\n    engine 0 node 0 on h: ranks 0, 1, builder rank 0" in text
-        )
+    text = (tmp_path / "report.md").read_text()
+    assert "Where it ran" in text
+    assert "  h  rank 0 dp0 tp0 pp0 | rank 1 dp0 tp1 pp0\n    engine 0 node 0 on h: ranks 0, 1, builder rank 0" in text

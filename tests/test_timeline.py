@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.events import EventLog
-from harness.report_html import blocks_of, drawings, html, svg
 from harness.timeline import GIB, MIB, Gauge, Stage, bars, layers, stage_metrics, steady, steady_sentence, taken
 
 
@@ -102,52 +101,6 @@ def test_a_gauge_without_a_gpu_reads_host_memory_through_the_event_log(tmp_path:
         pass
     assert [(each.phase, each.step) for each in log.phase_memory] == [("sync", 1)]
     assert log.phase_memory[0].figures["rss"] > 10 * MIB
-
-
-MARKDOWN = """# Title <x>
-
-A sentence & more.
-
-## Memory
-
-```
- bars | <b>
-```
-
-- one
-- two
-
-| a | b |
-|---|---|
-| 1 | 2 |
-
-## Config
-"""
-
-
-def test_the_page_says_what_the_markdown_says_and_needs_no_other_file() -> None:
-    kinds = [block.kind for block in blocks_of(MARKDOWN)]
-    assert kinds == ["text", "heading", "code", "list", "table", "heading"]
-    page = html(MARKDOWN, STAGES)
-    assert "<h1>Title &lt;x&gt;</h1>" in page and "<pre> bars | &lt;b&gt;</pre>" in page
-    assert "<li>two</li>" in page and "<th>a</th>" in page and "<td>2</td>" in page
-    assert page.count("<svg") == 2 and page.index("<svg") < page.index("<h2>Config")
-    assert "src=" not in page and "href=" not in page
-
-
-def test_a_drawing_stacks_every_phase_to_full_height() -> None:
-    drawing = svg(STAGES, 1)
-    heights = [float(part.split('"')[0]) for part in drawing.split(' height="')[1:] if "." in part.split('"')[0]]
-    assert len(heights) == 3 * 4
-    assert sum(heights[4:8]) == pytest.approx(160, abs=0.3)
-    assert "<title>step 2 sync, GiB: used 12.00, reserved 5.00, engine 20.00, free 63.00</title>" in drawing
-
-
-def test_of_a_long_run_the_first_and_last_steps_are_drawn() -> None:
-    stages = [Stage(phase="sync", step=step, ranks=STAGES[0].ranks) for step in range(20)]
-    (first, _) = drawings(stages)
-    assert [step for step in range(20) if f">{step} sync<" in first] == [0, 1, 2, 17, 18, 19]
-    assert drawings([]) == []
 
 
 class FakeCuda:

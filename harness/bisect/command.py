@@ -51,7 +51,7 @@ def command_of(question: Question, python: str, folder: Path) -> list[str]:
     script = script_of(question)
     first, *rest = question.command
     if script is not None and is_job(script):
-        torchrun = [python, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks(rest)}"]
+        torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks(rest)}"]
         own = [] if any(word.startswith("--run.dir") for word in rest) else ["--run.dir", str(folder / "run")]
         return [*torchrun, str(script), *rest, *own]
     if script is not None:

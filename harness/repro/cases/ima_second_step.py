@@ -1,5 +1,6 @@
 """The first step finds the engine awake, and its update works whatever is resumed; the second finds it asleep. Without
-"weights" among what is resumed the update writes to addresses at which nothing is mapped."""
+"weights" among what is resumed the update writes to addresses at which nothing is mapped: an illegal access from a kernel,
+an invalid argument from a copy."""
 
 from harness.repro import variant
 from harness.repro.case import Case
@@ -10,7 +11,7 @@ CASE = Case(
     needs="one_gpu",
     broken='resume(["kv_cache"]) before the update',
     healthy="resume of all before the update",
-    signature=(r"an illegal memory access was encountered",),
+    signature=(r"an illegal memory access was encountered|CUDA error: invalid argument",),
     requires=("torch_memory_saver", "sglang>=0.4.8"),
     engine=True,
     seconds=150,

@@ -1,0 +1,1 @@
+"""What a run left, for a reader: report.md to paste as an issue, report.html to look at."""

@@ -1,0 +1,164 @@
+"""A run as one page that opens offline: verdict, first failure, timeline, memory, metrics, log-probs, environment."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.export.subject import Subject
+from harness.failures.diagnose import Finding
+from harness.reporting import draw
+from harness.reporting.history import Reading, Span, began, readings, spans
+from harness.reporting.issue import differences, hosts_of, outcome, picture, ranges, reproduce, shown_variables, title
+
+LAST_STEPS = 4
+"""Drawn apart in the timeline: beside a start of a minute steps are slivers."""
+MOST_READINGS, MOST_IN_CARD = 120, 60
+"""Columns of the large memory plot, and of a small one: the last ones."""
+CURVES = (
+    "reward_mean", "actor/loss", "actor/grad_norm", "actor/entropy", "reference_kl", "critic/loss",
+    "critic/explained_variance", "seconds",
+)  # fmt: skip
+MOST_ROWS = 12
+MEMORY_CARD = (204, 62)
+
+
+def page(subject: Subject, finding: Finding | None, metrics: Sequence[Mapping[str, Any]]) -> str:
+    """HTML. metrics: the lines of metrics.jsonl."""
+    import jinja2
+
+    history = spans(subject.events, subject.seen.time if subject.seen else 0.0)
+    by_rank = readings(subject.events, began(subject.events))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    steps = [each for each in metrics if "step" in each]
+    versions = subject.ranks[0].versions if subject.ranks else {}
+    return environment.get_template("page.html.jinja").render(
+        title=title(subject),
+        outcome=outcome(subject),
+        seen=subject.seen,
+        finding=finding,
+        versions={name: version for name, version in versions.items() if version != "not installed"},
+        config=subject.config,
+        ranks=len(subject.ranks),
+        seconds=max((each.end for each in history), default=0.0),
+        timelines=timelines(subject, history),
+        legend={name: shade for name, (shade, _) in draw.GROUPS.items()} | {"failed": draw.FAILED},
+        memory_legend=draw.LAYERS,
+        **memory_drawings(by_rank),
+        table=table(steps),
+        curves=curves(steps),
+        log_probs=log_probs(subject.events),
+        hosts=[
+            (host, ranges([each.rank for each in some]), some[0].device, some[0].platform)
+            for host, some in hosts_of(subject.ranks).items()
+        ],
+        variables=shown_variables(subject.ranks[0]) if subject.ranks else [],
+        differences=[
+            (each.name, [(value, ranges(some)) for value, some in each.values.items()])
+            for each in differences(subject.ranks)
+        ],
+        reproduce=reproduce(subject),
+        picture=picture(subject),
+    )
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; none where there is no file. One that was cut off is left out."""
+    file = folder / "metrics.jsonl"
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        if line.endswith("}"):
+            found.append(json.loads(line))
+    return found
+
+
+def timelines(subject: Subject, history: Sequence[Span]) -> list[tuple[str, str]]:
+    """The whole run, and its last steps."""
+    if not history:
+        return []
+    ranks = sorted({each.rank for each in history} | {each.rank for each in subject.ranks})
+    culprits = subject.seen.ranks if subject.seen else ()
+    end = max(each.end for each in history)
+    drawn = [("The whole run", draw.timeline(history, ranks, 0.0, end, culprits))]
+    steps = sorted({each.step for each in history if each.step is not None})
+    shown = steps[-LAST_STEPS:]
+    inside = [each for each in history if each.step in shown]
+    if inside:
+        start = min(each.start for each in inside)
+        name = f"Step {shown[0]}" if len(shown) == 1 else f"Steps {shown[0]} to {shown[-1]}"
+        drawn.append((f"{name}, and what followed", draw.timeline(history, ranks, start, end, culprits)))
+    return drawn
+
+
+def memory_drawings(by_rank: Mapping[int, Sequence[Reading]]) -> dict[str, Any]:
+    """One large plot of the rank that had most taken, and a small one of each rank, all of the same height in bytes."""
+    if not by_rank:
+        return {"memory_large": "", "memory_cards": [], "memory_layers": []}
+    layers = list(draw.stack(next(iter(by_rank.values()))[0].figures))
+    full = max(sum(draw.stack(each.figures).values()) for some in by_rank.values() for each in some) or 1
+    worst = max(by_rank, key=lambda rank: max(taken(each) for each in by_rank[rank]))
+    what = "host memory of the process" if layers == ["rss"] else "GPU"
+    most = max(taken(each) for each in by_rank[worst]) / draw.GIB
+    heading = f"rank {worst}, which had most: {what}, GiB at the end of each phase; {most:.2f} taken at most"
+    wide, tall = MEMORY_CARD
+    return {
+        "memory_large": draw.memory(by_rank[worst][-MOST_READINGS:], heading, draw.WIDTH, 220, full, names=True),
+        "memory_cards": [
+            draw.memory(some[-MOST_IN_CARD:], f"rank {rank}: {most_of(some):.2f} GiB", wide, tall, full, False)
+            for rank, some in sorted(by_rank.items())
+        ],
+        "memory_layers": layers,
+    }
+
+
+def taken(reading: Reading) -> int:
+    """Bytes of the GPU that are not free; without a GPU, the process's."""
+    column = draw.stack(reading.figures)
+    return sum(size for name, size in column.items() if name != "free")
+
+
+def most_of(some: Sequence[Reading]) -> float:
+    """GiB."""
+    return max(taken(each) for each in some) / draw.GIB
+
+
+def table(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A row for each step, of a long run the first and the last."""
+    names = [name for name in ("log_prob_difference_mean", *CURVES) if steps and name in steps[0]]
+    half = MOST_ROWS // 2
+    shown = list(steps) if len(steps) <= MOST_ROWS else [*steps[:half], {}, *steps[-half:]]
+    rows = [[f"{each['step']:.0f}", *(f"{each[name]:.4g}" for name in names)] if each else ["..."] for each in shown]
+    return {"names": ["step", *names], "rows": rows}
+
+
+def curves(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A drawing for each metric that is there in all steps."""
+    if len(steps) < 2:
+        return []
+    return [
+        draw.lines({name: [float(each[name]) for each in steps]}, name)
+        for name in CURVES
+        if all(name in each for each in steps)
+    ]
+
+
+def log_probs(events: Sequence[Mapping[str, Any]]) -> str:
+    """|engine's log-prob - trainer's| over the syncs, as rank 0 has it, beside the baseline."""
+    rank = min((each["rank"] for each in events), default=0)
+    found = [each for each in events if each["event"] == "log_prob_difference" and each["rank"] == rank]
+    if not found:
+        return ""
+    series = {
+        "mean": [float(each["log_prob_difference_mean"]) for each in found],
+        "largest": [float(each["log_prob_difference_max"]) for each in found],
+    }
+    for each in events:
+        if each["event"] == "log_prob_baseline" and each["rank"] == rank:
+            series["mean of the baseline"] = [float(each["log_prob_difference_mean"])]
+    return draw.lines(series, "|engine's log-prob - trainer's|, nats, after each sync", 720, 170, log=True)

@@ -1,0 +1,48 @@
+"""One file to paste into an issue: a run, or a config, as a program that needs only torch, transformers and sglang.
+
+    python launch/export.py configs/cpu/quickstart.toml --run.steps 2 > repro.py
+    python launch/export.py runs/20261121-054327 > repro.py
+
+At most 300 lines, started by the torchrun line in its first comment. It has the tiny model, the mesh, the engine of each
+tensor-parallel group, the weight sync, and the comparison of log-probs; of a run also the environment as comments, what
+was expected and seen, and it fails in the same way: the same name in the catalogue of failures, the same exit code. Where
+code of the run failed that is not in the file, the file says so at "THE FAULT". --nnodes and --nproc-per-node as for
+launch/ppo.py --dry-run; TOML files and --section.key VALUE as for launch/ppo.py. Exit codes: 0 written, 2 a mistake in
+what was asked.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+
+from harness.export.render import MOST_LINES, render
+from harness.export.subject import read_subject
+from harness.failures.diagnose import diagnose
+from harness.failures.log_lines import files_of
+from harness.mistake import say_mistake
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        subject = read_subject(arguments)
+        finding = diagnose(files_of([arguments[0]])).finding if subject.seen and subject.seen.code else None
+        text = render(subject, finding.entry.slug if finding else "")
+    except (ValueError, OSError) as error:
+        return say_mistake(error, rank=0)
+    lines = len(text.splitlines())
+    if lines > MOST_LINES:
+        print(
+            f"warning: {lines} lines are more than {MOST_LINES}: a shorter model.shape or engine.args helps",
+            file=sys.stderr,
+        )
+    sys.stdout.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

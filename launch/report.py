@@ -1,0 +1,32 @@
+"""report.md, to paste as an issue, and report.html, to look at: of a run that passed, failed, or did not end.
+
+    python launch/report.py runs/20261121-054327
+
+Reads what the run left: config.toml, environment.json, events/, metrics.jsonl, failure-*.json. A run writes both by itself;
+this does so again, or where it was killed before it could. Exit codes: 0 written, 2 a mistake in what was asked.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+
+from harness.mistake import say_mistake
+from harness.reporting.write import write_reports
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    try:
+        markdown, page = write_reports(Path(arguments[0]))
+    except (ValueError, OSError) as error:
+        return say_mistake(error, rank=0)
+    print(f"report {markdown} and {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
