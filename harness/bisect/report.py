@@ -40,7 +40,7 @@ def write(state: State, answer: Answer, folder: Path) -> str:
 
 
 def markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
-    """Lines. Only what report_html knows of Markdown is used."""
+    """Lines. Only what report_page knows of Markdown is used."""
     question = state.question
     yield f"# Bisect of {question.options.package}, {state.candidates[0].shown} to {state.candidates[-1].shown}"
     yield ""
