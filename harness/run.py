@@ -9,6 +9,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ from harness.config.schema import Config
 from harness.emulation.knock import phase_observer
 from harness.events import Console, EventLog
 from harness.failures.guard import Guard
+from harness.failures.processes import say
 from harness.mistake import CannotRunHere, say_mistake
 from harness.phases import MEET, RUN, deadline
 from harness.report import installed_versions
@@ -140,7 +142,7 @@ def _in_world(
         return say_mistake(error, world.rank)
     except Exception as error:
         _tell_failure(world.rank, error, events)
-        _end_early(lambda told: events.fail(told, traceback="".join(traceback.format_exception(error))), error)
+        _end_early(events.fail, error)
     finally:
         events.close()
 
@@ -161,21 +163,24 @@ def _rank_facts(world: World) -> dict[str, Any]:
 
 def _tell_failure(rank: int, error: Exception, events: EventLog | None = None) -> None:
     """This rank's own word; the watchdog has the last one."""
-    print(f"rank {rank} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
+    lines = [f"rank {rank} FAILED: {type(error).__name__}: {error}"]
     if events:
-        print(f"rank {rank}: in {_where(error)}; traceback in {events.path}", file=sys.stderr)
+        lines.append(f"rank {rank}: in {_where(error)}; traceback in {events.path}")
     else:
-        traceback.print_exception(error)
+        lines += "".join(traceback.format_exception(error)).splitlines()
     if torch.cuda.is_initialized():
-        free, total = torch.cuda.mem_get_info()
-        print(f"rank {rank}: {free >> 20} of its GPU's {total >> 20} MiB are free", file=sys.stderr)
-    sys.stderr.flush()
+        with suppress(
+            RuntimeError
+        ):  # after an illegal access every call of CUDA fails, and the first one has been told
+            free, total = torch.cuda.mem_get_info()
+            lines.append(f"rank {rank}: {free >> 20} of its GPU's {total >> 20} MiB are free")
+    say("\n".join(lines) + "\n")
 
 
-def _end_early(tell: Callable[[str], None], error: Exception) -> NoReturn:
+def _end_early(tell: Callable[[str, str], None], error: Exception) -> NoReturn:
     """Tell the watchdog, which ends this process and the engine's; where there is none, end both here. Peers may sit in a
     collective that will never end, and so may our own threads."""
-    tell(f"{type(error).__name__}: {error}")
+    tell(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
     end(children(), patience_seconds=0)
     leave(FAILED)
 

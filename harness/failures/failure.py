@@ -21,10 +21,14 @@ _ECHO = re.compile(
     r"remote process exited|failed to (?:recv|send)|EOFError|ConnectionError",
     re.IGNORECASE,
 )
-# VerlEngine, of a call or a start in which one rank failed and all raise.
-_FAILED_ON = re.compile(r"^EngineFailed: .*?\bon ranks? (\d+(?:, \d+)*)")
+# What all ranks raise together, and lay to one of them: VerlEngine's calls, the checks before a sync, the gradient's norm.
+_FAILED_ON = re.compile(
+    r"^(?:EngineFailed|WeightsRefused|FloatingPointError): .*?(?:\bon |\(|: )ranks? (\d+(?:, \d+)*)"
+)
 SHOWN = 300
 """Characters of an error that are kept: a heartbeat must fit in few packets."""
+TRACE_LINES, TRACE_WIDTH = 10, 140
+"""Of an exception's traceback, its last ones; for the same reason."""
 
 TOGETHER_SECONDS = 1.0
 
@@ -86,6 +90,8 @@ class Failure:
     """Of a deadline: how long it was."""
     code: int = 1
     """What the run ends with."""
+    trace: tuple[str, ...] = ()
+    """The last lines of the traceback, where there is one."""
 
     def as_json(self) -> dict[str, Any]:
         """For a heartbeat, or a file."""
@@ -98,8 +104,15 @@ class Failure:
             "time": values["time"] - clock_ahead,
             "ranks": tuple(values["ranks"]),
             "place": Place(**values["place"]),
+            "trace": tuple(values["trace"]),
         }
         return cls(**{**values, **changed})
+
+
+def shortened(trace: str) -> tuple[str, ...]:
+    """The last lines of a traceback, as they are kept; without those that only point at a part of the one above."""
+    lines = [line for line in trace.splitlines() if line.strip(" ~^|")]
+    return tuple(line if len(line) <= TRACE_WIDTH else line[: TRACE_WIDTH - 3] + "..." for line in lines[-TRACE_LINES:])
 
 
 def names_no_cause(failure: Failure) -> bool:

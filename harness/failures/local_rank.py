@@ -34,6 +34,8 @@ class LocalRank:
     """-1 until it has said who it is."""
     pid: int = 0
     process: psutil.Process | None = None
+    handler: int | None = None
+    """Its descriptor of the memory into which its faulthandler writes; see stacks.py."""
     left: int | None = None
     """The exit code with which it said that it leaves."""
     failed: Kind | None = None
