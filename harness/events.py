@@ -76,6 +76,8 @@ class EventLog:
     """Called in order at the start of each phase; the phase's work waits for them."""
     phase_ends: list[PhaseObserver] = field(default_factory=list)
     """Called in order at the end of each phase that did not fail."""
+    builds: list[Callable[[str, Any], None]] = field(default_factory=list)
+    """Called in order with the name of a part of the run, and the part, once it is built."""
     endings: list[Callable[[str, str], None]] = field(default_factory=list)
     """Called in order with the reason, in one line, for which this rank is about to end, and with its traceback or ""."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -99,6 +101,11 @@ class EventLog:
             self.fact("failed", error=error, traceback=traceback)
         for tell in self.endings:
             tell(error, traceback)
+
+    def built(self, name: str, part: Any) -> None:
+        """A part of the run is there: told to whoever wants to know."""
+        for observe in self.builds:
+            observe(name, part)
 
     def say(self, text: str) -> None:
         """A line on the console, on rank 0; a fact on every rank."""

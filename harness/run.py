@@ -6,7 +6,6 @@ Nothing heavy is imported at the top: on CPU the stand-ins must be on the path b
 import json
 import os
 import platform
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,6 +40,7 @@ from harness.emulation.knock import phase_observer
 from harness.events import Console, EventLog
 from harness.failures.guard import Guard
 from harness.failures.processes import say
+from harness.inject import Injector
 from harness.mistake import CannotRunHere, say_mistake
 from harness.phases import MEET, RUN, deadline
 from harness.report import installed_versions
@@ -88,11 +88,13 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     _agree_with_engine(config, device)
     guard = _guard(config, launch)
     guard.begins(MEET)
+    injector = Injector.of(config.run.inject, launch.rank, guard.flush)
     if console:
         console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
     try:
+        injector.begins(MEET, None)
         with open_world(launch, device, config.run.timeout_seconds, apart, config.network.interface) as world:
-            code = _in_world(config, load_job, world, console, launched, guard)
+            code = _in_world(config, load_job, world, console, launched, guard, injector)
     except Exception as error:  # they did not meet, or one of them ended before they were ready
         _tell_failure(launch.rank, error)
         _end_early(guard.failed, error)
@@ -101,15 +103,29 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
 
 
 def _in_world(
-    config: Config, load_job: Callable[[], Job], world: World, console: Console | None, launched: float, guard: Guard
+    config: Config,
+    load_job: Callable[[], Job],
+    world: World,
+    console: Console | None,
+    launched: float,
+    guard: Guard,
+    injector: Injector,
 ) -> int:
     folder = _run_folder(config)
     guard.meet(all_gather(guard.post_at(own_address(os.environ))), folder)
     if _holds_a_run(folder):
         error = ConfigError(f"run.dir = {folder} holds an earlier run; give another folder, or remove it.")
         return say_mistake(error, world.rank)
+    if config.run.inject:
+        try:
+            injector.check_disk(folder)
+        except CannotRunHere as error:
+            return say_mistake(error, world.rank)
     gauge = _gauge(world)
     events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge.end)
+    injector.fact = events.fact
+    events.builds.append(injector.built)
+    events.phase_begins.append(injector.come_late)
     events.phase_begins.append(lambda name, step: gauge.begin())
     events.phase_begins.append(guard.begins)  # before anyone is hurt at the phase
     events.phase_ends.append(guard.ends)
@@ -117,6 +133,8 @@ def _in_world(
     guard.on_leave.append(events.close)
     if knock := phase_observer(os.environ, world.rank):
         events.phase_begins += [guard.flush, knock]
+    events.phase_begins.append(injector.begins)
+    events.phase_ends.append(injector.ends)
     try:
         differences = check_agreement(digest(config), os.environ)
         dims = ParallelDims.of(config.parallel)
@@ -137,7 +155,8 @@ def _in_world(
     job = load_job()
     try:
         with events.phase(RUN):
-            return job(config, world, dims, events, folder, launched)
+            code = job(config, world, dims, events, folder, launched)
+        return code or _all_happened(config, world, injector)
     except (ConfigError, CannotRunHere) as error:
         return say_mistake(error, world.rank)
     except Exception as error:
@@ -145,6 +164,17 @@ def _in_world(
         _end_early(events.fail, error)
     finally:
         events.close()
+
+
+def _all_happened(config: Config, world: World, injector: Injector) -> int:
+    """The exit code of a run that passed: a fault that was asked for and never came is a mistake."""
+    if not config.run.inject:
+        return 0
+    never = [str(fault) for pending in all_gather(injector.pending) for fault in pending]
+    if not never:
+        return 0
+    error = ConfigError(f"run.inject: {', '.join(never)} never happened, because this run has no such phase.")
+    return say_mistake(error, world.rank)
 
 
 def _rank_facts(world: World) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-Kind = Literal["exception", "echo", "ended", "died", "launcher", "deadline", "stopped", "lost", "mistake"]
+Kind = Literal["exception", "echo", "ended", "vanished", "died", "launcher", "deadline", "stopped", "lost", "mistake"]
 """exception: a rank said so itself. echo: a rank said so, but of something that
-may have happened elsewhere. ended: by a signal that torchrun, a job scheduler or Ctrl-C sends. died: a rank's
-process ended without a word. launcher: torchrun did. deadline: a rank's phase took too long. stopped: it did, and the rank's process is stopped. lost: a host is silent.
+may have happened elsewhere. ended: by a signal that torchrun, a job scheduler or Ctrl-C sends. vanished: its process is
+gone, and torchrun knows of what. died: a rank's process ended without a word. launcher: torchrun did. deadline: a rank's phase took too long. stopped: it did, and the rank's process is stopped. lost: a host is silent.
 mistake: a rank ended with the exit code of a mistake in what was asked, which it has said itself."""
 
 # What a rank says that lost its peer, in the words of gloo, NCCL, torch's store, Python's sockets and pipes. None of it
@@ -31,6 +31,11 @@ TRACE_LINES, TRACE_WIDTH = 10, 140
 """Of an exception's traceback, its last ones; for the same reason."""
 
 TOGETHER_SECONDS = 1.0
+_AHEAD: Mapping[Kind, float] = {
+    "stopped": TOGETHER_SECONDS,
+    "ended": 1.5 * TOGETHER_SECONDS,
+    "vanished": TOGETHER_SECONDS,
+}
 
 
 def is_echo(error: str, rank: int) -> bool:
@@ -117,18 +122,16 @@ def shortened(trace: str) -> tuple[str, ...]:
 
 def names_no_cause(failure: Failure) -> bool:
     """Whether something else, not known yet, may have led to it."""
-    return failure.kind in ("echo", "ended")
+    return failure.kind in ("echo", "ended", "vanished")
 
 
 def first(failures: Iterable[Failure]) -> Failure:
     """The earliest that can be a cause; where there is none, the earliest.
 
-    A stopped rank and those that wait for it pass their deadlines together.
+    Of what happens together: a stopped rank comes before those that wait for it, a rank that was told to end before one
+    that is gone, and that before one that lost it.
     """
-    return min(
-        failures,
-        key=lambda each: (names_no_cause(each), each.time - (TOGETHER_SECONDS if each.kind == "stopped" else 0)),
-    )
+    return min(failures, key=lambda each: (names_no_cause(each), each.time - _AHEAD.get(each.kind, 0.0)))
 
 
 def phase_of_step(phase: str, step: int | None) -> str:

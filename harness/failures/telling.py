@@ -52,6 +52,8 @@ def sentence(failure: Failure, view: View) -> str:
         return f"torchrun of {who} {failure.detail} {at}, when {_where(failure.ranks, view)}"
     if failure.kind == "ended":
         return f"{who} {failure.detail} {failure.place} {at}: told to end, as by a job scheduler, a time limit, kill or Ctrl-C"
+    if failure.kind == "vanished":
+        return f"{who} died {failure.place} {at}: killed, or told to end; torchrun's report has its exit code"
     if failure.kind == "died":
         return f"{who} {failure.detail} {failure.place} {at}"
     if failure.kind == "echo":
@@ -64,19 +66,32 @@ def _folded(same: Sequence[Failure], cause: Failure, view: View) -> str:
     earliest, latest = (each.time - cause.time for each in (same[0], same[-1]))
     ranks = sorted({rank for failure in same for rank in failure.ranks})
     if len(same) == 1:
-        told = sentence(same[0], view) if same[0].kind != "echo" else _lost(ranks, same[0])
-        return f"{earliest:+.1f} s: {told}"
+        return f"{_after(earliest)} s: {_alone(same[0], view)}"
     hosts = ", ".join(dict.fromkeys(each.host for each in same))
-    who, when = f"{said_ranks(ranks)} on {hosts}", f"{earliest:+.1f} to {latest:+.1f} s"
+    who, when = f"{said_ranks(ranks)} on {hosts}", f"{_after(earliest)} to {_after(latest)} s"
     if same[0].kind == "echo":
         return f"{when}: {_lost(ranks, same[0])}"
     if same[0].kind == "deadline":
         return f"{when}: {who} passed a deadline too"
     if same[0].kind == "lost":
         return f"{when}: {hosts} ({said_ranks(ranks)}) are gone too"
+    if same[0].kind == "vanished":
+        return f"{when}: {who} died too"
     if same[0].kind in ("died", "ended"):
         return f"{when}: {who} {same[0].detail.replace('was ', 'were ')}"
     return f"{when}: {who} failed too: {same[0].detail}"
+
+
+def _alone(failure: Failure, view: View) -> str:
+    who = f"{said_ranks(failure.ranks)} on {failure.host}"
+    if failure.kind == "echo":
+        return _lost(failure.ranks, failure)
+    return f"{who} passed its deadline {failure.place} too" if failure.kind == "deadline" else sentence(failure, view)
+
+
+def _after(seconds: float) -> str:
+    """+0.5; never -0.0."""
+    return f"{round(seconds, 1) + 0.0:+.1f}"
 
 
 def _lost(ranks: Sequence[int], failure: Failure) -> str:

@@ -1,4 +1,4 @@
-"""The watchdog's word on a run that failed: a line at once, the whole of it last, and all of it in the run's folder."""
+"""The watchdog's word on a run that failed, on the screen and in the run's folder."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from harness.failures.explain import Explanation
 from harness.failures.failure import Failure, first
 from harness.failures.processes import say
 from harness.failures.stacks import Asked, Stack, gpu_memory, look, said
-from harness.failures.telling import View, sentence, tell
+from harness.failures.telling import View, tell
 
 STANDARD_ERROR = 2
 
@@ -42,15 +42,6 @@ class Verdict:
         """The first failure."""
         return first(self.failures)
 
-    def begin(self) -> "Verdict":
-        """Say it in a line, and keep it: what comes later may not be seen any more where a container ends with torchrun."""
-        say(
-            f"{self.host}: {sentence(self.cause, self.view)}; all ranks end now, and the whole of it follows at the end\n"
-        )
-        self.explanation.begin()
-        self._keep()
-        return self
-
     def collect(self, asked: Sequence[Asked], descendants: Mapping[int, psutil.Process]) -> None:
         """Begin to take the stacks of ranks and of what they started, and look at the GPUs."""
 
@@ -67,9 +58,9 @@ class Verdict:
         """Whether that is done."""
         return self._collected.is_set()
 
-    def end(self, screen: int) -> None:
-        """Say all of it, on this descriptor; to be called when nobody else will say anything."""
-        lines = [*self.lines(), f"  so says the watchdog of {self.host}; nothing of the run is left there"]
+    def say(self, screen: int = STANDARD_ERROR) -> None:
+        """Say all that is known now, on this descriptor, and keep it."""
+        lines = [*self.lines(), f"  so says the watchdog of {self.host}, and ends what is left there"]
         say("\n".join(lines) + "\n", screen)
         self._keep()
 

@@ -2,8 +2,8 @@
 
 Started by the first rank of each torchrun (see guard.py), it hears from the ranks beside it which phase they are in, and
 once a second from the watchdogs of the other hosts. At the first failure anywhere it waits until it may know the cause,
-and ends the ranks of its host, what they started, and torchrun where that hangs. What happened it says in a line at once,
-and in full when torchrun has said its own, so that it is the last thing on the screen. Then it ends too.
+tells it, and ends the ranks of its host, what they started, and torchrun where that hangs. It tells it again once torchrun
+has said its own, so that it is the last thing on the screen. Then it ends too.
 """
 
 import json
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from harness.failures.local_rank import LocalRank
 from harness.failures.memory_kills import MemoryKills
 from harness.failures.processes import Descendants, how_it_ended, is_stopped, lives, say
 from harness.failures.shared_memory import SharedMemory
-from harness.failures.stacks import Asked
 from harness.failures.telling import View
 from harness.failures.verdict import Verdict, stderr_of
 from harness.rollout.processes import end
@@ -58,9 +57,15 @@ MEET_SECONDS = 3.0
 """How long ranks that have met wait for their hosts' first beats."""
 COLLECT_SECONDS = 8.0
 """How long ranks stay after a deadline, at most, for what is to be seen of them."""
+LATE_SECONDS = 3.0
+"""By how much a rank must come after all others of its host to a phase of a step to be told of."""
 FAREWELLS = 5
 """Last beats, of which one must arrive, or the other hosts take this one for lost."""
 FAILED, TIMED_OUT = 1, 124
+SILENCE = (
+    "warning: {host} has not heard {there} in {seconds:g} s; UDP between the hosts may be blocked, and a host that is lost"
+    " will only show by what it does to the others\n"
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,12 +115,16 @@ class Watchdog:
             if cause.kind == "mistake":  # its rank has said it
                 self.serve(self.all_gone, MISTAKE_SECONDS)
             if cause.kind != "mistake" or not self.all_gone():
-                verdict = Verdict(self.host, self.folder, self.failures(), self.view()).begin()
+                verdict = Verdict(self.host, self.folder, self.failures(), self.view())
+                verdict.explanation.begin()
                 if cause.code == TIMED_OUT:
                     self.collect(verdict)
-                self.end_all(cause.code)
                 self.serve(lambda: verdict.explanation.is_there, EXPLANATION_SECONDS)
-                verdict.end(screen)
+                torchrun_speaks = self.is_torchrun and lives(self.launcher)
+                verdict.say()
+                self.end_all(cause.code)
+                if torchrun_speaks:
+                    verdict.say(screen)
         self.shared.remove()
         for _ in range(FAREWELLS if self.beats else 0):
             self.beat(left=True)
@@ -180,10 +189,7 @@ class Watchdog:
             if self.folder:
                 self._send(each, {"dump": str(self.folder)})
         self._look_at_processes()
-        asked = [
-            Asked(name=f"rank{each.rank}", pid=each.pid, handler=each.handler) for each in self.ranks if each.lives()
-        ]
-        verdict.collect(asked, self.descendants.known)
+        verdict.collect([each.asked() for each in self.ranks if each.lives()], self.descendants.known)
         self.serve(lambda: verdict.has_collected, COLLECT_SECONDS)
 
     def end_all(self, code: int) -> None:
@@ -233,6 +239,10 @@ class Watchdog:
                 self.ranks.append(rank)
             case "begins":
                 rank.begin(message["phase"], message["step"], message["deadline"], now)
+                if message["step"] is not None and (seconds := rank.came_after(self.ranks, now)) > LATE_SECONDS:
+                    say(
+                        f"slow: rank {rank.rank} came {seconds:.1f} s after the others on {self.host} to {rank.where}\n"
+                    )
             case "ends":
                 rank.end(message["phase"], now)
             case "failed":
@@ -311,9 +321,7 @@ class Watchdog:
         if rank.closed and (ended := how_it_ended(rank.pid)):
             self._died(rank, ended)
         elif (rank.closed or now - self._looked > BEAT_SECONDS) and not rank.lives():
-            # torchrun looks ten times a second; who it has told to end, it waits for.
-            told = "was ended by torchrun (SIGTERM)" if self.is_torchrun else "died, and nothing says of what,"
-            self._died(rank, told)
+            self._died(rank, "" if self.is_torchrun else "died, and nothing says of what,")
         elif (seconds := rank.overdue(now, self.idle_seconds)) is not None:
             self._fail(rank, "stopped" if is_stopped(rank.pid) else "deadline", seconds=seconds, code=TIMED_OUT)
 
@@ -323,7 +331,7 @@ class Watchdog:
             told = any(name in ended for name in ("SIGTERM", "SIGINT", "SIGHUP"))
             if ended.endswith("SIGKILL") and (struck := self.memory_kills.seen()):
                 ended = f"{ended}, and {struck},"
-            self._fail(rank, "ended" if told else "died", ended)
+            self._fail(rank, "ended" if told else "died" if ended else "vanished", ended)
 
     def _fail(
         self,
@@ -336,19 +344,8 @@ class Watchdog:
     ) -> None:
         if rank.failed is None or (rank.failed == "echo" and kind == "exception"):
             rank.failed = kind
-            self._note(
-                Failure(
-                    kind=kind,
-                    time=self.clock.now(),
-                    host=self.host,
-                    ranks=(rank.rank,),
-                    place=rank.place,
-                    detail=detail,
-                    seconds=seconds,
-                    code=code,
-                    trace=trace,
-                )
-            )
+            failure = Failure(kind=kind, time=self.clock.now(), host=self.host, ranks=(rank.rank,), place=rank.place)
+            self._note(replace(failure, detail=detail, seconds=seconds, code=code, trace=trace))
 
     def _note(self, failure: Failure) -> None:
         self.own.append(failure)
@@ -361,27 +358,17 @@ class Watchdog:
     def _look_at_launcher(self) -> None:
         staying = [each for each in self.ranks if not each.gone and each.left is None]
         if staying and not lives(self.launcher) and not any(each.kind == "launcher" for each in self.own):
-            ranks = tuple(each.rank for each in staying)
-            self._note(
-                Failure(
-                    kind="launcher",
-                    time=self.clock.now(),
-                    host=self.host,
-                    ranks=ranks,
-                    place=staying[0].place,
-                    detail=f"(pid {self.launcher.pid}) is gone",
-                )
+            ranks, detail = tuple(each.rank for each in staying), f"(pid {self.launcher.pid}) is gone"
+            failure = Failure(
+                kind="launcher", time=self.clock.now(), host=self.host, ranks=ranks, place=staying[0].place
             )
+            self._note(replace(failure, detail=detail))
 
     def _warn_of_silence(self) -> None:
-        silent = self.beats.silent() if self.beats and time.monotonic() - self._met > self.lost_host_seconds else []
-        if silent and not self._warned:
-            self._warned = True
-            there = ", ".join(f"{node} at {node.address} port {node.port}" for node in silent)
-            say(
-                f"warning: {self.host} has not heard {there} in {self.lost_host_seconds:g} s; UDP between the hosts may be"
-                " blocked, and a host that is lost will only show by what it does to the others\n"
-            )
+        if self.beats and not self._warned and time.monotonic() - self._met > self.lost_host_seconds:
+            if there := ", ".join(f"{node} at {node.address} port {node.port}" for node in self.beats.silent()):
+                say(SILENCE.format(host=self.host, there=there, seconds=self.lost_host_seconds))
+            self._warned = bool(there)
 
     def places(self) -> dict[int, Place]:
         """Where each rank is that was heard of."""

@@ -61,7 +61,7 @@ class Hosts:
 
     def verdict(self, host: str) -> str:
         """The one line that names the first failure there."""
-        (line,) = [line for line in self.said(host).splitlines() if line.startswith("FIRST FAILURE")]
+        (line,) = {line for line in self.said(host).splitlines() if line.startswith("FIRST FAILURE")}
         return line
 
     def wait_until_hanging(self, *ranks: int) -> None:
