@@ -40,10 +40,14 @@ _AHEAD: Mapping[Kind, float] = {
 
 def is_echo(error: str, rank: int) -> bool:
     """Whether an error of this rank, in one line, may be the consequence of another rank's, or host's, end."""
-    elsewhere = _FAILED_ON.match(error)
-    if elsewhere and rank not in map(int, elsewhere[1].split(", ")):
-        return True
-    return _ECHO.search(error) is not None
+    elsewhere = named_ranks(error)
+    return bool(elsewhere and rank not in elsewhere) or _ECHO.search(error) is not None
+
+
+def named_ranks(error: str) -> list[int]:
+    """The ranks to which an error that all raise together is laid; none where it is a rank's own."""
+    match = _FAILED_ON.match(error)
+    return [int(rank) for rank in match[1].split(", ")] if match else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,28 +25,47 @@ def _listing() -> dict[str, int]:
         return {file.name: file.inode() for file in files}
 
 
+def _used_by(pids: Iterable[int]) -> set[str]:
+    """Names of the files that these processes map or have open, of those that may be asked."""
+    pids = set(pids)
+    names = {file.name for file in shared_memory_files(pids)}
+    for pid in pids:
+        with suppress(OSError):  # it has ended, or is another user's
+            for link in os.scandir(f"/proc/{pid}/fd"):
+                with suppress(OSError):  # closed meanwhile
+                    folder, _, name = os.readlink(link.path).rpartition("/")
+                    names |= {name} if folder == str(FOLDER) else set()
+    return names
+
+
 @dataclass(slots=True)
 class SharedMemory:
-    """What appeared there since this was made, and is mapped by, or named after, a process of ours."""
+    """What appeared there since this was made, and is used by, or named after, a process of ours."""
 
     before: dict[str, int] = field(default_factory=_listing)
     """Never ours, while the inode is the same."""
     ours: dict[str, int] = field(default_factory=dict)
+    theirs: dict[str, int] = field(default_factory=dict)
+    """What nobody of ours used when it was new: its maker maps a file at once."""
     pids: set[int] = field(default_factory=set)
     """Of all processes of ours that were ever seen."""
+    _seen: dict[str, int] = field(default_factory=dict)
 
     def look(self, pids: Iterable[int]) -> None:
         """Note what these processes of ours map. Reads their maps only where there is a file whose owner is not known."""
         pids = set(pids)
         self.pids |= pids
-        unknown = {
-            name: inode
-            for name, inode in _listing().items()
-            if inode not in (self.before.get(name), self.ours.get(name))
-        }
+        known = set((self.before | self.theirs | self.ours).items())
+        unknown = dict(set(_listing().items()) - known)
         if unknown:
-            mapped = {file.name for file in shared_memory_files(pids)}
-            self.ours |= {name: inode for name, inode in unknown.items() if name in mapped or self._is_torchs(name)}
+            mapped = _used_by(pids)
+            for name, inode in unknown.items():
+                is_ours = name in mapped or self._is_torchs(name)
+                (self.ours if is_ours else self._doubtful(name, inode))[name] = inode
+
+    def _doubtful(self, name: str, inode: int) -> dict[str, int]:
+        """Where to note it: at first sight it may be a moment old, and not mapped yet."""
+        return self.theirs if self._seen.get(name) == inode else self._seen
 
     def remove(self) -> list[str]:
         """Once our processes are dead: unlink what is still there and which no other process maps; returns the names."""
@@ -58,7 +77,7 @@ class SharedMemory:
         }
         if not left:
             return []
-        used = {file.name for file in shared_memory_files(set(psutil.pids()) - self.pids)}
+        used = _used_by(set(psutil.pids()) - self.pids)
         for name in left - used:
             with suppress(FileNotFoundError):
                 (FOLDER / name).unlink()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.failures.failure import Failure, Place, clock, first, said_ranks
+from harness.failures.failure import Failure, Place, clock, first, named_ranks, said_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +95,8 @@ def _after(seconds: float) -> str:
 
 
 def _lost(ranks: Sequence[int], failure: Failure) -> str:
+    if named_ranks(failure.detail):
+        return f"{said_ranks(ranks)} on {failure.host} failed with it {failure.place}"
     return f"{said_ranks(ranks)} on {failure.host} lost a peer {failure.place}: {failure.detail}"
 
 

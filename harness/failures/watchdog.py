@@ -62,10 +62,9 @@ LATE_SECONDS = 3.0
 FAREWELLS = 5
 """Last beats, of which one must arrive, or the other hosts take this one for lost."""
 FAILED, TIMED_OUT = 1, 124
-SILENCE = (
-    "warning: {host} has not heard {there} in {seconds:g} s; UDP between the hosts may be blocked, and a host that is lost"
-    " will only show by what it does to the others\n"
-)
+SILENCE = """warning: {host} has not heard {there} in {seconds:g} s; UDP between the hosts may be blocked, and a host that is \
+lost will only show by what it does to the others
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,6 +198,7 @@ class Watchdog:
             self._send(each, {"leave": code})
         self.serve(self.all_gone, LEAVE_SECONDS)
         self._look_at_processes()
+        self._look_at_memory()
         self.descendants.look_for_orphans(self.name)
         stubborn = {each.process.pid: each.process for each in self.ranks if each.process and each.lives()}
         end(stubborn | self.descendants.known, patience_seconds=0)
@@ -219,8 +219,7 @@ class Watchdog:
         line, _ = self.ranks_door.accept()
         line.setblocking(False)
         self._welcomed = time.monotonic()
-        rank = LocalRank(line, self._welcomed)
-        self._selector.register(line, selectors.EVENT_READ, rank)
+        self._selector.register(line, selectors.EVENT_READ, LocalRank(line, self._welcomed))
 
     def hear(self, rank: LocalRank) -> None:
         """Take in what a rank says."""
@@ -286,6 +285,7 @@ class Watchdog:
             assert peer.heard is not None
             place = max(peer.places.values(), key=lambda each: each.progress, default=Place())
             self._note(Failure(kind="lost", time=peer.heard, host=peer.node.host, ranks=peer.node.ranks, place=place))
+        self._look_at_memory()
         if now - self._looked > BEAT_SECONDS:
             self._looked = now
             self._look_at_processes()
@@ -353,6 +353,8 @@ class Watchdog:
 
     def _look_at_processes(self) -> None:
         self.descendants.look(each.process.pid for each in self.ranks if each.process and not each.gone)
+
+    def _look_at_memory(self) -> None:
         self.shared.look([*(each.pid for each in self.ranks), *self.descendants.known])
 
     def _look_at_launcher(self) -> None:
