@@ -28,7 +28,7 @@ _QUERIES = (
     ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv"],
 )
 
-_FRAME = re.compile(r"^\s+(?P<function>\S.*?) \((?P<file>[^()]*?\.py):(?P<line>\d+)\)$", re.MULTILINE)
+_FRAME = re.compile(r"^\s+(?P<function>\S.*?) \((?P<file>[^()]*?\.py|<[^()]*>):(?P<line>\d+)\)$", re.MULTILINE)
 _HANDLER_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 # A collective, in torch's own words for it, Python's and native; or a GPU that may be in one.
 _WAITS = re.compile(

@@ -37,8 +37,7 @@ TICK_SECONDS = 0.25
 QUICK_SECONDS = 0.02
 """Between ticks while a rank waits for us."""
 DYING_SECONDS = 0.001
-"""Between ticks while a rank dies: what it died of is known only until torchrun asks, ten times a second, or at once where it
-has told the rank to end."""
+"""Between ticks while a rank dies: of what is known only until torchrun asks, ten times a second."""
 SETTLE_SECONDS = 0.5
 """From the first failure to the verdict, at least: the cause may be a moment behind its consequence."""
 ORPHANED_SECONDS = 1.5
@@ -184,9 +183,8 @@ class Watchdog:
 
     def collect(self, verdict: Verdict) -> None:
         """Where everything is, before it is ended."""
-        for each in self.ranks:
-            if self.folder:
-                self._send(each, {"dump": str(self.folder)})
+        for each in self.ranks if self.folder else ():
+            self._send(each, {"dump": str(self.folder)})
         self._look_at_processes()
         verdict.collect([each.asked() for each in self.ranks if each.lives()], self.descendants.known)
         self.serve(lambda: verdict.has_collected, COLLECT_SECONDS)
