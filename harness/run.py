@@ -81,17 +81,16 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     except ValueError as error:
         return say_mistake(error, rank=0)  # this rank's own: rank 0 may know nothing of it
     console = _console(launched) if launch.rank == 0 else None
-    if device.type == "cpu":
-        for sentence in activate():
-            if console:
-                console.say(f"CPU mode: {sentence}")
+    stand_ins = activate() if device.type == "cpu" else []
     _agree_with_engine(config, device)
     guard = _guard(config, launch)
     guard.begins(MEET)
     injector = Injector.of(config.run.inject, launch.rank, guard.flush)
-    if console:
-        console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
     try:
+        if console:
+            for sentence in stand_ins:
+                console.say(f"CPU mode: {sentence}")
+            console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
         injector.begins(MEET, None)
         with open_world(launch, device, config.run.timeout_seconds, apart, config.network.interface) as world:
             code = _in_world(config, load_job, world, console, launched, guard, injector)

@@ -160,7 +160,9 @@ def said(stacks: Mapping[int, Stack]) -> list[str]:
     """A line for each rank: where its main thread is."""
     lines = []
     for rank, stack in sorted(stacks.items()):
-        at = " < ".join(stack.frames[:FRAMES]) or "its stack could not be read"
+        # Python's own library tells only that something waits, not who.
+        inner = [frame for frame in stack.frames[1:] if re.search(r"\((?:torch|harness|sglang)/", frame)]
+        at = " < ".join([*stack.frames[:1], *(inner or stack.frames[1:])][:FRAMES]) or "its stack could not be read"
         lines.append(
             f"rank {rank} {'waits' if stack.waits else 'was'} in {at}" if stack.frames else f"rank {rank}: {at}"
         )
