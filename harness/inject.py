@@ -22,7 +22,9 @@ from harness.trainer.offload import local
 
 if TYPE_CHECKING:
     from harness.trainer.learner import Learner
+    from harness.weights.gather import Bucket
     from harness.weights.sync import WeightSync
+    from harness.weights.transports import Gather, Transport
 
 SLOW_SECONDS = 4.0
 """How much later than it could the slow rank comes."""
@@ -175,10 +177,10 @@ class Injector:
         )
 
     def _dropped_bucket(self, fault: Fault) -> None:
-        """This rank's rows of the last bucket arrive as zeros."""
+        """From now on this rank's rows of the last bucket arrive as zeros: what loses a bucket does so again, when it is
+        searched for."""
         assert self.sync is not None
-        for name in dict.fromkeys(piece.live_name for piece in self.sync.buckets[-1].pieces):
-            self._replace(name, torch.zeros_like(self.sync.live[name]))
+        self.sync.transport = _Dropping(self.sync.transport, self.sync.live)
 
     def _lost_message(self, fault: Fault) -> None:
         """The scheduler beside this rank never hears that a bucket lies in its slot."""
@@ -207,6 +209,25 @@ class Injector:
         live, before = self.sync.live, self.sync.live[name]
         live[name] = tensor
         self._undo.append(lambda: live.__setitem__(name, before))
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropping:
+    """A transport on whose way the last bucket is lost, and nowhere else."""
+
+    transport: "Transport"
+    live: dict[str, torch.Tensor]
+
+    def push(self, buckets: "Sequence[Bucket]", gather: "Gather") -> None:
+        lost = {piece.live_name: self.live[piece.live_name] for piece in buckets[-1].pieces}
+        self.live.update({name: torch.zeros_like(tensor) for name, tensor in lost.items()})
+        try:
+            self.transport.push(buckets, gather)
+        finally:
+            self.live.update(lost)
+
+    def close(self) -> None:
+        self.transport.close()
 
 
 class _Deaf:

@@ -49,6 +49,8 @@ from harness.rollout.processes import children, end
 from harness.timeline import Gauge
 
 FAILED = 1
+FLIGHT_RECORDS = "2000"
+"""How many collectives torch's flight recorder keeps."""
 
 Job = Callable[[Config, World, ParallelDims, EventLog, Path, float], int]
 """What a run does once its ranks have met; returns the exit code."""
@@ -130,6 +132,8 @@ def _in_world(
     events.phase_ends.append(guard.ends)
     events.endings.append(guard.failed)
     guard.on_leave.append(events.close)
+    if world.device.type == "cuda":
+        guard.on_deadline.append(lambda folder: _dump_flight_records(folder, world.rank))
     if knock := phase_observer(os.environ, world.rank):
         events.phase_begins += [guard.flush, knock]
     events.phase_begins.append(injector.begins)
@@ -246,6 +250,14 @@ def _agree_with_engine(config: Config, device: torch.device) -> None:
     api = sglang_api.probe()
     rules = sglang_api.engine_environment_rules(api)
     os.environ.update(sglang_api.common_environment(rules, config.engine.args, os.environ))
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_RECORDS)  # before there is a communicator
+
+
+def _dump_flight_records(folder: Path, rank: int) -> None:
+    """NCCL's last collectives on this rank, as torch keeps them: read by torch's `torchfrtrace`."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # only in a torch that is built with NCCL
+    if dump:
+        (folder / f"flight-record-rank{rank}.pickle").write_bytes(dump())
 
 
 def _run_folder(config: Config) -> Path:

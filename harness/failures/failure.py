@@ -33,8 +33,8 @@ TRACE_LINES, TRACE_WIDTH = 10, 140
 TOGETHER_SECONDS = 1.0
 _AHEAD: Mapping[Kind, float] = {
     "stopped": TOGETHER_SECONDS,
-    "ended": 1.5 * TOGETHER_SECONDS,
     "vanished": TOGETHER_SECONDS,
+    "ended": TOGETHER_SECONDS / 2,
 }
 
 
@@ -132,8 +132,8 @@ def names_no_cause(failure: Failure) -> bool:
 def first(failures: Iterable[Failure]) -> Failure:
     """The earliest that can be a cause; where there is none, the earliest.
 
-    Of what happens together: a stopped rank comes before those that wait for it, a rank that was told to end before one
-    that is gone, and that before one that lost it.
+    Of what happens together: a stopped rank comes before those that wait for it; one of whose end torchrun alone knows
+    before one that torchrun then told to end, and that before one that lost it.
     """
     return min(failures, key=lambda each: (names_no_cause(each), each.time - _AHEAD.get(each.kind, 0.0)))
 
