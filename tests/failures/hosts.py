@@ -84,6 +84,8 @@ class Hosts:
         return found
 
     def harm(self, number: signal.Signals, host: str, kind: str = "") -> None:
+        if not kind:
+            time.sleep(1.2)  # a host that goes in mid-phase has told where it is: hosts beat once a second
         # The watchdog first: a host that goes tells nobody of its ranks.
         for process in sorted(
             self.processes(host, kind), key=lambda each: "harness.failures.watchdog" not in each.cmdline()

@@ -71,6 +71,15 @@ def test_a_failure_is_one_sentence(failure: Failure, places: list[Place], said: 
     assert sentence(failure, view(*places)) == said
 
 
+def test_a_lost_peer_is_the_cause_only_as_a_peer_that_vanished() -> None:
+    echo = failed(kind="echo", ranks=(0,), detail="Connection closed by peer")
+    first, *_ = tell([echo], view(IN_SYNC, IN_SYNC, IN_SYNC, EARLIER))
+    assert first == (
+        "FIRST FAILURE: a peer vanished: rank 3 last reported after wake_weights of step 1; rank 0 on host0 lost a peer in"
+        " sync of step 1 at 12:00:00 UTC: Connection closed by peer"
+    )
+
+
 def test_consequences_follow_the_cause_and_are_folded() -> None:
     cause = failed(kind="exception", ranks=(3,), host="host1", detail="ValueError: no", time=NOON)
     echoes = [
