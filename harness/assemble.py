@@ -120,6 +120,8 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = (trainer or start_trainer()).result()
     sync = WeightSync(engine, actor.model, config.weights, transport, folder)
+    for name, part in (("sync", sync), ("actor", actor.learner), *([("critic", critic.learner)] if critic else [])):
+        events.built(name, part)
     return Ppo(
         config=config,
         world=world,

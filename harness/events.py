@@ -8,12 +8,16 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 PATIENCE_SECONDS = 10.0  # how often a phase that lasts says what it waits for
+
+
+class ConsoleGone(OSError):
+    """Whoever read standard output has ended: no peer of the run, as a BrokenPipeError by itself might say."""
 
 
 @dataclass(slots=True)
@@ -26,13 +30,19 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print one line, at once."""
-        self.stream.write(f"[{time.time() - self.launched:6.1f} s] {text}\n")
-        self.stream.flush()
+        self._write(f"[{time.time() - self.launched:6.1f} s] {text}\n")
 
     def show(self, text: str) -> None:
         """Print a block, such as a table, without a time."""
-        self.stream.write(text.rstrip() + "\n")
-        self.stream.flush()
+        self._write(text.rstrip() + "\n")
+
+    def _write(self, text: str) -> None:
+        """Raises ConsoleGone."""
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except BrokenPipeError as error:
+            raise ConsoleGone("nobody reads this run's output any more: standard output is a closed pipe.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +76,10 @@ class EventLog:
     """Called in order at the start of each phase; the phase's work waits for them."""
     phase_ends: list[PhaseObserver] = field(default_factory=list)
     """Called in order at the end of each phase that did not fail."""
-    endings: list[Callable[[str], None]] = field(default_factory=list)
-    """Called in order with the reason, in one line, for which this rank is about to end."""
+    builds: list[Callable[[str, Any], None]] = field(default_factory=list)
+    """Called in order with the name of a part of the run, and the part, once it is built."""
+    endings: list[Callable[[str, str], None]] = field(default_factory=list)
+    """Called in order with the reason, in one line, for which this rank is about to end, and with its traceback or ""."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _file: IO[str] | None = None
 
@@ -83,11 +95,17 @@ class EventLog:
             self._file.write(line + "\n")
             self._file.flush()
 
-    def fail(self, error: str, **details: Any) -> None:
+    def fail(self, error: str, traceback: str = "") -> None:
         """This rank is about to end, because of this error: a fact, told to whoever wants to know. From any thread."""
-        self.fact("failed", error=error, **details)
+        with suppress(OSError):  # the disk may be what failed
+            self.fact("failed", error=error, traceback=traceback)
         for tell in self.endings:
-            tell(error)
+            tell(error, traceback)
+
+    def built(self, name: str, part: Any) -> None:
+        """A part of the run is there: told to whoever wants to know."""
+        for observe in self.builds:
+            observe(name, part)
 
     def say(self, text: str) -> None:
         """A line on the console, on rank 0; a fact on every rank."""
@@ -106,7 +124,8 @@ class EventLog:
         try:
             yield
         except BaseException as error:
-            self.fact("phase_failed", phase=name, step=step, error=f"{type(error).__name__}: {error}")
+            with suppress(OSError):  # on a full disk it is the first failure that must be told
+                self.fact("phase_failed", phase=name, step=step, error=f"{type(error).__name__}: {error}")
             raise
         else:
             elapsed = time.monotonic() - started

@@ -13,6 +13,9 @@ _STEP = (
 _VERIFY = ("baseline", "perturb", "poison", "push", "save", "reload", "readback", "first_sync", "log_probs")
 _SYNC_JOB = ("readback", "bench")
 
+STEP_PHASES = (*_STEP, *(f"verify_{part}" for part in _VERIFY))
+"""Those that belong to a step."""
+
 PHASES = (
     *(MEET, RUN, *_ENGINE, *_STEP, *(f"verify_{part}" for part in _VERIFY)),
     *("find_suspects", *_SYNC_JOB, "shutdown"),

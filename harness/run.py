@@ -6,9 +6,9 @@ Nothing heavy is imported at the top: on CPU the stand-ins must be on the path b
 import json
 import os
 import platform
-import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +39,8 @@ from harness.config.schema import Config
 from harness.emulation.knock import phase_observer
 from harness.events import Console, EventLog
 from harness.failures.guard import Guard
+from harness.failures.processes import say
+from harness.inject import Injector
 from harness.mistake import CannotRunHere, say_mistake
 from harness.phases import MEET, RUN, deadline
 from harness.report import installed_versions
@@ -47,6 +49,8 @@ from harness.rollout.processes import children, end
 from harness.timeline import Gauge
 
 FAILED = 1
+FLIGHT_RECORDS = "2000"
+"""How many collectives torch's flight recorder keeps."""
 
 Job = Callable[[Config, World, ParallelDims, EventLog, Path, float], int]
 """What a run does once its ranks have met; returns the exit code."""
@@ -79,18 +83,19 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     except ValueError as error:
         return say_mistake(error, rank=0)  # this rank's own: rank 0 may know nothing of it
     console = _console(launched) if launch.rank == 0 else None
-    if device.type == "cpu":
-        for sentence in activate():
-            if console:
-                console.say(f"CPU mode: {sentence}")
+    stand_ins = activate() if device.type == "cpu" else []
     _agree_with_engine(config, device)
     guard = _guard(config, launch)
     guard.begins(MEET)
-    if console:
-        console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
+    injector = Injector.of(config.run.inject, launch.rank, guard.flush)
     try:
+        if console:
+            for sentence in stand_ins:
+                console.say(f"CPU mode: {sentence}")
+            console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
+        injector.begins(MEET, None)
         with open_world(launch, device, config.run.timeout_seconds, apart, config.network.interface) as world:
-            code = _in_world(config, load_job, world, console, launched, guard)
+            code = _in_world(config, load_job, world, console, launched, guard, injector)
     except Exception as error:  # they did not meet, or one of them ended before they were ready
         _tell_failure(launch.rank, error)
         _end_early(guard.failed, error)
@@ -99,22 +104,40 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
 
 
 def _in_world(
-    config: Config, load_job: Callable[[], Job], world: World, console: Console | None, launched: float, guard: Guard
+    config: Config,
+    load_job: Callable[[], Job],
+    world: World,
+    console: Console | None,
+    launched: float,
+    guard: Guard,
+    injector: Injector,
 ) -> int:
     folder = _run_folder(config)
     guard.meet(all_gather(guard.post_at(own_address(os.environ))), folder)
     if _holds_a_run(folder):
         error = ConfigError(f"run.dir = {folder} holds an earlier run; give another folder, or remove it.")
         return say_mistake(error, world.rank)
+    if config.run.inject:
+        try:
+            injector.check_disk(folder)
+        except CannotRunHere as error:
+            return say_mistake(error, world.rank)
     gauge = _gauge(world)
     events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge.end)
+    injector.fact = events.fact
+    events.builds.append(injector.built)
+    events.phase_begins.append(injector.come_late)
     events.phase_begins.append(lambda name, step: gauge.begin())
     events.phase_begins.append(guard.begins)  # before anyone is hurt at the phase
     events.phase_ends.append(guard.ends)
     events.endings.append(guard.failed)
     guard.on_leave.append(events.close)
+    if world.device.type == "cuda":
+        guard.on_deadline.append(lambda folder: _dump_flight_records(folder, world.rank))
     if knock := phase_observer(os.environ, world.rank):
         events.phase_begins += [guard.flush, knock]
+    events.phase_begins.append(injector.begins)
+    events.phase_ends.append(injector.ends)
     try:
         differences = check_agreement(digest(config), os.environ)
         dims = ParallelDims.of(config.parallel)
@@ -135,14 +158,26 @@ def _in_world(
     job = load_job()
     try:
         with events.phase(RUN):
-            return job(config, world, dims, events, folder, launched)
+            code = job(config, world, dims, events, folder, launched)
+        return code or _all_happened(config, world, injector)
     except (ConfigError, CannotRunHere) as error:
         return say_mistake(error, world.rank)
     except Exception as error:
         _tell_failure(world.rank, error, events)
-        _end_early(lambda told: events.fail(told, traceback="".join(traceback.format_exception(error))), error)
+        _end_early(events.fail, error)
     finally:
         events.close()
+
+
+def _all_happened(config: Config, world: World, injector: Injector) -> int:
+    """The exit code of a run that passed: a fault that was asked for and never came is a mistake."""
+    if not config.run.inject:
+        return 0
+    never = [str(fault) for pending in all_gather(injector.pending) for fault in pending]
+    if not never:
+        return 0
+    error = ConfigError(f"run.inject: {', '.join(never)} never happened, because this run has no such phase.")
+    return say_mistake(error, world.rank)
 
 
 def _rank_facts(world: World) -> dict[str, Any]:
@@ -161,21 +196,24 @@ def _rank_facts(world: World) -> dict[str, Any]:
 
 def _tell_failure(rank: int, error: Exception, events: EventLog | None = None) -> None:
     """This rank's own word; the watchdog has the last one."""
-    print(f"rank {rank} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
+    lines = [f"rank {rank} FAILED: {type(error).__name__}: {error}"]
     if events:
-        print(f"rank {rank}: in {_where(error)}; traceback in {events.path}", file=sys.stderr)
+        lines.append(f"rank {rank}: in {_where(error)}; traceback in {events.path}")
     else:
-        traceback.print_exception(error)
+        lines += "".join(traceback.format_exception(error)).splitlines()
     if torch.cuda.is_initialized():
-        free, total = torch.cuda.mem_get_info()
-        print(f"rank {rank}: {free >> 20} of its GPU's {total >> 20} MiB are free", file=sys.stderr)
-    sys.stderr.flush()
+        with suppress(
+            RuntimeError
+        ):  # after an illegal access every call of CUDA fails, and the first one has been told
+            free, total = torch.cuda.mem_get_info()
+            lines.append(f"rank {rank}: {free >> 20} of its GPU's {total >> 20} MiB are free")
+    say("\n".join(lines) + "\n")
 
 
-def _end_early(tell: Callable[[str], None], error: Exception) -> NoReturn:
+def _end_early(tell: Callable[[str, str], None], error: Exception) -> NoReturn:
     """Tell the watchdog, which ends this process and the engine's; where there is none, end both here. Peers may sit in a
     collective that will never end, and so may our own threads."""
-    tell(f"{type(error).__name__}: {error}")
+    tell(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
     end(children(), patience_seconds=0)
     leave(FAILED)
 
@@ -212,6 +250,14 @@ def _agree_with_engine(config: Config, device: torch.device) -> None:
     api = sglang_api.probe()
     rules = sglang_api.engine_environment_rules(api)
     os.environ.update(sglang_api.common_environment(rules, config.engine.args, os.environ))
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_RECORDS)  # before there is a communicator
+
+
+def _dump_flight_records(folder: Path, rank: int) -> None:
+    """NCCL's last collectives on this rank, as torch keeps them: read by torch's `torchfrtrace`."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # only in a torch that is built with NCCL
+    if dump:
+        (folder / f"flight-record-rank{rank}.pickle").write_bytes(dump())
 
 
 def _run_folder(config: Config) -> Path:

@@ -67,6 +67,7 @@ class SyncJob:
         engine, model = make_engine_and_model(config, world, dims, events, folder, chosen)
         for name in chosen:
             sync = WeightSync(engine, model, config.weights, name, folder)
+            events.built("sync", sync)
             events.say(f"{sync.nbytes / 1e6:.1f} MB in {len(sync.buckets)} buckets, by {name}")
             arrived = self.time(sync, world, events) if self.bench else self.verify(sync, world, events)
             sync.close()

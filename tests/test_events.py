@@ -115,7 +115,7 @@ def test_a_block_is_shown_without_a_time() -> None:
 
 def test_a_rank_that_ends_leaves_the_reason_and_tells_whoever_wants_to_know(tmp_path: Path) -> None:
     log, told = log_at(tmp_path), list[str]()
-    log.endings += [told.append, told.append]
+    log.endings += [lambda error, traceback: told.append(error)] * 2
     log.fail("ValueError: no", traceback="where")
     assert told == ["ValueError: no"] * 2
     (line,) = lines(log.path)

@@ -1,6 +1,7 @@
 """The command line of launch/ppo.py: TOML files, dotted overrides, and what to do instead of a run."""
 
 import difflib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
@@ -27,6 +28,8 @@ class Options:
     """With --dry-run: memory of a GPU, for the estimate of what fits; 0 means 80, that of an A100 or H100. An H200 has 140."""
     cuda_visible_devices: list[str] = field(default_factory=list)
     """With --dry-run: CUDA_VISIBLE_DEVICES of each host, in order; one for all hosts, or none for unset."""
+    inject: list[str] = field(default_factory=list)
+    """A fault on purpose, KIND@PHASE[:rank][:step]; may be given more than once. Replaces run.inject."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,9 @@ def parse(arguments: Sequence[str]) -> Command:
             overrides.append((name, value))
         else:
             _set_option(options, name, value)
+    if options.inject:
+        overrides = [each for each in overrides if each[0] != "run.inject"]
+        overrides.append(("run.inject", json.dumps(options.inject)))
     config = build_config([*(read_layer(file) for file in files), override_layer(overrides)])
     check(config)
     _check_options(options, config)
@@ -111,6 +117,8 @@ def _check_option_name(name: str) -> None:
 def _set_option(options: Options, name: str, value: str) -> None:
     if name == "cuda_visible_devices":
         options.cuda_visible_devices.append(value)
+    elif name == "inject":
+        options.inject.append(value)
     elif name == "gpu_memory_gib":
         options.gpu_memory_gib = _gibibytes(name, value)
     elif name in ("nnodes", "nproc_per_node"):

@@ -120,12 +120,12 @@ def _checked(key: str, value: Any, kind: Any, source: str) -> Any:
 
 
 def _checked_names(key: str, value: Any, choices: tuple[Any, ...], source: str) -> tuple[Any, ...]:
-    """A list of some of the choices, each at most once."""
-    listed = ", ".join(json.dumps(choice) for choice in choices)
+    """A list of some of the choices, each at most once; where there are no choices, of any strings."""
+    listed = ", ".join(json.dumps(choice) for choice in choices) or "strings"
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{key} = {_show(value)} ({source}) is {_kind_of(value)}; it must be a list of {listed}.")
     for position, name in enumerate(value):
-        if name not in choices:
+        if name not in (choices or (name,)) or not isinstance(name, str):
             raise ConfigError(f"{key} = {_show(value)} ({source}) has {_show(name)}; its values can be {listed}.")
         if name in value[:position]:
             raise ConfigError(f"{key} = {_show(value)} ({source}) has {_show(name)} twice; give it once.")

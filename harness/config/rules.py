@@ -4,6 +4,7 @@ import difflib
 import json
 from typing import Literal
 
+from harness.config.faults import check_faults
 from harness.config.layers import ConfigError
 from harness.config.schema import Config, Run
 from harness.models.names import ARCHITECTURES, is_tiny
@@ -34,6 +35,7 @@ def check(config: Config) -> None:
     _check_algorithm(config)
     _check_engine(config)
     _check_memory(config)
+    _check_inject(config)
     if config.engine.device != "auto":
         check_transport(config, config.engine.device)
 
@@ -119,6 +121,22 @@ def _check_deadlines(run: Run) -> None:
         _require(phase in PHASES, f"run.deadlines.{phase}", value, f"there is no such phase; {hint}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         _require(is_number and value > 0, f"run.deadlines.{phase}", value, "it must be a number of seconds above 0")
+
+
+def _check_inject(config: Config) -> None:
+    parallel = config.parallel
+    try:
+        check_faults(
+            config.run.inject, parallel.dp * parallel.tp * parallel.pp, config.run.steps, config.weights.transport
+        )
+    except ValueError as error:
+        text, remedy = error.args
+        raise ConfigError(f'run.inject = "{text}" cannot work: {remedy}.') from error
+    for text in config.run.inject:
+        critic = config.algorithm.advantage == "gae"
+        _require(
+            critic or "@update_critic" not in text, "run.inject", text, 'algorithm.advantage = "grpo" has no critic'
+        )
 
 
 def _check_batches(config: Config) -> None:

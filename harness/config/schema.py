@@ -29,6 +29,8 @@ class Run:
     """Seconds that a phase may take, by its name, such as sync = 60; past it the run ends with 124."""
     lost_host_seconds: float = 10.0
     """How long a host may be silent before it counts as gone. Hosts beat once a second."""
+    inject: tuple[str, ...] = ()
+    """Faults on purpose, KIND@PHASE[:rank][:step] each, such as kill@sync:1:2; of rank 0, and of the first step, where not said. Kinds: exception, kill, stop, hang, slow, oom, full-disk at any phase; nan-gradient, nan-weight, wrong-shape, dropped-bucket, lost-message where they have something to act on. Also --inject, as often as wanted."""
 
 
 @dataclass(kw_only=True, slots=True)

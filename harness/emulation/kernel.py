@@ -41,11 +41,11 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare")
 
 
-def mount(source: str, target: str, kind: str | None = None, flags: int = 0) -> None:
+def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
     """mount(2). Raises OSError."""
     kind_bytes = None if kind is None else kind.encode()
     _check(
-        _libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), None),
+        _libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), options.encode() or None),
         f"mount {source} at {target}",
     )
 

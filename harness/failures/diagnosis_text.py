@@ -43,6 +43,22 @@ def as_text(found: Diagnosis) -> str:
     return "\n".join([*lines, *_also(found)])
 
 
+def in_brief(found: Diagnosis) -> list[str]:
+    """For a verdict that says itself what happened: the entry with cause, versions, fix and link; nothing where there is none."""
+    if not found.finding:
+        return ["no known failure of the catalogue"] if found.verdict == "unknown" else []
+    entry = found.finding.entry
+    known = "follows from something unknown, as" if entry.consequence else "known as"
+    lines = [f"{known} {entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
+    for name, text in (
+        ("cause", entry.cause),
+        ("fix", entry.fix),
+        ("versions", "; ".join(map(_affected, entry.affected))),
+    ):
+        lines += _paragraph(name, text).splitlines()
+    return [*lines, *(_paragraph("link", link) for link in entry.links[:1])]
+
+
 def as_json(found: Diagnosis) -> str:
     """Keys: verdict, slug (null where unknown), confidence, evidence, suspicious, also, and what the catalogue has."""
     finding = found.finding

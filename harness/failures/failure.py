@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-Kind = Literal["exception", "echo", "ended", "died", "launcher", "deadline", "stopped", "lost", "mistake"]
+Kind = Literal["exception", "echo", "ended", "vanished", "died", "launcher", "deadline", "stopped", "lost", "mistake"]
 """exception: a rank said so itself. echo: a rank said so, but of something that
-may have happened elsewhere. ended: by a signal that torchrun, a job scheduler or Ctrl-C sends. died: a rank's
-process ended without a word. launcher: torchrun did. deadline: a rank's phase took too long. stopped: it did, and the rank's process is stopped. lost: a host is silent.
+may have happened elsewhere. ended: by a signal that torchrun, a job scheduler or Ctrl-C sends. vanished: its process is
+gone, and torchrun knows of what. died: a rank's process ended without a word. launcher: torchrun did. deadline: a rank's phase took too long. stopped: it did, and the rank's process is stopped. lost: a host is silent.
 mistake: a rank ended with the exit code of a mistake in what was asked, which it has said itself."""
 
 # What a rank says that lost its peer, in the words of gloo, NCCL, torch's store, Python's sockets and pipes. None of it
@@ -21,20 +21,33 @@ _ECHO = re.compile(
     r"remote process exited|failed to (?:recv|send)|EOFError|ConnectionError",
     re.IGNORECASE,
 )
-# VerlEngine, of a call or a start in which one rank failed and all raise.
-_FAILED_ON = re.compile(r"^EngineFailed: .*?\bon ranks? (\d+(?:, \d+)*)")
+# What all ranks raise together, and lay to one of them: VerlEngine's calls, the checks before a sync, the gradient's norm.
+_FAILED_ON = re.compile(
+    r"^(?:EngineFailed|WeightsRefused|FloatingPointError): .*?(?:\bon |\(|: )ranks? (\d+(?:, \d+)*)"
+)
 SHOWN = 300
 """Characters of an error that are kept: a heartbeat must fit in few packets."""
+TRACE_LINES, TRACE_WIDTH = 10, 140
+"""Of an exception's traceback, its last ones; for the same reason."""
 
 TOGETHER_SECONDS = 1.0
+_AHEAD: Mapping[Kind, float] = {
+    "stopped": TOGETHER_SECONDS,
+    "vanished": TOGETHER_SECONDS,
+    "ended": TOGETHER_SECONDS / 2,
+}
 
 
 def is_echo(error: str, rank: int) -> bool:
     """Whether an error of this rank, in one line, may be the consequence of another rank's, or host's, end."""
-    elsewhere = _FAILED_ON.match(error)
-    if elsewhere and rank not in map(int, elsewhere[1].split(", ")):
-        return True
-    return _ECHO.search(error) is not None
+    elsewhere = named_ranks(error)
+    return bool(elsewhere and rank not in elsewhere) or _ECHO.search(error) is not None
+
+
+def named_ranks(error: str) -> list[int]:
+    """The ranks to which an error that all raise together is laid; none where it is a rank's own."""
+    match = _FAILED_ON.match(error)
+    return [int(rank) for rank in match[1].split(", ")] if match else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,8 @@ class Failure:
     """Of a deadline: how long it was."""
     code: int = 1
     """What the run ends with."""
+    trace: tuple[str, ...] = ()
+    """The last lines of the traceback, where there is one."""
 
     def as_json(self) -> dict[str, Any]:
         """For a heartbeat, or a file."""
@@ -98,24 +113,29 @@ class Failure:
             "time": values["time"] - clock_ahead,
             "ranks": tuple(values["ranks"]),
             "place": Place(**values["place"]),
+            "trace": tuple(values["trace"]),
         }
         return cls(**{**values, **changed})
 
 
+def shortened(trace: str) -> tuple[str, ...]:
+    """The last lines of a traceback, as they are kept; without those that only point at a part of the one above."""
+    lines = [line for line in trace.splitlines() if line.strip(" ~^|")]
+    return tuple(line if len(line) <= TRACE_WIDTH else line[: TRACE_WIDTH - 3] + "..." for line in lines[-TRACE_LINES:])
+
+
 def names_no_cause(failure: Failure) -> bool:
     """Whether something else, not known yet, may have led to it."""
-    return failure.kind in ("echo", "ended")
+    return failure.kind in ("echo", "ended", "vanished")
 
 
 def first(failures: Iterable[Failure]) -> Failure:
     """The earliest that can be a cause; where there is none, the earliest.
 
-    A stopped rank and those that wait for it pass their deadlines together.
+    Of what happens together: a stopped rank comes before those that wait for it; one of whose end torchrun alone knows
+    before one that torchrun then told to end, and that before one that lost it.
     """
-    return min(
-        failures,
-        key=lambda each: (names_no_cause(each), each.time - (TOGETHER_SECONDS if each.kind == "stopped" else 0)),
-    )
+    return min(failures, key=lambda each: (names_no_cause(each), each.time - _AHEAD.get(each.kind, 0.0)))
 
 
 def phase_of_step(phase: str, step: int | None) -> str:

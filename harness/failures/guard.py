@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.failures.failure import SHOWN, is_echo
+from harness.failures.failure import SHOWN, is_echo, shortened
 from harness.failures.heartbeat import open_for_beats
 from harness.failures.processes import MARK, launcher, say, started_at
+from harness.failures.stacks import offer_own_stack
 from harness.rollout.processes import children, end
 
 JOIN_SECONDS = 60.0
@@ -53,6 +54,8 @@ class Guard:
     lost_host_seconds: float
     on_leave: list[Callable[[], None]] = field(default_factory=list)
     """Called before this process leaves by order: what must be flushed."""
+    on_deadline: list[Callable[[Path], None]] = field(default_factory=list)
+    """Called with the run's folder, on a thread, when a deadline has passed somewhere: what only this process can tell."""
     _line: socket.socket | None = None
     _done: bool = False
     _answered: threading.Event = field(default_factory=threading.Event)
@@ -99,7 +102,7 @@ class Guard:
         if guard._line is None:
             say(f"rank {rank}: no watchdog on {host}; deadlines and lost hosts will not be noticed\n")
             return guard
-        guard._tell(say="hello", rank=rank, pid=os.getpid())
+        guard._tell(say="hello", rank=rank, pid=os.getpid(), handler=offer_own_stack())
         threading.Thread(target=guard._obey, name="guard", daemon=True).start()
         return guard
 
@@ -139,13 +142,14 @@ class Guard:
         self._tell(say="flush")
         self._wait_for_answer()
 
-    def failed(self, error: str) -> None:
+    def failed(self, error: str, traceback: str = "") -> None:
         """This rank is about to end, because of this. Waits for the watchdog's order, in which the process ends; returns
         where there is no watchdog, or no order in time."""
         if self._done or self._line is None:
             return
         line = " ".join(error.split())
-        self._tell(say="failed", error=line[:SHOWN], echo=is_echo(line, self.post.rank))
+        trace = shortened(traceback)
+        self._tell(say="failed", error=line[:SHOWN], echo=is_echo(line, self.post.rank), trace=trace)
         time.sleep(self.lost_host_seconds + ORDER_SECONDS)
 
     def bye(self, code: int) -> None:
@@ -177,7 +181,8 @@ class Guard:
             say(f"rank {self.post.rank} FAILED: the watchdog of {self.post.host} is gone, so this rank ends too\n")
             end(children(), patience_seconds=0)
         for flush in self.on_leave:
-            flush()
+            with suppress(OSError):  # a full disk, which is why it leaves
+                flush()
         os._exit(FAILED if code is None else code)
 
     def _order(self) -> int | None:
@@ -188,7 +193,11 @@ class Guard:
                 message = json.loads(line)
                 if "leave" in message:
                     return int(message["leave"])
-                self._answered.set()
+                if "dump" in message:
+                    for dump in self.on_deadline:
+                        dump(Path(message["dump"]))
+                else:
+                    self._answered.set()
         return None
 
 

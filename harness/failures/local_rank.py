@@ -2,13 +2,15 @@
 
 import json
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
-from harness.failures.failure import Kind, Place
+from harness.failures.failure import Kind, Place, phase_of_step
 from harness.failures.processes import lives
+from harness.failures.stacks import Asked
 from harness.phases import RUN
 
 
@@ -34,6 +36,8 @@ class LocalRank:
     """-1 until it has said who it is."""
     pid: int = 0
     process: psutil.Process | None = None
+    handler: int | None = None
+    """Its descriptor of the memory into which its faulthandler writes; see stacks.py."""
     left: int | None = None
     """The exit code with which it said that it leaves."""
     failed: Kind | None = None
@@ -84,6 +88,22 @@ class LocalRank:
         innermost = self.open[-1] if self.open else None
         between = innermost is None or innermost.name == RUN
         return idle_seconds if between and now - self.moved > idle_seconds else None
+
+    @property
+    def where(self) -> str:
+        """sync of step 1."""
+        return phase_of_step(self.place.phase, self.place.step)
+
+    def came_after(self, ranks: Sequence["LocalRank"], now: float) -> float:
+        """Seconds that all others have waited where it has come now; 0 while some are elsewhere."""
+        others = [each for each in ranks if each is not self]
+        if not others or any(each.place != self.place for each in others):
+            return 0.0
+        return now - max(each.moved for each in others)
+
+    def asked(self) -> Asked:
+        """For its stack."""
+        return Asked(name=f"rank{self.rank}", pid=self.pid, handler=self.handler)
 
     def lives(self) -> bool:
         """Whether its process runs."""

@@ -98,7 +98,7 @@ def stat(pid: int) -> list[str]:
         return []
 
 
-def say(text: str) -> None:
+def say(text: str, descriptor: int = 2) -> None:
     """A block on stderr in one write, so that no other process's lines come between. Nobody may be left to read it."""
     with suppress(OSError):
-        os.write(2, text.encode())
+        os.write(descriptor, text.encode())

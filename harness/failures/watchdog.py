@@ -2,7 +2,8 @@
 
 Started by the first rank of each torchrun (see guard.py), it hears from the ranks beside it which phase they are in, and
 once a second from the watchdogs of the other hosts. At the first failure anywhere it waits until it may know the cause,
-tells it, and ends the ranks of its host, what they started, and torchrun where that hangs. Then it ends too.
+tells it, and ends the ranks of its host, what they started, and torchrun where that hangs. It tells it again once torchrun
+has said its own, so that it is the last thing on the screen. Then it ends too.
 """
 
 import json
@@ -14,22 +15,29 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from harness.failures.explain import SECONDS as EXPLANATION_SECONDS
+from harness.failures.explain import warm_up
 from harness.failures.failure import Failure, Kind, Node, Place, first, names_no_cause
 from harness.failures.heartbeat import BEAT_SECONDS, Clock, Heartbeats
 from harness.failures.local_rank import LocalRank
+from harness.failures.memory_kills import MemoryKills
 from harness.failures.processes import Descendants, how_it_ended, is_stopped, lives, say
-from harness.failures.telling import View, tell
+from harness.failures.shared_memory import SharedMemory
+from harness.failures.telling import View
+from harness.failures.verdict import Verdict, stderr_of
 from harness.rollout.processes import end
 
 TICK_SECONDS = 0.25
 QUICK_SECONDS = 0.02
-"""Between ticks while a rank dies (what it died of is known only until torchrun asks) or waits for us."""
+"""Between ticks while a rank waits for us."""
+DYING_SECONDS = 0.001
+"""Between ticks while a rank dies: of what is known only until torchrun asks, ten times a second."""
 SETTLE_SECONDS = 0.5
 """From the first failure to the verdict, at least: the cause may be a moment behind its consequence."""
 ORPHANED_SECONDS = 1.5
@@ -46,9 +54,16 @@ JOIN_SECONDS = 60.0
 """How long a rank of this host may come after the one before it."""
 MEET_SECONDS = 3.0
 """How long ranks that have met wait for their hosts' first beats."""
+COLLECT_SECONDS = 8.0
+"""How long ranks stay after a deadline, at most, for what is to be seen of them."""
+LATE_SECONDS = 3.0
+"""By how much a rank must come after all others of its host to a phase of a step to be told of."""
 FAREWELLS = 5
 """Last beats, of which one must arrive, or the other hosts take this one for lost."""
 FAILED, TIMED_OUT = 1, 124
+SILENCE = """warning: {host} has not heard {there} in {seconds:g} s; UDP between the hosts may be blocked, and a host that is \
+lost will only show by what it does to the others
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +89,8 @@ class Watchdog:
     own: list[Failure] = field(default_factory=list)
     """Failures that were noticed on this host."""
     descendants: Descendants = field(default_factory=Descendants)
+    shared: SharedMemory = field(default_factory=SharedMemory)
+    memory_kills: MemoryKills = field(default_factory=MemoryKills)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _beaten: float = 0.0
     _looked: float = 0.0
@@ -85,17 +102,28 @@ class Watchdog:
 
     def watch(self) -> None:
         """From the first rank's arrival until nothing of this host's run is left."""
+        screen = stderr_of(self.launcher.pid)
         self._selector.register(self.ranks_door, selectors.EVENT_READ)
         self.serve(lambda: bool(self.failures()) or self.is_over())
         if self.failures():
             self._noticed = time.monotonic()
+            warm_up()
             self.serve(self.is_decided)
             cause = first(self.failures())
             if cause.kind == "mistake":  # its rank has said it
                 self.serve(self.all_gone, MISTAKE_SECONDS)
             if cause.kind != "mistake" or not self.all_gone():
-                self.tell()
+                verdict = Verdict(self.host, self.folder, self.failures(), self.view())
+                verdict.explanation.begin()
+                if cause.code == TIMED_OUT:
+                    self.collect(verdict)
+                self.serve(lambda: verdict.explanation.is_there, EXPLANATION_SECONDS)
+                torchrun_speaks = self.is_torchrun and lives(self.launcher)
+                verdict.say()
                 self.end_all(cause.code)
+                if torchrun_speaks:
+                    verdict.say(screen)
+        self.shared.remove()
         for _ in range(FAREWELLS if self.beats else 0):
             self.beat(left=True)
             time.sleep(QUICK_SECONDS)
@@ -104,8 +132,9 @@ class Watchdog:
         """Hear ranks and hosts, and look after them, until it is so or that time has passed."""
         given_up = time.monotonic() + seconds
         while not until() and time.monotonic() < given_up:
-            hurry = any(each.meets or (each.closed and not each.gone) for each in self.ranks)
-            for key, _ in self._selector.select(QUICK_SECONDS if hurry else TICK_SECONDS):
+            dying = any(each.closed and not each.gone for each in self.ranks)
+            hurry = QUICK_SECONDS if any(each.meets for each in self.ranks) else TICK_SECONDS
+            for key, _ in self._selector.select(DYING_SECONDS if dying else hurry):
                 if key.fileobj is self.ranks_door:
                     self.welcome()
                 elif key.fileobj is self.hosts_door and self.beats:
@@ -148,28 +177,26 @@ class Watchdog:
         # A host that is about to be found lost was so before whatever came of it.
         return not names_no_cause(cause) and (self.beats is None or self.beats.all_heard_since(cause.time))
 
-    def tell(self) -> None:
-        """Say the first failure and what followed, here and in the run's folder."""
-        failures = self.failures()
-        view = View(now=self.clock.now(), world_size=self.world_size, places=self.places(), hosts=self.hosts())
-        lines = [*tell(failures, view), f"  so says the watchdog of {self.host}, and ends what is left there"]
-        say("\n".join(lines) + "\n")
-        if self.folder:
-            cause = first(failures)
-            verdict = {"host": self.host, "code": cause.code, "said": lines, "first": cause.as_json()}
-            verdict["failures"] = [each.as_json() for each in failures]
-            verdict["places"] = {rank: str(place) for rank, place in view.places.items()}
-            with suppress(OSError):  # a folder that went with its host, or a full disk: it has been said
-                (self.folder / f"failure-{self.host}.json").write_text(json.dumps(verdict, indent=1), encoding="utf-8")
+    def view(self) -> View:
+        """What is known here of the whole job."""
+        return View(now=self.clock.now(), world_size=self.world_size, places=self.places(), hosts=self.hosts())
+
+    def collect(self, verdict: Verdict) -> None:
+        """Where everything is, before it is ended."""
+        for each in self.ranks if self.folder else ():
+            self._send(each, {"dump": str(self.folder)})
+        self._look_at_processes()
+        verdict.collect([each.asked() for each in self.ranks if each.lives()], self.descendants.known)
+        self.serve(lambda: verdict.has_collected, COLLECT_SECONDS)
 
     def end_all(self, code: int) -> None:
         """Ranks leave by order, or are killed; so is all that they started, and torchrun if it stays."""
         self._look_at_processes()
         for each in self.ranks:
-            with suppress(OSError):
-                each.send({"leave": code})
+            self._send(each, {"leave": code})
         self.serve(self.all_gone, LEAVE_SECONDS)
         self._look_at_processes()
+        self._look_at_memory()
         self.descendants.look_for_orphans(self.name)
         stubborn = {each.process.pid: each.process for each in self.ranks if each.process and each.lives()}
         end(stubborn | self.descendants.known, patience_seconds=0)
@@ -190,8 +217,7 @@ class Watchdog:
         line, _ = self.ranks_door.accept()
         line.setblocking(False)
         self._welcomed = time.monotonic()
-        rank = LocalRank(line, self._welcomed)
-        self._selector.register(line, selectors.EVENT_READ, rank)
+        self._selector.register(line, selectors.EVENT_READ, LocalRank(line, self._welcomed))
 
     def hear(self, rank: LocalRank) -> None:
         """Take in what a rank says."""
@@ -204,16 +230,21 @@ class Watchdog:
         now = time.monotonic()
         match message["say"]:
             case "hello":
-                rank.rank, rank.pid = message["rank"], message["pid"]
+                rank.rank, rank.pid, rank.handler = message["rank"], message["pid"], message["handler"]
                 with suppress(psutil.NoSuchProcess):  # it has died already, which is about to be seen
                     rank.process = psutil.Process(rank.pid)
                 self.ranks.append(rank)
             case "begins":
                 rank.begin(message["phase"], message["step"], message["deadline"], now)
+                if message["step"] is not None and (seconds := rank.came_after(self.ranks, now)) > LATE_SECONDS:
+                    say(
+                        f"slow: rank {rank.rank} came {seconds:.1f} s after the others on {self.host} to {rank.where}\n"
+                    )
             case "ends":
                 rank.end(message["phase"], now)
             case "failed":
-                self._fail(rank, "echo" if message["echo"] else "exception", message["error"])
+                kind: Kind = "echo" if message["echo"] else "exception"
+                self._fail(rank, kind, message["error"], trace=tuple(message["trace"]))
             case "bye":
                 rank.left = message["code"]
                 if rank.left:
@@ -221,7 +252,7 @@ class Watchdog:
             case "flush":
                 if self.beats:
                     self.beat()
-                self._answer(rank)
+                self._send(rank, {"done": True})
             case "peers":
                 rank.meets = True
                 self.folder = Path(message["folder"])
@@ -252,6 +283,7 @@ class Watchdog:
             assert peer.heard is not None
             place = max(peer.places.values(), key=lambda each: each.progress, default=Place())
             self._note(Failure(kind="lost", time=peer.heard, host=peer.node.host, ranks=peer.node.ranks, place=place))
+        self._look_at_memory()
         if now - self._looked > BEAT_SECONDS:
             self._looked = now
             self._look_at_processes()
@@ -275,11 +307,11 @@ class Watchdog:
         for rank in self.ranks:
             if rank.meets:
                 rank.meets = False
-                self._answer(rank)
+                self._send(rank, {"done": True})
 
-    def _answer(self, rank: LocalRank) -> None:
+    def _send(self, rank: LocalRank, message: dict[str, Any]) -> None:
         with suppress(OSError):  # it has just died
-            rank.send({"done": True})
+            rank.send(message)
 
     def _look_at(self, rank: LocalRank, now: float) -> None:
         if rank.gone:
@@ -287,30 +319,31 @@ class Watchdog:
         if rank.closed and (ended := how_it_ended(rank.pid)):
             self._died(rank, ended)
         elif (rank.closed or now - self._looked > BEAT_SECONDS) and not rank.lives():
-            self._died(rank, "died, and nothing says of what,")
+            self._died(rank, "" if self.is_torchrun else "died, and nothing says of what,")
         elif (seconds := rank.overdue(now, self.idle_seconds)) is not None:
             self._fail(rank, "stopped" if is_stopped(rank.pid) else "deadline", seconds=seconds, code=TIMED_OUT)
 
     def _died(self, rank: LocalRank, ended: str) -> None:
         rank.gone = True
         if rank.left is None and not rank.failed:
-            self._fail(rank, "ended" if ended.endswith(("SIGTERM", "SIGINT")) else "died", ended)
+            told = any(name in ended for name in ("SIGTERM", "SIGINT", "SIGHUP"))
+            if ended.endswith("SIGKILL") and (struck := self.memory_kills.seen()):
+                ended = f"{ended}, and {struck},"
+            self._fail(rank, "ended" if told else "died" if ended else "vanished", ended)
 
-    def _fail(self, rank: LocalRank, kind: Kind, detail: str = "", seconds: float = 0.0, code: int = FAILED) -> None:
+    def _fail(
+        self,
+        rank: LocalRank,
+        kind: Kind,
+        detail: str = "",
+        seconds: float = 0.0,
+        code: int = FAILED,
+        trace: tuple[str, ...] = (),
+    ) -> None:
         if rank.failed is None or (rank.failed == "echo" and kind == "exception"):
             rank.failed = kind
-            self._note(
-                Failure(
-                    kind=kind,
-                    time=self.clock.now(),
-                    host=self.host,
-                    ranks=(rank.rank,),
-                    place=rank.place,
-                    detail=detail,
-                    seconds=seconds,
-                    code=code,
-                )
-            )
+            failure = Failure(kind=kind, time=self.clock.now(), host=self.host, ranks=(rank.rank,), place=rank.place)
+            self._note(replace(failure, detail=detail, seconds=seconds, code=code, trace=trace))
 
     def _note(self, failure: Failure) -> None:
         self.own.append(failure)
@@ -319,30 +352,23 @@ class Watchdog:
     def _look_at_processes(self) -> None:
         self.descendants.look(each.process.pid for each in self.ranks if each.process and not each.gone)
 
+    def _look_at_memory(self) -> None:
+        self.shared.look([*(each.pid for each in self.ranks), *self.descendants.known])
+
     def _look_at_launcher(self) -> None:
         staying = [each for each in self.ranks if not each.gone and each.left is None]
         if staying and not lives(self.launcher) and not any(each.kind == "launcher" for each in self.own):
-            ranks = tuple(each.rank for each in staying)
-            self._note(
-                Failure(
-                    kind="launcher",
-                    time=self.clock.now(),
-                    host=self.host,
-                    ranks=ranks,
-                    place=staying[0].place,
-                    detail=f"(pid {self.launcher.pid}) is gone",
-                )
+            ranks, detail = tuple(each.rank for each in staying), f"(pid {self.launcher.pid}) is gone"
+            failure = Failure(
+                kind="launcher", time=self.clock.now(), host=self.host, ranks=ranks, place=staying[0].place
             )
+            self._note(replace(failure, detail=detail))
 
     def _warn_of_silence(self) -> None:
-        silent = self.beats.silent() if self.beats and time.monotonic() - self._met > self.lost_host_seconds else []
-        if silent and not self._warned:
-            self._warned = True
-            there = ", ".join(f"{node} at {node.address} port {node.port}" for node in silent)
-            say(
-                f"warning: {self.host} has not heard {there} in {self.lost_host_seconds:g} s; UDP between the hosts may be"
-                " blocked, and a host that is lost will only show by what it does to the others\n"
-            )
+        if self.beats and not self._warned and time.monotonic() - self._met > self.lost_host_seconds:
+            if there := ", ".join(f"{node} at {node.address} port {node.port}" for node in self.beats.silent()):
+                say(SILENCE.format(host=self.host, there=there, seconds=self.lost_host_seconds))
+            self._warned = bool(there)
 
     def places(self) -> dict[int, Place]:
         """Where each rank is that was heard of."""

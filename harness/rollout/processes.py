@@ -96,6 +96,24 @@ def first_error(log: str) -> str:
     return next((line for line in reversed(lines) if line.strip()), "")
 
 
+def first_traceback(log: str) -> list[str]:
+    """The lines of the traceback whose last one is first_error(log); none where a log has no whole one.
+
+    Lines that another process wrote between are left out: those of a traceback are indented.
+    """
+    lines = [line.rstrip() for line in log.splitlines()]
+    found: list[str] = []
+    for previous, line in zip(["", *lines], lines, strict=False):
+        if _TRACEBACK in line:
+            if not found and _IGNORED not in previous:
+                found = [line]
+        elif found and line.startswith(" "):
+            found.append(line)
+        elif found and (match := _ERROR_LINE.match(line)) and not _NO_ERROR.match(match[1]):
+            return [*found, line]
+    return []
+
+
 def children() -> dict[int, psutil.Process]:
     """This process's descendants by pid."""
     return {child.pid: child for child in psutil.Process().children(recursive=True)}
@@ -163,8 +181,8 @@ def shared_memory_files(processes: Iterable[int]) -> set[Path]:
     for pid in processes:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended, and holds nothing any more
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it has ended, and holds nothing any more; or is another user's, and holds nothing of ours
         inodes |= {int(inode) for inode in _SHARED_MEMORY.findall(maps)}
     with os.scandir("/dev/shm") as files:
         return {Path(file.path) for file in files if file.inode() in inodes}

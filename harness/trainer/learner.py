@@ -88,6 +88,8 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
+        self.after_backward: list[Callable[[], None]] = []
+        """Called after each microbatch's backward, before its gradient is added up."""
         self.gradients = (HostGradients if offloaded.gradients else Gradients)(model.parameters())
         self.parameters_offload = Offload(model.parameters, offloaded.parameters)
         self.optimizer_offload = Offload(self._optimizer_states, offloaded.optimizer)
@@ -143,6 +145,8 @@ class Learner:
             share, sums = loss(microbatch, counts)
             # FSDP averages gradients over ranks, but the shares of the loss are to be added up.
             (share * self.mesh.size()).backward()
+            for observe in list(self.after_backward):
+                observe()
             self.gradients.add()
             share_of_loss += share.detach().double()
             tally.add(sums)
@@ -171,11 +175,21 @@ class Learner:
             for parameter in parameters:
                 norms[parameter] = torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float32)  # type: ignore[arg-type]
         squares = [norms[parameter].double().square() for parameter in self.gradients.parameters if parameter in norms]
-        grad_norm = float(all_sum(torch.stack(squares).sum(), self.mesh).sqrt())
+        own = torch.stack(squares).sum()
+        grad_norm = float(all_sum(own.clone(), self.mesh).sqrt())
         if not math.isfinite(grad_norm):
             self.gradients.clear()
-            raise FloatingPointError(f"the gradient norm of the {self.name} is {grad_norm}, but must be finite")
+            raise FloatingPointError(
+                f"the gradient norm of the {self.name} is {grad_norm}, but must be finite{self._not_finite(own)}"
+            )
         return grad_norm
+
+    def _not_finite(self, own: Tensor) -> str:
+        """Whose part is not; "" where all parts are, and only their sum is too large. A collective call."""
+        parts = torch.zeros(self.mesh.size(), dtype=torch.int64, device=self.device)
+        parts[self.mesh.get_local_rank()] = 0 if torch.isfinite(own) else 1
+        wrong = [str(rank) for rank, is_wrong in enumerate(all_sum(parts, self.mesh).tolist()) if is_wrong]
+        return f": it is not on rank{'s' if len(wrong) > 1 else ''} {', '.join(wrong)}" if wrong else ""
 
     def _optimizer_states(self) -> Iterator[Tensor]:
         """AdamW's moments: none before the first step. Its step counts stay where they are."""

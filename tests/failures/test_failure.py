@@ -14,6 +14,8 @@ ECHOES = [
     "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (host0, 29500).",
     "BrokenPipeError: [Errno 32] Broken pipe",
     "EOFError: Ran out of input",
+    "WeightsRefused: 1 tensor(s) hold a NaN or an infinity: lm_head.weight (rank 0); nothing was sent.",
+    "FloatingPointError: the gradient norm of the actor is nan, but must be finite: it is not on rank 0",
     "OSError: [Errno 113] No route to host",
     "EngineFailed: on rank 0: EngineRefused: update_weights_from_disk: the engine refused",
     "EngineFailed: engine start failed on rank 0: AssertionError: no (whole log: engine-rank0.log)",
@@ -22,6 +24,9 @@ ECHOES = [
 CAUSES = [
     "EngineFailed: engine start failed on rank 1: AssertionError: no (whole log: engine-rank1.log)",
     "ArithmeticError: planted on rank 1",
+    "WeightsRefused: lm_head.weight: rank 1 holds 3 of the 4 rows of its shard",
+    "FloatingPointError: the gradient norm of the actor is nan, but must be finite: it is not on ranks 0, 1",
+    "ConsoleGone: nobody reads this run's output any more: standard output is a closed pipe.",
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     "EngineFailed: engine process sglang::scheduler_TP1 (pid 17) died: it printed nothing (whole log: engine-rank0.log)",
     "WeightsDidNotArrive: step 0: the engine's log-probs are off by 0.3 in the mean",
@@ -47,6 +52,12 @@ def failure(kind: Kind, time: float) -> Failure:
 def test_the_earliest_cause_is_first_and_a_consequence_only_if_there_is_none() -> None:
     assert first([failure("echo", 1), failure("died", 3), failure("exception", 2)]).kind == "exception"
     assert first([failure("echo", 2), failure("echo", 1)]).time == 1
+
+
+def test_whose_end_torchrun_alone_knows_comes_before_those_that_it_then_ended() -> None:
+    assert first([failure("ended", 10.0), failure("vanished", 10.3)]).kind == "vanished"
+    assert first([failure("echo", 10.0), failure("ended", 10.3)]).kind == "ended"
+    assert first([failure("vanished", 10.0), failure("exception", 12.0)]).kind == "exception"
 
 
 def test_a_stopped_rank_comes_before_those_that_wait_for_it() -> None:

@@ -38,7 +38,7 @@ class Ended:
     left: list[str]
 
     def verdict(self, host: str) -> str:
-        (line,) = [line for line in self.output.splitlines() if line.startswith(f"{host} | FIRST FAILURE: ")]
+        (line,) = {line for line in self.output.splitlines() if line.startswith(f"{host} | FIRST FAILURE: ")}
         return line.split("FIRST FAILURE: ")[1]
 
     def happened(self, words: str) -> float:

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.failures.failure import Failure, Place
-from harness.failures.telling import FOLDED, View, sentence, tell
+from harness.failures.telling import View, sentence, tell
 
 IN_SYNC = Place(9, "sync", 1, True)
 EARLIER = Place(8, "wake_weights", 1, False)
@@ -71,6 +71,15 @@ def test_a_failure_is_one_sentence(failure: Failure, places: list[Place], said: 
     assert sentence(failure, view(*places)) == said
 
 
+def test_a_lost_peer_is_the_cause_only_as_a_peer_that_vanished() -> None:
+    echo = failed(kind="echo", ranks=(0,), detail="Connection closed by peer")
+    first, *_ = tell([echo], view(IN_SYNC, IN_SYNC, IN_SYNC, EARLIER))
+    assert first == (
+        "FIRST FAILURE: a peer vanished: rank 3 last reported after wake_weights of step 1; rank 0 on host0 lost a peer in"
+        " sync of step 1 at 12:00:00 UTC: Connection closed by peer"
+    )
+
+
 def test_consequences_follow_the_cause_and_are_folded() -> None:
     cause = failed(kind="exception", ranks=(3,), host="host1", detail="ValueError: no", time=NOON)
     echoes = [
@@ -79,6 +88,6 @@ def test_consequences_follow_the_cause_and_are_folded() -> None:
     ]
     first, *rest = tell([*echoes, cause], view(*[IN_SYNC] * 4))
     assert first == "FIRST FAILURE: rank 3 on host1 failed in sync of step 1 at 12:00:00 UTC: ValueError: no"
-    assert len(rest) == FOLDED + 1
-    assert rest[0].startswith("  +0.5 s: rank 0 on host0 lost a peer in sync of step 1")
-    assert rest[-1] == "  and 2 more"
+    assert rest == [
+        "  +0.5 to +5.5 s: ranks 0, 1, 2, 3, 4, 5 on host0 lost a peer in sync of step 1: Connection closed by peer"
+    ]

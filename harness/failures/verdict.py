@@ -1,0 +1,108 @@
+"""The watchdog's word on a run that failed, on the screen and in the run's folder."""
+
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from harness.failures.explain import Explanation
+from harness.failures.failure import Failure, first
+from harness.failures.processes import say
+from harness.failures.stacks import Asked, Stack, gpu_memory, look, said
+from harness.failures.telling import View, tell
+
+STANDARD_ERROR = 2
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Of one host."""
+
+    host: str
+    folder: Path | None
+    """The run's; None before the ranks have met."""
+    failures: list[Failure]
+    view: View
+    explanation: Explanation = field(init=False)
+    stacks: dict[str, Stack] = field(default_factory=dict)
+    gpus: str = ""
+    _collected: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.explanation = Explanation(self.cause, self.folder)
+
+    @property
+    def cause(self) -> Failure:
+        """The first failure."""
+        return first(self.failures)
+
+    def collect(self, asked: Sequence[Asked], descendants: Mapping[int, psutil.Process]) -> None:
+        """Begin to take the stacks of ranks and of what they started, and look at the GPUs."""
+
+        def work() -> None:
+            found = look([*asked, *_named(descendants)])
+            self.gpus = gpu_memory()
+            self.stacks = {stack.name: stack for stack in found}
+            self._collected.set()
+
+        threading.Thread(target=work, name="stacks", daemon=True).start()
+
+    @property
+    def has_collected(self) -> bool:
+        """Whether that is done."""
+        return self._collected.is_set()
+
+    def say(self, screen: int = STANDARD_ERROR) -> None:
+        """Say all that is known now, on this descriptor, and keep it."""
+        lines = [*self.lines(), f"  so says the watchdog of {self.host}, and ends what is left there"]
+        say("\n".join(lines) + "\n", screen)
+        self._keep()
+
+    def lines(self) -> list[str]:
+        """What is said."""
+        ranks = {int(name[4:]): stack for name, stack in self.stacks.items() if re.fullmatch(r"rank\d+", name)}
+        waiting = {rank: stack.waits for rank, stack in ranks.items() if stack.frames}
+        explanation = said(ranks)
+        if self.stacks and self.folder:
+            explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
+        lines = tell(self.failures, replace(self.view, waiting=waiting), explanation + self.explanation.lines)
+        return [*lines, *([f"  run directory: {self.folder}"] if self.folder else [])]
+
+    def _keep(self) -> None:
+        """In the run's folder."""
+        if not self.folder:
+            return
+        kept = {"host": self.host, "code": self.cause.code, "said": self.lines(), "slug": self.explanation.slug}
+        kept |= {"first": self.cause.as_json(), "failures": [each.as_json() for each in self.failures]}
+        kept["places"] = {rank: str(place) for rank, place in self.view.places.items()}
+        files = {f"stacks-{self.host}-{name}.txt": stack.text for name, stack in self.stacks.items()}
+        files |= {f"gpus-{self.host}.txt": self.gpus} if self.gpus else {}
+        with suppress(OSError):  # a folder that went with its host, or a full disk: it has been said
+            (self.folder / f"failure-{self.host}.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+            for name, text in files.items():
+                (self.folder / name).write_text(text, encoding="utf-8")
+
+
+def stderr_of(pid: int) -> int:
+    """A descriptor of that process's standard error, which torchrun may have turned away from its ranks' (--tee); ours where
+    it is the same, or cannot be had."""
+    theirs = Path(f"/proc/{pid}/fd/{STANDARD_ERROR}")
+    with suppress(OSError):
+        if not os.path.samestat(theirs.stat(), os.fstat(STANDARD_ERROR)):
+            return os.open(theirs, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+    return STANDARD_ERROR
+
+
+def _named(descendants: Mapping[int, psutil.Process]) -> list[Asked]:
+    asked = []
+    for pid, process in descendants.items():
+        with suppress(psutil.NoSuchProcess):
+            name = re.sub(r"\W+", "-", process.name()).strip("-")
+            asked.append(Asked(name=f"{name}-{pid}", pid=pid))
+    return asked

@@ -1,0 +1,66 @@
+"""Faults as the command line says them: what is understood, and what is refused in one sentence."""
+
+import pytest
+
+from harness.config.command import parse
+from harness.config.faults import AT, KINDS, Fault, parse_fault
+from harness.config.layers import ConfigError
+from harness.phases import PHASES
+
+QUICKSTART = "configs/cpu/quickstart.toml"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kill@sync", Fault(kind="kill", phase="sync")),
+        ("kill@sync:1", Fault(kind="kill", phase="sync", rank=1)),
+        ("kill@sync:1:2", Fault(kind="kill", phase="sync", rank=1, step=2)),
+        ("kill@sync::2", Fault(kind="kill", phase="sync", step=2)),
+        ("full-disk@run:3", Fault(kind="full-disk", phase="run", rank=3)),
+    ],
+)
+def test_what_is_understood(text: str, fault: Fault) -> None:
+    assert parse_fault(text) == fault
+    assert parse_fault(str(fault)) == fault
+
+
+def test_each_kind_has_phases() -> None:
+    assert len(KINDS) == 12
+    assert set().union(*AT.values()) <= set(PHASES)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kil@sync", "there is no kind kil; the nearest is kill"),
+        ("kill@sinc", "there is no phase sinc; the nearest is sync"),
+        ("kill", "write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2"),
+        ("kill@sync:x", "write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2"),
+        ("kill@sync:1:-2", "write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2"),
+        ("nan-gradient@sync", "nan-gradient has nothing to act on in sync; it can be at update_actor or update_critic"),
+        ("full-disk@meet", "ranks that have not met have no run directory whose disk could be full; use a later phase"),
+        ("kill@shutdown:0:1", "shutdown belongs to no step; leave the step out"),
+        ("kill@sync:2", "the mesh has the ranks 0 to 1"),
+        ("kill@sync:1:9", "run.steps = 3, so the last step that anything is in is 3"),
+    ],
+)
+def test_a_mistake_is_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([QUICKSTART, "--inject", text])
+    assert str(caught.value) == f'run.inject = "{text}" cannot work: {said}.'
+
+
+def test_what_the_config_lacks_cannot_be_hurt() -> None:
+    with pytest.raises(ConfigError, match='run.inject = "nan-gradient@update_critic" cannot work: .*has no critic'):
+        parse([QUICKSTART, "--inject", "nan-gradient@update_critic", "--algorithm.advantage", "grpo"])
+    with pytest.raises(
+        ConfigError, match='"lost-message@sync" cannot work: weights.transport = "disk" sends no messages'
+    ):
+        parse([QUICKSTART, "--inject", "lost-message@sync", "--weights.transport", "disk"])
+
+
+def test_faults_may_be_given_more_than_once_and_in_a_file() -> None:
+    both = parse([QUICKSTART, "--inject", "kill@sync:1", "--inject=hang@values"]).config
+    assert both.run.inject == ("kill@sync:1", "hang@values")
+    assert parse([QUICKSTART, "--run.inject", "kill@sync:1,hang@values"]).config.run.inject == both.run.inject
