@@ -211,7 +211,7 @@ def _start_watchdog(name: str, settings: dict[str, Any], other_hosts: bool) -> i
             hosts = open_for_beats()
             port = int(hosts.getsockname()[1])
             passed.append(hosts.fileno())
-        module = [sys.executable, "-m", "harness.failures.watchdog", json.dumps(settings | {"sockets": passed})]
+        module = [sys.executable, "-m", "harness.failures.watchdog_process", json.dumps(settings | {"sockets": passed})]
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         subprocess.run(
             module,

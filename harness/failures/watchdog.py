@@ -6,12 +6,8 @@ tells it, and ends the ranks of its host, what they started, and torchrun where 
 has said its own, so that it is the last thing on the screen. Then it ends too.
 """
 
-import json
-import os
 import selectors
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +21,7 @@ from harness.failures.explain import SECONDS as EXPLANATION_SECONDS
 from harness.failures.explain import warm_up
 from harness.failures.failure import Failure, Kind, Node, Place, first, names_no_cause
 from harness.failures.heartbeat import BEAT_SECONDS, Clock, Heartbeats
+from harness.failures.late_report import report_failed_run
 from harness.failures.local_rank import LocalRank
 from harness.failures.memory_kills import MemoryKills
 from harness.failures.processes import Descendants, how_it_ended, is_stopped, lives, say
@@ -105,28 +102,36 @@ class Watchdog:
         screen = stderr_of(self.launcher.pid)
         self._selector.register(self.ranks_door, selectors.EVENT_READ)
         self.serve(lambda: bool(self.failures()) or self.is_over())
-        if self.failures():
-            self._noticed = time.monotonic()
-            warm_up()
-            self.serve(self.is_decided)
-            cause = first(self.failures())
-            if cause.kind == "mistake":  # its rank has said it
-                self.serve(self.all_gone, MISTAKE_SECONDS)
-            if cause.kind != "mistake" or not self.all_gone():
-                verdict = Verdict(self.host, self.folder, self.failures(), self.view())
-                verdict.explanation.begin()
-                if cause.code == TIMED_OUT:
-                    self.collect(verdict)
-                self.serve(lambda: verdict.explanation.is_there, EXPLANATION_SECONDS)
-                torchrun_speaks = self.is_torchrun and lives(self.launcher)
-                verdict.say()
-                self.end_all(cause.code)
-                if torchrun_speaks:
-                    verdict.say(screen)
+        has_failed = bool(self.failures()) and self.end_run(screen)
         self.shared.remove()
         for _ in range(FAREWELLS if self.beats else 0):
             self.beat(left=True)
             time.sleep(QUICK_SECONDS)
+        if has_failed and self.folder and any(each.rank == 0 for each in self.ranks):
+            say(f"{report_failed_run(self.folder)}\n")
+
+    def end_run(self, screen: int) -> bool:
+        """Something has failed: tell what, here and last on the screen (a descriptor), and end what is left. False where a
+        rank has said its mistake, and all have left by themselves."""
+        self._noticed = time.monotonic()
+        warm_up()
+        self.serve(self.is_decided)
+        cause = first(self.failures())
+        if cause.kind == "mistake":  # its rank has said it
+            self.serve(self.all_gone, MISTAKE_SECONDS)
+            if self.all_gone():
+                return False
+        verdict = Verdict(self.host, self.folder, self.failures(), self.view())
+        verdict.explanation.begin()
+        if cause.code == TIMED_OUT:
+            self.collect(verdict)
+        self.serve(lambda: verdict.explanation.is_there, EXPLANATION_SECONDS)
+        torchrun_speaks = self.is_torchrun and lives(self.launcher)
+        verdict.say()
+        self.end_all(cause.code)
+        if torchrun_speaks:
+            verdict.say(screen)
+        return True
 
     def serve(self, until: Callable[[], bool], seconds: float = float("inf")) -> None:
         """Hear ranks and hosts, and look after them, until it is so or that time has passed."""
@@ -381,20 +386,3 @@ class Watchdog:
         """The host of each rank, once all have met; before, of our own."""
         own = {each.rank: self.host for each in self.ranks}
         return {rank: node.host for node in self.nodes for rank in node.ranks} | own
-
-
-def main(settings: dict[str, Any]) -> None:
-    """Be nobody's child, and watch. settings: as guard.py gives them."""
-    if os.fork():
-        os._exit(0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the run; its end is noticed, and is ours
-    doors = [socket.socket(fileno=each) for each in settings.pop("sockets")]
-    launcher = psutil.Process(settings.pop("launcher"))
-    Watchdog(
-        ranks_door=doors[0], hosts_door=doors[1] if len(doors) > 1 else None, launcher=launcher, **settings
-    ).watch()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

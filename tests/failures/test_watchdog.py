@@ -149,7 +149,7 @@ def test_a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
 def test_ranks_end_when_their_watchdog_is_killed(start: Start) -> None:
     hosts = start(TWO, {-1: f"child {HANG}"})
     hosts.wait_until_hanging(0, 1, 2, 3)
-    hosts.harm(signal.SIGKILL, "host1", "harness.failures.watchdog")
+    hosts.harm(signal.SIGKILL, "host1", "harness.failures.watchdog_process")
     hosts.wait()
     assert "the watchdog of host1 is gone, so this rank ends too" in hosts.said("host1")
     assert "FIRST FAILURE: host1 (ranks 2, 3) is gone" in hosts.verdict("host0")
