@@ -5,13 +5,9 @@ one port, and may even join each other's process group. Here a block of ports be
 """
 
 import errno
-import fcntl
-import os
 import socket
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -59,23 +55,21 @@ class PortLease:
     """One block of ports on this host, for as long as this process lives or until close().
 
     Walks up from the block planned for (base_port, index_on_host) to the first that no other lease holds and whose
-    ports are all free. The lease is an flock on a file in the temp directory: the kernel drops it when the holder
-    dies. Processes that share a host's network must therefore share its temp directory.
+    ports are all free. The lease is a name among the Unix sockets of the host's network (Linux's abstract ones): seen by
+    exactly those who share the ports, whatever folders they see, and dropped by the kernel when the holder dies.
     Raises ValueError for a bad base_port, OSError (EADDRINUSE) where no block is free.
     """
 
     def __init__(self, base_port: int, index_on_host: int = 0) -> None:
         for ports in _blocks(base_port, index_on_host):
-            path = Path(tempfile.gettempdir(), f"harness-ports-{ports.port}.lock")
-            lock = _try_lock(path)
-            if lock is None:
+            held = _hold(ports.port)
+            if held is None:
                 continue
             if all(_is_free(port) for port in range(ports.port, ports.port + PORTS_PER_ENGINE)):
                 self.ports = ports
-                self._path = path
-                self._lock: int | None = lock
+                self._held = held
                 return
-            _unlock(lock, path)
+            held.close()
         raise OSError(
             errno.EADDRINUSE,
             f"engine.base_port = {base_port} has no block of {PORTS_PER_ENGINE} free ports above it on this host: "
@@ -84,9 +78,7 @@ class PortLease:
 
     def close(self) -> None:
         """Gives the block back; a second call does nothing."""
-        if self._lock is not None:
-            _unlock(self._lock, self._path)
-            self._lock = None
+        self._held.close()
 
     def __enter__(self) -> Self:
         return self
@@ -104,51 +96,17 @@ def _blocks(base_port: int, index_on_host: int) -> Iterator[EnginePorts]:
         yield planned_ports(first, 0)
 
 
-def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the file's lock, or None if another process does."""
-    while True:
-        lock = _open(path)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            return None
-        # The last holder may have removed the file after it was opened here: then this lock guards nothing.
-        if _names(path, lock):
-            return lock
-        os.close(lock)
-
-
-def _names(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to the open file."""
+def _hold(first_port: int) -> socket.socket | None:
+    """What holds the block, or None if another process does."""
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _open(path: Path) -> int:
-    """Opens the file, makes it if need be. Reading is enough for flock, and works on another user's file too."""
-    while True:
-        try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            pass
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            continue
-        os.fchmod(lock, 0o644)
-        return lock
-
-
-def _unlock(lock: int, path: Path) -> None:
-    # Removed while locked, so that nobody's lock is on a file about to vanish. In a sticky temp directory only the
-    # file's owner may remove it; another user's file stays, unlocked.
-    if os.fstat(lock).st_uid == os.geteuid():
-        path.unlink(missing_ok=True)
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+        held.bind(f"\0sglang-rl-harness-ports-{first_port}")
+    except OSError as error:
+        held.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return held
 
 
 def _is_free(port: int) -> bool:

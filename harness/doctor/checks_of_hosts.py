@@ -139,7 +139,7 @@ def shared_memory(view: Examination) -> Iterator[Finding]:
 
 
 def temp_folder(view: Examination) -> Iterator[Finding]:
-    """Ranks of a host lease ports through files in one temp folder, which must be theirs together and writable."""
+    """Ranks and schedulers of a host find each other through one temp folder, which must be theirs together and writable."""
     for facts in view.first_on_host:
         ranks = view.on_host(facts)
         different = differences({rank: view.facts[rank].temp.path for rank in ranks})
@@ -148,7 +148,7 @@ def temp_folder(view: Examination) -> Iterator[Finding]:
                 check="temp_folder",
                 fault=True,
                 ranks=different[1],
-                what=f"ranks of one host have different temp folders, so that two engines may lease one port: {different[0]}",
+                what=f"ranks of one host have different temp folders, so that a scheduler does not find its rank: {different[0]}",
                 remedy="give all ranks of a host one TMPDIR",
             )
         for rank in ranks:
