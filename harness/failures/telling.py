@@ -86,6 +86,8 @@ def _alone(failure: Failure, view: View) -> str:
     who = f"{said_ranks(failure.ranks)} on {failure.host}"
     if failure.kind == "echo":
         return _lost(failure.ranks, failure)
+    if failure.kind == "ended":
+        return f"{who} {failure.detail} {failure.place}"
     return f"{who} passed its deadline {failure.place} too" if failure.kind == "deadline" else sentence(failure, view)
 
 

@@ -44,6 +44,8 @@ def title(subject: Subject) -> str:
     what = seen.error.partition(":")[0] or "failed"
     if seen.kind == "deadline":
         what = f"a deadline passed, with rank {ranges(seen.ranks)} behind"
+    elif seen.kind and seen.ranks:
+        what = f"rank {ranges(seen.ranks)}: {what}"
     return f"{job} on sglang, {run}: {what}{f' in {at(subject)}' if seen.phase else ''}"
 
 
