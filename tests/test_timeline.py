@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.events import EventLog
-from harness.report_html import blocks_of, drawings, html, svg
+from harness.report_html import drawings, html, svg
+from harness.report_page import blocks_of
 from harness.timeline import GIB, MIB, Gauge, Stage, bars, layers, stage_metrics, steady, steady_sentence, taken
 
 

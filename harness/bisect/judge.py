@@ -42,10 +42,12 @@ class Failure:
     text: str
 
     @property
-    def name(self) -> str:
-        """What two failures of one cause have in common: the slug, else the exception's name, else the line without numbers."""
+    def names(self) -> set[str]:
+        """What two failures of one cause have in common: the slug, or the exception's class, for a message changes from release
+        to release; of a line without an exception, the line without its numbers."""
         match = _EXCEPTION.search(self.text)
-        return self.slug or (match[1] if match else re.sub(r"0x\w+|\d+", "#", self.text))
+        plain = match[1] if match else re.sub(r"0x\w+|\d+", "#", self.text)
+        return {self.slug, plain} - {""}
 
 
 def attempt(
@@ -75,13 +77,16 @@ def attempt(
     if code >= FIRST_STOPPING_CODE and not ended.timed_out:
         raise Stop(f"the script ended with exit code {code}, which asks to stop (128 or more); its output is in {log}.")
     failure = first_failure(log, folder / "run") if code and not ended.timed_out else Failure("", "")
+    shown = failure.text
+    for path in (*environment.paths, str(Path(environment.python).parent.parent)):
+        shown = shown.replace(f"{path}/", "")
     made = Attempt(
         code=code,
         timed_out=ended.timed_out,
         seconds=ended.seconds,
         verdict="good",
         log=str(log),
-        failure=failure.text,
+        failure=shown,
         slug=failure.slug,
     )
     made.verdict, made.reason = verdict(question, made, log, no_gpu=no_gpu, reference=reference)
