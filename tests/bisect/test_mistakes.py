@@ -57,7 +57,7 @@ SITES = ["--package", "moving", "--environments", "sites"]
         (["--good", "1.0", "--bad", "1.3", "--git", ".", "--", "script.py"], "is no git checkout"),
         (["--good", "1.0", "--bad", "1.3", "--wheels", "sites", "--", "script.py"], "has no wheel of sglang"),
         (["--resume", "sites"], "holds no bisect"),
-        (["status"], "bisects holds no bisect"),
+        (["status", "sites"], "sites holds no bisect"),
         (["replay", "script.py"], "script.py:1 begins with 'import'"),
     ],
 )
