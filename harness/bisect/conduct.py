@@ -53,9 +53,11 @@ class Conductor:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _resolve(self) -> None:
-        """Whether each candidate can be installed, before anything runs."""
-        state = self.state
-        todo = [i for i in range(len(state.candidates)) if i not in state.closed_indices and i not in state.verdicts]
+        """Whether each candidate can be installed, before anything runs; the ends are installed meanwhile."""
+        state, started = self.state, time.monotonic()
+        ends = [each for each, _ in self._ends()]
+        others = [index for index in range(len(state.candidates)) if index not in ends]
+        todo = [i for i in (*ends, *others) if i not in state.closed_indices and i not in state.verdicts]
         if state.resolved:
             return
         pool = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")
@@ -65,11 +67,13 @@ class Conductor:
                 self.show.phase(f"resolving: {done} of {len(pending)}")
                 try:
                     self._wait(future)
+                    self._prefetch([index] if index in ends else [])
                 except Unavailable as problem:
                     self._close(index, f"cannot be installed: {problem}")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         state.resolved = True
+        state.resolving_seconds = time.monotonic() - started
         self._save()
         closed = len(state.closed)
         self.show.say(
@@ -81,11 +85,7 @@ class Conductor:
 
     def _verify_ends(self) -> None:
         """The good end first, which a number is compared with."""
-        last = len(self.state.candidates) - 1
-        find_fix = self.state.question.options.find_fix
-        order: list[tuple[int, Verdict]] = [(0, "good"), (last, "bad")]
-        if find_fix:
-            order = [(last, "good"), (0, "bad")]
+        last, order = len(self.state.candidates) - 1, self._ends()
         self._prefetch([index for index, _ in order])
         for index, expected in order:
             if index not in self.state.verdicts and index not in self.state.closed_indices:
@@ -95,6 +95,11 @@ class Conductor:
                 )
                 self._test(index)
             self._check_end(index, expected)
+
+    def _ends(self) -> list[tuple[int, Verdict]]:
+        """What must be good, and then what must be bad."""
+        last = len(self.state.candidates) - 1
+        return [(last, "good"), (0, "bad")] if self.state.question.options.find_fix else [(0, "good"), (last, "bad")]
 
     def _check_end(self, index: int, expected: Verdict) -> None:
         candidate = self.state.candidates[index]

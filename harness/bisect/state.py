@@ -84,6 +84,8 @@ class State:
     """Of the sessions so far, from the first resolution on."""
     resolved: bool = False
     """Every candidate was looked at."""
+    resolving_seconds: float = 0.0
+    """Of wall_seconds, before the first run: all candidates resolved."""
     installs: dict[str, float] = field(default_factory=dict)
     """Candidate -> seconds that making its environment took."""
 

@@ -96,15 +96,12 @@ def _reason(said: str) -> list[str]:
     return kept
 
 
-def pythons(versions: Sequence[str], environment: dict[str, str]) -> list[str]:
-    """Those of the minor versions that are on this machine."""
-    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    found = []
-    for version in versions:
-        command = [binary(), "python", "find", version, "--system", "--no-python-downloads"]
-        if version == here or subprocess.run(command, capture_output=True, env=environment).returncode == 0:
-            found.append(version)
-    return found
+def has_python(version: str, environment: dict[str, str]) -> bool:
+    """Whether that minor version is on this machine."""
+    if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        return True
+    command = [binary(), "python", "find", version, "--system", "--no-python-downloads"]
+    return subprocess.run(command, capture_output=True, env=environment).returncode == 0
 
 
 def _device(path: Path) -> int:
