@@ -172,7 +172,7 @@ class Pinned:
             overrides.write_text(f"{self.package}=={candidate.name}\n")
             words += ["--overrides", str(overrides)]
         if self.no_gpu and "sglang" in map(canonical, asked):
-            excludes = self.locks / "cuda-only"
+            excludes = self.locks / f"{candidate.name}.excludes"  # its own: others are resolved beside it
             excludes.write_text("\n".join(name for name in CUDA_ONLY if name != canonical(self.package)) + "\n")
             words += ["--excludes", str(excludes)]
         resolved = uv.ask(words, self.environment, "\n".join(asked)).split("\n")
