@@ -10,7 +10,7 @@ from statistics import median
 
 from harness.bisect import judge, measure, search, warded
 from harness.bisect.answer import Answer, answer_of, causes, open_cause
-from harness.bisect.environment import Environment, Provider, check_version, probe_command
+from harness.bisect.environment import Environment, Provider, canonical, check_version, probe_command
 from harness.bisect.question import WrongQuestion
 from harness.bisect.search import Verdict
 from harness.bisect.show import Show
@@ -265,7 +265,7 @@ class Conductor:
         candidate, options = self.state.candidates[index], self.state.question.options
         try:
             environment = self.provider.make(candidate)
-            if not options.git and not options.environments:
+            if not options.git and (not options.environments or canonical(options.package) in environment.freeze):
                 check_version(environment, options.package, candidate.name)
         except Unavailable as problem:
             raise Unavailable(f"cannot be installed: {problem}") from problem
