@@ -64,7 +64,9 @@ def _by_cause(state: State, edge: Edge) -> dict[int, Verdict]:
     find_fix = state.question.options.find_fix
     last = len(state.candidates) - 1
     beyond = range(0, edge.before + 1) if find_fix else range(edge.after, last + 1)
-    end = failure_names(state.record(0 if find_fix else last))
+    bad_end = state.end("bad")
+    assert bad_end is not None
+    end = failure_names(state.record(bad_end))
     derived: dict[int, Verdict] = {}
     for index, verdict in state.verdicts.items():
         if index in beyond and verdict == "bad" and (names := failure_names(state.record(index))) and end:
@@ -97,9 +99,9 @@ def confidence(state: State) -> float | None:
     rate = failure_rate(state.records)
     if state.question.options.repeat == 1 or rate is None:
         return None
-    end = state.question.options.good
+    good_end = state.end("good")
     sure = 1.0
     for record in state.records:
-        if record.verdict == "good" and record.name != end and not record.replayed:
+        if record.verdict == "good" and state.index(record.name) != good_end and not record.replayed:
             sure *= 1 - (1 - rate) ** len(record.attempts)
     return sure

@@ -20,6 +20,8 @@ from harness.bisect.uv import Unavailable
 
 PROBE_SECONDS = 300.0
 RESOLVERS = 8
+MOST_MOVES = 5
+"""Runs that end in a skip before an end is given up."""
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Conductor:
     _installs: dict[int, "Future[Environment]"] = field(default_factory=dict)
     _executor: ThreadPoolExecutor = field(init=False)
     _since: float = 0.0
+    _verifying: Verdict | None = None
+    """The end that is being verified."""
 
     def run(self) -> Answer:
         """Raises WrongQuestion, Pause, judge.Stop, OSError, KeyboardInterrupt; the state is saved whatever is raised."""
@@ -85,28 +89,45 @@ class Conductor:
 
     def _verify_ends(self) -> None:
         """The good end first, which a number is compared with."""
-        last, order = len(self.state.candidates) - 1, self._ends()
-        self._prefetch([index for index, _ in order])
+        order = self._ends()
         for index, expected in order:
+            others = [each for each, _ in order if each not in self.state.verdicts]
+            middle = search.next_candidate({order[0][0]: "good", order[1][0]: "bad"}, self.state.closed_indices)
+            self._prefetch([index, *others, *([middle] if middle is not None else [])])
+            self._verifying = expected
+            self._check_end(self._outermost(index), index, expected)
+        self._verifying = None
+
+    def _outermost(self, end: int) -> int:
+        """Judge the end; where it cannot be judged here, the next ones inwards, for what lies beyond has no say then."""
+        step = 1 if end == 0 else -1
+        moved = 0
+        for index in range(end, len(self.state.candidates) - 1 - end, step):
             if index not in self.state.verdicts and index not in self.state.closed_indices:
-                middle = search.next_candidate({0: "good", last: "bad"}, self.state.closed_indices)
-                self._prefetch(
-                    [*(i for i, _ in order if i not in self.state.verdicts), *([middle] if middle is not None else [])]
-                )
                 self._test(index)
-            self._check_end(index, expected)
+            if index in self.state.closed_indices:
+                continue
+            if self.state.verdicts[index] != "skip" or moved == MOST_MOVES:
+                return index
+            moved += 1
+        return end
 
     def _ends(self) -> list[tuple[int, Verdict]]:
         """What must be good, and then what must be bad."""
         last = len(self.state.candidates) - 1
         return [(last, "good"), (0, "bad")] if self.state.question.options.find_fix else [(0, "good"), (last, "bad")]
 
-    def _check_end(self, index: int, expected: Verdict) -> None:
-        candidate = self.state.candidates[index]
+    def _check_end(self, index: int, asked: int, expected: Verdict) -> None:
+        """asked: the end as it was given; index: the one that is judged in its place."""
+        candidate, given = self.state.candidates[index], self.state.candidates[asked]
         if candidate.name in self.state.closed:
             raise WrongQuestion(f"the {expected} end {candidate.shown} {self.state.closed[candidate.name]}")
         record = self.state.record(index)
         if record.verdict == expected:
+            if index != asked:
+                self.show.say(
+                    f"the {expected} end {given.shown} cannot be judged here: {candidate.shown} takes its place"
+                )
             return
         log = self.folder / record.attempts[-1].log if record.attempts else self.folder
         said = {
@@ -115,7 +136,11 @@ class Conductor:
             "skip": f"could not be judged: {record.reason}",
             "other": f"fails, but with another failure than the one looked for: {record.reason}",
         }[record.verdict]
-        raise WrongQuestion(f"the {expected} end {candidate.shown} {said.rstrip('.')}; its output is in {log}.")
+        place = ""
+        if index != asked:
+            why = self.state.closed.get(given.name) or self.state.record(asked).reason
+            place = f", in place of {given.shown} ({why.rstrip('.')}),"
+        raise WrongQuestion(f"the {expected} end {candidate.shown}{place} {said.rstrip('.')}; its output is in {log}.")
 
     def _search(self) -> None:
         while (index := search.next_candidate(self.state.verdicts, self.state.closed_indices)) is not None:
@@ -177,7 +202,6 @@ class Conductor:
     def _judged(self, index: int, environment: Environment) -> Record:
         candidate, question = self.state.candidates[index], self.state.question
         attempts: list[Attempt] = []
-        is_bad_end = index == (0 if question.options.find_fix else len(self.state.candidates) - 1)
         for number in range(1, question.options.repeat + 1):
             again = f", run {number} of {question.options.repeat}" if question.options.repeat > 1 else ""
             folder = self._attempt_folder(candidate.name)
@@ -194,7 +218,9 @@ class Conductor:
             made.log = str(Path(made.log).relative_to(self.folder))
             attempts.append(made)
             decided = made.verdict != "good" and question.kind != "metric"
-            if decided and not (is_bad_end and made.verdict == "bad"):  # the bad end tells how often it fails
+            if decided and not (
+                self._verifying == "bad" and made.verdict == "bad"
+            ):  # the bad end tells how often it fails
                 break
         verdict, reason = self._together(attempts)
         return Record(
@@ -227,8 +253,8 @@ class Conductor:
 
     def _reference(self) -> float | None:
         """The good end's number."""
-        good = len(self.state.candidates) - 1 if self.state.question.options.find_fix else 0
-        if good not in self.state.verdicts:
+        good = self.state.end("good")
+        if good is None or self.state.verdicts[good] != "good":
             return None
         numbers = [each.value for each in self.state.record(good).attempts if each.value is not None]
         return median(numbers) if numbers else None

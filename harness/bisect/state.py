@@ -102,6 +102,13 @@ class State:
     def closed_indices(self) -> set[int]:
         return {i for i, each in enumerate(self.candidates) if each.name in self.closed}
 
+    def end(self, verdict: Verdict) -> int | None:
+        """The good or the bad end, as far out as one was judged: what lies beyond it cannot be."""
+        decided = [index for index, found in self.verdicts.items() if found in ("good", "bad")]
+        if not decided:
+            return None
+        return min(decided) if (verdict == "good") != self.question.options.find_fix else max(decided)
+
     def record(self, index: int) -> Record:
         """Of a candidate that has a verdict."""
         name = self.candidates[index].name

@@ -73,6 +73,7 @@ def problem(said: str) -> Exception:
     """Of uv's last words: Pause where network or disk is missing, else Unavailable."""
     text = " ".join(line.strip() for line in _reason(said)).encode("ascii", "ignore").decode()
     text = re.sub(r"\s+", " ", text).strip(" .")
+    text = re.sub(r"^error: No solution found when resolving dependencies(?: cause)?: ", "", text)
     if _DISK.search(said):
         return Pause("no space is left on the disk of the store or of uv's cache.")
     if _NETWORK.search(said):

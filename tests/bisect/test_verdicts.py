@@ -155,3 +155,11 @@ def test_release_without_a_gpu_is_no_bad_one(bench: Bench) -> None:
     run = bench.over_sites(codes, FAIL)
     assert run.returncode == 1 and "one of 3: 1.3, 1.4, 1.5" in run.stdout, run.stdout + run.stderr
     assert "cannot run here: RuntimeError: Found no NVIDIA driver" in bench.report()
+
+
+def test_an_end_that_cannot_be_judged_here_gives_way_to_the_next_one(bench: Bench) -> None:
+    codes = ["code = 125"] * 3 + ["code = 0"] * 4 + ["code = 1"] * 5 + ["code = 125"] * 2
+    run = bench.over_sites(codes, "import moving, sys; sys.exit(moving.code)")
+    assert run.returncode == 0 and "The first bad release is 1.7" in run.stdout, run.stdout + run.stderr
+    assert "the good end 1.0 cannot be judged here: 1.3 takes its place" in run.stdout
+    assert "the bad end 1.13 cannot be judged here: 1.11 takes its place" in run.stdout
