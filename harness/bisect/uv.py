@@ -57,6 +57,8 @@ def ask(arguments: Sequence[str], environment: dict[str, str], stdin: str = "") 
     run = subprocess.run(
         [binary(), *arguments, "--color", "never"], capture_output=True, text=True, env=environment, input=stdin
     )
+    if run.returncode < 0:
+        raise Pause(f"uv was killed by signal {-run.returncode}.")
     if run.returncode:
         raise problem(run.stderr)
     return run.stdout
@@ -65,6 +67,8 @@ def ask(arguments: Sequence[str], environment: dict[str, str], stdin: str = "") 
 def install(arguments: Sequence[str], environment: dict[str, str], log: Path, lock: int) -> None:
     """Run `uv ARGUMENTS` to its end; it ends with this process. Raises Unavailable, Pause."""
     ended = warded.run([binary(), *arguments, "--color", "never"], log, environment=environment, inherit=(lock,))
+    if ended.code < 0:
+        raise Pause(f"uv was killed by signal {-ended.code}.")
     if ended.code:
         raise problem(log.read_text(errors="replace"))
 

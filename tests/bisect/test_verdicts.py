@@ -1,6 +1,7 @@
 """What counts as bad, from outside: the command line over folders that were made before, so that nothing is installed."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,9 @@ def test_a_hang_counts_and_nothing_of_it_is_left(bench: Bench) -> None:
     codes = ["hangs, code = False, 0"] * 3 + ["hangs, code = False, 1"] + ["hangs, code = True, 0"] * 2
     run = bench.over_sites(codes, script, "--hang", "--timeout", "1s")
     assert run.returncode == 1 and "one of 2: 1.3, 1.4" in run.stdout, run.stdout + run.stderr
+    hung = next(record for record in bench.state()["records"] if record["attempts"][0]["timed_out"])
+    log = (bench.folder / "found" / hung["attempts"][0]["log"]).read_text()
+    assert "(script.py:" in log or not Path(sys.executable).with_name("py-spy").exists()  # where it hung, by py-spy
     left = [p for p in Path("/proc").glob("[0-9]*/environ") if mark.encode() in readable(p)]
     assert not left
 

@@ -30,3 +30,11 @@ def test_no_script_imports_ours_for_pythons(script: str, tmp_path: Path) -> None
 def test_help_runs(script: str) -> None:
     run = subprocess.run([sys.executable, str(LAUNCH / script), "--help"], capture_output=True, text=True)
     assert run.returncode == 0 and f"launch/{script}" in run.stdout, run.stderr
+
+
+def test_no_module_of_the_environments_script_is_pythons_bisect() -> None:
+    """It runs with harness/ first on sys.path, where the folder bisect/ is."""
+    script = LAUNCH.parent / "harness" / "environments.py"
+    run = subprocess.run([sys.executable, "-X", "importtime", str(script), "--help"], capture_output=True, text=True)
+    assert run.returncode == 0
+    assert not {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()} & {"bisect", "random", "tempfile"}
