@@ -10,6 +10,7 @@ from statistics import median
 
 from harness.bisect import judge, measure, search, warded
 from harness.bisect.answer import Answer, answer_of, causes, open_cause
+from harness.bisect.candidates import Candidate
 from harness.bisect.environment import Environment, Provider, canonical, check_version, probe_command
 from harness.bisect.question import WrongQuestion
 from harness.bisect.search import Verdict
@@ -20,6 +21,7 @@ from harness.bisect.uv import Unavailable
 
 PROBE_SECONDS = 300.0
 RESOLVERS = 8
+RETRIES, RETRY_PAUSE_SECONDS = 2, 5.0
 MOST_MOVES = 5
 """Runs that end in a skip before an end is given up."""
 
@@ -204,18 +206,13 @@ class Conductor:
         attempts: list[Attempt] = []
         for number in range(1, question.options.repeat + 1):
             again = f", run {number} of {question.options.repeat}" if question.options.repeat > 1 else ""
-            folder = self._attempt_folder(candidate.name)
-            made = judge.attempt(
-                question,
-                environment,
-                folder,
-                no_gpu=self.no_gpu,
-                variables={"BISECT_PACKAGE": question.options.package, "BISECT_CANDIDATE": candidate.name},
-                lock=self.lock,
-                reference=self._reference(),
-                beat=self._beating(f"{candidate.shown}: running{again}"),
-            )
-            made.log = str(Path(made.log).relative_to(self.folder))
+            made = self._attempt(candidate, environment, again)
+            for _ in range(RETRIES):
+                if not judge.may_pass(made):
+                    break
+                self.show.say(f"{candidate.shown}: once more, as this may be the machine's: {made.failure}")
+                time.sleep(RETRY_PAUSE_SECONDS)
+                made = self._attempt(candidate, environment, again)
             attempts.append(made)
             decided = made.verdict != "good" and question.kind != "metric"
             if decided and not (
@@ -232,6 +229,20 @@ class Conductor:
             python=environment.python,
             paths=environment.paths,
         )
+
+    def _attempt(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
+        made = judge.attempt(
+            self.state.question,
+            environment,
+            self._attempt_folder(candidate.name),
+            no_gpu=self.no_gpu,
+            variables={"BISECT_PACKAGE": self.state.question.options.package, "BISECT_CANDIDATE": candidate.name},
+            lock=self.lock,
+            reference=self._reference(),
+            beat=self._beating(f"{candidate.shown}: running{again}"),
+        )
+        made.log = str(Path(made.log).relative_to(self.folder))
+        return made
 
     def _together(self, attempts: list[Attempt]) -> tuple[Verdict, str]:
         """A bad run makes it bad; of a number the runs' median is judged."""

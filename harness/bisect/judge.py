@@ -26,6 +26,12 @@ _LACKS_A_GPU = re.compile(
     r"|sgl-?kernel is required|only (works|supported) on cuda|operator torchvision::",
     re.IGNORECASE,
 )
+_PASSING = re.compile(
+    r"EADDRINUSE|address already in use|no space left on device|cannot allocate memory|temporary failure in name resolution"
+    r"|too many open files|connection reset by peer|read timed out",
+    re.IGNORECASE,
+)
+"""What a machine does to any release, when something else runs on it."""
 _EXCEPTION = re.compile(r"(?:[\w.]*\.)?(\w+(?:Error|Exception|Interrupt|Warning|Exit|Failure))\b")
 _LONGEST = 240
 
@@ -142,6 +148,11 @@ def matched(wanted: str, slug: str, log: Path) -> str:
 def lacks_a_gpu(made: Attempt, log: Path) -> bool:
     """Whether the failure is this machine's, not the release's: it wants a GPU or its libraries."""
     return bool(_LACKS_A_GPU.search(made.failure)) or made.slug in ("update-needs-nvidia-driver", "sgl-kernel-missing")
+
+
+def may_pass(made: Attempt) -> bool:
+    """Whether it failed for want of something that may be there a moment later: it is run again before it counts."""
+    return made.verdict in ("bad", "other") and not made.timed_out and bool(_PASSING.search(made.failure))
 
 
 def first_failure(log: Path, run: Path) -> Failure:

@@ -167,3 +167,16 @@ def test_an_end_that_cannot_be_judged_here_gives_way_to_the_next_one(bench: Benc
     assert run.returncode == 0 and "The first bad release is 1.7" in run.stdout, run.stdout + run.stderr
     assert "the good end 1.0 cannot be judged here: 1.3 takes its place" in run.stdout
     assert "the bad end 1.13 cannot be judged here: 1.11 takes its place" in run.stdout
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_for_a_moment_does_not_count(bench: Bench) -> None:
+    script = (
+        "import moving, os, sys\n"
+        "if os.environ['BISECT_CANDIDATE'] == '1.2' and not os.path.exists('freed'):\n"
+        "    open('freed', 'w'); raise OSError(98, 'Address already in use')\n"
+        "sys.exit(moving.code)"
+    )
+    run = bench.over_sites(["code = 0"] * 3 + ["code = 1"] * 2, script)
+    assert run.returncode == 0 and "The first bad release is 1.3; the last good one is 1.2." in run.stdout
+    assert "1.2: once more, as this may be the machine's: OSError: [Errno 98] Address already in use" in run.stdout
