@@ -64,24 +64,26 @@ def _by_cause(state: State, edge: Edge) -> dict[int, Verdict]:
     find_fix = state.question.options.find_fix
     last = len(state.candidates) - 1
     beyond = range(0, edge.before + 1) if find_fix else range(edge.after, last + 1)
-    end = failure_name(state.record(0 if find_fix else last))
+    bad_end = state.end("bad")
+    assert bad_end is not None
+    end = failure_names(state.record(bad_end))
     derived: dict[int, Verdict] = {}
     for index, verdict in state.verdicts.items():
-        if index in beyond and verdict == "bad" and (name := failure_name(state.record(index))) and end:
-            derived[index] = "bad" if name == end else "good"
+        if index in beyond and verdict == "bad" and (names := failure_names(state.record(index))) and end:
+            derived[index] = "bad" if names & end else "good"
     return derived
 
 
-def failure_name(record: Record) -> str:
-    """What failures of one cause share; "" where it is not known."""
+def failure_names(record: Record) -> set[str]:
+    """What its first failure is called; two failures of one cause share a name. Empty where it is not known."""
     decisive = record.decisive
-    if decisive is None or record.replayed:
-        return ""
+    if decisive is None:
+        return set()
     if decisive.timed_out:
-        return "hang"
+        return {"hang"}
     if not decisive.failure:
-        return f"exit code {decisive.code}"
-    return Failure(decisive.slug, decisive.failure).name
+        return {f"exit code {decisive.code}"}
+    return Failure(decisive.slug, decisive.failure).names
 
 
 def failure_rate(records: Sequence[Record]) -> float | None:
@@ -97,9 +99,9 @@ def confidence(state: State) -> float | None:
     rate = failure_rate(state.records)
     if state.question.options.repeat == 1 or rate is None:
         return None
-    end = state.question.options.good
+    good_end = state.end("good")
     sure = 1.0
     for record in state.records:
-        if record.verdict == "good" and record.name != end and not record.replayed:
+        if record.verdict == "good" and state.index(record.name) != good_end and not record.replayed:
             sure *= 1 - (1 - rate) ** len(record.attempts)
     return sure

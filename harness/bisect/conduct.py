@@ -10,7 +10,8 @@ from statistics import median
 
 from harness.bisect import judge, measure, search, warded
 from harness.bisect.answer import Answer, answer_of, causes, open_cause
-from harness.bisect.environment import Environment, Provider, probe_command
+from harness.bisect.candidates import Candidate
+from harness.bisect.environment import Environment, Provider, canonical, check_version, probe_command
 from harness.bisect.question import WrongQuestion
 from harness.bisect.search import Verdict
 from harness.bisect.show import Show
@@ -20,6 +21,9 @@ from harness.bisect.uv import Unavailable
 
 PROBE_SECONDS = 300.0
 RESOLVERS = 8
+RETRIES, RETRY_PAUSE_SECONDS = 2, 5.0
+MOST_MOVES = 5
+"""Runs that end in a skip before an end is given up."""
 
 
 @dataclass
@@ -36,6 +40,8 @@ class Conductor:
     _installs: dict[int, "Future[Environment]"] = field(default_factory=dict)
     _executor: ThreadPoolExecutor = field(init=False)
     _since: float = 0.0
+    _verifying: Verdict | None = None
+    """The end that is being verified."""
 
     def run(self) -> Answer:
         """Raises WrongQuestion, Pause, judge.Stop, OSError, KeyboardInterrupt; the state is saved whatever is raised."""
@@ -53,9 +59,11 @@ class Conductor:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _resolve(self) -> None:
-        """Whether each candidate can be installed, before anything runs."""
-        state = self.state
-        todo = [i for i in range(len(state.candidates)) if i not in state.closed_indices and i not in state.verdicts]
+        """Whether each candidate can be installed, before anything runs; the ends are installed meanwhile."""
+        state, started = self.state, time.monotonic()
+        ends = [each for each, _ in self._ends()]
+        others = [index for index in range(len(state.candidates)) if index not in ends]
+        todo = [i for i in (*ends, *others) if i not in state.closed_indices and i not in state.verdicts]
         if state.resolved:
             return
         pool = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")
@@ -65,11 +73,13 @@ class Conductor:
                 self.show.phase(f"resolving: {done} of {len(pending)}")
                 try:
                     self._wait(future)
+                    self._prefetch([index] if index in ends else [])
                 except Unavailable as problem:
                     self._close(index, f"cannot be installed: {problem}")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         state.resolved = True
+        state.resolving_seconds = time.monotonic() - started
         self._save()
         closed = len(state.closed)
         self.show.say(
@@ -81,27 +91,45 @@ class Conductor:
 
     def _verify_ends(self) -> None:
         """The good end first, which a number is compared with."""
-        last = len(self.state.candidates) - 1
-        find_fix = self.state.question.options.find_fix
-        order: list[tuple[int, Verdict]] = [(0, "good"), (last, "bad")]
-        if find_fix:
-            order = [(last, "good"), (0, "bad")]
-        self._prefetch([index for index, _ in order])
+        order = self._ends()
         for index, expected in order:
-            if index not in self.state.verdicts and index not in self.state.closed_indices:
-                middle = search.next_candidate({0: "good", last: "bad"}, self.state.closed_indices)
-                self._prefetch(
-                    [*(i for i, _ in order if i not in self.state.verdicts), *([middle] if middle is not None else [])]
-                )
-                self._test(index)
-            self._check_end(index, expected)
+            others = [each for each, _ in order if each not in self.state.verdicts]
+            middle = search.next_candidate({order[0][0]: "good", order[1][0]: "bad"}, self.state.closed_indices)
+            self._prefetch([index, *others, *([middle] if middle is not None else [])])
+            self._verifying = expected
+            self._check_end(self._outermost(index), index, expected)
+        self._verifying = None
 
-    def _check_end(self, index: int, expected: Verdict) -> None:
-        candidate = self.state.candidates[index]
+    def _outermost(self, end: int) -> int:
+        """Judge the end; where it cannot be judged here, the next ones inwards, for what lies beyond has no say then."""
+        step = 1 if end == 0 else -1
+        moved = 0
+        for index in range(end, len(self.state.candidates) - 1 - end, step):
+            if index not in self.state.verdicts and index not in self.state.closed_indices:
+                self._test(index)
+            if index in self.state.closed_indices:
+                continue
+            if self.state.verdicts[index] != "skip" or moved == MOST_MOVES:
+                return index
+            moved += 1
+        return end
+
+    def _ends(self) -> list[tuple[int, Verdict]]:
+        """What must be good, and then what must be bad."""
+        last = len(self.state.candidates) - 1
+        return [(last, "good"), (0, "bad")] if self.state.question.options.find_fix else [(0, "good"), (last, "bad")]
+
+    def _check_end(self, index: int, asked: int, expected: Verdict) -> None:
+        """asked: the end as it was given; index: the one that is judged in its place."""
+        candidate, given = self.state.candidates[index], self.state.candidates[asked]
         if candidate.name in self.state.closed:
             raise WrongQuestion(f"the {expected} end {candidate.shown} {self.state.closed[candidate.name]}")
         record = self.state.record(index)
         if record.verdict == expected:
+            if index != asked:
+                self.show.say(
+                    f"the {expected} end {given.shown} cannot be judged here: {candidate.shown} takes its place"
+                )
             return
         log = self.folder / record.attempts[-1].log if record.attempts else self.folder
         said = {
@@ -110,7 +138,11 @@ class Conductor:
             "skip": f"could not be judged: {record.reason}",
             "other": f"fails, but with another failure than the one looked for: {record.reason}",
         }[record.verdict]
-        raise WrongQuestion(f"the {expected} end {candidate.shown} {said.rstrip('.')}; its output is in {log}.")
+        place = ""
+        if index != asked:
+            why = self.state.closed.get(given.name) or self.state.record(asked).reason
+            place = f", in place of {given.shown} ({why.rstrip('.')}),"
+        raise WrongQuestion(f"the {expected} end {candidate.shown}{place} {said.rstrip('.')}; its output is in {log}.")
 
     def _search(self) -> None:
         while (index := search.next_candidate(self.state.verdicts, self.state.closed_indices)) is not None:
@@ -172,24 +204,20 @@ class Conductor:
     def _judged(self, index: int, environment: Environment) -> Record:
         candidate, question = self.state.candidates[index], self.state.question
         attempts: list[Attempt] = []
-        is_bad_end = index == (0 if question.options.find_fix else len(self.state.candidates) - 1)
         for number in range(1, question.options.repeat + 1):
             again = f", run {number} of {question.options.repeat}" if question.options.repeat > 1 else ""
-            folder = self._attempt_folder(candidate.name)
-            made = judge.attempt(
-                question,
-                environment,
-                folder,
-                no_gpu=self.no_gpu,
-                variables={"BISECT_PACKAGE": question.options.package, "BISECT_CANDIDATE": candidate.name},
-                lock=self.lock,
-                reference=self._reference(),
-                beat=self._beating(f"{candidate.shown}: running{again}"),
-            )
-            made.log = str(Path(made.log).relative_to(self.folder))
+            made = self._attempt(candidate, environment, again)
+            for _ in range(RETRIES):
+                if not judge.may_pass(made):
+                    break
+                self.show.say(f"{candidate.shown}: once more, as this may be the machine's: {made.failure}")
+                time.sleep(RETRY_PAUSE_SECONDS)
+                made = self._attempt(candidate, environment, again)
             attempts.append(made)
             decided = made.verdict != "good" and question.kind != "metric"
-            if decided and not (is_bad_end and made.verdict == "bad"):  # the bad end tells how often it fails
+            if decided and not (
+                self._verifying == "bad" and made.verdict == "bad"
+            ):  # the bad end tells how often it fails
                 break
         verdict, reason = self._together(attempts)
         return Record(
@@ -201,6 +229,20 @@ class Conductor:
             python=environment.python,
             paths=environment.paths,
         )
+
+    def _attempt(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
+        made = judge.attempt(
+            self.state.question,
+            environment,
+            self._attempt_folder(candidate.name),
+            no_gpu=self.no_gpu,
+            variables={"BISECT_PACKAGE": self.state.question.options.package, "BISECT_CANDIDATE": candidate.name},
+            lock=self.lock,
+            reference=self._reference(),
+            beat=self._beating(f"{candidate.shown}: running{again}"),
+        )
+        made.log = str(Path(made.log).relative_to(self.folder))
+        return made
 
     def _together(self, attempts: list[Attempt]) -> tuple[Verdict, str]:
         """A bad run makes it bad; of a number the runs' median is judged."""
@@ -222,8 +264,8 @@ class Conductor:
 
     def _reference(self) -> float | None:
         """The good end's number."""
-        good = len(self.state.candidates) - 1 if self.state.question.options.find_fix else 0
-        if good not in self.state.verdicts:
+        good = self.state.end("good")
+        if good is None or self.state.verdicts[good] != "good":
             return None
         numbers = [each.value for each in self.state.record(good).attempts if each.value is not None]
         return median(numbers) if numbers else None
@@ -260,6 +302,8 @@ class Conductor:
         candidate, options = self.state.candidates[index], self.state.question.options
         try:
             environment = self.provider.make(candidate)
+            if not options.git and (not options.environments or canonical(options.package) in environment.freeze):
+                check_version(environment, options.package, candidate.name)
         except Unavailable as problem:
             raise Unavailable(f"cannot be installed: {problem}") from problem
         self.state.installs[candidate.name] = environment.installed_seconds

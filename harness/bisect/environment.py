@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from harness.bisect.candidates import Candidate
 from harness.bisect.uv import Unavailable
@@ -62,13 +63,13 @@ class Environment:
         told["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
         if (folder.parent / "pyvenv.cfg").exists():
             told["VIRTUAL_ENV"] = str(folder.parent)
-        paths = list(self.paths)
+        paths, standins = list(self.paths), str(standins_path())
         if no_gpu and "sglang" in self.freeze:
             for name, value in engine_environment(1).items():
                 told.setdefault(name, value)
-            paths.insert(0, str(standins_path()))
+            paths.insert(0, standins)
         inherited = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-        told["PYTHONPATH"] = os.pathsep.join([*paths, *(each for each in inherited if each not in paths)])
+        told["PYTHONPATH"] = os.pathsep.join([*paths, *(each for each in inherited if each not in (*paths, standins))])
         return told | {"PYTHONNOUSERSITE": "1", "HARNESS_VENV": "none"}
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,6 +97,14 @@ class Provider(Protocol):
 
     def release(self, environment: Environment) -> None:
         """It may be removed."""
+
+
+def check_version(environment: Environment, package: str, wanted: str) -> None:
+    """Raises Unavailable where a run would see another version of the package than the candidate's."""
+    seen = environment.freeze.get(canonical(package))
+    if seen is None or Version(seen) != Version(wanted):
+        where = " (PYTHONPATH may hide it)" if os.environ.get("PYTHONPATH") else ""
+        raise Unavailable(f"its environment has {package} {seen or 'not at all'} in place of {wanted}{where}.")
 
 
 def frozen(environment: Environment) -> dict[str, str]:

@@ -26,6 +26,12 @@ _LACKS_A_GPU = re.compile(
     r"|sgl-?kernel is required|only (works|supported) on cuda|operator torchvision::",
     re.IGNORECASE,
 )
+_PASSING = re.compile(
+    r"EADDRINUSE|address already in use|no space left on device|cannot allocate memory|temporary failure in name resolution"
+    r"|too many open files|connection reset by peer|read timed out",
+    re.IGNORECASE,
+)
+"""What a machine does to any release, when something else runs on it."""
 _EXCEPTION = re.compile(r"(?:[\w.]*\.)?(\w+(?:Error|Exception|Interrupt|Warning|Exit|Failure))\b")
 _LONGEST = 240
 
@@ -42,10 +48,12 @@ class Failure:
     text: str
 
     @property
-    def name(self) -> str:
-        """What two failures of one cause have in common: the slug, else the exception's name, else the line without numbers."""
+    def names(self) -> set[str]:
+        """What two failures of one cause have in common: the slug, or the exception's class, for a message changes from release
+        to release; of a line without an exception, the line without its numbers."""
         match = _EXCEPTION.search(self.text)
-        return self.slug or (match[1] if match else re.sub(r"0x\w+|\d+", "#", self.text))
+        plain = match[1] if match else re.sub(r"0x\w+|\d+", "#", self.text)
+        return {self.slug, plain} - {""}
 
 
 def attempt(
@@ -75,13 +83,16 @@ def attempt(
     if code >= FIRST_STOPPING_CODE and not ended.timed_out:
         raise Stop(f"the script ended with exit code {code}, which asks to stop (128 or more); its output is in {log}.")
     failure = first_failure(log, folder / "run") if code and not ended.timed_out else Failure("", "")
+    shown = failure.text
+    for path in (*environment.paths, str(Path(environment.python).parent.parent)):
+        shown = shown.replace(f"{path}/", "")
     made = Attempt(
         code=code,
         timed_out=ended.timed_out,
         seconds=ended.seconds,
         verdict="good",
         log=str(log),
-        failure=failure.text,
+        failure=shown,
         slug=failure.slug,
     )
     made.verdict, made.reason = verdict(question, made, log, no_gpu=no_gpu, reference=reference)
@@ -137,6 +148,11 @@ def matched(wanted: str, slug: str, log: Path) -> str:
 def lacks_a_gpu(made: Attempt, log: Path) -> bool:
     """Whether the failure is this machine's, not the release's: it wants a GPU or its libraries."""
     return bool(_LACKS_A_GPU.search(made.failure)) or made.slug in ("update-needs-nvidia-driver", "sgl-kernel-missing")
+
+
+def may_pass(made: Attempt) -> bool:
+    """Whether it failed for want of something that may be there a moment later: it is run again before it counts."""
+    return made.verdict in ("bad", "other") and not made.timed_out and bool(_PASSING.search(made.failure))
 
 
 def first_failure(log: Path, run: Path) -> Failure:

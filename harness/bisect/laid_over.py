@@ -100,24 +100,25 @@ class Prepared:
     _known: dict[str, Environment] = field(default_factory=dict)
 
     def resolve(self, candidate: Candidate) -> None:
-        self.make(candidate)
+        self._laid(Path(candidate.folder))
 
     def make(self, candidate: Candidate) -> Environment:
         if candidate.name not in self._known:
-            self._known[candidate.name] = self._read(Path(candidate.folder))
+            self._known[candidate.name] = self._laid(Path(candidate.folder)).with_freeze()
         return self._known[candidate.name]
 
     def release(self, environment: Environment) -> None:
         """It is not ours to remove."""
 
-    def _read(self, folder: Path) -> Environment:
+    def _laid(self, folder: Path) -> Environment:
+        """Before anything of it is started. Raises Unavailable."""
         python = folder / "bin" / "python"
         if python.exists():
-            return Environment(python=str(python), freeze={}).with_freeze()
+            return Environment(python=str(python), freeze={})
         site = folder / "site" if (folder / "site").is_dir() else folder
         if not any(site.glob("*.dist-info")) and not any(site.glob("*/__init__.py")):
             raise Unavailable(f"{folder} is neither an environment (bin/python) nor a site-packages folder.")
-        return Environment(python=self.python, paths=(str(site),), freeze={}).with_freeze()
+        return Environment(python=self.python, paths=(str(site),), freeze={})
 
 
 def _digest(*parts: str) -> str:

@@ -66,7 +66,7 @@ class Pinned:
     today: bool
     no_gpu: bool
     pythons: tuple[str, ...]
-    """Minor versions on this machine, the preferred one first."""
+    """Minor versions, the preferred one first; those that are not on this machine are passed over."""
     store: Store
     sources: tuple[str, ...]
     environment: dict[str, str]
@@ -75,6 +75,7 @@ class Pinned:
     dated: bool = True
     """Whether --exclude-newer makes sense: a folder of wheels has no dates."""
     _cpu_torch: dict[str, bool] = field(default_factory=dict)
+    _pythons_here: dict[str, bool] = field(default_factory=dict)
 
     def resolve(self, candidate: Candidate) -> None:
         lock = self._lock(candidate)
@@ -132,10 +133,15 @@ class Pinned:
             allowed = SpecifierSet(candidate.requires_python)
         except InvalidSpecifier:
             allowed = SpecifierSet()
-        chosen = next((each for each in self.pythons if allowed.contains(f"{each}.99")), None)
-        if chosen is None:
-            raise Unavailable(f"it wants Python {candidate.requires_python}, and here are {', '.join(self.pythons)}.")
-        return chosen
+        for each in self.pythons:
+            if allowed.contains(f"{each}.99") and self._is_here(each):
+                return each
+        raise Unavailable(f"it wants Python {candidate.requires_python}, which is not on this machine.")
+
+    def _is_here(self, python: str) -> bool:
+        if python not in self._pythons_here:
+            self._pythons_here[python] = uv.has_python(python, self.environment)
+        return self._pythons_here[python]
 
     def _cutoffs(self, candidate: Candidate) -> list[str]:
         """Of --exclude-newer, in the order in which they are tried; "" for today."""
@@ -166,7 +172,7 @@ class Pinned:
             overrides.write_text(f"{self.package}=={candidate.name}\n")
             words += ["--overrides", str(overrides)]
         if self.no_gpu and "sglang" in map(canonical, asked):
-            excludes = self.locks / "cuda-only"
+            excludes = self.locks / f"{candidate.name}.excludes"  # its own: others are resolved beside it
             excludes.write_text("\n".join(name for name in CUDA_ONLY if name != canonical(self.package)) + "\n")
             words += ["--excludes", str(excludes)]
         resolved = uv.ask(words, self.environment, "\n".join(asked)).split("\n")

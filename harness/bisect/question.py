@@ -160,6 +160,9 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
     sources = [name for name in ("git", "environments", "wheels") if getattr(options, name)]
     if len(sources) > 1:
         raise WrongQuestion(f"--{sources[0]} and --{sources[1]} cannot go together; give one of them.")
+    if options.only_package and (options.hold or options.git or options.environments):
+        other = "hold" if options.hold else sources[0]
+        raise WrongQuestion(f"--only-package holds all but {options.package} as it is: it cannot go with --{other}.")
     for name in sources:
         folder_given = Path(getattr(options, name)).expanduser()
         if not folder_given.is_dir():

@@ -84,11 +84,13 @@ def cost(state: State) -> str:
     waited = sum(record.waited_seconds for record in ran)
     skips = sum(record.verdict not in search.DECIDED for record in state.records)
     most = search.most_runs(len(state.candidates), skips)
-    share = f", {state.wall_seconds / seconds - 1:+.0%} of the runs" if seconds else ""
+    search_seconds = state.wall_seconds - state.resolving_seconds
+    share = f", {search_seconds / seconds - 1:+.0%} of the runs" if seconds else ""
+    first = ran[0].waited_seconds if ran else 0.0
     return (
-        f"{len(ran)} candidates run of {len(state.candidates)} (at most {most} for one edge): runs {seconds:.1f} s, all together"
-        f" {state.wall_seconds:.1f} s{share}; {waited:.1f} s of it waiting for environments, whose installs took"
-        f" {sum(state.installs.values()):.1f} s."
+        f"{len(ran)} candidates run of {len(state.candidates)} (at most {most} for one edge): runs {seconds:.1f} s, the search"
+        f" around them {search_seconds:.1f} s{share}, after {state.resolving_seconds:.1f} s of resolving. Waited for environments:"
+        f" {waited:.1f} s, {first:.1f} s of it before the first run; their installs took {sum(state.installs.values()):.1f} s."
     )
 
 

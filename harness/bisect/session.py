@@ -154,10 +154,13 @@ def _go(state: State, folder: Path) -> int:
             raise
         except KeyboardInterrupt:
             show.close()
-            return _stopped("interrupted", state, folder, INTERRUPTED)
-        except (Pause, NoNetwork, judge.Stop, OSError) as error:
+            return _stopped("interrupted", folder, INTERRUPTED)
+        except (Pause, NoNetwork, judge.Stop) as error:
             show.close()
-            return _stopped(f"paused: {error}", state, folder, PAUSED)
+            return _stopped(f"paused: {error}", folder, PAUSED)
+        except OSError as error:
+            show.close()
+            return _stopped(f"paused: {folder} cannot be used: {error.strerror or error}.", folder, PAUSED)
         finally:
             show.close()
 
@@ -171,15 +174,14 @@ def _introduce(state: State, folder: Path, show: Show) -> None:
         show.say("the script is not the one that the first verdicts came from; start anew if they may differ")
 
 
-def _stopped(why: str, state: State, folder: Path, code: int) -> int:
+def _stopped(why: str, folder: Path, code: int) -> int:
+    """Ends the process: installs on other threads end with it, as their wardens' pipes close."""
+    try:
+        kept = f"{len(load(folder).records)} verdicts are kept"
+    except WrongQuestion:
+        kept = "nothing is kept yet"
     sys.stdout.flush()
-    print(
-        f"{why}\n{len(state.records)} verdicts are kept; go on with: python launch/bisect.py --resume {folder}",
-        file=sys.stderr,
-        flush=True,
-    )
-    # Installs on other threads end with this process: their wardens' pipes close. What is written is complete.
-    sys.stderr.flush()
+    print(f"{why}\n{kept}; go on with: python launch/bisect.py --resume {folder}", file=sys.stderr, flush=True)
     os._exit(code)
 
 

@@ -102,8 +102,8 @@ def _published(held: tuple[str, ...]) -> str:
 def _pythons(asked: str, environment: dict[str, str]) -> tuple[str, ...]:
     """Minor versions, the preferred one first."""
     if asked:
-        if not uv.pythons([asked], environment):
+        if not uv.has_python(asked, environment):
             raise WrongQuestion(f"--python {asked} is not on this machine.")
         return (asked,)
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return tuple(uv.pythons([own, *(each for each in PYTHONS if each != own)], environment))
+    return (own, *(each for each in PYTHONS if each != own))

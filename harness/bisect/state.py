@@ -84,6 +84,8 @@ class State:
     """Of the sessions so far, from the first resolution on."""
     resolved: bool = False
     """Every candidate was looked at."""
+    resolving_seconds: float = 0.0
+    """Of wall_seconds, before the first run: all candidates resolved."""
     installs: dict[str, float] = field(default_factory=dict)
     """Candidate -> seconds that making its environment took."""
 
@@ -99,6 +101,13 @@ class State:
     @property
     def closed_indices(self) -> set[int]:
         return {i for i, each in enumerate(self.candidates) if each.name in self.closed}
+
+    def end(self, verdict: Verdict) -> int | None:
+        """The good or the bad end, as far out as one was judged: what lies beyond it cannot be."""
+        decided = [index for index, found in self.verdicts.items() if found in ("good", "bad")]
+        if not decided:
+            return None
+        return min(decided) if (verdict == "good") != self.question.options.find_fix else max(decided)
 
     def record(self, index: int) -> Record:
         """Of a candidate that has a verdict."""

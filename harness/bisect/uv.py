@@ -57,6 +57,8 @@ def ask(arguments: Sequence[str], environment: dict[str, str], stdin: str = "") 
     run = subprocess.run(
         [binary(), *arguments, "--color", "never"], capture_output=True, text=True, env=environment, input=stdin
     )
+    if run.returncode < 0:
+        raise Pause(f"uv was killed by signal {-run.returncode}.")
     if run.returncode:
         raise problem(run.stderr)
     return run.stdout
@@ -65,6 +67,8 @@ def ask(arguments: Sequence[str], environment: dict[str, str], stdin: str = "") 
 def install(arguments: Sequence[str], environment: dict[str, str], log: Path, lock: int) -> None:
     """Run `uv ARGUMENTS` to its end; it ends with this process. Raises Unavailable, Pause."""
     ended = warded.run([binary(), *arguments, "--color", "never"], log, environment=environment, inherit=(lock,))
+    if ended.code < 0:
+        raise Pause(f"uv was killed by signal {-ended.code}.")
     if ended.code:
         raise problem(log.read_text(errors="replace"))
 
@@ -73,6 +77,7 @@ def problem(said: str) -> Exception:
     """Of uv's last words: Pause where network or disk is missing, else Unavailable."""
     text = " ".join(line.strip() for line in _reason(said)).encode("ascii", "ignore").decode()
     text = re.sub(r"\s+", " ", text).strip(" .")
+    text = re.sub(r"^error: No solution found when resolving dependencies(?: cause)?: ", "", text)
     if _DISK.search(said):
         return Pause("no space is left on the disk of the store or of uv's cache.")
     if _NETWORK.search(said):
@@ -96,15 +101,12 @@ def _reason(said: str) -> list[str]:
     return kept
 
 
-def pythons(versions: Sequence[str], environment: dict[str, str]) -> list[str]:
-    """Those of the minor versions that are on this machine."""
-    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    found = []
-    for version in versions:
-        command = [binary(), "python", "find", version, "--system", "--no-python-downloads"]
-        if version == here or subprocess.run(command, capture_output=True, env=environment).returncode == 0:
-            found.append(version)
-    return found
+def has_python(version: str, environment: dict[str, str]) -> bool:
+    """Whether that minor version is on this machine."""
+    if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        return True
+    command = [binary(), "python", "find", version, "--system", "--no-python-downloads"]
+    return subprocess.run(command, capture_output=True, env=environment).returncode == 0
 
 
 def _device(path: Path) -> int:

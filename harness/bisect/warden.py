@@ -3,8 +3,8 @@
     python warden.py RESULT.json SECONDS -- COMMAND ...
 
 Standard input is a pipe whose other end the parent holds: when it closes, everything that the command started is killed.
-So it is after SECONDS (0: never), after a SIGTERM and GRACE_SECONDS, and after the command's own end. RESULT.json:
-{"code", "timed_out", "seconds"}; a negative code is a signal's number.
+So it is after the command's own end, and after SECONDS (0: never), once the stacks of its Pythons were shown and it had
+GRACE_SECONDS from a SIGTERM. RESULT.json: {"code", "timed_out", "seconds"}; a negative code is a signal's number.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-GRACE_SECONDS, POLL_SECONDS = 5.0, 0.02
+GRACE_SECONDS, POLL_SECONDS, SPY_SECONDS = 5.0, 0.02, 10.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -58,12 +58,27 @@ def _wait(pid: int, deadline: float | None) -> tuple[int, bool]:
         if deadline and time.monotonic() > deadline:
             if timed_out:
                 return -signal.SIGKILL, True
-            timed_out, deadline = True, time.monotonic() + GRACE_SECONDS
+            timed_out = True
+            _show_stacks()
+            deadline = time.monotonic() + GRACE_SECONDS
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGTERM)
         if select.select([sys.stdin], [], [], POLL_SECONDS)[0] and not os.read(0, 1):
             _kill_all()
             os._exit(1)  # no result: nobody is left to read it
+
+
+def _show_stacks() -> None:
+    """Where every Python of the command hangs, by the py-spy beside this Python; nothing without it."""
+    spy = Path(sys.executable).with_name("py-spy")
+    for pid in _tree(os.getpid()) if spy.exists() else ():
+        with suppress(OSError, subprocess.TimeoutExpired):
+            if Path(os.readlink(f"/proc/{pid}/exe")).name.startswith("python"):
+                subprocess.run([str(spy), "dump", "--pid", str(pid)], stdin=subprocess.DEVNULL, timeout=SPY_SECONDS)
+
+
+def _tree(pid: int) -> list[int]:
+    return [each for child in _children(pid) for each in (child, *_tree(child))]
 
 
 def _kill_all() -> None:

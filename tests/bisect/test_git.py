@@ -1,0 +1,83 @@
+"""Commits of a local checkout, and one run as the script of `git bisect run`."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bisect.bisecting import SCRIPT, Bench, bare_python
+
+COMMITS, FIRST_BAD = 100, 63
+BROKEN = {*range(20, 28), *range(55, 63), 70, 71, 80, 90}
+"""Twenty that do not import, eight of them right before the regression."""
+SCRIPT_CODE = "import moving, sys\nprint('log_prob_diff =', moving.difference())\n"
+
+
+def git(folder: Path, *words: str, stdin: str | None = None) -> str:
+    run = subprocess.run(
+        ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(folder), *words],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        check=True,
+    )
+    return run.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A hundred commits of python/moving, made in one go; a number goes up at FIRST_BAD."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    stream = []
+    for number in range(COMMITS):
+        code = f"def difference():\n    return {0.3 if number >= FIRST_BAD else 1e-7}  # {number}\n"
+        code = f"import {number}\n" if number in BROKEN else code
+        message = f"commit {number}"
+        stream.append(
+            f"commit refs/heads/main\ncommitter t <t@t> {1700000000 + number} +0000\ndata {len(message)}\n{message}\n"
+            f"M 644 inline python/moving/__init__.py\ndata {len(code)}\n{code}\n"
+        )
+    git(folder, "fast-import", "--quiet", stdin="".join(stream))
+    git(folder, "reset", "-q", "--hard", "main")
+    return folder
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_a_planted_regression_among_commits_of_which_a_fifth_does_not_import(tmp_path: Path, checkout: Path) -> None:
+    bench = Bench(tmp_path)
+    first = git(checkout, "rev-list", "--max-parents=0", "main")
+    asked = ["--git", str(checkout), "--package", "moving", "--good", first[:12], "--bad", "main", "--dir", "found"]
+    decided = ["--metric", "log_prob_diff", "--above", "0.01", "--python", bare_python()]
+    run = bench.bisect(*asked, *decided, "--", bench.script(SCRIPT_CODE))
+    # Its eight predecessors do not import, so the answer is the nine of which one is the first.
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "one of 9: " in run.stdout and f"commit {FIRST_BAD}" in run.stdout
+    assert len(bench.ran()) == len(set(bench.ran())) <= 9
+    assert git(checkout, "status", "--porcelain") == "" and git(checkout, "worktree", "list").count("\n") == 0
+    assert "cannot run here, the probe fails: SyntaxError" in bench.report()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_one_run_is_the_script_of_git_bisect_run(tmp_path: Path, checkout: Path) -> None:
+    bench = Bench(tmp_path)
+    script = tmp_path / bench.script(
+        "import sys\ntry: import moving\nexcept SyntaxError: sys.exit(125)\n" + SCRIPT_CODE
+    )
+    git(checkout, "bisect", "start", "main", "main~45")
+    judge = [sys.executable, str(SCRIPT), "judge", "--metric", "log_prob_diff", "--above", "0.01", "--", str(script)]
+    run = subprocess.run(
+        ["git", "bisect", "run", *judge],
+        cwd=checkout,
+        env={**bench.variables(), "PYTHONPATH": str(checkout / "python")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert f"commit {FIRST_BAD}" in git(checkout, "show", "-s", "--format=%s", "refs/bisect/bad"), (
+        run.stdout + run.stderr
+    )
+    assert "We cannot bisect more" in run.stdout  # those before it do not import
