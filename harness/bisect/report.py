@@ -12,7 +12,7 @@ from harness.bisect.search import Edge
 from harness.bisect.state import Record, State
 from harness.bisect.story import sentences
 from harness.environments import has_gpu
-from harness.report_page import page
+from harness.bisect.page import page
 
 UPSTREAM = {
     "sglang": "sgl-project/sglang",
@@ -40,7 +40,7 @@ def write(state: State, answer: Answer, folder: Path) -> str:
 
 
 def markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
-    """Lines. Only what report_page knows of Markdown is used."""
+    """Lines. Only what page.py knows of Markdown is used."""
     question = state.question
     yield f"# Bisect of {question.options.package}, {state.candidates[0].shown} to {state.candidates[-1].shown}"
     yield ""

@@ -9,19 +9,21 @@ import pytest
 LAUNCH = Path(__file__).parents[2] / "launch"
 
 
-@pytest.mark.parametrize("script", sorted(file.name for file in LAUNCH.glob("*.py")))
-def test_no_script_imports_ours_for_pythons(script: str, tmp_path: Path) -> None:
-    """The first lines of each script as they are, then modules of Python's that need its bisect; as `python launch/X.py`."""
-    text = (LAUNCH / script).read_text()
-    head, mark, _ = text.partition("sys.path.sort(")
-    assert mark, f"launch/{script} leaves launch/ first on sys.path, where bisect.py hides Python's"
-    line = text[len(head) :].splitlines()[0]
-    folder = tmp_path / "launch"
-    folder.mkdir()
-    (folder / "bisect.py").write_text("raise ImportError('launch/bisect.py was imported for Python\\'s')")
-    use = "import random, statistics, heapq, bisect\nassert bisect.insort and random.choices([1, 2], [1, 1])\n"
-    (folder / script).write_text(f"{head}{line}\n{use}")  # over the file above, where the script is bisect.py itself
-    run = subprocess.run([sys.executable, str(folder / script)], capture_output=True, text=True, cwd=folder)
+USES = """
+import _bisect, bisect, heapq, random, statistics, tempfile
+assert bisect.__file__.endswith("launch/bisect.py"), bisect.__file__
+for name in ("bisect_left", "bisect_right", "insort_left", "insort_right"):
+    assert getattr(bisect, name) is getattr(_bisect, name)
+assert bisect.bisect is _bisect.bisect_right and bisect.insort is _bisect.insort_right
+assert random.choices([1, 2], [1, 1])
+"""
+
+
+def test_beside_it_pythons_own_is_had() -> None:
+    """As in a script of launch/, whose folder Python puts first on the path."""
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(LAUNCH)!r}){USES}"], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
 
 

@@ -43,7 +43,7 @@ def page(markdown: str, drawings: Sequence[str] = ()) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
+    template = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8"))
     title = markdown.splitlines()[0].removeprefix("# ")
     return template.render(title=title, blocks=list(blocks_of(markdown)), drawings=drawings)
 
