@@ -38,14 +38,14 @@ def blocks_of(markdown: str) -> Iterator[Block]:
         position = end
 
 
-def page(markdown: str, drawings: Sequence[str] = ()) -> str:
-    """The whole page. drawings: SVG, shown under the heading Memory."""
+def page(markdown: str) -> str:
+    """The whole page."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8"))
     title = markdown.splitlines()[0].removeprefix("# ")
-    return template.render(title=title, blocks=list(blocks_of(markdown)), drawings=drawings)
+    return template.render(title=title, blocks=list(blocks_of(markdown)))
 
 
 def _rows(lines: Sequence[str]) -> Block:

@@ -8,11 +8,11 @@ from shlex import join
 
 from harness.bisect import changes, commits, reproduce, search
 from harness.bisect.answer import Answer
+from harness.bisect.page import page
 from harness.bisect.search import Edge
 from harness.bisect.state import Record, State
 from harness.bisect.story import sentences
 from harness.environments import has_gpu
-from harness.bisect.page import page
 
 UPSTREAM = {
     "sglang": "sgl-project/sglang",
