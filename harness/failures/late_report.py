@@ -9,15 +9,16 @@ SECONDS = 5.0
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def report_failed_run(folder: Path, seconds: float = SECONDS) -> str:
-    """For the watchdog of the first host, after its verdict: report.md and report.html of the run directory. One sentence
-    on what came of it; raises nothing, and leaves no process."""
+def report_failed_run(folder: Path, seconds: float = SECONDS) -> list[str]:
+    """For the watchdog of the first host, after its verdict: report.md and report.html of the run directory. What went
+    wrong with them: one line, or none. Raises nothing, and leaves no process."""
     command = [sys.executable, str(_ROOT / "launch" / "report.py"), str(folder)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"no report: {type(error).__name__}; python launch/report.py {folder} makes one"
-    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    return said[-1] if said else f"no report: launch/report.py ended with {done.returncode}"
+        return [f"no report: {type(error).__name__}; python launch/report.py {folder} makes one"]
+    if done.returncode == 0:
+        return []
+    return done.stderr.strip().splitlines()[-1:] or [f"no report: launch/report.py ended with {done.returncode}"]

@@ -72,7 +72,7 @@ class Verdict:
         if self.stacks and self.folder:
             explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
         lines = tell(self.failures, replace(self.view, waiting=waiting), explanation + self.explanation.lines)
-        return [*lines, *([f"  run directory: {self.folder}"] if self.folder else [])]
+        return [*lines, *([f"  run directory, with report.md in a moment: {self.folder}"] if self.folder else [])]
 
     def _keep(self) -> None:
         """In the run's folder."""

@@ -10,8 +10,10 @@ import pytest
 from tests.bisect.bisecting import SCRIPT, Bench, bare_python
 
 COMMITS, FIRST_BAD = 100, 63
-BROKEN = {*range(20, 28), *range(55, 63), 70, 71, 80, 90}
+CLUSTERED = {*range(20, 28), *range(55, 63), 70, 71, 80, 90}
 """Twenty that do not import, eight of them right before the regression."""
+SCATTERED = {2, 9, 13, 20, 25, 31, 37, 42, 49, 50, 55, 58, 60, 66, 68, 74, 75, 83, 88, 95}
+"""Twenty among which are the first midpoints, and neither side of the regression."""
 SCRIPT_CODE = "import moving, sys\nprint('log_prob_diff =', moving.difference())\n"
 
 
@@ -26,16 +28,16 @@ def git(folder: Path, *words: str, stdin: str | None = None) -> str:
     return run.stdout.strip()
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A hundred commits of python/moving, made in one go; a number goes up at FIRST_BAD."""
+@pytest.fixture(params=[SCATTERED], ids=["scattered"])
+def checkout(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A hundred commits of python/moving, made in one go, those of the parameter broken; a number goes up at FIRST_BAD."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     git(folder, "init", "-q", "-b", "main")
     stream = []
     for number in range(COMMITS):
         code = f"def difference():\n    return {0.3 if number >= FIRST_BAD else 1e-7}  # {number}\n"
-        code = f"import {number}\n" if number in BROKEN else code
+        code = f"import {number}\n" if number in request.param else code
         message = f"commit {number}"
         stream.append(
             f"commit refs/heads/main\ncommitter t <t@t> {1700000000 + number} +0000\ndata {len(message)}\n{message}\n"
@@ -47,15 +49,23 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
-def test_a_planted_regression_among_commits_of_which_a_fifth_does_not_import(tmp_path: Path, checkout: Path) -> None:
+@pytest.mark.parametrize(
+    ("checkout", "said", "code"),
+    [(SCATTERED, f"commit {FIRST_BAD}", 0), (CLUSTERED, "one of 9: ", 1)],
+    indirect=["checkout"],
+    ids=["scattered", "clustered"],
+)
+def test_a_planted_regression_among_commits_of_which_a_fifth_does_not_import(
+    tmp_path: Path, checkout: Path, said: str, code: int
+) -> None:
+    """Where the eight before it do not import, the answer is the nine of which one is the first."""
     bench = Bench(tmp_path)
     first = git(checkout, "rev-list", "--max-parents=0", "main")
     asked = ["--git", str(checkout), "--package", "moving", "--good", first[:12], "--bad", "main", "--dir", "found"]
     decided = ["--metric", "log_prob_diff", "--above", "0.01", "--python", bare_python()]
     run = bench.bisect(*asked, *decided, "--", bench.script(SCRIPT_CODE))
-    # Its eight predecessors do not import, so the answer is the nine of which one is the first.
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert "one of 9: " in run.stdout and f"commit {FIRST_BAD}" in run.stdout
+    assert run.returncode == code, run.stdout + run.stderr
+    assert said in run.stdout and f"commit {FIRST_BAD}" in run.stdout
     assert len(bench.ran()) == len(set(bench.ran())) <= 9
     assert git(checkout, "status", "--porcelain") == "" and git(checkout, "worktree", "list").count("\n") == 0
     assert "cannot run here, the probe fails: SyntaxError" in bench.report()
@@ -80,4 +90,3 @@ def test_one_run_is_the_script_of_git_bisect_run(tmp_path: Path, checkout: Path)
     assert f"commit {FIRST_BAD}" in git(checkout, "show", "-s", "--format=%s", "refs/bisect/bad"), (
         run.stdout + run.stderr
     )
-    assert "We cannot bisect more" in run.stdout  # those before it do not import

@@ -16,9 +16,10 @@ GUARD = """
 import runpy, socket, sys
 for name in ("torch", "transformers", "sglang", "rich", "tyro", "numpy"):
     sys.modules[name] = None
-def refuse(*arguments, **options):
-    raise AssertionError("a socket")
-socket.socket = refuse
+class Refused(socket.socket):
+    def __init__(self, *arguments, **options):
+        raise AssertionError("a socket")
+socket.socket = Refused
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
