@@ -1,4 +1,6 @@
-"""What every test of this process needs before it imports transformers."""
+"""What every test of this process needs before it imports transformers, and before it starts others."""
+
+import signal
 
 import torch
 
@@ -8,3 +10,7 @@ from harness.rollout.cpu.activate import activate
 # import transformers while they are collected.
 if not torch.cuda.is_available():
     activate()
+
+# Started in a shell's background this process ignores Ctrl-C, and so would all that tests start and then interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

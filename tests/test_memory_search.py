@@ -72,7 +72,7 @@ def gone(file: Path) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_ways_are_searched_by_real_runs_that_leave_nothing(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     told: list[float] = []

@@ -84,6 +84,7 @@ def test_read_back_it_is_named_exactly_before_anything_is_generated(tmp_path: Pa
     assert job.left_behind() == []
 
 
+@pytest.mark.long
 def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path) -> None:
     job = Job(
         folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART], script="tests/end_to_end/ppo_with_one_bad_rank.py"

@@ -67,6 +67,7 @@ def test_same_seed_same_metrics_bit_for_bit(quickstart: Job, tmp_path: Path) -> 
     assert values(again) == values(quickstart)
 
 
+@pytest.mark.long
 def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart: Job, tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, QUICKSTART, "--weights.verify", "full")
     assert job.process.returncode == 0, job.output()
@@ -83,6 +84,7 @@ def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart:
     assert job.left_behind() == []
 
 
+@pytest.mark.long
 def test_deepseek_on_two_engines_with_grpo_and_named_tensors(tmp_path: Path) -> None:
     job = run(
         tmp_path / "run",

@@ -55,6 +55,7 @@ def test_one_engine_of_tp_4_over_ipv4(tmp_path: Path) -> None:
     check(folder, output, "10.77.0.2", ["engine 0 node 0 on host0: ranks 0, 1", "engine 0 node 1 on host1: ranks 2, 3"])
 
 
+@pytest.mark.long
 def test_a_stage_on_each_host_over_ipv6_read_back_bit_for_bit(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     output = ppo(folder, "ipv6", *STAGES, "--weights.verify", "bytes", "--model.name", "deepseek_v3")

@@ -14,7 +14,21 @@ from tests.end_to_end.launching import run
 SESSIONS = "0.5.22"
 """A release with update sessions, which came with 0.5.21; the environment's is 0.5.20."""
 
+LONG = {"deepseek_v3", "llama"}
+"""Programs that only -m long runs: each takes a minute or more."""
+
 Seen = dict[str, Any]
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks long what needs a long program, by a fixture or by its parameter."""
+    for item in items:
+        needs = {*getattr(item, "fixturenames", ())}
+        if callspec := getattr(item, "callspec", None):
+            needs.add(callspec.params.get("program"))
+        if needs & LONG and item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.long)
 
 
 def run_program(name: str, folder: Path, path: str = "") -> Seen:
