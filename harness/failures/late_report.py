@@ -2,23 +2,31 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 SECONDS = 5.0
 """How long they may take: seconds on a busy machine, at 64 ranks too; all of a run must be gone within 15."""
+NO_REPORT = "no-report.txt"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def report_failed_run(folder: Path, seconds: float = SECONDS) -> list[str]:
-    """For the watchdog of the first host, after its verdict: report.md and report.html of the run directory. What went
-    wrong with them: one line, or none. Raises nothing, and leaves no process."""
+def report_failed_run(folder: Path, seconds: float = SECONDS) -> None:
+    """For the watchdog of the first host, after its verdict: report.md and report.html of the run directory. What goes
+    wrong with them is said in its no-report.txt, since the verdict stays the last on the screen.
+
+    A run that failed before it wrote its config has none. Raises nothing, and leaves no process.
+    """
+    if not (folder / "config.toml").is_file():
+        return
     command = [sys.executable, str(_ROOT / "launch" / "report.py"), str(folder)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds, stdin=subprocess.DEVNULL
         )
+        problem = done.stderr if done.returncode else ""
     except (OSError, subprocess.SubprocessError) as error:
-        return [f"no report: {type(error).__name__}; python launch/report.py {folder} makes one"]
-    if done.returncode == 0:
-        return []
-    return done.stderr.strip().splitlines()[-1:] or [f"no report: launch/report.py ended with {done.returncode}"]
+        problem = f"{type(error).__name__}: {error}\n"
+    if problem:
+        with suppress(OSError):  # a disk that is full, of which the verdict was
+            (folder / NO_REPORT).write_text(f"{problem}`python launch/report.py {folder}` makes the reports.\n")

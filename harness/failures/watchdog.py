@@ -108,7 +108,7 @@ class Watchdog:
             self.beat(left=True)
             time.sleep(QUICK_SECONDS)
         if has_failed and self.folder and any(each.rank == 0 for each in self.ranks):
-            say("".join(f"{line}\n" for line in report_failed_run(self.folder)))
+            report_failed_run(self.folder)
 
     def end_run(self, screen: int) -> bool:
         """Something has failed: tell what, here and last on the screen (a descriptor), and end what is left. False where a
