@@ -30,6 +30,7 @@ else:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
     from harness.bisect.command_line import main
+    from harness.exit import exit_with
 
     if __name__ == "__main__":
-        sys.exit(main(sys.argv[1:], __doc__ or ""))
+        exit_with(main, sys.argv[1:], __doc__ or "")

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 import tyro
 
+from harness.exit import exit_with
 from harness.failures.diagnose import diagnose
 from harness.failures.diagnosis_text import as_json, as_text
 from harness.failures.log_lines import files_of
@@ -52,4 +53,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
+from harness.exit import exit_with
 from harness.export.render import MOST_LINES, render
 from harness.export.subject import read_subject
 from harness.failures.diagnose import diagnose
@@ -45,4 +46,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

@@ -21,6 +21,7 @@ from harness.emulation import kernel
 from harness.emulation.plan import Options, make_plan
 from harness.emulation.session import Session, StartError
 from harness.emulation.skew import library
+from harness.exit import exit_with
 from harness.mistake import CannotRunHere, say_mistake
 
 
@@ -58,4 +59,4 @@ def visible_gpus() -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

@@ -23,6 +23,7 @@ from harness.config.command import Command, parse, print_help
 from harness.estimate import text
 from harness.estimate.memory import GIB, Estimate, estimate
 from harness.estimate.shapes import UnknownShape
+from harness.exit import exit_with
 from harness.mistake import say_mistake
 
 DEFAULT_GPU_GIB = 80.0
@@ -91,4 +92,4 @@ def plan_of(command: Command) -> Plan:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

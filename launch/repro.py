@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
+from harness.exit import exit_with
 from harness.mistake import say_mistake
 from harness.repro import one, requirements, session, telling
 from harness.repro.case import GPUS, Case, UnknownCase, entry_of, load, slugs
@@ -104,4 +105,4 @@ def record_all(asked: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

@@ -61,6 +61,7 @@ def test_only_rank_0_speaks(quickstart: Job) -> None:
     assert sum("engine up" in line for line in lines) == 1
 
 
+@pytest.mark.long
 def test_same_seed_same_metrics_bit_for_bit(quickstart: Job, tmp_path: Path) -> None:
     again = run(tmp_path / "run", 2, QUICKSTART)
     assert again.process.returncode == 0, again.output()

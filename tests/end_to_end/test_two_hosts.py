@@ -47,6 +47,7 @@ def check(folder: Path, output: str, address: str, nodes: list[str]) -> None:
         assert line in output and line in report, line
 
 
+@pytest.mark.long
 def test_one_engine_of_tp_4_over_ipv4(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # Several interfaces, of which one joins the hosts, and a name that leads the master to itself.
