@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,8 @@ from harness.background import in_background
 from harness.cluster.world import all_gather
 from harness.rollout import sglang_api
 from harness.rollout.errors import EngineFailed, SchedulerFailed
+from harness.rollout.group import Group
 from harness.rollout.slots import PeerGone
-
-if TYPE_CHECKING:
-    from harness.rollout.verl_engine import VerlEngine
 
 T = TypeVar("T")
 
@@ -25,8 +24,25 @@ WATCH_SECONDS = 2.0
 died, and its word must come first."""
 
 
+class EngineOfRanks(Protocol):
+    """What of a VerlEngine is used here, and in stages.py, which it uses in turn."""
+
+    group: Group
+    log: Path
+
+    @property
+    def is_head(self) -> bool: ...
+
+    @property
+    def inner(self) -> Any: ...
+
+    def send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None: ...
+
+    def on_head(self, call: Callable[[Any], T]) -> T: ...
+
+
 def call_schedulers(
-    engine: "VerlEngine",
+    engine: EngineOfRanks,
     loader: str,
     message: str,
     meanwhile: Callable[[Callable[[], bool]], T],

@@ -4,25 +4,22 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from harness.rollout import sglang_api
 from harness.rollout.errors import SchedulerFailed
-from harness.rollout.schedulers import call_schedulers
+from harness.rollout.schedulers import EngineOfRanks, call_schedulers
 from harness.rollout.worker.stages import ARRIVED, STAGED, answer_path
-
-if TYPE_CHECKING:
-    from harness.rollout.verl_engine import VerlEngine
 
 POLL_SECONDS = 0.002
 ANSWER_SECONDS = 300.0
 """How long a later stage may take when the first has answered."""
 
 
-def update_stages(engine: "VerlEngine", sent: Any, load_format: str | None, flush_cache: bool) -> None:
+def update_stages(engine: EngineOfRanks, sent: Any, load_format: str | None, flush_cache: bool) -> None:
     """Load `sent` in all stages: named tensors, or for "flattened_bucket" what sglang_api.flattened_bucket makes.
 
     Returns when every stage has loaded it: only then may the memory behind its handles go. A collective call of the
@@ -43,7 +40,7 @@ def update_stages(engine: "VerlEngine", sent: Any, load_format: str | None, flus
     call_schedulers(engine, STAGED, message, lambda ended: _await_answer(engine, done, ended), flush_cache, carried)
 
 
-def await_stages(engine: "VerlEngine") -> None:
+def await_stages(engine: EngineOfRanks) -> None:
     """Return when every stage has done what it was asked: SGLang answers for the first alone, and the others follow in
     order. A collective call of the engine's ranks."""
     if engine.group.pp > 1:
@@ -51,13 +48,13 @@ def await_stages(engine: "VerlEngine") -> None:
         call_schedulers(engine, ARRIVED, done, lambda ended: _await_answer(engine, done, ended))
 
 
-def _name_of_answers(engine: "VerlEngine") -> str:
+def _name_of_answers(engine: EngineOfRanks) -> str:
     name = [f"harness-{uuid.uuid4().hex[:12]}"]
     dist.broadcast_object_list(name, engine.group.head, engine.group.process_group)
     return name[0]
 
 
-def _await_answer(engine: "VerlEngine", done: str, ended: Callable[[], bool]) -> None:
+def _await_answer(engine: EngineOfRanks, done: str, ended: Callable[[], bool]) -> None:
     """Wait for the scheduler beside this rank. One that dies is noticed by the rank that built the engine."""
     answer = answer_path(done, engine.group.ranks.index(engine.group.rank))
     give_up = float("inf")
