@@ -26,8 +26,6 @@ ABSENT = "not installed"
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 DENSE = ("qwen2", "qwen3", "llama")
 """Tiny models that no version of transformers fuses."""
-NO_KVCACHEIO = (0, 5, 13)
-"""The first release that does not import sgl_kernel.kvcacheio at its start."""
 STANDINS = Path(__file__).resolve().parents[1] / "rollout" / "cpu" / "standins"
 
 Device = Literal["cpu", "cuda"]
@@ -111,7 +109,7 @@ def context(subject: Subject) -> dict[str, Any]:
         "apart": apart,
         "engine_gpu": "torch.cuda.current_device() + LOCAL_WORLD" if apart else "",
         "pp_first": parallel.rank_order == "dp,pp,tp",
-        "standins": standins(subject),
+        "standin_names": standin_names(),
         "errors": _errors(plant, check_release, config.weights.verify != "off"),
         "check_release": check_release,
         "fuses": fuses(subject),
@@ -195,21 +193,14 @@ def _installed(package: str) -> str:
         return ""
 
 
-def standins(subject: Subject) -> dict[str, list[str]]:
-    """What sgl_kernel's stand-in has, by module, as its files say; kvcacheio for those that import it."""
-    files = {"sgl_kernel": "__init__.py"}
-    versions = {each.versions.get("sglang", "") for each in subject.ranks}
-    if any(tuple(map(int, re.findall(r"\d+", version)[:3])) < NO_KVCACHEIO for version in versions):
-        files["sgl_kernel.kvcacheio"] = "kvcacheio.py"
-    found = {}
-    for module, file in files.items():
-        tree = ast.parse((STANDINS / "sgl_kernel" / file).read_text(encoding="utf-8"))
-        found[module] = [
-            node.targets[0].id
-            for node in tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        ]
-    return found
+def standin_names() -> list[str]:
+    """What sgl_kernel's stand-in has, as its file says."""
+    tree = ast.parse((STANDINS / "sgl_kernel" / "__init__.py").read_text(encoding="utf-8"))
+    return [
+        node.targets[0].id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    ]
 
 
 def joined(names: Sequence[str]) -> str:

@@ -91,16 +91,18 @@ def tiny_engine(
     name: str = "qwen2", *, prepare: Callable[[Path], None] | None = None, **args: Any
 ) -> Iterator[TinyEngine]:
     """From the main thread, under `if __name__ == "__main__":`. prepare: may change the checkpoint's folder first."""
-    device = prepare_process(ranks=args.get("tp_size", 1) * args.get("pp_size", 1) // args.get("nnodes", 1))
-    from harness.models.tiny import save_tiny_model
     from harness.rollout import sglang_api
+
+    api = sglang_api.probe()
+    tp, stages, hosts = (args.get(name, 1) for name in ("tp_size", "pp_size", "nnodes"))
+    device = prepare_process(ranks=tp * stages // hosts if api.cores_by_device else tp)
+    from harness.models.tiny import save_tiny_model
     from harness.rollout.defaults import engine_defaults
 
     folder = Path(tempfile.mkdtemp()) / "model"
     save_tiny_model(name, folder, seed=0, dtype=dtype_on(device), device=device, texts=TEXTS)
     if prepare:
         prepare(folder)
-    api = sglang_api.probe()
     defaults = engine_defaults(device) | ({"mem_fraction_static": 0.2} if device == "cuda" else {})
     given = {"model_path": str(folder), "dtype": dtype_on(device), "random_seed": 0} | args
     chosen, _ = sglang_api.check_arguments(api, given, defaults)

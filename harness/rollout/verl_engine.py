@@ -23,7 +23,7 @@ from harness.cluster.network import bracketed, own_address
 from harness.cluster.ports import PortLease
 from harness.cluster.world import all_gather, child_environment
 from harness.rollout import sglang_api
-from harness.rollout.cpu.activate import activate, engine_environment
+from harness.rollout.cpu.activate import activate, cores_by_tp_rank, engine_environment
 from harness.rollout.defaults import engine_defaults
 from harness.rollout.errors import EngineFailed
 from harness.rollout.group import Group
@@ -344,6 +344,9 @@ class VerlEngine:
             shared = engine_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
             cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
             mine = [cores[self._seating.local_rank(rank)] for rank in self.node.ranks]
+            if not self.api.cores_by_device:
+                tp_ranks = [self.group.ranks.index(rank) % self.group.tp for rank in self.node.ranks]
+                mine = cores_by_tp_rank(mine, tp_ranks, self.group.tp)
             changes |= shared | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(mine)}
         return changes
 

@@ -88,6 +88,7 @@ class WeightChecker:
     def _compute_checksum(self):
         torch.cuda.synchronize()
 """,
+    "srt/utils/numa_utils.py": "def init_threads_binding(*, numa_index, world_size): ...\n",
     "srt/weight_sync/tensor_bucket.py": "class FlattenedTensorBucket:\n    supports_multi_dtypes = True\n",
     "srt/constants.py": 'GPU_MEMORY_TYPE_KV_CACHE = "kv_cache"\nGPU_MEMORY_TYPE_WEIGHTS = "weights"\nPREFIX = "H"\n',
     "srt/environ.py": "class Envs:\n    SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK = EnvBool(True)\n",
@@ -148,6 +149,7 @@ def test_probe_of_an_old_tree(old: SGLangApi) -> None:
         "flattened_bucket",
         "custom_weight_loader",
         "batch_is_one_message",
+        "cores_by_device",
         "pipeline_parallel",
     ):
         assert getattr(old, absent) is False
@@ -167,7 +169,9 @@ def test_probe_of_a_new_tree(new: SGLangApi) -> None:
         "pipeline_parallel",
     ):
         assert getattr(new, present) is True
-    for present in ("custom_weight_loader", "checksum_covers_tp_ranks", "checksum_needs_cuda", "batch_is_one_message"):
+    for present in (
+        "custom_weight_loader", "checksum_covers_tp_ranks", "checksum_needs_cuda", "batch_is_one_message", "cores_by_device",
+    ):  # fmt: skip
         assert getattr(new, present) is True
     assert new.destroys_update_group and not new.own_verl_engine and not new.compare_needs_cuda
 

@@ -13,6 +13,7 @@ children see it too. It holds:
 import importlib.machinery
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -51,7 +52,7 @@ def engine_environment(ranks_on_host: int) -> dict[str, str]:
     """What SGLang's CPU mode reads from the environment, for `ranks_on_host` engine ranks on this host.
 
     The cores this process may use are split evenly and in order, one entry a rank ("0-3|4-7"); with more ranks than
-    cores the ranks go round the cores, one core each. SGLang 0.5.18 refuses more entries than ranks.
+    cores the ranks go round the cores, one core each. Engines of several stages or hosts: see cores_by_tp_rank.
     """
     if ranks_on_host < 1:
         raise ValueError(f"ranks_on_host = {ranks_on_host} must be 1 or more")
@@ -74,6 +75,16 @@ def engine_environment(ranks_on_host: int) -> dict[str, str]:
         # library that is not there turns that off, as it does beside a CPU build.
         "SGLANG_NCCL_SO_PATH": "absent-in-cpu-mode",
     }
+
+
+def cores_by_tp_rank(entries: Sequence[str], tp_ranks: Sequence[int], tp: int) -> list[str]:
+    """Entries of SGLANG_CPU_OMP_THREADS_BIND for a SGLang that wants one for each TP rank of the engine: the cores of all
+    stages of it on this host; where it has none here, what nobody reads. entries, tp_ranks: of each engine rank here."""
+    here = zip(entries, tp_ranks, strict=True)
+    cores: list[list[str]] = [[] for _ in range(tp)]
+    for entry, index in here:
+        cores[index].append(entry)
+    return [",".join(dict.fromkeys(each)) or entries[0] for each in cores]
 
 
 def require_absorbed_mla() -> None:

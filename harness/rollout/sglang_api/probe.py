@@ -13,6 +13,7 @@ VERL_ENGINE = "srt/entrypoints/verl_engine.py"
 BUCKET = "srt/weight_sync/tensor_bucket.py"
 IO_STRUCT = "srt/managers/io_struct.py"
 TOKENIZER_MANAGER = "srt/managers/tokenizer_manager.py"
+NUMA = "srt/utils/numa_utils.py"
 WEIGHT_CHECKER = "srt/utils/weight_checker.py"
 WEIGHT_COMPARATOR = "srt/utils/weight_checker_comparator.py"
 MODEL_RUNNER = "srt/model_executor/model_runner.py"
@@ -79,6 +80,9 @@ class SGLangApi:
     batch_is_one_message: bool
     """generate(input_ids=[...]) reaches the scheduler as one message, so the first prefill batch does not depend on
     timing. Before, one message a prompt: the same seed may sample other tokens."""
+    cores_by_device: bool
+    """In CPU mode SGLANG_CPU_OMP_THREADS_BIND has an entry for each engine rank of the host, of all stages, since 0.5.19;
+    before, one for each TP rank of the engine, on whatever host, and no other number."""
     sampling_seed: bool
     """sampling_params may carry a seed of its own, used under enable_deterministic_inference only."""
 
@@ -139,6 +143,7 @@ def probe(tree: SourceTree | None = None) -> SGLangApi:
         ),
         compare_needs_cuda=any(".cuda()" in tree.text(path) for path in (WEIGHT_CHECKER, WEIGHT_COMPARATOR)),
         batch_is_one_message="_batch_has_text" in tree.text(TOKENIZER_MANAGER),
+        cores_by_device="numa_index" in source.parameters(tree.find_function("init_threads_binding", NUMA)),
         sampling_seed="sampling_seed" in tree.text("srt/sampling/sampling_batch_info.py"),
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.rollout.cpu.activate import engine_environment, require_absorbed_mla, standins_path
+from harness.rollout.cpu.activate import cores_by_tp_rank, engine_environment, require_absorbed_mla, standins_path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WORKER = Path(__file__).with_name("engine_worker.py")
@@ -183,3 +183,19 @@ def test_a_real_engine_serves_with_the_stand_ins(tmp_path: Path, model: str) -> 
     answer = json.loads(lines[0].removeprefix("ANSWER "))
     assert len(answer["tokens"]) == 6
     assert answer["got"] == pytest.approx(answer["expected"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("entries", "tp_ranks", "tp", "expected"),
+    [
+        (["0", "1"], [0, 1], 2, ["0", "1"]),
+        (["0", "1"], [0, 0], 1, ["0,1"]),
+        (["0", "1"], [2, 3], 4, ["0", "0", "0", "1"]),
+        (["0,1", "2,3", "4,5", "6,7"], [0, 1, 0, 1], 2, ["0,1,4,5", "2,3,6,7"]),
+        (["3", "3"], [0, 0], 1, ["3"]),
+    ],
+)
+def test_older_releases_have_an_entry_for_each_tp_rank(
+    entries: list[str], tp_ranks: list[int], tp: int, expected: list[str]
+) -> None:
+    assert cores_by_tp_rank(entries, tp_ranks, tp) == expected
