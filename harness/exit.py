@@ -12,7 +12,10 @@ READER_GONE = 141
 def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
     """Call it, and end this process with what it returns; without a traceback where nobody reads on, as in `... | head`."""
     try:
-        code = main(*arguments)
+        try:
+            code: int | str | None = main(*arguments)
+        except SystemExit as end:  # of tyro's or argparse's --help
+            code = end.code
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more as it ends

@@ -1,5 +1,6 @@
 """Commands whose output nobody reads on, as in `... | head`: real processes, real pipes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,15 @@ COMMANDS = {
 }
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_reader_that_leaves_is_no_failure_to_speak_of(name: str) -> None:
+def test_a_reader_that_leaves_is_no_failure_to_speak_of(name: str, unbuffered: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, *COMMANDS[name]], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, *COMMANDS[name]],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout and process.stderr
     process.stdout.close()

@@ -19,13 +19,15 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE_SECONDS, POLL_SECONDS, SPY_SECONDS = 5.0, 0.02, 10.0
+NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""The terminal's are for the parent. SIGQUIT is what a failing scheduler of SGLang sends whoever has adopted it."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(result: Path, limit: float, command: list[str]) -> None:
     """Does not raise for a command that cannot start: its code is 127, as a shell has it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the terminal's Ctrl-C is for the parent
+    for number in NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
     started = time.monotonic()
     code, timed_out = 127, False
@@ -43,7 +45,7 @@ def main(result: Path, limit: float, command: list[str]) -> None:
 
 
 def _restore() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in NOT_FOR_US:
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -6,6 +6,7 @@ Interfaces are set up by the old ioctls of netdevice(7), which need neither ipro
 import ctypes
 import fcntl
 import os
+import signal
 import socket
 import struct
 from ipaddress import IPv4Interface, IPv6Interface
@@ -61,7 +62,11 @@ def die_with_parent(signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, not of process 1: none gets away."""
+    """Descendants whose parent ends become children of this process, not of process 1: none gets away. From the main thread.
+
+    A scheduler of SGLang that fails tells its parent so by SIGQUIT: whoever adopts it must not die of that.
+    """
+    signal.signal(signal.SIGQUIT, lambda number, frame: None)  # a handler, unlike SIG_IGN, is not inherited over exec
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 

@@ -33,6 +33,7 @@ WITHOUT_ENGINE = [
 def check(slug: str, folder: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "launch" / "repro.py"), "run", slug, "--json", str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True)
+    assert (folder / f"{slug}.json").is_file(), (ended.returncode, ended.stdout, ended.stderr)
     told = json.loads((folder / f"{slug}.json").read_text())
     if told["verdict"] == "cannot run here":
         pytest.skip(told["sentence"])
