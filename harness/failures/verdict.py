@@ -13,6 +13,7 @@ import psutil
 
 from harness.failures.explain import Explanation
 from harness.failures.failure import Failure, first
+from harness.failures.late_report import will_have_report
 from harness.failures.processes import say
 from harness.failures.stacks import Asked, Stack, gpu_memory, look, said
 from harness.failures.telling import View, tell
@@ -72,7 +73,10 @@ class Verdict:
         if self.stacks and self.folder:
             explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
         lines = tell(self.failures, replace(self.view, waiting=waiting), explanation + self.explanation.lines)
-        return [*lines, *([f"  run directory, with report.md in a moment: {self.folder}"] if self.folder else [])]
+        if self.folder:
+            soon = ", with report.md in a moment" if will_have_report(self.folder) else ""
+            lines.append(f"  run directory{soon}: {self.folder}")
+        return lines
 
     def _keep(self) -> None:
         """In the run's folder."""

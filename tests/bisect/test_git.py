@@ -28,7 +28,7 @@ def git(folder: Path, *words: str, stdin: str | None = None) -> str:
     return run.stdout.strip()
 
 
-@pytest.fixture(params=[SCATTERED], ids=["scattered"])
+@pytest.fixture
 def checkout(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A hundred commits of python/moving, made in one go, those of the parameter broken; a number goes up at FIRST_BAD."""
     folder = tmp_path / "checkout"
@@ -72,7 +72,13 @@ def test_a_planted_regression_among_commits_of_which_a_fifth_does_not_import(
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
-def test_one_run_is_the_script_of_git_bisect_run(tmp_path: Path, checkout: Path) -> None:
+@pytest.mark.parametrize(
+    ("checkout", "said"),
+    [(SCATTERED, "is the first bad commit"), (CLUSTERED, "We cannot bisect more")],
+    indirect=["checkout"],
+    ids=["scattered", "clustered"],
+)
+def test_one_run_is_the_script_of_git_bisect_run(tmp_path: Path, checkout: Path, said: str) -> None:
     bench = Bench(tmp_path)
     script = tmp_path / bench.script(
         "import sys\ntry: import moving\nexcept SyntaxError: sys.exit(125)\n" + SCRIPT_CODE
@@ -90,3 +96,4 @@ def test_one_run_is_the_script_of_git_bisect_run(tmp_path: Path, checkout: Path)
     assert f"commit {FIRST_BAD}" in git(checkout, "show", "-s", "--format=%s", "refs/bisect/bad"), (
         run.stdout + run.stderr
     )
+    assert said in run.stdout

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+WARDEN = Path(__file__).resolve().parents[2] / "harness" / "bisect" / "warden.py"
 ORPHAN = """
 import os, signal, sys, time
 if os.fork() == 0:
@@ -25,21 +25,19 @@ sys.exit(7)
 """
 
 
+def code_under_the_warden(folder: Path, *command: str) -> int:
+    """The exit code in its result, of a command of this Python."""
+    file = folder / "result"
+    words = [sys.executable, "-I", "-S", str(WARDEN), str(file), "30", "--", sys.executable, "-c", *command]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as warden:  # whose end of the pipe it holds until it is over
+        assert warden.wait(60) == 0
+    code: int = json.loads(file.read_text())["code"]
+    return code
+
+
 def test_a_scheduler_that_lost_its_parent_cannot_end_whoever_adopted_it(tmp_path: Path) -> None:
-    warden = [sys.executable, "-I", "-S", str(REPOSITORY / "harness/bisect/warden.py"), str(tmp_path / "result"), "30"]
-    command = [sys.executable, "-c", COMMAND, ORPHAN, str(tmp_path / "spoken")]
-    ended = subprocess.Popen([*warden, "--", *command], stdin=subprocess.PIPE)
-    assert ended.wait(60) == 0
-    assert ended.stdin is not None
-    ended.stdin.close()
-    assert json.loads((tmp_path / "result").read_text())["code"] == 7
+    assert code_under_the_warden(tmp_path, COMMAND, ORPHAN, str(tmp_path / "spoken")) == 7
 
 
 def test_the_command_itself_can_be_quit(tmp_path: Path) -> None:
-    warden = [sys.executable, "-I", "-S", str(REPOSITORY / "harness/bisect/warden.py"), str(tmp_path / "result"), "30"]
-    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGQUIT)"]
-    ended = subprocess.Popen([*warden, "--", *command], stdin=subprocess.PIPE)
-    assert ended.wait(60) == 0
-    assert ended.stdin is not None
-    ended.stdin.close()
-    assert json.loads((tmp_path / "result").read_text())["code"] == -3
+    assert code_under_the_warden(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGQUIT)") == -3

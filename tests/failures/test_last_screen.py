@@ -106,4 +106,6 @@ def test_a_console_that_nobody_reads_is_named(tmp_path: Path) -> None:
     os.close(read)
     assert process.wait(120) == 1
     time.sleep(3)
-    assert "ConsoleGone: nobody reads this run's output any more" in last(errors.read_text().splitlines())[0]
+    first, *rest = last(errors.read_text().splitlines())
+    assert "ConsoleGone: nobody reads this run's output any more" in first
+    assert f"  run directory: {tmp_path / 'run'}" in rest  # it has no config yet, and will have no report

@@ -80,9 +80,8 @@ def engine_environment(ranks_on_host: int) -> dict[str, str]:
 def cores_by_tp_rank(entries: Sequence[str], tp_ranks: Sequence[int], tp: int) -> list[str]:
     """Entries of SGLANG_CPU_OMP_THREADS_BIND for a SGLang that wants one for each TP rank of the engine: the cores of all
     stages of it on this host; where it has none here, what nobody reads. entries, tp_ranks: of each engine rank here."""
-    here = zip(entries, tp_ranks, strict=True)
     cores: list[list[str]] = [[] for _ in range(tp)]
-    for entry, index in here:
+    for entry, index in zip(entries, tp_ranks, strict=True):
         cores[index].append(entry)
     return [",".join(dict.fromkeys(each)) or entries[0] for each in cores]
 
