@@ -1,14 +1,16 @@
 """The engine's child processes: their output kept in one file, their death noticed at once."""
 
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -119,34 +121,47 @@ def children() -> dict[int, psutil.Process]:
     return {child.pid: child for child in psutil.Process().children(recursive=True)}
 
 
+def killed_by(child: BaseProcess | None) -> str:
+    """The signal, such as SIGKILL, that ended a child; '' where it lives, or ended by itself.
+
+    The child is multiprocessing's own object: SGLang's threads may have waited for the process before us, once for all.
+    """
+    code = child.exitcode if child else None
+    return signal.Signals(-code).name if code is not None and code < 0 else ""
+
+
 @dataclass(slots=True)
 class ChildWatch:
-    """A thread that calls on_death(name, pid) once when one of the watched processes is gone.
+    """A thread that calls on_death(name, pid, signal) once when one of the watched processes is gone; the signal as from
+    killed_by, where multiprocessing started that process.
 
     SGLang's own answer to a dead scheduler is SIGQUIT to its parent, whose handler SIGKILLs the whole process tree:
     the rank would vanish without a word, and every other rank would name the connection, not the cause.
     """
 
     watched: dict[int, psutil.Process]
-    on_death: Callable[[str, int], None]
+    on_death: Callable[[str, int, str], None]
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         """Begin to watch."""
-        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
+        started = {child.pid: child for child in multiprocessing.active_children()}
+        threading.Thread(target=self._watch, args=[started], name="engine-watch", daemon=True).start()
 
     def stop(self) -> None:
         """End it; a death after this is nobody's concern."""
         self._stop.set()
 
-    def _watch(self) -> None:
+    def _watch(self, started: Mapping[int | None, BaseProcess]) -> None:
         names = {pid: _name(process) for pid, process in self.watched.items()}
         while not self._stop.wait(POLL_SECONDS):
-            for pid, process in self.watched.items():
-                if not _alive(process):
-                    if not self._stop.is_set():
-                        self.on_death(names[pid], pid)
-                    return
+            gone = {pid: killed_by(started.get(pid)) for pid, process in self.watched.items() if not _alive(process)}
+            if gone:
+                # Of several that one which did not end by itself: it took the others along.
+                pid = max(gone, key=lambda each: bool(gone[each]))
+                if not self._stop.is_set():
+                    self.on_death(names[pid], pid, gone[pid])
+                return
 
 
 def end(

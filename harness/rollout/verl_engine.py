@@ -287,12 +287,13 @@ class VerlEngine:
         self._watch = ChildWatch(started, self._report_death)
         self._watch.start()
 
-    def _report_death(self, name: str, pid: int) -> None:
-        cause = first_error(self.log.read_text(encoding="utf-8", errors="replace"))
+    def _report_death(self, name: str, pid: int, signal_name: str) -> None:
+        how = f" of {signal_name}"
+        # Whom SIGKILL or SIGTERM ends has no last word: an error in the log, which all share, is another's consequence.
+        if signal_name not in ("SIGKILL", "SIGTERM"):
+            how = f": {first_error(self.log.read_text(encoding='utf-8', errors='replace')) or 'it printed nothing'}"
         end(children(), patience_seconds=0)  # an engine without one of its processes is of no use, and holds a GPU
-        self._on_death(
-            f"engine process {name} (pid {pid}) died: {cause or 'it printed nothing'} (whole log: {self.log})"
-        )
+        self._on_death(f"engine process {name} (pid {pid}) died{how} (whole log: {self.log})")
 
     def _restore_signals(self) -> None:
         """Take SIGTERM and SIGQUIT back: SGLang's handlers ignore the first and kill this process on the second."""

@@ -52,7 +52,9 @@ def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
     schedulers[1].send_signal(signal.SIGKILL)
     assert job.wait(60) == 1
     assert f"engine process {'sglang::schedul'}" in job.output()
-    assert f"(pid {schedulers[1].pid}) died" in job.output()
+    assert f"(pid {schedulers[1].pid}) died of SIGKILL" in job.output()
+    first = [line for line in job.output().splitlines() if line.startswith("FIRST FAILURE: ")]
+    assert first and not any("a peer vanished" in line for line in first)
     assert job.left_behind() == []
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,19 +94,34 @@ def test_without_its_launcher_all_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_console_that_nobody_reads_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("read_until", "folder_line"),
+    [
+        ("", None),  # before the ranks met, who agree on a run directory
+        ("mesh dp=", "  run directory, with report.md in a moment: {}"),
+    ],
+)
+def test_a_console_that_nobody_reads_is_named(tmp_path: Path, read_until: str, folder_line: str | None) -> None:
     errors = tmp_path / "errors"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, QUICKSTART]
-    read, write = os.pipe()
     with errors.open("w") as stream:
         process = subprocess.Popen(
-            [*command, "--run.dir", str(tmp_path / "run")], cwd=REPOSITORY, stdout=write, stderr=stream
+            [*command, "--run.dir", str(tmp_path / "run")], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stream
         )
-    os.close(write)
-    os.read(read, 10)
-    os.close(read)
+        assert process.stdout
+        with process.stdout as console:
+            while read_until and read_until not in console.readline().decode():
+                assert process.poll() is None
     assert process.wait(120) == 1
-    time.sleep(3)
+    wait_for(lambda: "".join(errors.read_text().splitlines()[-1:]).startswith("  so says the watchdog of "))
     first, *rest = last(errors.read_text().splitlines())
     assert "ConsoleGone: nobody reads this run's output any more" in first
-    assert f"  run directory: {tmp_path / 'run'}" in rest  # it has no config yet, and will have no report
+    named = [line for line in rest if "run directory" in line]
+    assert named == ([folder_line.format(tmp_path / "run")] if folder_line else [])
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)

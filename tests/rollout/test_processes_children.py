@@ -1,5 +1,6 @@
 """output_to, ChildWatch, children and end, with real children."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -80,20 +81,20 @@ def test_what_an_earlier_run_left_in_the_file_is_gone(tmp_path: Path) -> None:
     assert log.read_text() == "today\n"
 
 
-def watched(child: "subprocess.Popen[str]") -> tuple[ChildWatch, list[tuple[str, int]], threading.Event]:
-    deaths: list[tuple[str, int]] = []
+def watched(*pids: int) -> tuple[ChildWatch, list[tuple[str, int, str]], threading.Event]:
+    deaths: list[tuple[str, int, str]] = []
     told = threading.Event()
 
-    def on_death(name: str, pid: int) -> None:
-        deaths.append((name, pid))
+    def on_death(name: str, pid: int, signal_name: str) -> None:
+        deaths.append((name, pid, signal_name))
         told.set()
 
-    return ChildWatch({child.pid: psutil.Process(child.pid)}, on_death), deaths, told
+    return ChildWatch({pid: psutil.Process(pid) for pid in pids}, on_death), deaths, told
 
 
 def test_a_child_killed_by_sigkill_is_reported_once_though_nobody_reaps_it() -> None:
     child = python(SLEEPER)
-    watch, deaths, told = watched(child)
+    watch, deaths, told = watched(child.pid)
     watch.start()
     assert not told.wait(2 * processes.POLL_SECONDS)
     name = psutil.Process(child.pid).name()
@@ -101,23 +102,44 @@ def test_a_child_killed_by_sigkill_is_reported_once_though_nobody_reaps_it() -> 
     assert told.wait(10)
     assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
     time.sleep(2 * processes.POLL_SECONDS)
-    assert deaths == [(name, child.pid)]
+    assert deaths == [(name, child.pid, "")]  # whose signal the one who started it will hear
     child.wait()
+
+
+def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_whoever_waited_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "POLL_SECONDS", 5.0)  # for both to be gone when it looks
+    spawn = multiprocessing.get_context("spawn")
+    leaver, victim, living = (spawn.Process(target=time.sleep, args=(seconds,)) for seconds in (0, 600, 600))
+    for process in (leaver, victim, living):
+        process.start()
+    assert leaver.pid and victim.pid and living.pid
+    watch, deaths, told = watched(leaver.pid, living.pid, victim.pid)
+    watch.start()
+    victim.kill()
+    victim.join()
+    leaver.join()
+    assert told.wait(20)
+    assert [death[1:] for death in deaths] == [(victim.pid, "SIGKILL")]
+    assert processes.killed_by(leaver) == processes.killed_by(living) == ""
+    living.kill()
+    living.join()
 
 
 def test_a_child_that_was_gone_before_the_watch_is_reported() -> None:
     child = python(SLEEPER)
-    watch, deaths, told = watched(child)
+    watch, deaths, told = watched(child.pid)
     child.kill()
     child.wait()
     watch.start()
     assert told.wait(10)
-    assert [pid for _, pid in deaths] == [child.pid]
+    assert [pid for _, pid, _ in deaths] == [child.pid]
 
 
 def test_a_death_after_stop_is_not_reported() -> None:
     child = python(SLEEPER)
-    watch, deaths, told = watched(child)
+    watch, deaths, told = watched(child.pid)
     watch.start()
     watch.stop()
     end({child.pid: psutil.Process(child.pid)})
