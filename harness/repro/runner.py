@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from harness.emulation import kernel
+from harness.failures.shared_memory import SharedMemory
 from harness.repro.case import Case, Variant, module_name
 from harness.repro.verdict import Outcome, shows
 from harness.rollout.processes import children, end
@@ -27,8 +28,10 @@ def command(slug: str, variant: Variant) -> list[str]:
 
 
 def run(slug: str, case: Case, variant: Variant) -> Outcome:
-    """From the main thread of a process that has no other children: orphans become its own, and all of them are ended."""
+    """From the main thread of a process that has no other children: orphans become its own, and all of them are ended, and
+    what they left in /dev/shm goes."""
     kernel.adopt_orphans()
+    memory = SharedMemory()
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         log = Path(folder) / "output"
         began = time.monotonic()
@@ -43,11 +46,12 @@ def run(slug: str, case: Case, variant: Variant) -> Outcome:
                 start_new_session=True,
             )
         try:
-            code = _wait(process, case, log)
+            code = _wait(process, case, log, memory)
         finally:
             seconds = time.monotonic() - began
             end(children(), patience_seconds=END_SECONDS)
             process.wait()
+            memory.remove()
         return Outcome(exit_code=code, output=read(log), seconds=seconds)
 
 
@@ -63,11 +67,12 @@ def environment(folder: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": folder}
 
 
-def _wait(process: subprocess.Popen[bytes], case: Case, log: Path) -> int | None:
+def _wait(process: subprocess.Popen[bytes], case: Case, log: Path, memory: SharedMemory) -> int | None:
     """Its exit code; None where it was not over in time, nor LINGER_SECONDS after it had shown the whole signature."""
     deadline = time.monotonic() + case.seconds
     shown = False
     while (now := time.monotonic()) < deadline:
+        memory.look(children())
         try:
             return process.wait(min(POLL_SECONDS, deadline - now))
         except subprocess.TimeoutExpired:

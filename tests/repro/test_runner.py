@@ -54,6 +54,13 @@ def test_a_variant_that_has_shown_its_signature_is_not_waited_for(monkeypatch: p
     assert time.monotonic() - began < 15
 
 
+def test_what_it_left_in_shared_memory_goes() -> None:
+    output = ran("echo of $$; echo 1 > /dev/shm/torch_$$_7_0; sleep 1; kill -9 $$")
+    assert output.startswith("code -9 ")
+    pid = output.split("of ")[1].split()[0]
+    assert not Path(f"/dev/shm/torch_{pid}_7_0").exists()
+
+
 def test_what_it_left_running_is_ended() -> None:
     output = ran("setsid sleep 977 & echo left $!")
     assert "left " in output
