@@ -82,10 +82,8 @@ class Conductor:
         state.resolving_seconds = time.monotonic() - started
         self._save()
         closed = len(state.closed)
-        self.show.say(
-            f"{len(state.candidates)} candidates, {closed or 'none'} of which cannot be installed"
-            + (":" if closed else "")
-        )
+        which = f"{closed} of which cannot be installed:" if closed else "all of which can be installed"
+        self.show.say(f"{len(state.candidates)} candidates, {which}")
         for name, sentence in state.closed.items():
             self.show.say(f"  {name}: {sentence}")
 

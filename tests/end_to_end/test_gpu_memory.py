@@ -1,6 +1,7 @@
 """Sleep, wake and offload on GPUs: the bytes that really move, and what fits only because they do."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,10 @@ def test_offload_leaves_the_gpu_and_changes_no_result(staged: Job, tmp_path: Pat
     for mine, other in zip(job.metrics()[:3], staged.metrics()[:3], strict=True):
         for name in ("actor/grad_norm", "critic/grad_norm", "actor/entropy"):
             assert mine[name] == pytest.approx(other[name], rel=0.05)
-    assert at_end_of(job, "free_caches", "used") < at_end_of(staged, "free_caches", "used") / 4
+    # Parameters of three models, and two states of two of them. The sync's buffers and cuBLAS's workspaces stay: for a
+    # model as small as this they are most of what is used.
+    left = at_end_of(staged, "free_caches", "used") - at_end_of(job, "free_caches", "used")
+    assert left > 2 * at_end_of(staged, "build_trainer", "used")
 
 
 def test_without_the_saver_nothing_moves_and_the_run_says_so(tmp_path: Path) -> None:
@@ -117,12 +121,14 @@ def test_memory_after_step_20_is_that_after_step_3(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_qwen2_7b_fits_in_stages_and_not_at_once(tmp_path: Path) -> None:
+def test_qwen2_7b_fits_in_stages_and_not_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need(4, gib_each=130)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")  # else a rank may only hear that a CUDA call of NCCL's has failed
     job = run(tmp_path / "staged", 4, "configs/gpu/memory_7b.toml", seconds=580)
     assert job.process.returncode == 0, job.output()
     twin = run(tmp_path / "at_once", 4, "configs/gpu/memory_7b.toml", "--memory.wake", "at_once", seconds=580)
     assert twin.process.returncode != 0
     logs = twin.output() + "".join(file.read_text(errors="replace") for file in twin.folder.rglob("*.log"))
-    assert "out of memory" in logs
+    said = "\n".join(line for line in logs.splitlines() if "FIRST FAILURE" in line or "Error" in line)
+    assert re.search("(?i)out.of.memory", logs), said
     assert twin.left_behind() == []
