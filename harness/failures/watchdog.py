@@ -249,7 +249,7 @@ class Watchdog:
                 rank.end(message["phase"], now)
             case "failed":
                 kind: Kind = "echo" if message["echo"] else "exception"
-                self._fail(rank, kind, message["error"], trace=tuple(message["trace"]))
+                self._fail(rank, kind, message["error"] + self._struck(message["error"]), trace=tuple(message["trace"]))
             case "bye":
                 rank.left = message["code"]
                 if rank.left:
@@ -332,9 +332,14 @@ class Watchdog:
         rank.gone = True
         if rank.left is None and not rank.failed:
             told = any(name in ended for name in ("SIGTERM", "SIGINT", "SIGHUP"))
-            if ended.endswith("SIGKILL") and (struck := self.memory_kills.seen()):
-                ended = f"{ended}, and {struck},"
+            if struck := self._struck(ended):
+                ended += f"{struck},"
             self._fail(rank, "ended" if told else "died" if ended else "vanished", ended)
+
+    def _struck(self, how: str) -> str:
+        """What to add where SIGKILL ended a rank, or a process of its engine, and was the kernel's."""
+        struck = "SIGKILL" in how and self.memory_kills.seen()
+        return f", and {struck}" if struck else ""
 
     def _fail(
         self,

@@ -1,7 +1,10 @@
 """What a broken run says, how it ends, and that nothing of it stays."""
 
+import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,42 @@ def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
     assert f"(pid {schedulers[1].pid}) died of SIGKILL" in job.output()
     first = [line for line in job.output().splitlines() if line.startswith("FIRST FAILURE: ")]
     assert first and not any("a peer vanished" in line for line in first)
+    assert job.left_behind() == []
+
+
+@pytest.fixture
+def starving_cgroup() -> Iterator[Path]:
+    """A memory cgroup of this machine without a byte to spare: the kernel's out-of-memory killer strikes whoever moves in and
+    asks for a page."""
+    group = make_group("/sys/fs/cgroup/memory", "memory.limit_in_bytes") or make_group("/sys/fs/cgroup", "memory.max")
+    if group is None:
+        pytest.skip("no memory cgroup can be made here, which takes root and a cgroup file system that can be written")
+    yield group
+    group.rmdir()
+
+
+def make_group(parent: str, limit: str) -> Path | None:
+    group = Path(parent) / f"harness-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        with (group / limit).open("r+") as file:  # which makes no file where this is no such cgroup
+            file.write("0")
+    except OSError:
+        with suppress(OSError):
+            group.rmdir()
+        return None
+    return group
+
+
+@pytest.mark.long
+def test_a_scheduler_that_the_out_of_memory_killer_ends_is_told_so(tmp_path: Path, starving_cgroup: Path) -> None:
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART, "--run.steps", "50"]).start()
+    job.wait_for_phase("update_actor")
+    victim = next(process for process in job.processes() if "scheduler" in process.name())
+    (starving_cgroup / "cgroup.procs").write_text(str(victim.pid))
+    assert job.wait(60) == 1
+    first = next(line for line in job.output().splitlines() if line.startswith("FIRST FAILURE: "))
+    assert f"(pid {victim.pid}) died of SIGKILL" in first and "the out-of-memory killer has struck in" in first
     assert job.left_behind() == []
 
 
