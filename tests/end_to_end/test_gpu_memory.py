@@ -1,7 +1,6 @@
 """Sleep, wake and offload on GPUs: the bytes that really move, and what fits only because they do."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,10 +79,10 @@ def test_offload_leaves_the_gpu_and_changes_no_result(staged: Job, tmp_path: Pat
     for mine, other in zip(job.metrics()[:3], staged.metrics()[:3], strict=True):
         for name in ("actor/grad_norm", "critic/grad_norm", "actor/entropy"):
             assert mine[name] == pytest.approx(other[name], rel=0.05)
-    # Parameters of three models, and two states of two of them. The sync's buffers and cuBLAS's workspaces stay: for a
-    # model as small as this they are most of what is used.
+    # Parameters of three models, and AdamW's two states of two of them, which makes 7/3 of what was built. The sync's
+    # buffers and cuBLAS's workspaces stay: for a model as small as this they are most of what is used.
     left = at_end_of(staged, "free_caches", "used") - at_end_of(job, "free_caches", "used")
-    assert left > 2 * at_end_of(staged, "build_trainer", "used")
+    assert left > 2.3 * at_end_of(staged, "build_trainer", "used")
 
 
 def test_without_the_saver_nothing_moves_and_the_run_says_so(tmp_path: Path) -> None:
@@ -130,5 +129,5 @@ def test_qwen2_7b_fits_in_stages_and_not_at_once(tmp_path: Path, monkeypatch: py
     assert twin.process.returncode != 0
     logs = twin.output() + "".join(file.read_text(errors="replace") for file in twin.folder.rglob("*.log"))
     said = "\n".join(line for line in logs.splitlines() if "FIRST FAILURE" in line or "Error" in line)
-    assert re.search("(?i)out.of.memory", logs), said
+    assert "out of memory" in logs, said
     assert twin.left_behind() == []
