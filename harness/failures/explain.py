@@ -59,11 +59,13 @@ class Explanation:
     def _scheduler(self, logs: Sequence[Path]) -> list[str]:
         """The first traceback of the logs of the engines."""
         named = [log for log in logs if log.name in self.failure.detail]
+        # Whom a signal ended left no traceback of its own: the one there is another's, who lost it.
+        what = ", what followed" if ") died of SIG" in self.failure.detail else ""
         for log in named or logs:
             with log.open("rb") as stream:
                 text = stream.read(READ_BYTES).decode(errors="replace")
             if trace := first_traceback(text):
-                return [f"{log.name}:", *(f"| {line}" for line in shortened("\n".join(trace)))]
+                return [f"{log.name}{what}:", *(f"| {line}" for line in shortened("\n".join(trace)))]
         return []
 
     def _diagnosis(self, logs: Sequence[Path]) -> Diagnosis:

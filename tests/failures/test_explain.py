@@ -44,6 +44,15 @@ def test_a_schedulers_traceback_is_told_without_the_lines_of_others(tmp_path: Pa
     assert len([line for line in lines if line.startswith("| ")]) <= TRACE_LINES
 
 
+def test_the_traceback_of_one_who_lost_a_killed_scheduler_is_told_as_what_followed(tmp_path: Path) -> None:
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "engine-rank0.log").write_text(SCHEDULER)
+    detail = "engine process sglang::scheduler_TP0 (pid 7) died of SIGKILL (whole log: /x/engine-rank0.log)"
+    first, *lines = explained(failure(detail), tmp_path)
+    assert first == "engine-rank0.log, what followed:"
+    assert "| ValueError: no such thing" in lines
+
+
 def test_a_known_failure_is_named_with_cause_fix_and_versions(tmp_path: Path) -> None:
     said = 'RuntimeError: CUDAFunctionMode... "expandable_segments" cuMemCreate'
     lines = explained(failure(said), tmp_path)
