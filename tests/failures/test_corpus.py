@@ -1,0 +1,44 @@
+"""Logs of other people: how many are named, and that none is named wrongly with confidence."""
+
+import tomllib
+
+import pytest
+
+from harness.failures.diagnose import Confidence
+from harness.failures.entries import UNKNOWN, catalogue
+from tests.failures.corpus.score import FOLDER, HALVES, Answer, false_names, named_share
+
+INDEX = {
+    half: tomllib.loads(file.read_text(encoding="utf-8"))["logs"]
+    for half in HALVES
+    if (file := FOLDER / f"{half}.toml").is_file()
+}
+
+
+def test_the_score_tells_right_false_and_missed() -> None:
+    def answer(cause: str, named: str, confidence: Confidence | None) -> Answer:
+        return Answer(log="a", cause=cause, named=named, confidence=confidence)
+
+    found = [
+        answer("fp8-reload", "fp8-reload", "low"),
+        answer("fp8-reload", UNKNOWN, None),
+        answer("fp8-reload", "safe-unpickler", "high"),
+        answer(UNKNOWN, "safe-unpickler", "high"),
+        answer(UNKNOWN, UNKNOWN, None),
+    ]
+    assert named_share(found) == pytest.approx(1 / 3)
+    assert [each.cause for each in false_names(found, "high")] == ["fp8-reload", UNKNOWN]
+    assert not false_names(found, "low")
+
+
+@pytest.mark.parametrize("half", INDEX)
+def test_causes_are_of_the_catalogue_and_each_log_has_its_source(half: str) -> None:
+    assert {each["cause"] for each in INDEX[half].values()} <= {*catalogue(), UNKNOWN}
+    for log, each in INDEX[half].items():
+        assert each["source"].startswith(f"https://github.com/{each['project']}/"), log
+        assert each["why"], log
+
+
+def test_no_project_is_in_both_halves() -> None:
+    projects = [{each["project"] for each in logs.values()} for logs in INDEX.values()]
+    assert not set.intersection(*projects) or len(projects) < 2
