@@ -17,6 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from harness import redact
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import check_interface, own_address
 from harness.cluster.picture import picture_of
@@ -152,7 +153,7 @@ def _in_world(
     if console:
         console.show("\n".join(drawn))
     if world.rank == 0:
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (folder / "config.toml").write_text(redact.text(to_toml(config)), encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     guard.ends(MEET)
     job = load_job()

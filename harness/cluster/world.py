@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
+from harness import redact
 from harness.cluster import network
 from harness.cluster.network import ADDRESS_VARIABLES, HostAddress
 from harness.cluster.placement import Seat, parse_visible
@@ -233,8 +234,10 @@ def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[
 
 
 def behaviour(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change how torch, NCCL, CUDA or SGLang behave."""
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(BEHAVIOUR_PREFIXES)}
+    """Return the variables that change how torch, NCCL, CUDA or SGLang behave, secrets redacted: they are printed and written."""
+    return redact.variables(
+        {name: environment[name] for name in sorted(environment) if name.startswith(BEHAVIOUR_PREFIXES)}
+    )
 
 
 def by_rank(values: Sequence[object]) -> str:

@@ -58,6 +58,28 @@ class Member:
     uuid: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """What rank 0 answers to the facts: a member for each rank; None where some did not come."""
+
+    members: tuple[Member, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPort:
+    """Where a rank listens; address is None where its host has none, port where it leased none."""
+
+    address: str | None = None
+    port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The file that rank 0 made where the run will write; None where it could not."""
+
+    path: str | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One rank's part."""
@@ -119,14 +141,14 @@ def _examine(
             file=sys.stderr,
         )
         return FAULTS
-    told = meeting.gather("facts", facts, Deadline(began + FACTS).left())
+    told = meeting.gather("facts", facts, Deadline(began + FACTS).left(), RankFacts)
     if launch.rank == 0:
         absent = tuple(rank for rank, each in enumerate(told) if each is None)
-        meeting.put("members", None if absent else tuple(_member(each) for each in told))
+        meeting.put("members", Roster(None if absent else tuple(_member(each) for each in told if each is not None)))
         if absent:
             return _judge(meeting, None, [missing(absent, launch.world_size, FACTS)], began, json)
     try:
-        members = meeting.get("members", Deadline(began + FACTS + SPREAD).left())
+        members = meeting.get("members", Deadline(began + FACTS + SPREAD).left(), Roster).members
     except Absent:
         return _verdict(meeting, began)
     if members is None:
@@ -135,10 +157,11 @@ def _examine(
         config=config, dims=dims, launch=launch, members=members, meeting=meeting, deadline=Deadline(began + LINKS)
     )
     links = measure(job, facts, environment)
-    measured = meeting.gather("links", links, Deadline(began + LINKS + SPREAD).left())
+    measured = meeting.gather("links", links, Deadline(began + LINKS + SPREAD).left(), RankLinks)
     if launch.rank != 0:
         return _verdict(meeting, began)
-    view = Examination(config=config, dims=dims, facts=tuple(told), links=tuple(measured))
+    known = tuple(each for each in told if each is not None)  # all: rank 0 answered with the roster
+    view = Examination(config=config, dims=dims, facts=known, links=tuple(measured))
     return _judge(meeting, view, findings(view), began, json)
 
 
@@ -162,7 +185,7 @@ def _judge(meeting: Meeting, view: Examination | None, found: list[Finding], beg
 def _verdict(meeting: Meeting, began: float) -> int:
     """Any rank but 0: wait for what rank 0 says."""
     try:
-        code = int(meeting.get("verdict", Deadline(began + VERDICT + SPREAD).left()))
+        code = meeting.get("verdict", Deadline(began + VERDICT + SPREAD).left(), int)
         meeting.store.add("left", 1)
     except (Absent, dist.DistError) as error:
         print(f"rank {meeting.rank}: no verdict from rank 0: {error}", file=sys.stderr, flush=True)
@@ -183,10 +206,11 @@ def measure(job: Job, facts: RankFacts, environment: Mapping[str, str]) -> RankL
             try:
                 ports = stack.enter_context(open_port(job.config.engine.base_port, str(rank)))
                 links = replace(links, ports=ports.port)
-                meeting.put(f"port/{rank}", links.address and (links.address.address, ports.dist_init_port))
+                address = links.address.address if links.address else None
+                meeting.put(f"port/{rank}", OpenPort(address, ports.dist_init_port))
             except OSError as error:
                 links = replace(links, ports_error=error.strerror or str(error))
-                meeting.put(f"port/{rank}", None)
+                meeting.put(f"port/{rank}", OpenPort())
         if rank in job.leaders:
             links = replace(links, clock=clock_of_host(meeting, job.leaders, ready))
             links = _folder(job, links, stack, ready)
@@ -232,9 +256,9 @@ def _targets(job: Job, engines: tuple[EnginePlacement, ...], ready: Deadline) ->
     targets = []
     for other in sorted(each for each in wanted if job.members[each].host != here):
         with contextlib.suppress(Absent):  # its silence is a finding of its own
-            where = job.meeting.get(f"port/{other}", ready.left())
-            if where is not None:
-                targets.append((other, *where, str(other)))
+            where = job.meeting.get(f"port/{other}", ready.left(), OpenPort)
+            if where.address is not None and where.port is not None:
+                targets.append((other, where.address, where.port, str(other)))
     return targets
 
 
@@ -243,13 +267,13 @@ def _folder(job: Job, links: RankLinks, stack: contextlib.ExitStack, ready: Dead
     path = job.config.weights.folder or job.config.run.dir or "runs"
     if job.launch.rank == 0:
         try:
-            job.meeting.put("token", stack.enter_context(token_in(path)))
+            job.meeting.put("token", Token(stack.enter_context(token_in(path))))
         except OSError as error:
-            job.meeting.put("token", None)
+            job.meeting.put("token", Token(None))
             return replace(links, folder_error=f"{path}: {error.strerror}")
         return replace(links, sees_folder=True)
     try:
-        token = job.meeting.get("token", ready.left())
+        token = job.meeting.get("token", ready.left(), Token).path
     except Absent:
         return links
     return links if token is None else replace(links, sees_folder=sees(token))

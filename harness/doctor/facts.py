@@ -3,7 +3,6 @@
 Each small function looks at one thing; what cannot be looked at here is said with the reason, never left out.
 """
 
-import hashlib
 import ipaddress
 import os
 import platform
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from harness import redact
 from harness.cluster.network import route_to_master
 from harness.cluster.placement import Seat
 from harness.cluster.world import BEHAVIOUR_PREFIXES, Launch, choose_device, host_identity, own_seat
@@ -155,7 +155,7 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
         infiniband=any(Path("/sys/class/infiniband").glob("*")),
         engines=engine_processes(),
         versions=versions(),
-        environment={name: comparable(name, value) for name, value in sorted(environment.items()) if matters(name)},
+        environment={name: redact.variable(name, environment[name]) for name in sorted(environment) if matters(name)},
         inputs=inputs(config),
     )
 
@@ -245,12 +245,6 @@ def versions() -> dict[str, str]:
 def matters(name: str) -> bool:
     """Whether a variable is compared between ranks."""
     return name in COMPARED or name.startswith(COMPARED_PREFIXES)
-
-
-def comparable(name: str, value: str) -> str:
-    """The value; of a secret (HF_TOKEN) its digest, since these values are printed and written."""
-    secret = any(word in name for word in ("TOKEN", "KEY", "SECRET", "PASSWORD"))
-    return f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:8]}" if secret else value
 
 
 def inputs(config: Config) -> tuple[Input, ...]:

@@ -107,7 +107,7 @@ def clock_of_host(meeting: Meeting, hosts: Sequence[int], deadline: Deadline) ->
         for rank in hosts[1:]:
             for number in range(CLOCK_ROUNDS):
                 try:
-                    meeting.get(f"clock/{rank}/{number}/ask", deadline.left(CONNECT_SECONDS))
+                    meeting.get(f"clock/{rank}/{number}/ask", deadline.left(CONNECT_SECONDS), bool)
                 except Absent:
                     break  # this host is not there; the others are
                 meeting.put(f"clock/{rank}/{number}/tell", time.time())
@@ -117,7 +117,7 @@ def clock_of_host(meeting: Meeting, hosts: Sequence[int], deadline: Deadline) ->
         sent, began = time.time(), time.monotonic()
         meeting.put(f"clock/{meeting.rank}/{number}/ask", True)
         try:
-            theirs = float(meeting.get(f"clock/{meeting.rank}/{number}/tell", deadline.left()))
+            theirs = meeting.get(f"clock/{meeting.rank}/{number}/tell", deadline.left(), float)
         except Absent:
             return best
         trip = time.monotonic() - began

@@ -1,19 +1,22 @@
 """Where the doctor's ranks meet: torchrun's TCP store, with a deadline on every wait.
 
 Not a process group: a host that is cut off, or a rank that never comes, must be named by those that did come.
+
+The store listens on every interface and asks for no password: what stands in it may have come from outside the job. Values
+are JSON, decoded as the type that the reader expects, and anything else is refused; a pickle would run its sender's code.
 """
 
-import base64
 import math
-import pickle
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -23,7 +26,7 @@ LEAST_SECONDS = 0.05
 
 
 class Absent(RuntimeError):
-    """What should be in the store did not come in time."""
+    """What should be in the store did not come in time, or is not what this key holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +114,19 @@ class Meeting:
     world_size: int
 
     def put(self, key: str, value: object) -> None:
-        self.store.set(key, base64.b64encode(pickle.dumps(value)).decode())
+        """Store the value as JSON."""
+        self.store.set(key, msgspec.json.encode(value).decode())
 
-    def get(self, key: str, seconds: float) -> Any:
-        """The value. Raises Absent when nobody has put it within this time."""
+    def get(self, key: str, seconds: float, kind: type[T]) -> T:
+        """Return the value, decoded as `kind`. Raises Absent when it does not come within this time, or is of another type."""
         try:
             self.store.wait([key], timedelta(seconds=seconds))
         except (dist.DistError, RuntimeError) as error:
             raise Absent(f"{key} did not come within {seconds:.1f} s") from error
-        return _loaded(self.store.get(key))
+        return self._decoded(key, kind)
 
-    def gather(self, key: str, value: object, seconds: float) -> list[Any]:
-        """On rank 0 the values of all ranks, None for one that did not come in time; an empty list elsewhere."""
+    def gather(self, key: str, value: object, seconds: float, kind: type[T]) -> list[T | None]:
+        """Return on rank 0 the values of all ranks, None for one that did not come in time or is no `kind`; an empty list elsewhere."""
         self.put(f"{key}/{self.rank}", value)
         if self.rank != 0:
             return []
@@ -131,18 +135,26 @@ class Meeting:
             self.store.wait(keys, timedelta(seconds=seconds))
         except (dist.DistError, RuntimeError):
             keys = [each if self.store.check([each]) else "" for each in keys]
-        return [_loaded(self.store.get(each)) if each else None for each in keys]
+        found: list[T | None] = []
+        for each in keys:
+            try:
+                found.append(self._decoded(each, kind) if each else None)
+            except Absent as refused:
+                print(f"rank {self.rank}: {refused}", file=sys.stderr, flush=True)
+                found.append(None)
+        return found
 
     def barrier(self, key: str, seconds: float) -> bool:
         """Wait for all ranks; False when some did not come in time."""
         if self.store.add(f"{key}/count", 1) == self.world_size:
             self.put(f"{key}/go", True)
         try:
-            self.get(f"{key}/go", seconds)
+            return self.get(f"{key}/go", seconds, bool)
         except Absent:
             return False
-        return True
 
-
-def _loaded(value: bytes) -> Any:
-    return pickle.loads(base64.b64decode(value))
+    def _decoded(self, key: str, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(self.store.get(key), type=kind)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise Absent(f"{key} in the store is not what a rank of this job writes: {error}") from error

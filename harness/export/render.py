@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from harness import redact
 from harness.export.faults import EXTRA, Plant, missing_tensors, plant_of
 from harness.export.literal import WIDTH, literal
 from harness.export.subject import RankFacts, Subject
@@ -23,7 +24,6 @@ SHOWN_ENVIRONMENT = 4
 LONGEST = 300
 """Characters of a verdict, or of a host's variables, that are shown."""
 ABSENT = "not installed"
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 DENSE = ("qwen2", "qwen3", "llama")
 """Tiny models that no version of transformers fuses."""
 STANDINS = Path(__file__).resolve().parents[1] / "rollout" / "cpu" / "standins"
@@ -48,7 +48,7 @@ def render(subject: Subject, slug: str = "") -> str:
     room = MOST_LINES - len(template.render(values | {"header": []}).splitlines())
     if len(lines) > room > 0:
         lines = [*lines[: room - 1], f"and {len(lines) - room + 1} lines more, left out"]
-    return template.render(values | {"header": lines})
+    return redact.text(template.render(values | {"header": lines}))
 
 
 def context(subject: Subject) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _environment(ranks: Sequence[RankFacts]) -> list[str]:
         shown_versions = [f"{name} {version}" for name, version in alike[0].versions.items() if version != ABSENT]
         if alike[0] is ranks[0] or alike[0].versions != ranks[0].versions:
             lines.append(f"    {', '.join(shown_versions)}")
-        shown = [f"{name}={value}" for name, value in alike[0].environment.items() if not SECRET.search(name)]
+        shown = [f"{name}={value}" for name, value in redact.variables(alike[0].environment).items()]
         lines += [f"    {' '.join(shown)[:LONGEST]}"] * bool(shown)
     if len(groups) > SHOWN_ENVIRONMENT:
         lines.append(f"  and {len(groups) - SHOWN_ENVIRONMENT} more kinds")

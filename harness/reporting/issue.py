@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import redact
 from harness.config.layers import to_toml
 from harness.export.subject import RankFacts, Subject
 from harness.failures.diagnose import Finding, diagnose
 from harness.failures.log_lines import files_of
 
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 KEPT_FROM = re.compile(r"(?m)^(?=PASSED, |## Mean reward by step)")
 """Where the part of a passed run's report begins that this one keeps: what only the run itself knew."""
-HIDDEN = "(hidden)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ def issue(subject: Subject, finding: Finding | None, rest: str = "") -> str:
         "",
         "</details>",
     ]
-    return "\n".join(lines) + "\n"
+    return redact.text("\n".join(lines) + "\n")
 
 
 def seen_lines(subject: Subject) -> list[str]:
@@ -158,8 +157,8 @@ def environment(ranks: Sequence[RankFacts]) -> list[str]:
 
 
 def shown_variables(facts: RankFacts) -> list[str]:
-    """NAME=value, secrets hidden."""
-    return [f"{name}={HIDDEN if SECRET.search(name) else value}" for name, value in facts.environment.items()]
+    """Return NAME=value, secrets redacted."""
+    return [f"{name}={value}" for name, value in redact.variables(facts.environment).items()]
 
 
 def hosts_of(ranks: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
@@ -173,15 +172,14 @@ def hosts_of(ranks: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
 def differences(ranks: Sequence[RankFacts]) -> list[Difference]:
     """Versions, variables, devices and platforms that are not the same everywhere."""
     facts = [
-        {"device": each.device, "platform": each.platform} | dict(each.versions) | dict(each.environment)
+        {"device": each.device, "platform": each.platform} | dict(each.versions) | redact.variables(each.environment)
         for each in ranks
     ]
     found = []
     for name in dict.fromkeys(name for each in facts for name in each):
         values: dict[str, list[int]] = {}
         for each, own in zip(ranks, facts, strict=True):
-            value = HIDDEN if SECRET.search(name) else own.get(name, "unset")
-            values.setdefault(value, []).append(each.rank)
+            values.setdefault(own.get(name, "unset"), []).append(each.rank)
         if len(values) > 1:
             found.append(Difference(name, values))
     return found

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import redact
 from harness.export.subject import Subject
 from harness.failures.diagnose import Finding
 from harness.reporting import draw
@@ -38,7 +39,7 @@ def page(subject: Subject, finding: Finding | None, metrics: Sequence[Mapping[st
     )
     steps = [each for each in metrics if "step" in each]
     versions = subject.ranks[0].versions if subject.ranks else {}
-    return environment.get_template("page.html.jinja").render(
+    rendered = environment.get_template("page.html.jinja").render(
         title=title(subject),
         outcome=outcome(subject),
         seen=subject.seen,
@@ -66,6 +67,7 @@ def page(subject: Subject, finding: Finding | None, metrics: Sequence[Mapping[st
         reproduce=reproduce(subject),
         picture=picture(subject),
     )
+    return redact.text(rendered)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ memory, opened through an IPC handle, and events order the two processes' stream
 
 import mmap
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ class Door:
     def open(cls, folder: Path, engine_rank: int) -> Self:
         """folder: the same path on every host of the engine, for this user alone."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_private(folder)
         path = folder / f"{engine_rank}.socket"
         return cls(Listener(str(path), family="AF_UNIX"), path)
 
@@ -178,8 +180,18 @@ class Door:
                 return connection
 
 
+def require_private(folder: Path) -> None:
+    """Raise PermissionError unless the folder is this user's and closed to all others: what comes out of its sockets is unpickled."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f"{folder} must be a folder of user {os.getuid()} with mode 0700: another user may have made it"
+        )
+
+
 def take(folder: Path, engine_rank: int, device: torch.device) -> tuple[Link, Layout]:
     """The scheduler's end: connect to the trainer rank's door and open its slots."""
+    require_private(folder)
     connection = Client(str(folder / f"{engine_rank}.socket"), family="AF_UNIX")
     try:
         layout, slots, extra = connection.recv()

@@ -151,7 +151,7 @@ def test_a_rank_that_dies_in_the_measurements_does_not_hang_the_others(
         "import os, sys; from harness.cluster.world import Launch; from harness.config.schema import Config;"
         " from harness.doctor.facts import collect; from harness.doctor.meeting import Meeting, connect;"
         " launch = Launch.from_environment(os.environ); store = connect(os.environ, 20);"
-        " Meeting(store, 1, 2).gather('facts', collect(Config(), launch, os.environ), 1); os._exit(0)"
+        " Meeting(store, 1, 2).gather('facts', collect(Config(), launch, os.environ), 1, object); os._exit(0)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", other], cwd=REPOSITORY, env=environment | {"RANK": "1", "LOCAL_RANK": "1"}

@@ -63,7 +63,7 @@ def test_an_issue_has_all_its_parts_and_no_secret(tmp_path: Path) -> None:
     markdown = (folder / "report.md").read_text()
     sections = re.findall(r"(?m)^## (.*)$", markdown)
     assert sections == ["What", "Expected", "Seen", "Environment", "Reproduce with"]
-    assert "hunter2" not in markdown + page and "SGLANG_API_KEY=(hidden)" in markdown
+    assert "hunter2" not in markdown + page and "SGLANG_API_KEY=[redacted " in markdown
     assert "torchrun --standalone --nproc-per-node=8 launch/ppo.py config.toml" in markdown
 
 

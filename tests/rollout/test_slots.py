@@ -197,7 +197,7 @@ def test_the_reader_learns_within_two_seconds_that_its_writer_was_killed(tmp_pat
 def _offer_and_never_answer(folder: Path) -> None:
     from multiprocessing.connection import Listener
 
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     with Listener(str(folder / "0.socket"), family="AF_UNIX") as listener:
         connection = listener.accept()
         time.sleep(60)
@@ -324,3 +324,27 @@ def test_both_maps_of_a_file_are_one_memory(tmp_path: Path) -> None:
     (tmp_path / "slot").unlink()
     other.fill_(8)
     assert bool((one == 8).all())
+
+
+@pytest.mark.parametrize("made", ["open to its group", "a link"])
+def test_a_folder_that_another_user_could_have_made_is_refused(tmp_path: Path, made: str) -> None:
+    folder = tmp_path / "door"
+    if made == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o770)
+    with pytest.raises(PermissionError, match="must be a folder of user"):
+        Door.open(folder, 0)
+    with pytest.raises(PermissionError, match="must be a folder of user"):
+        take(folder, 0, CPU)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "door"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(PermissionError, match="must be a folder of user"):
+        Door.open(folder, 0)
