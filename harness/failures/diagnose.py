@@ -1,22 +1,29 @@
 """Which known failure a log shows, offline: the first cause, not the loudest line.
 
-Confidence of an entry whose context the log shows, and against which no line speaks ("excludes"):
-- high: a "cause" line.
-- medium: a "likely" line and another one that is likely or a hint.
-- low: a "likely" line alone. Hints alone name nothing.
-A consequence is at most low, and is named only where the log has neither a cause nor an exception that nobody knows. One
-level less where such an exception stands before the cause. Of several causes the earliest in time wins (in order of
-lines, where the files have no clock in common); one of low confidence only where there is no other.
+An entry is looked for only in its context (an exception with frames of another engine, and none of SGLang's, is out of it),
+and not where a line speaks against it ("excludes"). Its confidence:
+- high: a "cause" line that is an error, and all of the entry's conditions.
+- medium: a "cause" line that is an error; or a "likely" one with all of the conditions, of which there is one at least.
+- low: any other "likely" or "cause" line. Hints alone name nothing.
+It is low too where an exception that no entry knows stands before it and led to it.
+
+A cause is connected to the end: an exception that no entry knows and that came after it, when no failure had shown for
+NEAR_LINES, or after a line that is no error, is another failure, and the entry was only seen as well. A consequence is at
+most low, and is named only where the log has neither a cause nor an exception that no entry knows. Of several causes the
+earliest in time wins (in order of lines, where the files have no clock in common); one of low confidence only where there
+is no other.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from harness.failures.entries import Entry, Signature, catalogue, surroundings
 from harness.failures.log_lines import Line, raw_lines, read
 from harness.failures.patterns import TABLE, Pattern
-from harness.failures.suspicion import PARTS, WORDS, Suspicion
+from harness.failures.suspicion import PARTS, WORDS, Suspicion, Trouble, is_complaint, is_warning, same_process
 
 Confidence = Literal["high", "medium", "low"]
 LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
@@ -27,6 +34,11 @@ HEADLINE_LINES = 3
 KEPT = 100
 """Matches of one pattern in one file that are kept; the earliest ones decide."""
 
+OF_A_RUN = ("engine", "rl", "trainer", "rollout", "harness")
+"""The contexts of a run of this harness, which its logs need not show."""
+_RANKS = re.compile(r"(?:^| )(?:TP|DP|PP|EP)\d+(?: |$)")
+"""Of the prefix of SGLang's schedulers."""
+
 Matches = dict[Pattern, list[Line]]
 
 
@@ -36,6 +48,7 @@ class Evidence:
 
     line: Line
     role: str
+    pattern: Pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,8 @@ class Finding:
     confidence: Confidence
     evidence: tuple[Evidence, ...]
     """The first line of each signature; the one that names the failure comes first."""
+    is_mild: bool = False
+    """Whether the line that names it is a warning, or no complaint at all."""
 
     @property
     def line(self) -> Line:
@@ -63,17 +78,18 @@ class Diagnosis:
     """Other known failures that it shows, causes before consequences."""
     suspicious: Line | None
     """The first line that looks like a failure and that nothing known explains; with a finding only where it stands before it."""
+    ending: Line | None = None
+    """The last failure that the log shows, whatever it is, unless a line above says the same."""
 
 
-def diagnose(files: Sequence[str]) -> Diagnosis:
-    """Read the files, in the order in which a cause is looked for. Raises OSError."""
-    by_word: dict[bytes, list[Pattern]] = {}
-    for pattern in _patterns():
-        by_word.setdefault(pattern.word, []).append(pattern)
-    contexts = {pattern for each in surroundings().contexts.values() for pattern in each}
+def diagnose(files: Sequence[str], contexts: Collection[str] = ()) -> Diagnosis:
+    """Read the files, in the order in which a cause is looked for; `contexts` are known without them. Raises OSError."""
+    by_word = {word: list(patterns) for word, patterns in _by_word().items()}
+    once = _seen_once()
     known = set(by_word)
     matches: Matches = {}
-    suspicions = []
+    troubles: list[Trouble] = []
+    has_ranks = False
     for index, file in enumerate(files):
         suspicion = Suspicion()
         kept: dict[Pattern, int] = {}
@@ -87,68 +103,213 @@ def diagnose(files: Sequence[str]) -> Diagnosis:
             if not patterns and not is_suspicious and not suspicion.awaits(number):
                 continue
             line = read(file, index, number, raw)
+            has_ranks = has_ranks or bool(_RANKS.search(line.source))
             found = frozenset(
-                pattern
-                for pattern in patterns
-                if pattern.regex.search(line.whole if pattern in contexts else line.text)
+                pattern for pattern in patterns if pattern.regex.search(line.whole if pattern in once else line.text)
             )
             for pattern in found:
                 kept[pattern] = kept.get(pattern, 0) + 1
                 if kept[pattern] <= KEPT:
                     matches.setdefault(pattern, []).append(line)
-            for pattern in found & contexts:  # once is enough, and some stand in every line
+            for pattern in found & once:  # once is enough, and some stand in every line
                 by_word[pattern.word].remove(pattern)
                 if not by_word[pattern.word]:
                     known.remove(pattern.word)
             suspicion.look(line, found)
-        suspicions.append(suspicion)
-    return _diagnosis(matches, suspicions)
+        troubles += suspicion.troubles()
+    shown = surroundings().contexts
+    seen = {name for name in shown if any(each in matches for each in shown[name])}
+    engine = {"engine"} if has_ranks else set()
+    return _Log(matches, troubles, frozenset(seen | engine | set(contexts))).diagnosis()
 
 
-def _patterns() -> Iterable[Pattern]:
-    """All that are looked for, each once."""
+@cache
+def _by_word() -> Mapping[bytes, Sequence[Pattern]]:
+    """All patterns that are looked for, each once, by a word that their lines have."""
     around = surroundings()
+    made: dict[bytes, list[Pattern]] = {}
+    for pattern in dict.fromkeys([*_placed(), *_seen_once(), *around.harmless, *around.wrappers]):
+        made.setdefault(pattern.word, []).append(pattern)
+    return made
+
+
+def _placed() -> list[Pattern]:
+    """Those of which it matters in which lines they stand."""
     signatures = [signature for entry in catalogue().values() for signature in entry.signatures]
-    patterns = [
-        *(pattern for signature in signatures for pattern in _of(signature)),
-        *(pattern for context in around.contexts.values() for pattern in context),
-        *around.harmless,
-        *around.wrappers,
-    ]
-    return dict.fromkeys(patterns)
+    return [pattern for signature in signatures for pattern in (signature.pattern, signature.near) if pattern]
 
 
-def _of(signature: Signature) -> list[Pattern]:
-    return [signature.pattern, *([signature.near] if signature.near else [])]
+@cache
+def _seen_once() -> frozenset[Pattern]:
+    """Those of which it matters only whether the log has them anywhere, prefixes included."""
+    around = surroundings()
+    contexts = {pattern for context in around.contexts.values() for pattern in context}
+    conditions = {pattern for entry in catalogue().values() for pattern in entry.conditions or ()}
+    return frozenset((contexts | conditions | set(around.other_engines)) - set(_placed()))
 
 
-def _diagnosis(matches: Matches, suspicions: Sequence[Suspicion]) -> Diagnosis:
-    findings = [finding for entry in catalogue().values() if (finding := _finding(entry, matches))]
-    explained = {pattern for each in findings for signature in each.entry.signatures for pattern in _of(signature)}
-    explained |= set(surroundings().harmless)
-    wrappers = [line for each in suspicions if (line := each.first_exception(explained))]
-    explained |= set(surroundings().wrappers)
-    exceptions = [line for each in suspicions if (line := each.first_exception(explained))]
-    complaints = [line for each in suspicions if (line := each.first_complaint(explained))]
-    key = _order([each.line for each in findings] + exceptions)
-    findings.sort(key=lambda each: (each.entry.consequence, key(each.line), -LEVELS.index(each.confidence)))
-    causes = [each for each in findings if not each.entry.consequence]
-    exception = min(exceptions, key=key, default=None)
-    if causes:
-        chosen = next((each for each in causes if each.confidence != "low"), causes[0])
-    elif findings and not exception:
-        chosen = findings[0]
-    else:
-        suspicious = exception or _earliest(complaints) or _earliest(wrappers)
-        return Diagnosis("unknown" if suspicious else "no failure", None, tuple(findings), suspicious)
-    others = tuple(each for each in findings if each is not chosen)
-    if exception is None or key(exception) > key(chosen.line) or _is_headline(exception, chosen.line):
-        return Diagnosis("diagnosed", chosen, others, None)
-    lowered = LEVELS[max(0, LEVELS.index(chosen.confidence) - 1)]
-    return Diagnosis("diagnosed", replace(chosen, confidence=lowered), others, exception)
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """What was found in the files."""
+
+    matches: Matches
+    troubles: Sequence[Trouble]
+    """File by file, in the order of their lines."""
+    contexts: frozenset[str]
+    """Those of surroundings.toml that it shows, or that are known without it."""
+
+    def diagnosis(self) -> Diagnosis:
+        findings = [finding for entry in catalogue().values() if (finding := self._finding(entry))]
+        found = self._weighed(findings)
+        told = [found.suspicious, *([each.line for each in found.finding.evidence] if found.finding else [])]
+        ending = self._ending()
+        known = any(line and (ending.has(line) or line.text == ending.line.text) for line in told) if ending else True
+        return found if known or not ending else replace(found, ending=ending.line)
+
+    def _weighed(self, findings: list[Finding]) -> Diagnosis:
+        around = surroundings()
+        explained = {each.pattern for finding in findings for each in finding.evidence if each.role != "hint"}
+        explained |= set(around.harmless)
+        unknown = [each for each in self.troubles if not each.matched & (explained | set(around.wrappers))]
+        exceptions = [each for each in unknown if each.kind != "complaint"]
+        key = _order([each.line for each in findings] + [each.line for each in exceptions])
+        findings.sort(key=lambda each: (each.entry.consequence, key(each.line)))
+        causes = [each for each in findings if not each.entry.consequence and not self._other_end(each, exceptions)]
+        first = min((each.line for each in exceptions), key=key, default=None)
+        if causes:
+            causes = [self._lowered(each, exceptions, key) for each in causes]
+            chosen = next((each for each in causes if each.confidence != "low"), causes[0])
+        elif first is None and findings and findings[0].entry.consequence:
+            chosen = findings[0]
+        else:
+            complaints = [each for each in self.troubles if not each.matched & explained]
+            line = first or _earliest([each for each in unknown if each.kind == "complaint"]) or _earliest(complaints)
+            lowered = tuple(replace(each, confidence="low") for each in findings)
+            return Diagnosis("unknown" if line else "no failure", None, lowered, line)
+        others = tuple(each for each in findings if each.entry is not chosen.entry)
+        if first is None or key(first) > key(chosen.line) or _is_headline(first, chosen.line):
+            return Diagnosis("diagnosed", chosen, others, None)
+        return Diagnosis("diagnosed", chosen, others, first)
+
+    def _lowered(self, finding: Finding, exceptions: Sequence[Trouble], key: Callable[[Line], object]) -> Finding:
+        """Of low confidence where an exception that no entry knows came before, and led to it."""
+        inside = self._inside(finding.line)
+        led = any(
+            self._is_followed(each.line, finding.line) and not _is_headline(each.line, finding.line)
+            for each in exceptions
+            if each is not inside
+        )
+        return replace(finding, confidence="low") if led else finding
+
+    def _other_end(self, finding: Finding, exceptions: Sequence[Trouble]) -> bool:
+        """Whether an exception that no entry knows ended what the finding did not."""
+        inside = self._inside(finding.line)
+        after = [each for each in exceptions if each.line.index == finding.line.index and each is not inside]
+        if finding.is_mild:
+            return any(each.line.number > finding.line.number for each in after)
+        return any(
+            each.line.number > finding.line.number and not self._is_followed(finding.line, each.line) for each in after
+        )
+
+    def _is_followed(self, line: Line, later: Line) -> bool:
+        """Whether failures lead from one line of a file to a later one without a pause of NEAR_LINES."""
+        if line.index != later.index or line.number >= later.number:
+            return False
+        end = line.number
+        for each in self.troubles:
+            if each.line.index == line.index and line.number <= each.line.number <= later.number:
+                if each.begins - end > NEAR_LINES:
+                    return False
+                end = max(end, each.line.number)
+        return later.number - end <= NEAR_LINES
+
+    def _ending(self) -> Trouble | None:
+        """The last failure of the last file that has one; an exception before a complaint, and neither before what wraps another."""
+        around = surroundings()
+        real = [each for each in self.troubles if not each.matched & set(around.harmless)]
+        own = [each for each in real if not each.matched & set(around.wrappers)]
+        worse = [each for each in own if each.kind != "complaint"]
+        return next((some[-1] for some in (worse, own, real) if some), None)
+
+    def _finding(self, entry: Entry) -> Finding | None:
+        """The entry, if the log shows it."""
+        first = {
+            signature: line for signature in entry.signatures if (line := self._first_match(signature, entry.context))
+        }
+        if not {"cause", "likely"} & {signature.role for signature in first} or any(
+            signature.role == "excludes" for signature in first
+        ):
+            return None
+        key = _order(list(first.values()))
+        ranks = {"cause": 0, "likely": 1, "hint": 4}
+
+        def rank(item: tuple[Signature, Line]) -> tuple[int, object]:
+            signature, line = item
+            return (
+                ranks[signature.role] + 2 * (signature.role != "hint" and self._is_mild(line, signature.role)),
+                key(line),
+            )
+
+        found = sorted(first.items(), key=rank)
+        evidence = tuple(Evidence(line, signature.role, signature.pattern) for signature, line in found)
+        names, line = found[0]
+        return Finding(entry, self._confidence(entry, names, line), evidence, self._is_mild(line, names.role))
+
+    def _confidence(self, entry: Entry, names: Signature, line: Line) -> Confidence:
+        if entry.consequence or self._is_mild(line, names.role):
+            return "low"
+        if not names.anywhere and self._is_of_strangers(line, entry.context):
+            return "low"
+        has_all = all(pattern in self.matches for pattern in entry.conditions or ())
+        if names.role == "cause":
+            return "high" if entry.conditions is not None and has_all else "medium"
+        return "medium" if entry.conditions and has_all else "low"
+
+    def _first_match(self, signature: Signature, context: Sequence[str]) -> Line | None:
+        lines = self.matches.get(signature.pattern)
+        if not lines:
+            return None
+        near = self.matches.get(signature.near, []) if signature.near else None
+        harmless = {line for pattern in surroundings().harmless for line in self.matches.get(pattern, [])}
+        for line in lines:
+            if line in harmless or (near is not None and not any(_is_near(line, other) for other in near)):
+                continue
+            if signature.anywhere or self._in_context(line, context):
+                return line
+        return None
+
+    def _inside(self, line: Line) -> Trouble | None:
+        """The exception or crash of which the line is."""
+        around = [each for each in self.troubles if each.kind != "complaint" and each.has(line)]
+        return next((each for each in around if each.line.number == line.number), around[0] if around else None)
+
+    def _is_mild(self, line: Line, role: str) -> bool:
+        inside = self._inside(line)
+        if inside and (inside.packages or inside.line.number == line.number):
+            return False
+        return is_warning(line) or (role != "cause" and not is_complaint(line))
+
+    def _in_context(self, line: Line, names: Sequence[str]) -> bool:
+        """Whether the log is of one of these contexts, and the line's exception not of another engine."""
+        around = surroundings()
+        inside = self._inside(line)
+        if inside and "sglang" in inside.packages and {"engine", "rl"} & set(names):
+            return True
+        if inside and inside.packages & set(around.other_engine_packages):
+            return "distributed" in names
+        has_other = "engine" not in self.contexts and any(each in self.matches for each in around.other_engines)
+        return any(name in self.contexts and not (has_other and name in ("rl", "rollout")) for name in names)
+
+    def _is_of_strangers(self, line: Line, names: Sequence[str]) -> bool:
+        """Whether its exception has a traceback in which neither an engine nor a trainer has a frame."""
+        inside = self._inside(line)
+        if not inside or not inside.has_header or not inside.packages or "distributed" in names:
+            return False
+        return not inside.packages & {"sglang", "harness", *surroundings().trainer_packages}
 
 
-def _earliest(lines: Sequence[Line]) -> Line | None:
+def _earliest(troubles: Sequence[Trouble]) -> Line | None:
+    lines = [each.line for each in troubles]
     return min(lines, key=_order(lines), default=None)
 
 
@@ -168,35 +329,5 @@ def _is_headline(exception: Line, line: Line) -> bool:
     return exception.text.endswith("Error:") and line.index == exception.index and apart <= HEADLINE_LINES
 
 
-def _finding(entry: Entry, matches: Matches) -> Finding | None:
-    """The entry, if the log shows it."""
-    contexts = [pattern for name in entry.context for pattern in surroundings().contexts[name]]
-    in_context = not contexts or any(pattern in matches for pattern in contexts)
-    first = {
-        signature: line
-        for signature in entry.signatures
-        if (in_context or signature.anywhere) and (line := _first_match(signature, matches))
-    }
-    roles = [signature.role for signature in first]
-    places = {line.place for line in first.values()}
-    if "excludes" in roles or not {"cause", "likely"} & set(roles):
-        return None
-    confidence: Confidence = "high" if "cause" in roles else "medium" if len(places) > 1 else "low"
-    if entry.consequence:
-        confidence = "low"
-    names = "cause" if "cause" in roles else "likely"
-    key = _order(list(first.values()))
-    evidence = sorted(first.items(), key=lambda item: (item[0].role != names, key(item[1])))
-    return Finding(entry, confidence, tuple(Evidence(line, signature.role) for signature, line in evidence))
-
-
-def _first_match(signature: Signature, matches: Matches) -> Line | None:
-    lines = matches.get(signature.pattern, [])
-    near = matches.get(signature.near, []) if signature.near else None
-    return next((line for line in lines if near is None or any(_is_near(line, other) for other in near)), None)
-
-
 def _is_near(line: Line, other: Line) -> bool:
-    # A prefix may be missing on some lines of a process: SGLang's stands on the first of a traceback only.
-    same_process = line.source.startswith(other.source) or other.source.startswith(line.source)
-    return line.index == other.index and same_process and abs(line.number - other.number) <= NEAR_LINES
+    return line.index == other.index and same_process(line, other) and abs(line.number - other.number) <= NEAR_LINES

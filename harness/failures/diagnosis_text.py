@@ -24,6 +24,7 @@ def as_text(found: Diagnosis) -> str:
             [
                 "unknown: no known failure explains what this log shows",
                 f"  first suspicious line: {_shown(found.suspicious)}",
+                *_ending(found),
                 *_also(found),
             ]
         )
@@ -31,9 +32,10 @@ def as_text(found: Diagnosis) -> str:
     lines = [f"{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
     lines += [f"  {each.role + ':':<7} {_shown(each.line)}" for each in found.finding.evidence]
     if entry.consequence:
-        lines.append("  It follows from something that this log does not name.")
+        lines.append("  A consequence: it follows from something that this log does not name.")
     if found.suspicious:
         lines.append(f"  before it, and not known: {_shown(found.suspicious)}")
+    lines += _ending(found)
     lines += [_paragraph("cause", entry.cause), _paragraph("fix", entry.fix)]
     lines += [_paragraph("versions", "; ".join(map(_affected, entry.affected)))]
     if entry.seen:
@@ -60,7 +62,7 @@ def in_brief(found: Diagnosis) -> list[str]:
 
 
 def as_json(found: Diagnosis) -> str:
-    """Keys: verdict, slug (null where unknown), confidence, evidence, suspicious, also, and what the catalogue has."""
+    """Keys: verdict, slug (null where unknown), confidence, evidence, suspicious, ending, also, and what the catalogue has."""
     finding = found.finding
     values: dict[str, Any] = {
         "verdict": found.verdict,
@@ -69,6 +71,7 @@ def as_json(found: Diagnosis) -> str:
         "consequence": finding.entry.consequence if finding else None,
         "evidence": _evidence(finding) if finding else [],
         "suspicious": _line(found.suspicious) if found.suspicious else None,
+        "ending": _line(found.ending) if found.ending else None,
         "also": [{"slug": each.entry.slug, "evidence": _evidence(each)} for each in found.others],
     }
     if finding:
@@ -91,9 +94,13 @@ def _shown(line: Line) -> str:
     return f"{line.place}: {text if len(text) <= LONGEST else text[:LONGEST] + '...'}"
 
 
+def _ending(found: Diagnosis) -> list[str]:
+    return [f"  ends with: {_shown(found.ending)}"] if found.ending else []
+
+
 def _also(found: Diagnosis) -> list[str]:
     lines = [
-        f"  {'consequence' if each.entry.consequence else 'also'}: {each.entry.slug}, {_shown(each.line)}"
+        f"  {'consequence' if each.entry.consequence else 'seen as well'}: {each.entry.slug}, {_shown(each.line)}"
         for each in found.others[:OTHERS]
     ]
     more = len(found.others) - OTHERS

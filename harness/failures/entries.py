@@ -1,7 +1,7 @@
 """The catalogue of known failures: one TOML file each in catalogue/, read strictly.
 
-A signature's role: "cause", seen in this failure alone; "likely", seen in it as a rule; "hint", seen in it and in others;
-"excludes", seen where it is another failure. How they add up to a confidence is said in diagnose.py.
+A signature's role: "cause", seen in this failure alone; "likely", seen in it as a rule; "hint", seen in it, in others, or
+in healthy runs; "excludes", seen where it is another failure. How they add up to a confidence is said in diagnose.py.
 """
 
 import re
@@ -36,8 +36,8 @@ class Signature:
     pattern: Pattern
     near: Pattern | None = None
     """What another line must show, at most NEAR_LINES away in the same file, and of the same process where that is known."""
-    anywhere: bool = False
-    """It counts without the entry's context."""
+    anywhere: str = ""
+    """Why it counts without the entry's context: no other program can print it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,12 @@ class Entry:
     affected: tuple[Affected, ...]
     repro: Repro
     examples: tuple[Example, ...]
+    context: tuple[str, ...]
+    """Names of surroundings.toml, one of which the log must show: the same sentence of another program is another failure."""
+    conditions: tuple[Pattern, ...] | None = None
+    """What a log must show beside a cause before the name is certain; none: the sentence says it all. Left out: a log
+    cannot show all that makes it this failure, so that the name is never certain."""
     links: tuple[str, ...] = ()
-    context: tuple[str, ...] = ()
-    """Names of surroundings.toml, one of which the log must show; none: it may be anyone's log."""
     consequence: bool = False
     """It follows from something else: named only where nothing else is known."""
     seen: tuple[Seen, ...] = ()
@@ -111,6 +114,12 @@ class Surroundings:
     """Lines that look like a failure and are none."""
     wrappers: tuple[Pattern, ...]
     """Exceptions that only say that another process, or another exception, failed."""
+    other_engines: tuple[Pattern, ...]
+    """Rollout engines that are not SGLang: a trainer that runs one of them is no context."""
+    other_engine_packages: tuple[str, ...]
+    """Their packages: an exception with frames of one, and none of SGLang's, is theirs."""
+    trainer_packages: tuple[str, ...]
+    """Packages and folders of trainers that run SGLang."""
 
 
 @cache
@@ -140,7 +149,7 @@ def read_entry(file: Path) -> Entry:
     entry: Entry = _made(Entry, values, file.name)
     if entry.slug != file.stem or not _SLUG.fullmatch(entry.slug):
         raise CatalogueError(f"{file.name}: slug = {entry.slug!r} must be the file's name, of a-z, 0-9 and -")
-    for name in ("phases", "affected", "examples"):
+    for name in ("phases", "affected", "examples", "context"):
         if not getattr(entry, name):
             raise CatalogueError(f"{file.name}: {name} is empty, but must have one at least")
     if not any(signature.role in ("cause", "likely") for signature in entry.signatures):

@@ -1,10 +1,12 @@
-"""Lines of anyone's log: plain, gzipped, of a run directory; without colours and without the prefixes of launchers."""
+"""Lines of anyone's log: plain, gzipped, UTF-16, of a run directory; without colours and without the prefixes of launchers."""
 
 import gzip
+import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,11 +15,15 @@ from typing import IO, Any, cast
 LONGEST_LINE = 1 << 16
 """Bytes; a longer line is read in pieces of this size."""
 STDIN = "-"
+LARGEST_JSON = 1 << 23
+"""Bytes of a .json file that is read as one value; of a larger one each line is read as text."""
+PEEKED_BYTES = 4096
 _LOG_SUFFIXES = (".log", ".txt", ".out", ".err", ".jsonl", ".gz")
 _TOLD = ("error", "traceback", "detail", "text", "said", "message", "msg", "log", "exception", "exc_info", "stack")
 """Keys under which JSON lines, ours and others', tell of a failure."""
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b?\[\d{1,2}(?:;\d+)*m")  # a pasted log has lost its escapes
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[()][A-Z0-9]")
+_LOST_ESCAPES = re.compile(rb"\[\d{1,2}(?:;\d+)*m")  # a pasted log has lost its escape characters
 _DAY, _CLOCK = r"\d{4}[-/]\d\d[-/]\d\d", r"\d\d:\d\d:\d\d"
 _STAMP = re.compile(rf"({_DAY})[T ]({_CLOCK})(?:[.,](\d+))?")
 # Each is taken off as often as one of them stands at the start. A group is a name of the process.
@@ -72,7 +78,7 @@ class Line:
 
 def read(file: str, index: int, number: int, raw: bytes) -> Line:
     """A line without its prefixes."""
-    whole = text = _ANSI.sub("", raw.decode("utf-8", errors="replace")).rstrip()
+    whole = text = uncoloured(raw).decode("utf-8", errors="replace").rstrip()
     stamp = _STAMP.search(text[:200])
     names: list[str] = []
     for _ in range(_MOST_PREFIXES):
@@ -84,17 +90,38 @@ def read(file: str, index: int, number: int, raw: bytes) -> Line:
     return Line(file, index, number, whole, text, " ".join(names), _seconds(stamp) if stamp else None)
 
 
+def uncoloured(raw: bytes) -> bytes:
+    """The line without terminal escapes, also those that lost their escape character when they were pasted."""
+    if b"\x1b" in raw:
+        raw = _ESCAPES.sub(b"", raw)
+    return _LOST_ESCAPES.sub(b"", raw)
+
+
 def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and bytes of each line of a file ("-": of standard input). Raises OSError."""
+    """Number, from 1, and bytes (UTF-8, uncoloured) of each line of a file ("-": of standard input). Raises OSError.
+
+    A compressed file that is cut off or damaged, as of a killed job, is read as far as it can be.
+    """
     if path.endswith((".jsonl", ".json")):
         yield from _told(Path(path))
-        return
+    else:
+        yield from _lines(path)
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     number, begins = 0, True
     with _opened(path) as stream:
-        while raw := stream.readline(LONGEST_LINE):
+        while raw := _next(stream):
             number += begins
             begins = raw.endswith(b"\n")
-            yield number, raw
+            yield number, uncoloured(raw)
+
+
+def _next(stream: IO[bytes]) -> bytes:
+    try:
+        return stream.readline(LONGEST_LINE)
+    except (EOFError, zlib.error):  # gzip's words for a file without its end
+        return b""
 
 
 def files_of(paths: Sequence[str]) -> list[str]:
@@ -105,17 +132,15 @@ def files_of(paths: Sequence[str]) -> list[str]:
     files: list[str] = []
     for path in paths:
         folder = Path(path)
-        if path == STDIN or folder.is_file():
-            files.append(path)
-        elif folder.is_dir():
+        if folder.is_dir():
             found = _of_folder(folder)
             if not found:
                 raise ValueError(f"folder {path} holds no log: no *{', *'.join(_LOG_SUFFIXES)} and no failure*.json.")
             files += found
+        elif path == STDIN or folder.exists():  # a file, or a pipe, as of <(kubectl logs ...)
+            files.append(path)
         else:
-            raise ValueError(
-                f"{path} is neither a file nor a folder; give logs, run directories, or - for standard input."
-            )
+            raise ValueError(f"{path} does not exist; give logs, run directories, or - for standard input.")
     return list(dict.fromkeys(files))
 
 
@@ -130,31 +155,61 @@ def _of_folder(folder: Path) -> list[str]:
 
 
 def _opened(path: str) -> IO[bytes]:
-    if path == STDIN:
-        return sys.stdin.buffer
-    with open(path, "rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    return cast(IO[bytes], gzip.open(path, "rb")) if is_gzip else open(path, "rb", buffering=1 << 20)
+    """A stream of UTF-8. It is opened once and never sought: it may be a pipe."""
+    plain = _bytes_of(path)
+    is_gzip = _peeked(plain).startswith(b"\x1f\x8b")
+    stream = cast(IO[bytes], gzip.GzipFile(fileobj=plain)) if is_gzip else plain
+    encoding = _utf16(_peeked(stream))
+    return cast(IO[bytes], _Recoded(stream, encoding)) if encoding else stream
+
+
+def _bytes_of(path: str) -> IO[bytes]:
+    return sys.stdin.buffer if path == STDIN else open(path, "rb", buffering=1 << 20)
+
+
+def _peeked(stream: IO[bytes]) -> bytes:
+    try:
+        return cast(io.BufferedReader, stream).peek(PEEKED_BYTES)[:PEEKED_BYTES]
+    except (EOFError, zlib.error):
+        return b""
+
+
+def _utf16(head: bytes) -> str:
+    """The name of the encoding, by its mark or by where the zero bytes of ASCII text are; "" for any other."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) and head.count(0) > len(head) // 4:
+        return "utf-16"
+    zeros = {"utf-16-be": head[0::2].count(0), "utf-16-le": head[1::2].count(0)}
+    few, many = sorted(zeros, key=lambda name: zeros[name])
+    return many if zeros[many] > 0.8 * (len(head) // 2) and zeros[few] < 0.1 * len(head) else ""
+
+
+class _Recoded(io.TextIOWrapper):
+    """Lines of a stream in another encoding, as UTF-8."""
+
+    def __init__(self, stream: IO[bytes], encoding: str) -> None:
+        super().__init__(stream, encoding=encoding, errors="replace", newline="\n")
+
+    def readline(self, size: int = -1, /) -> bytes:  # type: ignore[override]
+        return super().readline(size).encode("utf-8", errors="replace")
 
 
 def _told(path: Path) -> Iterator[tuple[int, bytes]]:
     """What our events and verdicts tell of failures; any other JSON line as it is."""
-    if path.suffix == ".json":
-        text = path.read_text(encoding="utf-8", errors="replace")
-        chunks = [(1, text)]
+    if path.suffix == ".json" and path.is_file() and path.stat().st_size <= LARGEST_JSON:
+        chunks: Iterable[tuple[int, bytes]] = [(1, path.read_bytes())]
     else:
-        chunks = list(enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1))
+        chunks = _lines(str(path))
     for number, chunk in chunks:
         try:
-            value = json.loads(chunk)
-        except ValueError:
-            value = None
-        told = [line for text in _strings(value) for line in text.splitlines()]
+            value = json.loads(chunk) if chunk.lstrip().startswith((b"{", b"[")) else None
+            told = [line for text in _strings(value) for line in text.splitlines()]
+        except (ValueError, RecursionError):  # no JSON, or nobody's: it is read as text
+            value, told = None, []
         if told or (isinstance(value, Mapping) and "event" in value):
-            yield from ((number, line.encode()) for line in told)
+            yield from ((number, uncoloured(line.encode(errors="replace"))) for line in told)
         else:
             for offset, line in enumerate(chunk.splitlines()):
-                yield number + offset, line.encode()
+                yield from ((number + offset, uncoloured(part)) for part in line.split(b"\\n"))
 
 
 def _strings(value: Any, key: str = "") -> Iterator[str]:

@@ -18,6 +18,7 @@ GOOD = """
 slug = "good"
 title = "A title"
 phases = ["sync"]
+context = ["engine"]
 cause = "A cause."
 fix = "A fix."
 signatures = [{ role = "cause", pattern = "some words" }]
@@ -83,6 +84,9 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
     [
         ('title = "A title"', 'titel = "A title"', "titel is unknown"),
         ('title = "A title"', "", "title is missing"),
+        ('context = ["engine"]', "", "context is missing"),
+        ('context = ["engine"]', "context = []", "context is empty"),
+        ('pattern = "some words"', 'pattern = "some words", anywhere = ""', "anywhere is empty"),
         ('title = "A title"', 'title = ""', "title is empty"),
         ('title = "A title"', "title = 3", "must be of type str"),
         ('slug = "good"', 'slug = "better"', "must be the file's name"),
@@ -105,13 +109,13 @@ def test_a_wrong_file_is_refused_in_one_sentence(old: str, new: str, said: str, 
 
 
 def test_a_context_must_be_known(tmp_path: Path) -> None:
-    written(tmp_path, GOOD.replace("fix =", 'context = ["moon"]\nfix ='))
+    written(tmp_path, GOOD.replace('context = ["engine"]', 'context = ["moon"]'))
     with pytest.raises(CatalogueError, match="moon"):
         catalogue(tmp_path)
 
 
 def test_the_surroundings_are_read() -> None:
-    assert set(surroundings().contexts) == {"engine", "rl", "distributed"}
+    assert set(surroundings().contexts) == {"engine", "rl", "trainer", "rollout", "harness", "distributed"}
 
 
 @pytest.mark.parametrize(
