@@ -33,6 +33,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PINS = REPOSITORY / "configs" / "environments"
 _STAMP = "harness.json"
 _LOCK = "harness.lock"
+PATH_FILE = "sglang-rl-harness.pth"
+"""In an environment's site-packages: the checkout that made it."""
 NETWORK = re.compile(r"connection|error sending request|dns error|name resolution|timed out|unreachable", re.IGNORECASE)
 
 
@@ -106,6 +108,7 @@ def ensure(environment: str | None = None, *, tests: bool = False, folder: Path 
     folder = Path(asked).absolute() if asked else REPOSITORY / ".venv"
     python = folder / "bin" / "python"
     if not _missing(folder, wanted):
+        _make_importable(folder, wanted)
         return python
     if folder.exists() and any(folder.iterdir()) and not (folder / _LOCK).exists():
         raise Unusable(
@@ -115,7 +118,34 @@ def ensure(environment: str | None = None, *, tests: bool = False, folder: Path 
         missing = _missing(folder, wanted)
         if missing:
             _make(folder, wanted, missing)
+    _make_importable(folder, wanted)
     return python
+
+
+def made() -> Path | None:
+    """The interpreter of the environment where there is one, made or not the one that runs; None under HARNESS_VENV=none."""
+    asked = os.environ.get("HARNESS_VENV", "")
+    python = (Path(asked).absolute() if asked else REPOSITORY / ".venv") / "bin" / "python"
+    return python if asked != "none" and python.exists() else None
+
+
+def need(*packages: str) -> None:
+    """Go on in the environment, with the same command line, where this Python lacks one of these packages.
+
+    Ends this process with a sentence and exit code 2 where there is no environment yet, or where it lacks them too.
+    """
+    lacking = [package for package in packages if importlib.util.find_spec(package) is None]
+    if not lacking:
+        return
+    python = made()
+    if python is None or python == Path(sys.executable):
+        script = " ".join(sys.argv[:1])
+        remedy = "run `python3 launch/quickstart.py` once, which makes .venv, or use a Python that has them"
+        print(
+            f"error: {script} needs {' and '.join(lacking)}, which {sys.executable} lacks; {remedy}.", file=sys.stderr
+        )
+        sys.exit(2)
+    os.execv(python, [str(python), *sys.argv])
 
 
 def uv_sources(pip_config: str) -> list[str]:
@@ -154,7 +184,18 @@ def _this_interpreter(packages: tuple[str, ...]) -> Path:
     lacking = [package for package in packages if importlib.util.find_spec(package) is None]
     if lacking:
         raise Unusable(125, f"HARNESS_VENV = none, but {sys.executable} has no {' and no '.join(lacking)}")
+    known = (PATH_FILE, "sglang_rl_harness-*.dist-info")  # made here, or installed with pip
+    if not any(any(Path(entry).glob(pattern)) for entry in sys.path if entry for pattern in known):
+        install = f"{sys.executable} -m pip install --no-deps -e {REPOSITORY}"
+        _say(f"`import harness` works inside {REPOSITORY}; from elsewhere after: {install}")
     return Path(sys.executable)
+
+
+def _make_importable(folder: Path, wanted: Wanted) -> None:
+    """Let `import harness` of this environment's Python find this checkout, from any folder."""
+    file = folder / "lib" / f"python{wanted.python}" / "site-packages" / PATH_FILE
+    if not file.is_file() or file.read_text(encoding="utf-8") != f"{REPOSITORY}\n":
+        file.write_text(f"{REPOSITORY}\n", encoding="utf-8")
 
 
 def _missing(folder: Path, wanted: Wanted) -> tuple[Path, ...]:

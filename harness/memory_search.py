@@ -79,6 +79,8 @@ class Search:
     timeout_seconds: float
     folder: Path
     """Receives one log and one run directory a trial."""
+    begin: Callable[[str, float], None] = lambda wake, fraction: None
+    """Called before each trial."""
     tell: Callable[[Outcome], None] = lambda _: None
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -97,6 +99,7 @@ class Search:
         command = [*self.command, *overrides, "--run.dir", str(self.folder / name)]
         log = self.folder / f"{name}.log"
         started = time.monotonic()
+        self.begin(wake, fraction)
         with log.open("w") as output:
             code = run_to_end(command, output, self.timeout_seconds)
         seconds = time.monotonic() - started

@@ -1,23 +1,76 @@
-"""What ends a run before it begins, said in one sentence by rank 0: a user's mistake (exit code 2), or a machine that cannot
-run it (125, which `git bisect run` reads as skip)."""
+"""What ends a run before it begins, in one sentence: a user's mistake (exit code 2), or a machine that cannot run it (125,
+which `git bisect run` reads as skip). Imports the standard library only."""
 
+import os
+import select
+import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 MISTAKE, CANNOT_RUN_HERE = 2, 125
 
 SPEAK_FIRST_SECONDS = 1.0
 """How long other ranks wait: torchrun ends all ranks at the first exit, rank 0 perhaps in mid-word."""
+SPEAK_ALONE_SECONDS = 3.0
+"""How long a rank waits that may be the only one with this mistake; torchrun has ended it by then if rank 0 had it too."""
+TORCHRUN_SECONDS = 60.0
+"""How long torchrun may take to end once a rank has; it sends SIGKILL to the others after 30."""
 
 
 class CannotRunHere(RuntimeError):
     """What was asked is right, but this machine or this sglang cannot do it."""
 
 
-def say_mistake(error: Exception, rank: int) -> int:
-    """Print the sentence on rank 0; returns the exit code."""
-    if rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(SPEAK_FIRST_SECONDS)
+def say_mistake(error: Exception, rank: int, alone: bool = False) -> int:
+    """Print the sentence on rank 0, at once and, under torchrun, again below torchrun's own report; return the exit code.
+
+    alone: other ranks may not have this mistake, so each prints it, unless rank 0 has ended the run before.
+    """
+    if rank:
+        time.sleep(SPEAK_ALONE_SECONDS if alone else SPEAK_FIRST_SECONDS)
+    if rank == 0 or alone:
+        sentence = f"error: {error}\n" if rank == 0 else f"error on rank {rank}: {error}\n"
+        sys.stderr.write(sentence)
+        sys.stderr.flush()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _say_below_torchrun(sentence)
     return CANNOT_RUN_HERE if isinstance(error, CannotRunHere) else MISTAKE
+
+
+def say_after(pid: int, sentence: str) -> None:
+    """Wait until that process has ended, then print on its standard error, or on ours where that cannot be opened.
+
+    Nothing if it is still there after TORCHRUN_SECONDS: the sentence has been printed once already.
+    """
+    screen = 2
+    with suppress(OSError):  # a socket, or another user's
+        screen = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+    with suppress(ProcessLookupError):  # it has ended already
+        if not select.select([os.pidfd_open(pid)], [], [], TORCHRUN_SECONDS)[0]:
+            return
+    os.write(screen, sentence.encode())
+
+
+def _say_below_torchrun(sentence: str) -> None:
+    """By a process that outlives this one: torchrun prints its report once its ranks have ended."""
+    with suppress(OSError):  # no memory, or no /proc: it stands above torchrun's report then
+        subprocess.Popen(
+            [sys.executable, "-S", "-E", __file__, str(_launcher()), sentence],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def _launcher() -> int:
+    """Pid of the nearest ancestor that is no rank and no wrapper of one: torchrun."""
+    pid = os.getppid()
+    while pid > 1 and b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+        pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return pid
+
+
+if __name__ == "__main__":
+    say_after(int(sys.argv[1]), sys.argv[2])

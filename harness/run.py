@@ -82,7 +82,7 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
         own_seat(device.type == "cpu", apart)
         check_interface(config.network.interface, os.environ)
     except ValueError as error:
-        return say_mistake(error, rank=0)  # this rank's own: rank 0 may know nothing of it
+        return say_mistake(error, launch.rank, alone=True)  # rank 0 may know nothing of it
     console = _console(launched) if launch.rank == 0 else None
     stand_ins = activate() if device.type == "cpu" else []
     _agree_with_engine(config, device)
@@ -162,7 +162,7 @@ def _in_world(
             code = job(config, world, dims, events, folder, launched)
         return code or _all_happened(config, world, injector)
     except (ConfigError, CannotRunHere) as error:
-        return say_mistake(error, world.rank)
+        return say_mistake(error, world.rank, alone=True)
     except Exception as error:
         _tell_failure(world.rank, error, events)
         _end_early(events.fail, error)

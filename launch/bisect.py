@@ -29,8 +29,15 @@ if __name__ == "bisect":  # Python's own is meant: this folder comes first on th
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-    from harness.bisect.command_line import main
+    from harness import environments
     from harness.exit import exit_with
 
+    def main(arguments: list[str]) -> int:
+        """Return the exit code."""
+        environments.need("packaging", "psutil", "rich")
+        from harness.bisect.command_line import main as answer
+
+        return answer(arguments, __doc__ or "")
+
     if __name__ == "__main__":
-        exit_with(main, sys.argv[1:], __doc__ or "")
+        exit_with(main, sys.argv[1:])

@@ -14,12 +14,10 @@ mistake in what was asked, 3 no failure seen.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-import tyro
-
+from harness.config.options import read_options
 from harness.exit import exit_with
 from harness.failures.diagnose import diagnose
 from harness.failures.diagnosis_text import as_json, as_text
@@ -31,21 +29,21 @@ EXIT_CODES = {"diagnosed": 0, "unknown": 1, "no failure": 3}
 
 @dataclass(kw_only=True)
 class Options:
-    """What to read."""
+    """Beside files (also .gz and .jsonl), run directories, or - for standard input; of several, in the order of ranks."""
 
-    logs: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Files (also .gz and .jsonl), run directories, or - for standard input; of several, in the order of hosts or ranks."""
     json: bool = False
     """Print the diagnosis as JSON."""
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
-    options = tyro.cli(Options, prog="launch/diagnose.py", description=__doc__, args=arguments)
+    logs = [word for word in arguments if word == "-" or not word.startswith("-")]
     try:
-        if not options.logs:
+        words = [word for word in arguments if word not in logs]
+        options = read_options(Options, "launch/diagnose.py LOG ...", __doc__ or "", words)
+        if not logs:
             raise ValueError("there is nothing to read; give a log, a run directory, or - for standard input.")
-        found = diagnose(files_of(options.logs))
+        found = diagnose(files_of(logs))
     except (ValueError, OSError) as error:
         return say_mistake(error, rank=0)
     print(as_json(found) if options.json else as_text(found))

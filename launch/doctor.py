@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
+from harness import preflight
 from harness.config.command import parse
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
@@ -33,6 +34,7 @@ def main(arguments: list[str]) -> int:
     json = JSON in arguments
     try:
         config = read([word for word in arguments if word != JSON], os.environ.get("WORLD_SIZE", ""))
+        preflight.check_started(config, "launch/doctor.py", arguments, os.environ)
         return look(config, json)
     except (ValueError, CannotRunHere) as error:
         return say_mistake(error, rank)

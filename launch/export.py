@@ -26,10 +26,12 @@ from harness.mistake import say_mistake
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if {"-h", "--help"} & set(arguments):
         print(__doc__)
-        return 0 if arguments else 2
+        return 0
     try:
+        if not arguments:
+            raise ValueError("there is nothing to export; give a TOML file or a run directory.")
         subject = read_subject(arguments)
         finding = diagnose(files_of([arguments[0]])).finding if subject.seen and subject.seen.code else None
         text = render(subject, finding.entry.slug if finding else "")

@@ -17,27 +17,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness.emulation import kernel
-from harness.emulation.plan import Options, make_plan
-from harness.emulation.session import Session, StartError
-from harness.emulation.skew import library
+from harness import environments
+from harness.config.options import read_options
 from harness.exit import exit_with
 from harness.mistake import CannotRunHere, say_mistake
 
 
 def main(arguments: list[str]) -> int:
     """Everything that can be known to be wrong is, before anything starts."""
-    import tyro
+    environments.need("psutil", "rich")
+    from harness.emulation import kernel
+    from harness.emulation.plan import Options, make_plan
+    from harness.emulation.session import Session, StartError
+    from harness.emulation.skew import library
 
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    options = tyro.cli(
-        Options,
-        prog="launch/hosts.py",
-        description=__doc__,
-        args=arguments[:split],
-        config=(tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff),
-    )
     try:
+        options = read_options(Options, "launch/hosts.py", __doc__ or "", arguments[:split])
         refusal = "" if options.isolation == "processes" else kernel.refusal()
         plan = make_plan(options, arguments[split + 1 :], refusal, visible_gpus())
         if options.skew:

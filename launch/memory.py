@@ -3,21 +3,24 @@
     python launch/memory.py --nproc-per-node 4 --low 0.4 --high 0.95 -- configs/gpu/memory_7b.toml [--section.key VALUE ...]
 
 Each trial is a whole `torchrun ... launch/ppo.py CONFIG` on this host. Exit codes: 0 each way passes somewhere, 1 one never
-does, 2 a mistake in what was asked, said in one sentence.
+does, 2 a mistake in what was asked, said in one sentence, 125 this machine has no GPU.
 """
 
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import memory_search
+from harness import environments, preflight
 from harness.config.command import parse
-from harness.memory_search import Outcome, Search
-from harness.mistake import say_mistake
+from harness.config.options import read_options
+from harness.mistake import CannotRunHere, say_mistake
+
+if TYPE_CHECKING:
+    from harness.memory_search import Outcome
 
 
 @dataclass(kw_only=True)
@@ -44,17 +47,21 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Everything before the first trial must be instant."""
-    import tyro
+    environments.need("psutil", "rich")
+    from harness import memory_search
 
     split = arguments.index("--") if "--" in arguments else len(arguments)
     words = arguments[split + 1 :]
-    options = tyro.cli(Options, prog="launch/memory.py", description=__doc__, args=arguments[:split])
     try:
+        options = read_options(Options, "launch/memory.py", __doc__ or "", arguments[:split])
         if not words:
             raise ValueError("there is no config to try; give it after --, as in -- configs/gpu/memory_7b.toml.")
         command = parse(words)
         memory_search.candidates(options.low, options.high, options.resolution)
-    except ValueError as error:
+        if reason := preflight.no_gpu():
+            raise CannotRunHere(f"{reason}, and without one there is no memory to release: nothing to search.")
+        preflight.check_here(command.config)
+    except (ValueError, CannotRunHere) as error:
         return say_mistake(error, rank=0)
     parallel = command.config.parallel
     ranks = options.nproc_per_node or parallel.dp * parallel.tp * parallel.pp
@@ -62,10 +69,11 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does: what runs is ended first
     print(f"logs and run directories: {folder}", flush=True)
-    search = Search(
+    search = memory_search.Search(
         command=memory_search.torchrun_command(ranks, Path(__file__).with_name("ppo.py"), words),
         timeout_seconds=options.timeout,
         folder=folder,
+        begin=lambda wake, fraction: print(f"{wake:<8} {fraction:.3f}  running", flush=True),
         tell=lambda outcome: print(line(outcome), flush=True),
     )
     found = search.find(options.low, options.high, options.resolution, options.wake)
@@ -75,13 +83,13 @@ def main(arguments: list[str]) -> int:
     return 0 if all(fraction is not None for fraction in found.values()) else 1
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: "Outcome") -> str:
     """One trial."""
     verdict = "passed" if outcome.passed else f"failed: {outcome.reason}"
     return f"{outcome.wake:<8} {outcome.fraction:.3f}  {outcome.seconds:6.1f} s  {verdict}"
 
 
-def show(found: dict[str, float | None], outcomes: list[Outcome]) -> None:
+def show(found: dict[str, float | None], outcomes: "list[Outcome]") -> None:
     """The table at the end."""
     from rich.console import Console
     from rich.table import Table

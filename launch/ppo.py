@@ -6,8 +6,9 @@
 
 TOML files are layered left to right; --section.key VALUE comes last. --dry-run prints where every rank and engine would
 be and what of each GPU's memory they would take (--gpu-memory-gib), --check only whether the config can work; both need
-no GPU, no torchrun and no SGLang. Exit codes: 0 passed, 1 failed, 2 a mistake in what was asked, said in one sentence,
-124 a phase's deadline passed, 125 this machine cannot run it.
+no GPU, no torchrun and no SGLang. Exit codes: 0 passed, 1 failed, or --dry-run found that it does not fit, 2 a mistake in
+what was asked, said in one sentence, 124 a phase's deadline passed, 125 this machine cannot run it. torchrun itself
+answers 1 for each that is not 0.
 """
 
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
+from harness import preflight
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.picture import picture
 from harness.cluster.plan import Plan, make_plan, plan_as_json
@@ -24,7 +26,7 @@ from harness.estimate import text
 from harness.estimate.memory import GIB, Estimate, estimate
 from harness.estimate.shapes import UnknownShape
 from harness.exit import exit_with
-from harness.mistake import say_mistake
+from harness.mistake import CannotRunHere, say_mistake
 
 DEFAULT_GPU_GIB = 80.0
 
@@ -39,21 +41,39 @@ def main(arguments: list[str]) -> int:
     try:
         command = parse(arguments)
         if command.options.dry_run or command.options.check:
-            plan = plan_of(command)
-            if command.options.dry_run:
-                print(as_json(plan, command) if command.options.json else as_text(plan, command))
-            return 0
+            return show(command)
     except ValueError as error:
         return say_mistake(error, rank)
+    try:
+        preflight.check_rank(command.config, "launch/ppo.py", arguments, os.environ)
+    except (ValueError, CannotRunHere) as error:  # only the first rank of each host looks
+        return say_mistake(error, rank=0)
     from harness.run import run
 
     return run(command.config)
 
 
-def as_text(plan: Plan, command: Command) -> str:
+def show(command: Command) -> int:
+    """What --dry-run and --check print. Returns the exit code; raises ValueError for what cannot work."""
+    options = command.options
+    preflight.check_plan(command.config)
+    plan = plan_of(command)
+    if not options.dry_run:
+        dims = plan.dims
+        print(f"ok: {len(plan.ranks)} ranks, dp {dims.dp} tp {dims.tp} pp {dims.pp}, model {command.config.model.name}")
+        return 0
+    found = estimate_of(command)
+    print(as_json(plan, found) if options.json else as_text(plan, command, found))
+    return 0 if isinstance(found, str) or found.fits else 1
+
+
+def as_text(plan: Plan, command: Command, found: Estimate | str) -> str:
     """Picture and estimate."""
     lines = [*picture(plan), ""]
-    found = estimate_of(command)
+    if command.config.engine.device == "auto":
+        lines[-1:] = ['engine.device = "auto" is planned as CUDA; --engine.device cpu shows the plan for CPU', ""]
+    for visible in of_this_shell(command):
+        lines[-1:] = [f"CUDA_VISIBLE_DEVICES = {visible} is this shell's; --cuda-visible-devices gives another", ""]
     if isinstance(found, str):
         return "\n".join([*lines, found])
     asked = command.options.gpu_memory_gib
@@ -61,9 +81,8 @@ def as_text(plan: Plan, command: Command) -> str:
     return "\n".join([*lines, *text.as_lines(found, plan.nproc_per_node, source)])
 
 
-def as_json(plan: Plan, command: Command) -> str:
+def as_json(plan: Plan, found: Estimate | str) -> str:
     """The same as one JSON object."""
-    found = estimate_of(command)
     return plan_as_json(plan, memory={"unknown": found} if isinstance(found, str) else text.as_dict(found))
 
 
@@ -77,6 +96,14 @@ def estimate_of(command: Command) -> Estimate | str:
         return f"Memory is not estimated: {problem}."
 
 
+def of_this_shell(command: Command) -> list[str]:
+    """This shell's CUDA_VISIBLE_DEVICES, where the plan is for one host, which is this one then, and no other is given."""
+    options = command.options
+    if options.cuda_visible_devices or options.nnodes > 1 or command.config.engine.device == "cpu":
+        return []
+    return [value] if (value := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
+
+
 def plan_of(command: Command) -> Plan:
     """Where everything would be; "auto" counts as CUDA, whose placement is the harder one."""
     options = command.options
@@ -86,7 +113,7 @@ def plan_of(command: Command) -> Plan:
         nproc_per_node=options.nproc_per_node,
         device="cpu" if command.config.engine.device == "cpu" else "cuda",
         base_port=command.config.engine.base_port,
-        visible_by_host=tuple(options.cuda_visible_devices),
+        visible_by_host=tuple(options.cuda_visible_devices or of_this_shell(command)),
         engine_gpus=command.config.parallel.engine_gpus,
     )
 

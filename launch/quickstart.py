@@ -9,7 +9,6 @@ another mesh, as many ranks as it has. Exit code 2: an override is wrong; 125: t
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -33,11 +32,11 @@ def main(overrides: list[str]) -> int:
         return problem.exit_code
     os.chdir(environments.REPOSITORY)
     job = ["launch/ppo.py", "configs/cpu/quickstart.toml", *overrides]
-    # torchrun answers 1 whatever its ranks answered: a wrong override is found before it.
-    planned = subprocess.run([str(python), *job, "--dry-run", "--json"], stdout=subprocess.PIPE, text=True)
-    if planned.returncode:
-        return planned.returncode
-    ranks = len(json.loads(planned.stdout)["ranks"])
+    # torchrun answers 1 whatever its ranks answered: a mistake is found before it.
+    checked = subprocess.run([str(python), "-m", "harness.preflight", *job[1:]], stdout=subprocess.PIPE, text=True)
+    if checked.returncode:
+        return checked.returncode
+    ranks = int(checked.stdout)
     command = [*environments.torchrun(python), "--nnodes=1", f"--nproc-per-node={ranks}", *job]
     print(f"+ {shlex.join(command)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning

@@ -18,10 +18,12 @@ from harness.reporting.write import write_reports
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
-    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
+    if {"-h", "--help"} & set(arguments):
         print(__doc__)
-        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+        return 0
     try:
+        if len(arguments) != 1:
+            raise ValueError(f"{len(arguments)} run directories are given; give one.")
         markdown, page = write_reports(Path(arguments[0]))
     except (ValueError, OSError) as error:
         return say_mistake(error, rank=0)

@@ -25,28 +25,29 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
+from harness import environments
+from harness.config.layers import ConfigError
+from harness.config.options import Parser
 from harness.exit import exit_with
 from harness.mistake import say_mistake
-from harness.repro import one, requirements, session, telling
+from harness.repro import requirements, telling
 from harness.repro.case import GPUS, Case, UnknownCase, entry_of, load, slugs
 from harness.repro.result import as_seen, read_result, record
 
 
 def main(arguments: list[str]) -> int:
     """Everything before a run is instant."""
-    asked = parser().parse_args(arguments)
     try:
+        asked = parser().parse_args(arguments)
         return int(asked.do(asked))
-    except (UnknownCase, telling.WrongRequest) as error:
+    except (UnknownCase, telling.WrongRequest, ConfigError) as error:
         return say_mistake(error, rank=0)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="launch/repro.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = Parser(prog="launch/repro.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = made.add_subparsers(dest="command", required=True)
-    chosen = argparse.ArgumentParser(add_help=False)
+    chosen = Parser(add_help=False)
     chosen.add_argument("--needs", nargs="+", choices=tuple(GPUS), default=tuple(GPUS), help="only these classes")
     chosen.add_argument("--no-engine", action="store_true", help="only those without an engine, which take seconds")
     listing = commands.add_parser("list", parents=[chosen], help="all cases, or some of them")
@@ -82,6 +83,9 @@ def show_list(asked: argparse.Namespace) -> int:
 
 
 def run(asked: argparse.Namespace) -> int:
+    environments.need("psutil")
+    from harness.repro import one, session
+
     if bool(asked.slugs) == asked.all:
         raise telling.WrongRequest("run takes either slugs or --all; `list` shows what there is.")
     cases = chosen_cases(asked) if asked.all else {slug: load(slug) for slug in asked.slugs}

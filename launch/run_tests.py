@@ -31,6 +31,9 @@ def pytest_arguments(given: list[str], gpu: bool) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Does not return once pytest has taken this process's place."""
+    if {"-h", "--help"} & set(arguments):
+        print(f"{__doc__}\npytest's own arguments: .venv/bin/python -m pytest --help")
+        return 0
     try:
         python = environments.ensure(tests=True)
     except environments.Unusable as problem:

@@ -19,11 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-import tyro
-
+from harness import preflight
 from harness.config.command import parse
+from harness.config.options import read_known_options
 from harness.config.schema import TransportName
-from harness.mistake import say_mistake
+from harness.mistake import CannotRunHere, say_mistake
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class Options:
     repeats: int = 5
     """Timed syncs of --bench; the table shows their median."""
     one_by_one: bool = True
-    """With --bench: also time one tensor a call."""
+    """With --bench: also time one tensor a call; --no-one-by-one leaves it out."""
     json: str = ""
     """With --bench: write the table there too."""
 
@@ -47,15 +47,10 @@ class Options:
 def main(arguments: list[str]) -> int:
     """A mistake must be known before anything heavy is imported."""
     rank = int(os.environ.get("RANK", "0"))
-    options, rest = tyro.cli(
-        Options,
-        prog="launch/sync.py",
-        description=__doc__,
-        args=arguments,
-        return_unknown_args=True,
-        console_outputs=rank == 0,
-    )
+    if rank and {"-h", "--help"} & set(arguments):
+        return 0
     try:
+        options, rest = read_known_options(Options, "launch/sync.py", __doc__ or "", arguments)
         if options.syncs < 1 or options.repeats < 1:
             raise ValueError(f"--syncs = {options.syncs} and --repeats = {options.repeats} must each be at least 1.")
         command = parse(rest)
@@ -66,6 +61,10 @@ def main(arguments: list[str]) -> int:
             )
     except ValueError as error:
         return say_mistake(error, rank)
+    try:
+        preflight.check_rank(command.config, "launch/sync.py", arguments, os.environ)
+    except (ValueError, CannotRunHere) as error:
+        return say_mistake(error, rank=0)
     from harness.run import Job, run
 
     def load() -> Job:

@@ -156,7 +156,7 @@ def test_the_command_is_torchrun_of_this_python() -> None:
         ([], "error: there is no config to try; give it after --, as in -- configs/gpu/memory_7b.toml."),
         (["--low", "2", "--", "configs/gpu/memory_7b.toml"], "error: --low 2 --high 0.95 is no range to search"),
         (["--", "configs/gpu/memory_7b.toml", "--actor.lr", "1"], "error: actor.lr (command line) is not a key"),
-        (["--lwo", "0.3", "--", "configs/gpu/memory_7b.toml"], "Unrecognized"),
+        (["--lwo", "0.3", "--", "configs/gpu/memory_7b.toml"], "--lwo (command line) is not an option; the nearest is"),
     ],
 )
 def test_a_mistake_exits_2(words: list[str], sentence: str) -> None:

@@ -3,6 +3,8 @@
 from harness.bisect import session
 from harness.bisect.question import Options, WrongQuestion
 from harness.bisect.registry import NoNetwork
+from harness.config.layers import ConfigError
+from harness.config.options import read_options
 from harness.mistake import say_mistake
 
 VERBS = {"status": session.status, "log": session.log, "replay": session.replay}
@@ -23,14 +25,10 @@ def main(arguments: list[str], description: str) -> int:
             rest = words[:at] + words[at + 1 + len(given) :]
             return session.resume(given, parse(rest, description) if rest or command else None, command)
         return session.begin(parse(words, description), command)
-    except (WrongQuestion, NoNetwork) as error:
+    except (WrongQuestion, ConfigError, NoNetwork) as error:
         return say_mistake(error, rank=0)
 
 
 def parse(words: list[str], description: str) -> Options:
-    """Options of a command line; tyro ends the process for --help and for what it does not know."""
-    import tyro
-
-    return tyro.cli(
-        Options, prog="launch/bisect.py", description=description, args=words, config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    """Options of a command line; --help ends the process. Raises ConfigError for what is no option."""
+    return read_options(Options, "launch/bisect.py", description, words)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from harness.config.layers import COMMAND_LINE, ConfigError, build_config, free_tables, override_layer, read_layer
+from harness.config.options import help_text
 from harness.config.rules import check
 from harness.config.schema import Config
 
@@ -74,22 +75,11 @@ def parse(arguments: Sequence[str]) -> Command:
 
 
 def print_help(prog: str, description: str) -> None:
-    """All keys with type, default and meaning, rendered by tyro from the dataclasses."""
-    import tyro
-
-    @dataclass(kw_only=True)
-    class Everything(Config, Options):
-        files: tyro.conf.Positional[tuple[str, ...]] = ()
-        """TOML files, layered left to right."""
-
+    """All keys with type, default and meaning."""
     tables = ", ".join(f"--{key}.NAME VALUE" for key in free_tables())
-    tyro.cli(
-        Everything,
-        prog=prog,
-        description=f"{description}\nFree tables, not listed below: {tables}.",
-        args=["--help"],
-        use_underscores=True,
-    )
+    sections = {each.name: type(getattr(Config(), each.name)) for each in fields(Config)}
+    text = help_text(prog, f"{description}\nFree tables: {tables}.", {"options": Options, **sections})
+    print(text.replace("[OPTION ...]", "[FILE.toml ...] [--section.key VALUE ...] [OPTION ...]", 1))
 
 
 def _config_file(word: str) -> str:

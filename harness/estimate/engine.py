@@ -95,38 +95,6 @@ def not_counted(arguments: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def misfits(model: ModelShape, layout: EngineLayout) -> list[str]:
-    """Sentences on what SGLang would refuse to cut."""
-    tp, found = layout.tp, []
-    if model.heads % tp:
-        found.append(
-            f"parallel.tp = {tp} does not divide the model's {model.heads} attention heads: SGLang refuses it."
-        )
-    if not model.is_mla and model.kv_heads % tp and tp % model.kv_heads:
-        found.append(f"parallel.tp = {tp} and the model's {model.kv_heads} key-value heads: one must divide the other.")
-    if model.layers < layout.pp:
-        found.append(f"parallel.pp = {layout.pp} is more than the model's {model.layers} layers.")
-    if model.width % tp:
-        found.append(f"parallel.tp = {tp} does not divide the model's intermediate size {model.width}.")
-    if model.experts:
-        found += _expert_misfits(model, layout)
-    return found
-
-
-def _expert_misfits(model: ModelShape, layout: EngineLayout) -> list[str]:
-    ranks, tp = layout.expert_ranks, layout.tp
-    if tp % ranks or model.experts % ranks:
-        return [
-            f"engine.args.ep_size = {ranks} must divide parallel.tp = {tp} and the model's {model.experts} experts."
-        ]
-    if model.expert_width % (tp // ranks):
-        return [
-            f"an expert's intermediate size {model.expert_width} does not divide over {tp // ranks} ranks"
-            " (parallel.tp / engine.args.ep_size)."
-        ]
-    return []
-
-
 def _is_held(tensor: TensorShape, stage: int, layers: range, pp: int) -> bool:
     """Embedding on the first stage, norm and head on the last, each layer on its own."""
     if tensor.layer is not None:

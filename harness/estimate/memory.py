@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.config.schema import Config
-from harness.estimate.engine import EngineShare, engine_shares, layout_of, misfits, not_counted
+from harness.estimate.engine import EngineShare, engine_shares, layout_of, not_counted
 from harness.estimate.shapes import ModelShape, model_fields, model_shape
 from harness.estimate.trainer import (
     TrainerShare,
@@ -126,7 +126,7 @@ class _Sums:
             bucket_bytes=self.bucket,
             stages=stages,
             host_bytes=self._host_bytes(),
-            problems=tuple([*misfits(self.model, self.layout), *self._engine_problems(), *self._overfull(stages)]),
+            problems=tuple([*self._engine_problems(), *self._overfull(stages)]),
             notes=tuple(self._notes()),
         )
 

@@ -26,9 +26,18 @@ __all__ = [
 ]
 
 VOCAB_SIZE = 512
+CONFIG_CLASSES = {
+    "qwen2": ("qwen2", "Qwen2Config"),
+    "qwen3": ("qwen3", "Qwen3Config"),
+    "llama": ("llama", "LlamaConfig"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeConfig"),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3Config"),
+    "moonlight": ("deepseek_v3", "DeepseekV3Config"),
+}
+"""Of each tiny model: the folder in transformers/models that has the class of its config, and the class."""
 CORRECTION_BIAS = "e_score_correction_bias"
 _MAX_POSITIONS = 2048
-_NOT_A_SHAPE = {"architectures", "dtype", "transformers_version"}
+NOT_A_SHAPE = {"architectures", "dtype", "transformers_version"}
 
 Device = Literal["cpu", "cuda"]
 Shape = Mapping[str, Any]
@@ -124,17 +133,17 @@ def tiny_config(
         raise ValueError(f"device is {device!r}: it must be cpu or cuda")
     fields = tiny_fields(name, device) | {"vocab_size": vocab_size}
     config_class = _config_class(name)
-    known = {*inspect.signature(config_class).parameters, *fields} - _NOT_A_SHAPE
+    known = {*inspect.signature(config_class).parameters, *fields} - NOT_A_SHAPE
     overrides = dict(shape or {})
     for key, value in overrides.items():
         if key not in known:
             nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
-            raise ValueError(f"shape.{key} = {value!r} is no field of {name}'s config: did you mean {nearest}?")
+            raise ValueError(f"model.shape.{key} = {value!r} is no field of {name}'s config: did you mean {nearest}?")
     try:
         return config_class(**fields | overrides)
     except Exception as error:  # transformers' own type and consistency errors, of several classes
         cause = " ".join(str(error).split())
-        raise ValueError(f"shape {overrides} does not make a {name} config: {cause}") from error
+        raise ValueError(f"model.shape = {overrides} does not make a {name} config: {cause}") from error
 
 
 def tiny_model(config: PretrainedConfig, seed: int, dtype: str = "float32") -> PreTrainedModel:
@@ -223,15 +232,8 @@ def tiny_fields(name: str, device: Device) -> dict[str, Any]:
 def _config_class(name: str) -> type[PretrainedConfig]:
     import transformers
 
-    classes = {
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "llama": transformers.LlamaConfig,
-        "qwen3_moe": transformers.Qwen3MoeConfig,
-        "deepseek_v3": transformers.DeepseekV3Config,
-        "moonlight": transformers.DeepseekV3Config,
-    }
-    return classes[name]
+    found: type[PretrainedConfig] = getattr(transformers, CONFIG_CLASSES[name][1])
+    return found
 
 
 def _correction_bias(experts: int, groups: int) -> torch.Tensor:

@@ -22,7 +22,9 @@ ARITHMETIC_ROWS = 1024
 """Rows of such a split where no number is given."""
 
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_LARGEST_CHECKED = 16 << 20
+"""Bytes of a jsonl file that check_rows reads to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +64,52 @@ def load_rows(source: str, split: str, rows: int = 0) -> list[Row]:
     (it names file, line and field), or a hub that does not answer (the cause is chained).
     """
     if rows < 0:
-        raise ValueError(f"rows is {rows}: it must be 0, for all rows, or more")
+        raise ValueError(f"task.rows = {rows}: it must be 0, for all rows, or more")
     if source == "arithmetic":
         found = _arithmetic_rows(split, rows or ARITHMETIC_ROWS)
-    elif Path(source).is_dir():
-        found = _folder_rows(Path(source), split, rows)
-    elif Path(source).exists():
-        raise ValueError(
-            f"source {source!r} is a file: it must be the folder that holds it, with the file's stem as split"
-        )
-    elif _HUB_ID.fullmatch(source):
+    elif is_hub_id(source):
         found = _hub_rows(source, split, rows)
     else:
-        raise ValueError(f"source {source!r} is no folder: it must be arithmetic, an existing folder or a hub id")
+        found = _folder_rows(_file(source, split), rows)
     if not found:
-        raise ValueError(f"split {split!r} of {source!r} has no rows: it must have at least one")
+        raise ValueError(f'task.split = "{split}" of {_shown(source)} has no rows: it must have at least one')
     return found
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a `source` is the id of a data set on the hub: OWNER/NAME, and nothing here has this path.
+
+    Raises ValueError where it is nothing at all.
+    """
+    if source == "arithmetic" or Path(source).exists():
+        return False
+    if _HUB_ID.fullmatch(source):
+        return True
+    raise ValueError(
+        f"{_shown(source)} is no folder: it must be arithmetic, an existing folder or a hub id, OWNER/NAME"
+    )
+
+
+def check_rows(source: str, split: str, rows: int) -> int | None:
+    """Raise load_rows's ValueError as far as it can be known at once and without network, `datasets` or torch.
+
+    Returns how many rows there are; None where that is not known: of a hub id, or of a file that is large.
+    """
+    if source == "arithmetic":
+        _check_arithmetic_split(split)
+        return rows or ARITHMETIC_ROWS
+    if is_hub_id(source):
+        return None
+    path = _file(source, split)
+    if path.suffix == ".parquet":
+        count = _check_parquet(path)
+    elif path.stat().st_size > _LARGEST_CHECKED:
+        return None
+    else:
+        count = len(_check_jsonl(path))
+    if count == 0:
+        raise ValueError(f'task.split = "{split}" of {_shown(source)} has no rows: it must have at least one')
+    return count if count is None else min(count, rows or count)
 
 
 def check_template(template: str) -> None:
@@ -85,9 +117,11 @@ def check_template(template: str) -> None:
     try:
         fields = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        raise ValueError(f"template {template!r} has a lone brace: write {{{{ or }}}} for a literal one") from error
+        raise ValueError(
+            f"task.template {template!r} has a lone brace: write {{{{ or }}}} for a literal one"
+        ) from error
     if not fields or any(field != ("question", "", None) for field in fields):
-        raise ValueError(f"template {template!r} must have the field {{question}} and no other")
+        raise ValueError(f"task.template {template!r} must have the field {{question}} and no other")
 
 
 def tokenize_prompts(
@@ -113,12 +147,12 @@ def tokenize_prompts(
             prompts.append(Prompt(index, text, input_ids, row.answer, row.where))
         elif overlong == "error":
             raise ValueError(
-                f"the prompt of {row.where} has {len(input_ids)} tokens: max_prompt_tokens = {max_prompt_tokens} "
-                "must be at least that, or overlong = filter"
+                f"the prompt of {row.where} has {len(input_ids)} tokens: task.max_prompt_tokens = {max_prompt_tokens} "
+                "must be at least that, or task.overlong = filter"
             )
     if not prompts:
         raise ValueError(
-            f"none of {len(rows)} prompts has at most max_prompt_tokens = {max_prompt_tokens} tokens: raise it"
+            f"none of {len(rows)} prompts has at most task.max_prompt_tokens = {max_prompt_tokens} tokens: raise it"
         )
     if len(prompts) < len(rows):
         logger.info(
@@ -145,7 +179,7 @@ class PromptSampler:
     def __post_init__(self) -> None:
         if not 0 < self.prompts_per_step <= len(self.prompts):
             raise ValueError(
-                f"prompts_per_step is {self.prompts_per_step}: it must be 1 to {len(self.prompts)}, as many prompts as "
+                f"rollout.prompts_per_step is {self.prompts_per_step}: it must be 1 to {len(self.prompts)}, as many prompts as "
                 "there are"
             )
 
@@ -159,23 +193,39 @@ class PromptSampler:
 
 
 def _arithmetic_rows(split: str, count: int) -> list[Row]:
-    if split not in ARITHMETIC_SEEDS:
-        raise ValueError(f"split {split!r} is unknown: source arithmetic has {', '.join(ARITHMETIC_SEEDS)}")
+    _check_arithmetic_split(split)
     problems = make_problems(count, ARITHMETIC_SEEDS[split])
     return [_row(problem, f"arithmetic/{split} row {number}") for number, problem in enumerate(problems, 1)]
 
 
-def _folder_rows(folder: Path, split: str, rows: int) -> list[Row]:
+def _check_arithmetic_split(split: str) -> None:
+    if split not in ARITHMETIC_SEEDS:
+        raise ValueError(f'task.split = "{split}" is unknown: source arithmetic has {", ".join(ARITHMETIC_SEEDS)}')
+
+
+def _shown(source: str) -> str:
+    return f'task.source = "{source}"'
+
+
+def _file(source: str, split: str) -> Path:
+    """The one file of a folder that holds the split."""
+    folder = Path(source)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{_shown(source)} is a file: it must be the folder that holds it, with its stem as task.split"
+        )
     files = sorted(path for path in folder.iterdir() if path.suffix in _FORMATS)
     matching = [path for path in files if path.stem == split]
     if not matching:
         splits = ", ".join(path.stem for path in files) or "no jsonl or parquet file"
-        raise ValueError(f"split {split!r} has no file in {str(folder)!r}: there is {splits}")
+        raise ValueError(f'task.split = "{split}" has no file in {_shown(source)}: there is {splits}')
     if len(matching) > 1:
-        raise ValueError(
-            f"split {split!r} must be one file, and {str(folder)!r} has {' and '.join(p.name for p in matching)}"
-        )
-    path = matching[0]
+        named = " and ".join(path.name for path in matching)
+        raise ValueError(f'task.split = "{split}" must be one file, and {_shown(source)} has {named}')
+    return matching[0]
+
+
+def _folder_rows(path: Path, rows: int) -> list[Row]:
     if path.suffix == ".jsonl":
         places = [f"{path} line {number}" for number in _check_jsonl(path)]
         if not places:
@@ -190,6 +240,22 @@ def _read(path: Path, rows: int) -> Iterator[dict[str, Any]]:
 
     stream = datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train", streaming=True)
     return _first(stream, rows)
+
+
+def _check_parquet(path: Path) -> int | None:
+    """How many rows it has; None without pyarrow, which reads it. Raises ValueError for a column that is not there."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError:
+        return None
+    try:
+        file = parquet.ParquetFile(path)
+    except ArrowException as error:
+        raise ValueError(f"{path} is no parquet file: {error}") from error
+    if file.metadata.num_rows:
+        first = next(file.iter_batches(batch_size=1)).to_pylist()[0]
+        _row(first, f"{path} row 1")
+    return int(file.metadata.num_rows)
 
 
 def _check_jsonl(path: Path) -> list[int]:
@@ -227,7 +293,7 @@ def _hub_rows(name: str, split: str, rows: int) -> list[Row]:
     except Exception as error:
         cause = " ".join(str(error).split())
         raise ValueError(
-            f"source {name!r} is no folder here, and as a hub id its split {split!r} cannot be had: "
+            f'{_shown(name)} is no folder here, and as a hub id its split "{split}" cannot be loaded: '
             f"{type(error).__name__}: {cause}"
         ) from error
     return [_row(record, f"{name}/{split} row {number}") for number, record in enumerate(_first(records, rows), 1)]

@@ -260,4 +260,6 @@ def test_what_cannot_be_placed_exits_2(words: list[str], sentence: str) -> None:
 def test_without_torchrun_it_says_how_to_start() -> None:
     done = run_script("launch/ppo.py", "configs/cpu/quickstart.toml")
     assert done.returncode == 2
-    assert "RANK is not in the environment; start this with torchrun --nnodes=1" in done.stderr
+    command = "bin/torchrun --nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml"
+    assert done.stderr.startswith("error: RANK is not in the environment; start this with: ")
+    assert done.stderr.endswith(f"{command}\n") and len(done.stderr.splitlines()) == 1

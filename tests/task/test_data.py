@@ -51,7 +51,7 @@ def test_arithmetic():
     assert len(load_rows("arithmetic", "test")) == ARITHMETIC_ROWS
     assert load_rows("arithmetic", "test", 5) != rows
     assert rows[2].where == "arithmetic/train row 3"
-    with pytest.raises(ValueError, match="split 'dev' is unknown: source arithmetic has train, test"):
+    with pytest.raises(ValueError, match='task.split = "dev" is unknown: source arithmetic has train, test'):
         load_rows("arithmetic", "dev")
 
 
@@ -108,13 +108,13 @@ def test_errors_of_the_source(tmp_path):
         load_rows(str(tmp_path), "train")
     path = write_jsonl(tmp_path, "train", records(1))
     write_jsonl(tmp_path, "test", [])
-    with pytest.raises(ValueError, match="split 'dev' has no file in .*: there is test, train"):
+    with pytest.raises(ValueError, match='task.split = "dev" has no file in .*: there is test, train'):
         load_rows(str(tmp_path), "dev")
-    with pytest.raises(ValueError, match="split 'test' of .* has no rows"):
+    with pytest.raises(ValueError, match='task.split = "test" of .* has no rows'):
         load_rows(str(tmp_path), "test")
     with pytest.raises(ValueError, match="is a file: it must be the folder"):
         load_rows(str(path), "train")
-    with pytest.raises(ValueError, match="rows is -1"):
+    with pytest.raises(ValueError, match="task.rows = -1"):
         load_rows(str(tmp_path), "train", -1)
     (tmp_path / "train.parquet").touch()
     with pytest.raises(ValueError, match="must be one file, and .* has train.jsonl and train.parquet"):
@@ -136,7 +136,10 @@ def test_a_hub_that_cannot_be_asked_is_one_sentence_with_its_cause():
         check=True,
     )
     sentence, cause = done.stdout.splitlines()
-    assert "source 'no-such-owner/no-such-set' is no folder here, and as a hub id its split 'train' cannot" in sentence
+    assert (
+        'task.source = "no-such-owner/no-such-set" is no folder here, and as a hub id its split "train" cannot'
+        in sentence
+    )
     assert "Exception" in cause and "NoneType" not in cause
 
 
@@ -213,10 +216,10 @@ def test_overlong(caplog):
     assert caplog.messages == [f"left out 1 of 2 prompts, longer than {length} tokens"]
     with pytest.raises(
         ValueError,
-        match=rf"the prompt of second has 50 tokens: max_prompt_tokens = {length} must be",
+        match=rf"the prompt of second has 50 tokens: task.max_prompt_tokens = {length} must be",
     ):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, length, "error")
-    with pytest.raises(ValueError, match="none of 2 prompts has at most max_prompt_tokens = 5 tokens"):
+    with pytest.raises(ValueError, match="none of 2 prompts has at most task.max_prompt_tokens = 5 tokens"):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, 5)
     with pytest.raises(ValueError, match="overlong is 'cut': it must be filter or error"):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, 5, "cut")
