@@ -4,7 +4,8 @@ An entry is looked for only in its context (an exception with frames of another 
 and not where a line speaks against it ("excludes"). Its confidence:
 - high: a "cause" line that is an error, and all of the entry's conditions.
 - medium: a "cause" line that is an error; or a "likely" one with all of the conditions, of which there is one at least.
-- low: any other "likely" or "cause" line. Hints alone name nothing.
+- low: any other "likely" or "cause" line; a "cause" line of a traceback in which neither SGLang nor a trainer has a frame.
+Hints alone name nothing, nor do "likely" lines of such a traceback.
 It is low too where an exception that no entry knows stands before it and led to it.
 
 A cause is connected to the end: an exception that no entry knows and that came after it, when no failure had shown for
@@ -20,8 +21,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from harness.failures.entries import Entry, Signature, catalogue, surroundings
-from harness.failures.log_lines import Line, raw_lines, read
+from harness.failures.entries import OF_SGLANG, Entry, Signature, catalogue, surroundings
+from harness.failures.log_lines import Line, is_of_a_run, raw_lines, read
 from harness.failures.patterns import TABLE, Pattern
 from harness.failures.suspicion import PARTS, WORDS, Suspicion, Trouble, is_complaint, is_warning, same_process
 
@@ -117,10 +118,17 @@ def diagnose(files: Sequence[str], contexts: Collection[str] = ()) -> Diagnosis:
                     known.remove(pattern.word)
             suspicion.look(line, found)
         troubles += suspicion.troubles()
-    shown = surroundings().contexts
-    seen = {name for name in shown if any(each in matches for each in shown[name])}
-    engine = {"engine"} if has_ranks else set()
-    return _Log(matches, troubles, frozenset(seen | engine | set(contexts))).diagnosis()
+    given = {*contexts, *(OF_A_RUN if any(map(is_of_a_run, files)) else ()), *(("engine",) if has_ranks else ())}
+    return _Log(matches, troubles, frozenset(_shown(matches) | given)).diagnosis()
+
+
+def _shown(matches: Matches) -> set[str]:
+    """The contexts that the log shows."""
+    around = surroundings()
+    shown = {name for name, patterns in around.contexts.items() if any(each in matches for each in patterns)}
+    if "engine" not in shown and any(each in matches for each in around.other_engines):
+        return shown - {"rollout"}
+    return shown | ({OF_SGLANG} if "trainer" in shown else set())
 
 
 @cache
@@ -169,8 +177,8 @@ class _Log:
     def _weighed(self, findings: list[Finding]) -> Diagnosis:
         around = surroundings()
         explained = {each.pattern for finding in findings for each in finding.evidence if each.role != "hint"}
-        explained |= set(around.harmless)
-        unknown = [each for each in self.troubles if not each.matched & (explained | set(around.wrappers))]
+        known = [*around.harmless, *around.wrappers]
+        unknown = [each for each in self.troubles if not each.matched & explained and each.own.isdisjoint(known)]
         exceptions = [each for each in unknown if each.kind != "complaint"]
         key = _order([each.line for each in findings] + [each.line for each in exceptions])
         findings.sort(key=lambda each: (each.entry.consequence, key(each.line)))
@@ -182,7 +190,7 @@ class _Log:
         elif first is None and findings and findings[0].entry.consequence:
             chosen = findings[0]
         else:
-            complaints = [each for each in self.troubles if not each.matched & explained]
+            complaints = [each for each in self.troubles if each.own.isdisjoint([*explained, *around.harmless])]
             line = first or _earliest([each for each in unknown if each.kind == "complaint"]) or _earliest(complaints)
             lowered = tuple(replace(each, confidence="low") for each in findings)
             return Diagnosis("unknown" if line else "no failure", None, lowered, line)
@@ -226,8 +234,8 @@ class _Log:
     def _ending(self) -> Trouble | None:
         """The last failure of the last file that has one; an exception before a complaint, and neither before what wraps another."""
         around = surroundings()
-        real = [each for each in self.troubles if not each.matched & set(around.harmless)]
-        own = [each for each in real if not each.matched & set(around.wrappers)]
+        real = [each for each in self.troubles if each.own.isdisjoint(around.harmless)]
+        own = [each for each in real if each.own.isdisjoint(around.wrappers)]
         worse = [each for each in own if each.kind != "complaint"]
         return next((some[-1] for some in (worse, own, real) if some), None)
 
@@ -272,11 +280,23 @@ class _Log:
         near = self.matches.get(signature.near, []) if signature.near else None
         harmless = {line for pattern in surroundings().harmless for line in self.matches.get(pattern, [])}
         for line in lines:
-            if line in harmless or (near is not None and not any(_is_near(line, other) for other in near)):
+            if line in harmless or (near is not None and not any(self._is_near(line, other) for other in near)):
                 continue
-            if signature.anywhere or self._in_context(line, context):
+            if signature.anywhere or (
+                self._in_context(line, context)
+                and not (signature.role == "likely" and self._is_of_strangers(line, context))
+            ):
                 return line
         return None
+
+    def _is_near(self, line: Line, other: Line) -> bool:
+        """Whether they are of one traceback, or, where the line has none of its own, not far apart."""
+        if line.index != other.index or not same_process(line, other):
+            return False
+        inside = self._inside(line)
+        if inside and inside.has_header and inside.packages:
+            return inside.begins <= other.number <= inside.ends
+        return abs(line.number - other.number) <= NEAR_LINES
 
     def _inside(self, line: Line) -> Trouble | None:
         """The exception or crash of which the line is."""
@@ -293,12 +313,11 @@ class _Log:
         """Whether the log is of one of these contexts, and the line's exception not of another engine."""
         around = surroundings()
         inside = self._inside(line)
-        if inside and "sglang" in inside.packages and {"engine", "rl"} & set(names):
+        if inside and "sglang" in inside.packages and {"engine", OF_SGLANG} & set(names):
             return True
         if inside and inside.packages & set(around.other_engine_packages):
             return "distributed" in names
-        has_other = "engine" not in self.contexts and any(each in self.matches for each in around.other_engines)
-        return any(name in self.contexts and not (has_other and name in ("rl", "rollout")) for name in names)
+        return not self.contexts.isdisjoint(names)
 
     def _is_of_strangers(self, line: Line, names: Sequence[str]) -> bool:
         """Whether its exception has a traceback in which neither an engine nor a trainer has a frame."""
@@ -327,7 +346,3 @@ def _is_headline(exception: Line, line: Line) -> bool:
     """Whether the line is the message of that exception, whose own line has none."""
     apart = line.number - exception.number
     return exception.text.endswith("Error:") and line.index == exception.index and apart <= HEADLINE_LINES
-
-
-def _is_near(line: Line, other: Line) -> bool:
-    return line.index == other.index and same_process(line, other) and abs(line.number - other.number) <= NEAR_LINES

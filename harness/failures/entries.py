@@ -21,6 +21,8 @@ SURROUNDINGS = Path(__file__).with_name("surroundings.toml")
 Role = Literal["cause", "likely", "hint", "excludes"]
 ReproClass = Literal["cpu", "one_gpu", "several_gpus", "hosts"]
 UNKNOWN = "unknown"
+OF_SGLANG = "rl"
+"""The context of a trainer that runs no other engine than SGLang."""
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -126,7 +128,7 @@ class Surroundings:
 def catalogue(folder: Path = FOLDER) -> Mapping[str, Entry]:
     """All entries by slug, in alphabetical order. Raises CatalogueError."""
     entries = [read_entry(file) for file in sorted(folder.glob("*.toml"))]
-    known = set(surroundings().contexts)
+    known = {*surroundings().contexts, OF_SGLANG}
     for entry in entries:
         if unknown := set(entry.context) - known:
             raise CatalogueError(f"{entry.slug}: context = {sorted(unknown)} is not in {SURROUNDINGS.name}")

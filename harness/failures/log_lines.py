@@ -33,7 +33,7 @@ _PREFIXES = tuple(
         r"\(([\w.:-]+ (?:pid|actor_id)=[\w:.]+(?:, (?:ip|node_id)=[\w.:]+)?)\)\s?",  # Ray
         r"\[((?i:rank|default|trainer|worker)_?\d+(?:\|\d+)?)\]:?\s?",  # torchrun
         r"\[\d+\] (?=[\[(])",  # numbered lines
-        rf"\[{_DAY}[T ]{_CLOCK}(?:[.,]\d+)?Z?((?: [A-Z]{{2,5}}\d+)*)\]\s?",  # SGLang: TP, PP, DP, EP, MOE_DP
+        rf"\[(?:{_DAY}[T ])?{_CLOCK}(?:[.,]\d+)?Z?((?: [A-Z]{{2,5}}\d+)*)\]\s?",  # SGLang: TP, PP, DP, EP, MOE_DP
         rf"\[?{_DAY}[T ]{_CLOCK}(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?\]?(?: (?:stdout|stderr) [FP])?\s*[|:-]?\s",  # any, Kubernetes
         rf"{_CLOCK}(?:[.,]\d+)?\s",
         r"\[[EWIFT]\d{3,4} \d\d:\d\d:\d\d\.\d+ [^\]]*\]\s?",  # torch, glog
@@ -142,6 +142,12 @@ def files_of(paths: Sequence[str]) -> list[str]:
         else:
             raise ValueError(f"{path} does not exist; give logs, run directories, or - for standard input.")
     return list(dict.fromkeys(files))
+
+
+def is_of_a_run(file: str) -> bool:
+    """Whether its place says that it is of a run directory of this harness."""
+    path = Path(file)
+    return path.parent.name in ("events", "engines") or (path.suffix == ".json" and path.name.startswith("failure"))
 
 
 def _of_folder(folder: Path) -> list[str]:

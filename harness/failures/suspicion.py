@@ -24,7 +24,7 @@ KEPT = 200
 Kind = Literal["exception", "crash", "complaint"]
 
 _EXCEPTION = re.compile(
-    r"(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Failure|Expired|Interrupt|Refused|Failed|Arrive|Died)|SystemExit)\b(?:\(|:|$)"
+    r"(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:(?:Error|Exception)(?:_\w+)?|Failure|Expired|Interrupt|Refused|Failed|Arrive|Died)|SystemExit)\b(?:\(|:|$)"
 )
 _LAST_OF_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?::\s|$)")
 _CRASH = re.compile(
@@ -67,6 +67,8 @@ class Trouble:
     """Folders in the paths of its traceback's frames."""
     matched: set[Pattern] = field(default_factory=set)
     """What knows a line of it."""
+    own: frozenset[Pattern] = frozenset()
+    """What knows the line that says it."""
 
     @property
     def ends(self) -> int:
@@ -152,9 +154,13 @@ class Suspicion:
                 last.matched |= matched
         elif kind == "exception" and inside:
             self._open = {source: each for source, each in self._open.items() if each is not inside}
-            self._keep(Trouble(line, kind, inside.begins, inside.has_header, inside.packages, inside.matched | matched))
+            self._keep(
+                Trouble(
+                    line, kind, inside.begins, inside.has_header, inside.packages, inside.matched | matched, matched
+                )
+            )
         else:
-            self._keep(Trouble(line, kind, line.number, matched=set(matched)))
+            self._keep(Trouble(line, kind, line.number, matched=set(matched), own=matched))
 
     def _of(self, line: Line) -> Trouble | None:
         """The open traceback to which the line belongs."""

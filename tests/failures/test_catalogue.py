@@ -115,7 +115,7 @@ def test_a_context_must_be_known(tmp_path: Path) -> None:
 
 
 def test_the_surroundings_are_read() -> None:
-    assert set(surroundings().contexts) == {"engine", "rl", "trainer", "rollout", "harness", "distributed"}
+    assert set(surroundings().contexts) == {"engine", "trainer", "rollout", "harness", "distributed"}
 
 
 @pytest.mark.parametrize(

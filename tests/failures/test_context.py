@@ -86,6 +86,14 @@ def test_a_traceback_without_engine_and_trainer_gives_low_confidence(tmp_path: P
     assert name(diagnosed(tmp_path, own)) == "port-collision-same-seed medium"
 
 
+def test_a_schedulers_own_exception_is_the_first_failure(tmp_path: Path) -> None:
+    # The line that opens its traceback says that there is one; that it is known does not explain the exception.
+    text = f"[2026-11-21 05:44:01 TP0] Scheduler hit an exception: Traceback (most recent call last):\n{SGLANG}"
+    found = diagnosed(tmp_path, f"{text}torch.OutOfMemoryError: CUDA out of memory.\n\nKilled\n")
+    assert found.verdict == "unknown" and found.suspicious and found.suspicious.text.startswith("torch.OutOfMemory")
+    assert found.ending and found.ending.text == "Killed"
+
+
 def test_an_error_that_was_survived_is_not_what_ended_the_log(tmp_path: Path) -> None:
     near = diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY * 20}{USER}")
     assert name(near) == "double-resume-or-release high"
@@ -126,6 +134,7 @@ FAILURES = (
     "./run.sh: line 3: 99 Bus error               (core dumped) python train.py",
     "Aborted",
     "Unable to open the model folder",
+    "pynvml.NVMLError_LibraryNotFound: NVML Shared Library Not Found",
 )
 
 
