@@ -5,12 +5,15 @@ MEET = "meet"
 RUN = "run"
 """All of the job; the other phases are inside."""
 
-_ENGINE = ("inputs", "import_sglang", "start_engine", "first_sleep", "build_trainer")
+_ENGINE = ("inputs", "import_sglang", "start_engine", "first_sleep", "build_trainer", "load_baseline")
 _STEP = (
     "wake_weights", "sync", "wake_kv_cache", "generate", "sleep", "old_log_probs", "reference_log_probs", "values",
     "advantages", "update_critic", "update_actor", "free_caches",
 )  # fmt: skip
-_VERIFY = ("baseline", "perturb", "poison", "push", "save", "reload", "readback", "first_sync", "log_probs")
+_VERIFY = (
+    "baseline", "perturb", "poison", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
+    "movement",
+)  # fmt: skip
 _SYNC_JOB = ("readback", "bench")
 
 STEP_PHASES = (*_STEP, *(f"verify_{part}" for part in _VERIFY))

@@ -63,7 +63,9 @@ class Ppo:
 
         Raises NoBaseline where they are too far apart for a later difference to prove anything.
         """
-        if not self.verification.load_baseline():
+        with self.events.phase("load_baseline", waiting_for="the engine to load the model's own checkpoint from disk"):
+            loaded = self.verification.load_baseline()
+        if not loaded:
             return
         waiting = "rollouts on the model's own checkpoint; kernels compile"
         with self.verification.timed("baseline", waiting_for=waiting):
@@ -84,6 +86,7 @@ class Ppo:
             self.verification.rehearse(index)
             with phase("sync", index, "all ranks to gather the weights and the engine to load them"):
                 self.sync.push()
+            self.verification.check_fingerprints(index)
             self.verification.check_bytes(index)
             self.verification.check_first_sync(index)
         with phase("wake_kv_cache", index, "the engine to take its KV cache's memory back"):
@@ -106,6 +109,7 @@ class Ppo:
             "response_tokens_mean": self.mean(lengths),
             "rollout_entropy": self.token_mean(entropy, batch),
             **difference.metrics(),
+            **self.verification.shown(),
             **self.verification.take_seconds(),
         }
 
@@ -129,7 +133,18 @@ class Ppo:
                 metrics |= {f"critic/{name}": value for name, value in self.critic.update(batch, generator).items()}
         with phase("update_actor", index, "the actor's optimizer steps"), self.actor.learning():
             metrics |= {f"actor/{name}": value for name, value in self.actor.update(batch, generator).items()}
+            self.measure_movement(index, batch)
         return reward_metrics | metrics
+
+    def measure_movement(self, index: int, batch: Batch) -> None:
+        """How far the update moved the actor's log-probs of each rank's first microbatch: what the next sync must bring."""
+        if not self.verification.reaches("log_probs"):
+            return
+        size = self.config.actor.microbatch_size
+        few = batch.select(slice(size))
+        with self.verification.timed("movement", index, "the updated actor's log-probs of a few responses"):
+            moved = self.actor.log_probs(few, size)[0] - few.require("old_log_probs")
+            self.verification.movement = self.token_mean(moved.abs(), few)
 
     def generate(self, index: int) -> tuple[Batch, torch.Tensor]:
         """Responses of this rank's share of its engine's prompts, and their scores [B]."""
@@ -209,7 +224,11 @@ class Ppo:
     def final_check(self, index: int) -> Metrics:
         """Sync the last update too, and check it by one more rollout that nobody learns from."""
         _, metrics = self.rollout(index)
-        return {name: value for name, value in metrics.items() if name.startswith(("log_prob", "reward", "verify/"))}
+        return {
+            name: value
+            for name, value in metrics.items()
+            if name.startswith(("log_prob", "reward", "sync_", "verify/"))
+        }
 
     def show_sample(self, index: int, batch: Batch, reward: float) -> None:
         """Keep this rank's first prompt and response of a step, for the reader."""

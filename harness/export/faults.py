@@ -15,8 +15,10 @@ STEP_PHASES = ("wake_weights", "sync", "wake_kv_cache", "generate", "sleep", "ol
 ELSEWHERE = {
     "inputs": "meet",
     "import_sglang": "start_engine",
+    "load_baseline": "sync",
     "verify_baseline": "sync",
     "verify_log_probs": "old_log_probs",
+    "verify_movement": "update_actor",
     "find_suspects": "old_log_probs",
     "readback": "sync",
     "bench": "sync",

@@ -10,7 +10,10 @@ GIB = 1 << 30
 WIDTH, LEFT = 1080, 64
 """Pixels of a drawing, and of its left margin."""
 GROUPS = {
-    "start": ("#9aa5b1", ("meet", "inputs", "import_sglang", "start_engine", "build_trainer", "shutdown")),
+    "start": (
+        "#9aa5b1",
+        ("meet", "inputs", "import_sglang", "start_engine", "build_trainer", "load_baseline", "shutdown"),
+    ),
     "sleep, wake": ("#8e6bbf", ("first_sleep", "wake_weights", "wake_kv_cache", "sleep", "free_caches")),
     "sync": ("#2f6fb7", ("sync",)),
     "generate": ("#e08a3c", ("generate",)),

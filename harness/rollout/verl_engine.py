@@ -31,6 +31,7 @@ from harness.rollout.processes import ChildWatch, children, end, first_error, ig
 from harness.rollout.seating import Seating
 from harness.rollout.stages import await_stages, update_stages
 from harness.rollout.worker import inspection
+from harness.rollout.worker.fingerprint import FINGERPRINT
 from harness.rollout.worker.poison import POISON
 from harness.rollout.worker.stages import ARRIVED, STAGED
 from harness.rollout.worker.stream import STREAM
@@ -263,6 +264,7 @@ class VerlEngine:
             arguments["custom_weight_loader"] = [
                 *arguments.get("custom_weight_loader", ()),
                 *inspection.LOADERS,
+                FINGERPRINT,
                 POISON,
                 ARRIVED,
                 STAGED,

@@ -11,12 +11,11 @@ import torch
 from harness.cluster.world import World, all_gather
 from harness.rollout.slots import typed
 from harness.rollout.weight_link import WeightLink
+from harness.rollout.worker.fingerprint import INTEGER
 from harness.rollout.worker.stream import Region
 from harness.weights.gather import full_tensor
 from harness.weights.names import CheckpointTensor
 from harness.weights.sync import WeightSync
-
-INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from harness.config import schema
 from harness.rollout.update_group import UpdateGroup
 from harness.rollout.verl_engine import VerlEngine
 from harness.rollout.weight_link import WeightLink
+from harness.rollout.worker.stream import Arrival
 from harness.trainer.model import named_tensors
 from harness.weights.arrival import check_arrival
 from harness.weights.gather import gather, plan_buckets
@@ -51,6 +52,8 @@ class WeightSync:
         check_covered(self.layout, self.live)
         self.buckets = plan_buckets(self.layout, self.live, config.bucket_megabytes * MIB)
         self._link: WeightLink | None = None
+        self.arrivals: tuple[Arrival, ...] = ()
+        """What each scheduler's loader makes of the buckets, as it said when a link was last opened."""
         self._checked = False
         self.transport_name = transport
         self.transport = self._make_transport(Path(config.folder).resolve() if config.folder else folder)
@@ -85,6 +88,7 @@ class WeightSync:
         if self._link is None:
             layout = tuple(bucket.entries for bucket in self.buckets)
             self._link = WeightLink.open(self.engine, layout, self.largest_bucket)
+            self.arrivals = self._link.arrivals
         return self._link
 
     @torch.no_grad()
@@ -106,6 +110,15 @@ class WeightSync:
             return
         check_arrival([bucket.entries for bucket in self.buckets], self.link().arrivals)
         self._checked = True
+        self._close_idle_link()
+
+    def ask_again(self) -> None:
+        """Have every scheduler find anew what its loader fills: sets `arrivals`. A collective call."""
+        self.close_link()
+        self.link()
+        self._close_idle_link()
+
+    def _close_idle_link(self) -> None:
         if self.transport_name != "stream":
             self.close_link()  # it holds two buckets
 

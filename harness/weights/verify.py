@@ -1,9 +1,10 @@
 """Did the weights arrive? Asked at the level that weights.verify sets; each level does all that those below it do.
 
-off: only the metrics. log_probs: what the engine computes, against a baseline. bytes: what it holds, read back after every
-sync. full: a rehearsal before every sync: each tensor changed, the engine poisoned, synced, read back, reloaded from disk.
+off: only the metrics. log_probs: what the engine computes, against a baseline, and fingerprints of all that it holds. bytes:
+what it holds, read back after every sync. full: a rehearsal before every sync: each tensor changed, the engine poisoned, synced, read back, reloaded from disk.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from harness.config.schema import Config
 from harness.events import EventLog
 from harness.rollout.memory import MemoryStages
 from harness.rollout.sglang_api import SGLangApi
+from harness.weights.fingerprint import Compared, Fingerprints
 from harness.weights.held import Held, held, poison
 from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
 from harness.weights.perturb import perturb
@@ -64,8 +66,18 @@ class Verification:
     """bytes: what the engine held when SGLang itself had loaded the model's own checkpoint, until a sync has matched it."""
     poison_next: bool = False
     """The engine holds right weights that no sync brought; whatever the next one leaves out would not show."""
+    fingerprints: Fingerprints = field(init=False)
+    compared: Compared | None = None
+    """What the fingerprints said of the last sync; None where none were taken."""
+    movement: float = field(init=False)
+    """Mean |difference| of log-probs, in nats, between what the engine held before the last sync and what it was sent: what
+    the engine's log-probs would be off by if the sync had done nothing. Infinite where it held garbage."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each part, on this rank, since take_seconds()."""
+
+    def __post_init__(self) -> None:
+        self.fingerprints = Fingerprints(sync=self.sync, world=self.world)
+        self.movement = math.inf if self.config.engine.initial_weights == "dummy" else 0.0
 
     def reaches(self, level: str) -> bool:
         """Whether weights.verify is at least `level`."""
@@ -138,6 +150,34 @@ class Verification:
                 perturb(self.sync.live, seed)
         with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
             self._check_reload(index)
+
+    def check_fingerprints(self, index: int) -> None:
+        """log_probs: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent, of every
+        element that can be followed. Where this sglang has no custom weight loaders nothing is compared."""
+        if not self.reaches("log_probs") or not self.sync.engine.api.custom_weight_loader:
+            return
+        with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
+            self.compared = self.fingerprints.compare()
+            if not self.compared.wrong:
+                return
+            exact = differences(self.sync, self.world) or self.compared.wrong
+        raise WeightsDidNotArrive(f"step {index}: after the sync the engine holds other weights: {_some(exact)}")
+
+    def shown(self) -> dict[str, float]:
+        """What is known of the last sync, whose checks all passed, for metrics.jsonl.
+
+        sync_movement: `movement`, where finite. sync_proven_by_log_probs: 1 where the engine's log-probs would not have
+        passed had the sync done nothing. sync_tensors, _compared, _unchanged: see Compared.
+        """
+        metrics = {"sync_movement": self.movement} if math.isfinite(self.movement) else {}
+        if self.reaches("log_probs"):
+            metrics["sync_proven_by_log_probs"] = float(self.movement > self.allowed.mean)
+        if self.compared:
+            metrics["sync_tensors"] = self.compared.tensors
+            metrics["sync_tensors_compared"] = self.compared.compared
+            if self.compared.unchanged is not None:
+                metrics["sync_tensors_unchanged"] = self.compared.unchanged
+        return metrics
 
     def check_bytes(self, index: int, what: str = "the sync") -> None:
         """bytes: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent."""

@@ -102,10 +102,8 @@ def test_a_tensor_that_is_not_sent_fails_the_run_and_is_named(tmp_path: Path) ->
     arguments = [QUICKSTART, "--weights.transport", "tensor"]
     job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_without_one_tensor.py")
     assert job.process.returncode == 1
-    assert "WeightsDidNotArrive: step 0: the engine's log-probs are off by" in job.output()
-    # The engine's tensor differs, which is made of two of the checkpoint's.
-    assert "model.layers.1.mlp.gate_up_proj.weight" in job.output()
-    assert "model.layers.1.mlp.up_proj.weight" in job.output()
+    found = "step 0: after the sync the engine holds other weights: model.layers.1.mlp.up_proj.weight: 4096 of 4096"
+    assert f"WeightsDidNotArrive: {found}" in job.output()
     assert "model.layers.0." not in job.output()
     assert job.left_behind() == []
 
@@ -135,4 +133,16 @@ def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path) -> Non
     assert job.wait(60) == 1
     assert time.monotonic() - started < 20
     assert "rank 1 FAILED: ArithmeticError: planted on rank 1" in job.output()
+    assert job.left_behind() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "rate"), [("bfloat16", "1e-6"), ("bfloat16", "1e-5"), ("float32", "1e-6")])
+def test_syncs_that_do_nothing_are_caught_at_the_default_level(dtype: str, rate: str, tmp_path: Path) -> None:
+    """Such updates move log-probs by less than what bfloat16 makes of equal weights."""
+    arguments = [QUICKSTART, "--model.dtype", dtype, "--actor.learning_rate", rate]
+    job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_with_stale_syncs.py")
+    assert job.process.returncode == 1, job.output()
+    assert "WeightsDidNotArrive: step 1: after the sync the engine holds other weights: " in job.output()
+    assert "PASSED" not in job.output()
     assert job.left_behind() == []

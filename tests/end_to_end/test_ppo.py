@@ -34,7 +34,11 @@ def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
     ]
     assert all(0 < difference < 1e-5 for difference in differences), differences
     assert all(step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0 for step in steps[:3])
-    assert "PASSED: 3 PPO steps; 4 weight syncs, each proven by the engine's log-probs" in quickstart.output()
+    assert all(step["sync_movement"] > 1e-3 and step["sync_tensors_unchanged"] == 0 for step in steps[1:3])
+    assert steps[3]["final/sync_tensors_compared"] == steps[3]["final/sync_tensors"] == 27
+    (verdict,) = [line for line in quickstart.output().splitlines() if "PASSED: 3 PPO steps; 4 weight syncs: " in line]
+    assert "all 27 tensors in the engine equal the trainer's by fingerprint" in verdict
+    assert "the engine's log-probs prove each" in verdict
     assert "baseline on the model's own checkpoint: log-prob difference" in quickstart.output()
 
 
@@ -72,7 +76,7 @@ def test_same_seed_same_metrics_bit_for_bit(quickstart: Job, tmp_path: Path) -> 
 def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart: Job, tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, QUICKSTART, "--weights.verify", "full")
     assert job.process.returncode == 0, job.output()
-    assert "4 weight syncs, each rehearsed on poison with changed weights, compared with a reload" in job.output()
+    assert "4 weight syncs: each rehearsed on garbage with changed weights, compared with a reload" in job.output()
     parts = ("perturb", "poison", "push", "readback", "save", "reload", "log_probs")
     prefixes = ("", "", "", "final/")
     for step, prefix in zip(job.metrics(), prefixes, strict=True):

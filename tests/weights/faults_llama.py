@@ -4,15 +4,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from harness.rollout.slots import SLOTS
 from harness.rollout.weight_link import WeightLink
 from harness.weights.bench import push_one_by_one
+from harness.weights.fingerprint import Compared
+from harness.weights.gather import gather, gather_into
 from tests.weights.faults_stand import Stand, patching, raising, run
 
 LINGER_SECONDS = 0.1
 
 call = WeightLink._call
 await_read = WeightLink._await_read
+say_filled = WeightLink._say_filled
 
 
 def tied_embeddings_are_sent_once(stand: Stand) -> list[str]:
@@ -62,7 +68,69 @@ def bucket_reused_before_it_is_read(stand: Stand, broken: bool) -> list[str]:
     return [*raised, *stand.seen()]
 
 
-CASES = (stale_prefix_cache, bucket_reused_before_it_is_read)
+def small_changes(stand: Stand) -> None:
+    """One bit of one element of every tensor on rank 1's shard: far less than any log-prob shows."""
+    for tensor in stand.sync.live.values():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor[:0]
+        if stand.world.rank == 1 and local.numel():
+            local.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+
+
+def named(compared: Compared) -> list[str]:
+    return [f"fingerprint: {name}" for name in sorted(compared.wrong)]
+
+
+def push_that_does_nothing(stand: Stand, broken: bool) -> list[str]:
+    stand.sync.push()
+    small_changes(stand)
+    if not broken:
+        stand.sync.push()
+    return named(stand.compared())
+
+
+def last_bucket_dropped(stand: Stand, broken: bool) -> list[str]:
+    with stand.syncing(transport="tensor") as sync:
+        sync.push()
+        small_changes(stand)
+        buckets = sync.buckets[:-1] if broken else sync.buckets
+        sync.transport.push(buckets, lambda bucket: gather(bucket, sync.live))
+        found = named(stand.compared(sync))
+    dropped = sorted(f"dropped: {entry.name}" for entry in sync.buckets[-1].entries)
+    return [*dropped, *found] if broken else found
+
+
+def one_rank_stale(stand: Stand, broken: bool) -> list[str]:
+    """Engine rank 1 takes nothing out of its slots; on engine rank 0 all arrives."""
+    stand.sync.push()
+    small_changes(stand)
+
+    def deaf(link: WeightLink, index: int) -> None:
+        if stand.world.rank == 1:  # the slot that its scheduler reads is filled with what it holds already
+            link.link.slots[index % SLOTS][: len(old[index])].copy_(old[index])
+        say_filled(link, index)
+
+    if not broken:
+        stand.sync.push()
+        return named(stand.compared())
+    old: list[torch.Tensor] = []
+    small_changes(stand)  # as it was
+    for bucket in stand.sync.buckets:
+        slot = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+        gather_into(slot, bucket, stand.sync.live)
+        old.append(slot)
+    small_changes(stand)
+    with patching({"harness.rollout.weight_link.WeightLink._say_filled": deaf}):
+        stand.sync.push()
+    return named(stand.compared())
+
+
+CASES = (
+    push_that_does_nothing,
+    last_bucket_dropped,
+    one_rank_stale,
+    stale_prefix_cache,
+    bucket_reused_before_it_is_read,
+)
 
 
 def main(folder: Path) -> None:

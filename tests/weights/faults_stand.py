@@ -28,6 +28,7 @@ from harness.trainer.actor import token_log_probs
 from harness.trainer.batch import from_sequences, scatter_responses
 from harness.trainer.model import load_causal_lm, named_tensors
 from harness.weights.arrival import problems
+from harness.weights.fingerprint import Compared, Fingerprints
 from harness.weights.gather import plan_buckets
 from harness.weights.held import held
 from harness.weights.log_probs import Allowed, log_prob_difference
@@ -95,6 +96,12 @@ class Stand:
     def seen(self, sync: WeightSync | None = None) -> list[str]:
         """What readback and log-probs say of what the engine holds now."""
         return [*differences(sync or self.sync, self.world), *self.log_prob_violations()]
+
+    def compared(self, sync: WeightSync | None = None) -> Compared:
+        """What fingerprints, which the default level takes, say of what the engine holds now."""
+        asked = sync or self.sync
+        asked.link()
+        return Fingerprints(sync=asked, world=self.world).compare()
 
     def log_prob_violations(self) -> list[str]:
         """The engine's log-probs of its own responses to PROMPTS against the trainer's."""

@@ -39,7 +39,13 @@ CASES = {
         "missing_shard",
         "no_room_for_two_buckets",
     ),
-    "llama": ("stale_prefix_cache", "bucket_reused_before_it_is_read"),
+    "llama": (
+        "push_that_does_nothing",
+        "last_bucket_dropped",
+        "one_rank_stale",
+        "stale_prefix_cache",
+        "bucket_reused_before_it_is_read",
+    ),
     "qwen3_moe": ("live_names", "live_names_that_nobody_asked_about", "tied_embeddings_sent_once", "outside_a_session"),
 }
 HEALTHY = {
@@ -139,6 +145,23 @@ def test_payloads_of_two_ranks_swapped(deepseek_v3: Seen) -> None:
     assert "elements on rank 0, " in found[0]
     assert found[0].endswith("elements on rank 1")
     assert has_wrong_log_probs(found)
+
+
+def fingerprints(sentences: list[str]) -> set[str]:
+    """Names of the tensors whose fingerprints, which the default level takes, are not the trainer's."""
+    return {text.removeprefix("fingerprint: ") for text in sentences if text.startswith("fingerprint: ")}
+
+
+@pytest.mark.parametrize("case", ["push_that_does_nothing", "one_rank_stale"])
+def test_what_no_log_prob_shows_is_seen_by_fingerprint(case: str, llama: Seen) -> None:
+    """One bit of one element of each tensor: of every tensor that is sharded over two ranks."""
+    assert fingerprints(llama[case]["fault"]) == set(llama["names"])
+
+
+def test_a_dropped_bucket_is_seen_by_fingerprint(llama: Seen) -> None:
+    found = llama["last_bucket_dropped"]["fault"]
+    dropped = {text.removeprefix("dropped: ") for text in found if text.startswith("dropped: ")}
+    assert dropped and fingerprints(found) == dropped < set(llama["names"])
 
 
 def test_a_stale_prefix_cache(llama: Seen) -> None:

@@ -5,29 +5,58 @@ import pytest
 from harness.weights.proof import section, verdict
 from tests.weights.test_verify import Level, difference, verification
 
-ROLLOUTS = [
-    difference(mean).metrics() | {"verify/poison_seconds": 0.5, "verify/readback_seconds": 2 * mean}
+ROLLOUTS: list[dict[str, float]] = [
+    difference(mean).metrics()
+    | {"verify/poison_seconds": 0.5, "verify/readback_seconds": 2 * mean}
+    | {"sync_proven_by_log_probs": 1.0, "sync_tensors": 27, "sync_tensors_compared": 27}
     for mean in (1e-6, 3e-6, 2e-6)
 ]
+SMALL_UPDATES = [
+    ROLLOUTS[0],
+    *(
+        each | {"sync_proven_by_log_probs": 0.0, "sync_movement": moved, "sync_tensors_unchanged": unchanged}
+        for each, moved, unchanged in ((ROLLOUTS[1], 2e-6, 5), (ROLLOUTS[2], 4e-6, 3))
+    ),
+]
+"""What log-probs say of them is nothing, save for the first, which came onto garbage."""
 
 
-@pytest.mark.parametrize(
-    ("level", "phrase"),
-    [
-        ("off", '3 weight syncs, not verified (weights.verify = "off"): largest mean log-prob difference 3.0e-06'),
-        (
-            "log_probs",
-            "3 weight syncs, each proven by the engine's log-probs: largest mean difference 3.0e-06, allowed 1e-05",
-        ),
-        (
-            "bytes",
-            "3 weight syncs, each read back bit for bit and proven by the engine's log-probs: largest mean difference"
-            " 3.0e-06, allowed 1e-05",
-        ),
-    ],
-)
-def test_the_verdict_claims_what_the_level_checked(level: Level, phrase: str, tmp_path: Path) -> None:
-    assert verdict(verification(tmp_path, level), ROLLOUTS) == phrase
+def test_off_claims_nothing(tmp_path: Path) -> None:
+    phrase = '3 weight syncs, not verified (weights.verify = "off"): largest mean log-prob difference 3.0e-06'
+    assert verdict(verification(tmp_path, "off"), ROLLOUTS) == phrase
+
+
+@pytest.mark.parametrize(("level", "done"), [("log_probs", False), ("bytes", True), ("full", True)])
+def test_the_verdict_claims_what_the_level_checked(level: Level, done: bool, tmp_path: Path) -> None:
+    phrase = verdict(verification(tmp_path, level), ROLLOUTS)
+    assert phrase.startswith("3 weight syncs: ")
+    assert "after each, all 27 tensors in the engine equal the trainer's by fingerprint" in phrase
+    assert "the engine's log-probs prove each" in phrase
+    assert ("read back bit for bit" in phrase) == done
+    assert phrase.endswith("largest mean difference 3.0e-06, allowed 1e-05")
+
+
+def test_log_probs_are_not_said_to_prove_an_update_that_moves_them_less_than_is_allowed(tmp_path: Path) -> None:
+    checks = verification(tmp_path)
+    phrase = verdict(checks, SMALL_UPDATES)
+    assert "the engine's log-probs prove 1 of 3 (for 2 the update moved log-probs by at most 4.0e-06" in phrase
+    assert "(up to 5 of them did not change in an update)" in phrase
+    report = "\n".join(section(checks, SMALL_UPDATES, {}))
+    assert "Proven by log-probs: 1 of 3 syncs" in report and "at most 4e-06" in report
+    assert "every element of 27 of 27 tensors" in report and "at most 5 of 27" in report
+
+
+def test_without_fingerprints_what_log_probs_do_not_prove_is_shown_by_nothing(tmp_path: Path) -> None:
+    bare = [{name: value for name, value in each.items() if "tensors" not in name} for each in SMALL_UPDATES]
+    phrase = verdict(verification(tmp_path), bare)
+    assert "fingerprint" not in phrase and "nothing shows the others" in phrase
+    assert "Tensors were not compared" in "\n".join(section(verification(tmp_path), bare, {}))
+
+
+def test_tensors_that_cannot_be_followed_are_counted(tmp_path: Path) -> None:
+    some = [each | {"sync_tensors_compared": 25} for each in ROLLOUTS]
+    assert "after each, 25 of 27 tensors in the engine equal" in verdict(verification(tmp_path), some)
+    assert any(line.startswith("- Not compared: 2 tensors") for line in section(verification(tmp_path), some, {}))
 
 
 def test_the_section_has_level_statistics_and_costs(tmp_path: Path) -> None:

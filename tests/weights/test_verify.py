@@ -9,6 +9,7 @@ from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.events import EventLog
 from harness.rollout import sglang_api
+from harness.weights.fingerprint import Compared
 from harness.weights.log_probs import LogProbDifference, Part
 from harness.weights.verify import NoBaseline, Verification, WeightsDidNotArrive, check_level
 
@@ -99,6 +100,52 @@ def test_no_baseline_at_off_nor_of_random_weights(tmp_path: Path) -> None:
     random.config.model.weights = "random"
     assert not off.load_baseline() and not random.load_baseline()
     assert random.why_no_baseline == "random weights are in no checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("initial", "movement", "mean", "proven"),
+    [
+        ("dummy", None, 1e-3, True),
+        ("checkpoint", None, 0.0, False),
+        ("dummy", 5e-3, 2.6e-3, False),
+        ("dummy", 5e-3, 1e-4, True),
+    ],
+)
+def test_log_probs_prove_a_sync_whose_update_moves_them_by_more_than_is_allowed(
+    initial: Literal["dummy", "checkpoint"], movement: float | None, mean: float, proven: bool, tmp_path: Path
+) -> None:
+    """The first sync comes onto garbage, or onto the checkpoint itself; a later one onto the weights before the update."""
+    config = Config()
+    config.engine.initial_weights = initial
+    checks = WithoutEngine(
+        config=config,
+        events=EventLog(tmp_path / "rank0.jsonl", 0, "here"),
+        reload=type("Source", (), {"source": tmp_path})(),  # type: ignore[arg-type]
+        **dict.fromkeys(("world", "memory", "sync", "prompts")),  # type: ignore[arg-type]
+    )
+    checks.baseline = difference(mean)  # three times as much is allowed
+    if movement is not None:
+        checks.movement = movement
+    shown = checks.shown()
+    assert shown["sync_proven_by_log_probs"] == proven
+    assert shown.get("sync_movement") == (movement if movement is not None or initial == "dummy" else 0.0)
+
+
+@pytest.mark.parametrize("wrong", [(), ("lm_head.weight",)])
+def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
+    wrong: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = type("E", (), {"api": sglang_api.probe()})()
+    checks = verification(tmp_path, sync=type("S", (), {"engine": engine})())
+    found = Compared(tensors=2, compared=2, unchanged=1, wrong=wrong)
+    checks.fingerprints = type("F", (), {"compare": lambda self: found})()  # type: ignore[assignment]
+    monkeypatch.setattr("harness.weights.verify.differences", lambda sync, world: [])
+    if not wrong:
+        checks.check_fingerprints(3)
+        assert checks.shown()["sync_tensors_unchanged"] == 1
+        return
+    with pytest.raises(WeightsDidNotArrive, match=r"^step 3: .* other weights: lm_head\.weight$"):
+        checks.check_fingerprints(3)
 
 
 def test_seconds_add_up_until_they_are_taken(tmp_path: Path) -> None:

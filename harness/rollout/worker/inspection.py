@@ -30,21 +30,23 @@ class WorkerReport:
     device: str
     """UUID of its GPU, or "cpu"."""
     tensors: dict[str, str]
-    """sha256 of each parameter's and buffer's bytes, by the engine's own (fused, sharded) names."""
+    """sha256 of each parameter's and buffer's bytes, by the engine's own (fused, sharded) names; of another loader, what it
+    says of them."""
 
 
 def inspect_model(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Write this scheduler's WorkerReport into the folder that the first name gives. Changes no weight."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    _write(model, {name: tensor_digest(tensor) for name, tensor in tensors.items()}, Path(named_tensors[0][0]))
+    write_report(model, {name: tensor_digest(tensor) for name, tensor in tensors.items()}, Path(named_tensors[0][0]))
 
 
 def identify(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """As inspect_model, without the digests, which take seconds for a large model."""
-    _write(model, {}, Path(named_tensors[0][0]))
+    write_report(model, {}, Path(named_tensors[0][0]))
 
 
-def _write(model: Any, tensors: dict[str, str], folder: Path) -> None:
+def write_report(model: Any, tensors: dict[str, str], folder: Path) -> None:
+    """Write this scheduler's WorkerReport, whole or not at all, into the folder."""
     rank = dist.get_rank()
     device = gpu_uuid() if next(model.parameters()).is_cuda else "cpu"
     report = WorkerReport(rank=rank, device=device, tensors=tensors)

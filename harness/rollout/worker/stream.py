@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from harness.rollout.clock import Clock
 from harness.rollout.slots import SLOTS, Entry, Layout, Link, PeerGone, stamp, take, typed
+from harness.rollout.worker.fingerprint import keep_parts
 from harness.rollout.worker.tensors import addresses, derived_tensors, model_tensors
 from harness.rollout.worker.trace import Copy, Traced, trace
 
@@ -102,6 +103,7 @@ class Reader:
             for name, tensor in model_tensors(self.model).items()
             if tensor.untyped_storage().data_ptr() in aimed_at
         }
+        keep_parts(self.model, [plan.copies for plan in self.plans])
 
     def _plan(self, bucket: Sequence[Entry], slot: torch.Tensor) -> Plan:
         plan = Plan([], ([], []), [], [])

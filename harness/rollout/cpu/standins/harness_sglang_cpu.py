@@ -1,14 +1,39 @@
-"""A SGLang plugin (entry point group sglang.srt.plugins): MLA models on attention_backend="torch_native".
+"""A SGLang plugin (entry point group sglang.srt.plugins): what attention_backend="torch_native" and its experts lack.
 
 torch_native always attends to the latent KV cache, so MLA models (DeepSeek) must take the absorbed method for prefill
-too; SGLang registers no method for it. SGLang calls `register` in every process of an engine, logs an error raised
-here, and goes on: harness.rollout.cpu.activate.require_absorbed_mla is what refuses a release without the registry.
+too; SGLang registers no method for it. DP attention asks the backend for the length of a padded sequence, and expert
+parallelism marks the experts of other ranks with -1, which the native experts take for an index. SGLang calls `register`
+in every process of an engine, logs an error raised here, and goes on: harness.rollout.cpu.activate.require_absorbed_mla
+is what refuses a release without the registry.
 """
+
+from typing import Any
 
 
 def register() -> None:
-    """Register absorbed MLA for torch_native; ImportError on a SGLang without the registry."""
+    """Register absorbed MLA for torch_native, the padded length and the experts' mask; ImportError on a SGLang that
+    lacks one of them."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.moe import fused_moe_native
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda backend: 1
+    fused_moe_native.moe_forward_native = _without_absent_experts(fused_moe_native.moe_forward_native)
+
+
+def _without_absent_experts(forward: Any) -> Any:
+    """The native experts, with weight 0 for those that are on other ranks; the ranks' outputs are added up."""
+
+    def masked(layer: Any, x: Any, topk_output: Any, moe_runner_config: Any) -> Any:
+        absent = topk_output.topk_ids < 0
+        here = topk_output._replace(
+            topk_ids=topk_output.topk_ids.masked_fill(absent, 0),
+            topk_weights=topk_output.topk_weights.masked_fill(absent, 0),
+        )
+        return forward(layer, x, here, moe_runner_config)
+
+    return masked
