@@ -28,6 +28,7 @@ from harness.mistake import CannotRunHere, say_mistake
 from harness.models.names import ARCHITECTURES, is_tiny
 from harness.models.tiny import CONFIG_CLASSES, NOT_A_SHAPE, tiny_fields
 from harness.rollout import sglang_api
+from harness.rollout.cpu.activate import torch_is_for_cpu
 from harness.rollout.sglang_api import source
 from harness.task.data import check_rows, check_template, is_hub_id
 
@@ -113,11 +114,7 @@ def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
         return f"CUDA_VISIBLE_DEVICES = {environment['CUDA_VISIBLE_DEVICES']!r} hides every GPU"
     if not any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES):
         return "this host has no GPU"
-    with suppress(ModuleNotFoundError):
-        builds = re.findall(r"^(?:cuda|hip)\b.*= *(\S+)", source.installed("torch").text("version.py"), re.MULTILINE)
-        if builds and set(builds) == {"None"}:
-            return "the torch that is installed here is built for the CPU"
-    return ""
+    return "the torch that is installed here is built for the CPU" if torch_is_for_cpu() else ""
 
 
 def is_hub_model(name: str) -> bool:

@@ -172,3 +172,10 @@ def test_every_pinned_file_pins_everything() -> None:
         assert wanted.packages() == len(lines) and wanted.size(), file.name
         if file.stem != "tests":
             assert all(wanted.pin(package) for package in ("uv", "torch", "sglang", "tyro", "rich", "jinja2", "py-spy"))
+
+
+def test_the_environment_finds_this_checkout(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / f"python{BASE}" / "site-packages"
+    packages.mkdir(parents=True)
+    environments._make_importable(tmp_path, environments.Wanted(BASE, ()))
+    assert (packages / environments.PATH_FILE).read_text() == f"{environments.REPOSITORY}\n"

@@ -4,9 +4,10 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from harness.estimate.memory import Estimate, gib
+from harness.estimate.memory import MIB, Estimate, gib
 
 WIDTH = 120
+SMALL = 16 * MIB
 
 
 def as_lines(found: Estimate, ranks_a_host: int, source: str) -> list[str]:
@@ -51,7 +52,7 @@ def _model(found: Estimate) -> str:
 def _engine(found: Estimate) -> str:
     parts = [
         (f"stage {share.stage} (layers {share.first_layer}-{share.last_layer}): " if len(found.engine) > 1 else "")
-        + f"weights {gib(share.weights)}, KV cache {share.kv_token:,} bytes a token"
+        + f"weights {_cell(share.weights)}, KV cache {share.kv_token:,} bytes a token"
         for share in found.engine
     ]
     room = f"room for {found.kv_tokens:,} tokens" if found.kv_tokens else "no room for a token"
@@ -66,7 +67,7 @@ def _table(found: Estimate) -> list[str]:
     label = max(len(name) for name in (*names, "TOTAL"))
     widths = [max(len(stage.name), 7) for stage in found.stages]
     rows = [[stage.name for stage in found.stages]]
-    rows += [[gib(stage.parts[name]) if name in stage.parts else "-" for stage in found.stages] for name in names]
+    rows += [[_cell(stage.parts[name]) if name in stage.parts else "-" for stage in found.stages] for name in names]
     rows.append([gib(stage.total) for stage in found.stages])
     rows.append(["fits" if stage.total <= found.gpu_bytes else "DOES NOT" for stage in found.stages])
     labels = ["", *names, "TOTAL", f"of {gib(found.gpu_bytes)}"]
@@ -76,6 +77,11 @@ def _table(found: Estimate) -> list[str]:
         + "".join("  " + cell.rjust(max(width, 8)) for cell, width in zip(row, widths, strict=True))
         for name, row in zip(labels, rows, strict=True)
     ]
+
+
+def _cell(nbytes: int) -> str:
+    """Of a column in GiB; what would be 0.00 or 0.01 there, in MiB."""
+    return "0" if nbytes == 0 else f"{nbytes / MIB:.1f} MiB" if nbytes < SMALL else gib(nbytes)
 
 
 def _sentence(text: str, indent: str = "    ") -> list[str]:

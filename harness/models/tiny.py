@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from harness import hf
 from harness.models.names import ARCHITECTURES, is_tiny
 from harness.models.tokenizer import EOS_ID, PAD_ID, train_tokenizer
 
@@ -153,6 +154,8 @@ def tiny_model(config: PretrainedConfig, seed: int, dtype: str = "float32") -> P
     A correction bias stays float32 whatever the dtype, as routers need it.
     """
     import torch
+
+    hf.make_importable()
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -230,6 +233,7 @@ def tiny_fields(name: str, device: Device) -> dict[str, Any]:
 
 
 def _config_class(name: str) -> type[PretrainedConfig]:
+    hf.make_importable()
     import transformers
 
     found: type[PretrainedConfig] = getattr(transformers, CONFIG_CLASSES[name][1])

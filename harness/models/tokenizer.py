@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from harness import hf
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +24,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     if vocab_size < smallest:
         raise ValueError(f"vocab_size is {vocab_size}: it must be at least {smallest}, for {PAD}, {EOS} and every byte")
 
+    hf.make_importable()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

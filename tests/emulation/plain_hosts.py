@@ -8,8 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import tyro
-
+from harness.config.options import read_options
 from harness.emulation import kernel
 from harness.emulation.plan import HostPlan, Options, Plan, make_plan
 from harness.emulation.session import Session
@@ -21,6 +20,6 @@ def script(plan: Plan, host: HostPlan, python: str, port: int) -> tuple[str, ...
 
 if __name__ == "__main__":
     split = sys.argv.index("--")
-    options = tyro.cli(Options, args=sys.argv[1:split], config=(tyro.conf.UseAppendAction,))
+    options = read_options(Options, "plain_hosts.py", "", sys.argv[1:split])
     refusal = "" if options.isolation == "processes" else kernel.refusal()
     sys.exit(Session(make_plan(options, sys.argv[split + 1 :], refusal, []), script).run())

@@ -12,6 +12,7 @@ children see it too. It holds:
 
 import importlib.machinery
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,16 @@ def activate() -> tuple[str, ...]:
         "torchvision: the installed package, with nms and qnms declared where its CUDA extension cannot load",
         "harness_sglang_cpu: SGLang plugin that gives MLA models (DeepSeek) the absorbed method on torch_native",
     )
+
+
+def torch_is_for_cpu() -> bool:
+    """Whether the installed torch is built without CUDA and ROCm, read from its source; False where there is none."""
+    folder = _installed("torch")
+    version = folder / "version.py" if folder else None
+    if version is None or not version.is_file():
+        return False
+    builds = re.findall(r"^(?:cuda|hip)\b.*= *(\S+)", version.read_text(encoding="utf-8"), re.MULTILINE)
+    return bool(builds) and set(builds) == {"None"}
 
 
 def engine_environment(ranks_on_host: int) -> dict[str, str]:
