@@ -6,11 +6,12 @@
     kubectl logs job/ppo | python launch/diagnose.py -
 
 Prints the slug of the first cause with its confidence (the rule is in harness/failures/diagnose.py), the lines that gave it
-away, cause and fix; or "unknown" with the first line that looks like a failure; or that there is none. Prefixes of Ray,
-torchrun, SGLang, srun, Kubernetes and colours are read over. Exit codes: 0 diagnosed, 1 a failure that is not known, 2 a
+away, how the log ends, cause and fix; or "unknown" with the first line that looks like a failure; or that there is none.
+Prefixes of Ray, torchrun, SGLang, srun, Kubernetes and colours are read over; UTF-16 and compressed files are read, also cut ones. Exit codes: 0 diagnosed, 1 a failure that is not known, 2 a
 mistake in what was asked, 3 no failure seen.
 """
 
+import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ def main(arguments: list[str]) -> int:
         found = diagnose(files_of(logs))
     except (ValueError, OSError) as error:
         return say_mistake(error, rank=0)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a log may have what the console's encoding has not
     print(as_json(found) if options.json else as_text(found))
     return EXIT_CODES[found.verdict]
 

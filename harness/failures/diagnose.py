@@ -24,7 +24,7 @@ from typing import Literal
 from harness.failures.entries import OF_SGLANG, Entry, Signature, catalogue, surroundings
 from harness.failures.log_lines import Line, is_of_a_run, raw_lines, read
 from harness.failures.patterns import TABLE, Pattern
-from harness.failures.suspicion import PARTS, WORDS, Suspicion, Trouble, is_complaint, is_warning, same_process
+from harness.failures.suspicion import Suspicion, Trouble, is_complaint, is_warning, may_fail, same_process
 
 Confidence = Literal["high", "medium", "low"]
 LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
@@ -96,7 +96,7 @@ def diagnose(files: Sequence[str], contexts: Collection[str] = ()) -> Diagnosis:
         kept: dict[Pattern, int] = {}
         for number, raw in raw_lines(file):
             words = raw.translate(TABLE).split()
-            is_suspicious = not WORDS.isdisjoint(words) or any(part in raw for part in PARTS)
+            is_suspicious = may_fail(raw, words)
             if not is_suspicious and known.isdisjoint(words) and not suspicion.awaits(number):
                 continue
             present = set(words)

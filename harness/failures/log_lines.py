@@ -94,7 +94,7 @@ def uncoloured(raw: bytes) -> bytes:
     """The line without terminal escapes, also those that lost their escape character when they were pasted."""
     if b"\x1b" in raw:
         raw = _ESCAPES.sub(b"", raw)
-    return _LOST_ESCAPES.sub(b"", raw)
+    return _LOST_ESCAPES.sub(b"", raw) if b"[" in raw else raw
 
 
 def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:

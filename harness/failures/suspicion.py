@@ -2,18 +2,18 @@
 
 import re
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from harness.failures.log_lines import Line
 from harness.failures.patterns import Pattern
 
-PARTS = (b"Error", b"Exception", b"[E", b'File "')
 WORDS = frozenset(
     b"traceback error fatal failed killed oom segmentation terminate dumped panic panicked sigkill sigsegv sigabrt sigbus"
     b" signal crit alert emerg critical assert exited exception failure aborted bus unable invalid cannot refused".split()
 )
-"""Each such line has one of the words (in any case), or one of the parts."""
+"""Each line that looks like a failure has one of the words (in any case), or a part: see may_fail."""
 TRACEBACK_LINES = 400
 """After "Traceback" every line is read until its exception is found, but no more than these."""
 MESSAGE_LINES = 12
@@ -50,6 +50,11 @@ _WITHIN = ("", " ", "\t", "|", "+", "^")
 _TRACEBACK = "Traceback (most recent call last)"
 _IGNORED = "Exception ignored in"
 _FRAME = re.compile(r'^\s*File "([^"]+)"')
+
+
+def may_fail(raw: bytes, words: Sequence[bytes]) -> bool:
+    """Whether a line of these words, in lower case, may look like a failure, or be of a traceback. It is asked of each line."""
+    return not WORDS.isdisjoint(words) or b"Error" in raw or b"Exception" in raw or b"[E" in raw or b'File "' in raw
 
 
 @dataclass(slots=True)
