@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
+from harness import environments
 from harness.exit import exit_with
 from harness.export.render import MOST_LINES, render
 from harness.export.subject import read_subject
@@ -29,6 +30,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
+    environments.need("jinja2")
     try:
         if not arguments:
             raise ValueError("there is nothing to export; give a TOML file or a run directory.")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
+from harness import environments
 from harness.exit import exit_with
 from harness.mistake import say_mistake
 from harness.reporting.write import write_reports
@@ -21,6 +22,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
+    environments.need("jinja2")
     try:
         if len(arguments) != 1:
             raise ValueError(f"{len(arguments)} run directories are given; give one.")
