@@ -48,6 +48,8 @@ class Injector:
     """Returns once the other hosts know where this rank is."""
     folder: Path | None = None
     """The run directory, once there is one."""
+    announce: Callable[[str], None] | None = None
+    """Called with each fault before it happens: the verdict says that it was asked for."""
     fact: Callable[..., None] | None = None
     """EventLog.fact, once there is one."""
     learners: dict[str, "Learner"] = field(default_factory=dict)
@@ -77,6 +79,8 @@ class Injector:
     def begins(self, phase: str, step: int | None) -> None:
         """An observer for the start of a phase, after all others."""
         for fault in self._due(phase, step):
+            if self.announce:
+                self.announce(str(fault))
             self.flush()
             self._happens(fault)
             getattr(self, "_" + fault.kind.replace("-", "_"))(fault)

@@ -89,6 +89,7 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     guard = _guard(config, launch)
     guard.begins(MEET)
     injector = Injector.of(config.run.inject, launch.rank, guard.flush)
+    injector.announce = guard.injected
     try:
         if console:
             for sentence in stand_ins:
@@ -166,6 +167,9 @@ def _in_world(
     except Exception as error:
         _tell_failure(world.rank, error, events)
         _end_early(events.fail, error)
+    except KeyboardInterrupt:
+        guard.interrupted("SIGINT")
+        raise
     finally:
         events.close()
 

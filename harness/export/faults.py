@@ -26,6 +26,10 @@ ELSEWHERE = {
 """Phases that a repro has not, and where it comes to their place."""
 EXTRA = ("reference_log_probs", "values", "advantages", "update_critic", "free_caches")
 """Phases of learning: a repro has the one that is needed."""
+OF_TORCHRUN = ("launcher", "told")
+"""Kinds of failures of torchrun, which one of its ranks can do to it."""
+NOT_HERE = ("watchdog",)
+"""Kinds of failures of what a repro has not."""
 FOREVER = 10**9
 LONGEST = 800
 """Characters of a message that are kept."""
@@ -66,9 +70,10 @@ def plant_of(seen: Seen | None, phases: tuple[str, ...]) -> Plant | None:
     statement, why, error_class = _statement(seen)
     if not statement:
         return None
+    ranks = seen.ranks[:1] if seen.kind in OF_TORCHRUN else seen.ranks
     phase = place_of(seen.phase, phases)
     step = (0 if seen.step is None else seen.step) if phase in (*STEP_PHASES, *EXTRA) else None
-    return Plant(ranks=seen.ranks, phase=phase, step=step, statement=statement, why=why, error_class=error_class)
+    return Plant(ranks=ranks, phase=phase, step=step, statement=statement, why=why, error_class=error_class)
 
 
 def place_of(phase: str, phases: tuple[str, ...]) -> str:
@@ -85,7 +90,20 @@ def _statement(seen: Seen) -> tuple[str, str, str]:
     """The statement, what it stands for, and the class that it needs; empty where nothing is planted."""
     if seen.kind == "deadline":
         return f"time.sleep({FOREVER})", "in the run these ranks did not go on from here", ""
-    if seen.kind in ("died", "ended", "lost", "launcher", "stopped"):
+    if seen.kind in NOT_HERE:
+        return "", "", ""
+    if seen.kind in OF_TORCHRUN:
+        got = re.search(r"\bgot (SIG[A-Z]+)\b", seen.error)
+        return (
+            f"os.kill(os.getppid(), signal.{got[1] if got else 'SIGKILL'})",
+            "in the run torchrun itself got this",
+            "",
+        )
+    if seen.kind == "stopped" and (process := re.match(r"engine process (.*) \(pid \d+\)", seen.error)):
+        engine = '__import__("psutil").Process().children(recursive=True)'
+        statement = f"[each.suspend() for each in {engine} if each.name() == {quoted(process[1])}]"
+        return statement, "in the run this process of the engine was stopped", ""
+    if seen.kind in ("died", "ended", "lost", "stopped"):
         signal = "SIGSTOP" if seen.kind == "stopped" else "SIGKILL"
         if found := re.search(r"\bSIG[A-Z]+\b", seen.error):
             signal = found[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness import redact
-from harness.export.faults import EXTRA, Plant, missing_tensors, plant_of
+from harness.export.faults import EXTRA, NOT_HERE, Plant, missing_tensors, plant_of
 from harness.export.literal import WIDTH, literal
 from harness.export.subject import RankFacts, Subject
 from harness.models.names import is_tiny
@@ -254,6 +254,10 @@ def _seen(subject: Subject, values: Mapping[str, Any], slug: str) -> list[str]:
         lines += [f"    {_short(line)}" for line in seen.traceback[-3:] if set(line.strip()) - set("^~")]
     if values["without"] or values["plant"]:
         lines.append('What failed in the run is done on purpose here: see "THE FAULT".')
+    elif seen.kind in NOT_HERE:
+        lines.append(
+            "Nothing can be planted here: a watchdog ended, which this file has not; the same calls should pass."
+        )
     else:
         lines.append("Nothing is planted here: the same calls must fail by themselves.")
     return lines

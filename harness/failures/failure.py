@@ -6,10 +6,24 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-Kind = Literal["exception", "echo", "ended", "vanished", "died", "launcher", "deadline", "stopped", "lost", "mistake"]
+Kind = Literal[
+    "exception",
+    "echo",
+    "ended",
+    "vanished",
+    "died",
+    "launcher",
+    "told",
+    "watchdog",
+    "deadline",
+    "stopped",
+    "lost",
+    "mistake",
+]
 """exception: a rank said so itself. echo: a rank said so, but of something that
 may have happened elsewhere. ended: by a signal that torchrun, a job scheduler or Ctrl-C sends. vanished: its process is
-gone, and torchrun knows of what. died: a rank's process ended without a word. launcher: torchrun did. deadline: a rank's phase took too long. stopped: it did, and the rank's process is stopped. lost: a host is silent.
+gone, and torchrun knows of what. died: a rank's process ended without a word. launcher: torchrun did. told: torchrun got a signal, and passed it on. watchdog: that of a host ended, or is stopped. deadline: a rank's phase took too long. stopped: it did, and the rank's process is stopped, or
+one of its engine, which detail names. lost: a host is silent.
 mistake: a rank ended with the exit code of a mistake in what was asked, which it has said itself."""
 
 # What a rank says that lost its peer, in the words of gloo, NCCL, torch's store, Python's sockets and pipes. None of it
@@ -32,7 +46,8 @@ TRACE_LINES, TRACE_WIDTH = 10, 140
 
 TOGETHER_SECONDS = 1.0
 _AHEAD: Mapping[Kind, float] = {
-    "stopped": TOGETHER_SECONDS,
+    "stopped": 2 * TOGETHER_SECONDS,
+    "told": 2 * TOGETHER_SECONDS,
     "vanished": TOGETHER_SECONDS,
     "ended": TOGETHER_SECONDS / 2,
 }
@@ -101,6 +116,8 @@ class Failure:
     """What the run ends with."""
     trace: tuple[str, ...] = ()
     """The last lines of the traceback, where there is one."""
+    asked: str = ""
+    """The fault of run.inject that made it, where one did."""
 
     def as_json(self) -> dict[str, Any]:
         """For a heartbeat, or a file."""

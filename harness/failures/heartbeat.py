@@ -1,5 +1,10 @@
-"""Beats between the hosts of a job over UDP: who is silent, where its ranks were, and by how much its clock is ahead."""
+"""Beats between the hosts of a job over UDP: who is silent, where its ranks were, and by how much its clock is ahead.
 
+Anyone may send us anything: a beat is read only where it carries the HMAC of the run's key, is meant for this host, and is
+newer than the last one of its sender.
+"""
+
+import hmac
 import json
 import socket
 import time
@@ -15,6 +20,9 @@ BEAT_SECONDS = 1.0
 LARGEST_BEAT = 60_000
 TOLD_AT_ONCE = 4
 """Failures of one host that fit in a beat; the first ones count."""
+MOST_AT_ONCE = 10_000
+"""Datagrams that are read in one go: a stranger who floods us must not keep us from all else."""
+_DIGEST, _DIGEST_BYTES = "sha256", 32
 
 
 @dataclass(slots=True)
@@ -43,6 +51,8 @@ class Peer:
     failures: list[Failure] = field(default_factory=list)
     echo: tuple[float, float] | None = None
     """When its last beat was sent, on its clock, and heard, on ours."""
+    counted: int = 0
+    """The number of its last beat."""
     _samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=16))
     """Round trip and offset, in seconds, of the last beats that carried an echo of ours."""
 
@@ -54,7 +64,10 @@ class Peer:
         return self.echo[0] - self.echo[1] if self.echo else 0.0
 
     def hear(self, beat: Mapping[str, Any], now: float) -> None:
-        """Take what it said in."""
+        """Take what it said in; what was sent before the last one, or sent again, is not."""
+        if int(beat["count"]) <= self.counted:
+            return
+        self.counted = int(beat["count"])
         sent = float(beat["sent"])
         if beat["echo"] is not None:
             ours_sent, they_heard = beat["echo"]
@@ -75,11 +88,12 @@ class Heartbeats:
     nodes: Sequence[Node]
     own: int
     """Index of this host in nodes, which is the same on all hosts."""
-    run: str
-    """A name of this run: beats of any other are not for us."""
+    key: bytes
+    """Of this run, which its ranks alone have."""
     lost_seconds: float
     now: Callable[[], float]
     peers: dict[int, Peer] = field(init=False)
+    _count: int = 0
 
     def __post_init__(self) -> None:
         """Nobody has been heard."""
@@ -87,34 +101,47 @@ class Heartbeats:
 
     def beat(self, places: Mapping[int, Place], failures: Sequence[Failure], left: bool = False) -> None:
         """Tell every host that still listens where our ranks are, and what went wrong here."""
+        self._count += 1
         said = {
-            "run": self.run,
             "node": self.own,
+            "count": self._count,
             "places": {rank: [at.progress, at.phase, at.step, at.inside] for rank, at in places.items()},
             "failures": [failure.as_json() for failure in failures[:TOLD_AT_ONCE]],
             "left": left,
         }
-        for peer in self.peers.values():
+        for index, peer in self.peers.items():
             if not peer.left and peer.node.address:
-                beat = said | {"sent": self.now(), "echo": peer.echo}
+                beat = said | {"to": index, "sent": self.now(), "echo": peer.echo}
                 target = peer.node.address
                 if self.socket.family == socket.AF_INET6 and ":" not in target:
                     target = f"::ffff:{target}"
                 # A link that is cut, or a host without a route: what is not sent is missed, and that is the message.
                 with suppress(OSError):
-                    self.socket.sendto(json.dumps(beat).encode(), (target, peer.node.port))
+                    self.socket.sendto(self._signed(json.dumps(beat).encode()), (target, peer.node.port))
 
     def listen(self) -> None:
         """Take in all that has come."""
-        while True:
+        for _ in range(MOST_AT_ONCE):
             try:
                 data = self.socket.recv(LARGEST_BEAT)
             except OSError:  # nothing more; or the network's word on an earlier beat, which silence will tell better
                 return
-            with suppress(ValueError, KeyError, TypeError):  # anyone may send us anything
-                beat = json.loads(data)
-                if beat["run"] == self.run and beat["node"] in self.peers:
+            signature, said = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+            if not hmac.compare_digest(signature, hmac.digest(self.key, said, _DIGEST)):
+                continue
+            with suppress(
+                ValueError, KeyError, TypeError, AttributeError, ArithmeticError
+            ):  # a rank of ours, of another version
+                beat = json.loads(said)
+                if beat["to"] == self.own and beat["node"] in self.peers:
                     self.peers[beat["node"]].hear(beat, self.now())
+
+    def _signed(self, said: bytes) -> bytes:
+        return hmac.digest(self.key, said, _DIGEST) + said
+
+    def failures(self) -> list[Failure]:
+        """What the other hosts have said."""
+        return [failure for peer in self.peers.values() for failure in peer.failures]
 
     def newly_lost(self) -> list[Peer]:
         """Hosts that were heard, are silent for too long, and were not returned before."""

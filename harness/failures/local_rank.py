@@ -3,13 +3,16 @@
 import json
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
+from harness.failures.deaths import Death
 from harness.failures.failure import Kind, Place, phase_of_step
-from harness.failures.processes import lives
+from harness.failures.messages import Lines
+from harness.failures.processes import how_it_ended, lives
 from harness.failures.stacks import Asked
 from harness.phases import RUN
 
@@ -32,14 +35,18 @@ class LocalRank:
     line: socket.socket
     moved: float
     """time.monotonic() when it last began or ended a phase."""
+    pid: int
+    """As the kernel says."""
     rank: int = -1
     """-1 until it has said who it is."""
-    pid: int = 0
+    death: Death | None = None
     process: psutil.Process | None = None
     handler: int | None = None
     """Its descriptor of the memory into which its faulthandler writes; see stacks.py."""
     left: int | None = None
     """The exit code with which it said that it leaves."""
+    injected: str = ""
+    """The fault of run.inject that happens to it in the phase that it is in."""
     failed: Kind | None = None
     """A failure of it is known, of this kind; what it does now is a consequence."""
     closed: bool = False
@@ -49,10 +56,10 @@ class LocalRank:
     """It waits for the hosts to hear each other."""
     open: list[Open] = field(default_factory=list)
     place: Place = field(default_factory=Place)
-    _data: bytes = b""
+    _lines: Lines = field(default_factory=Lines)
 
-    def hear(self) -> list[dict[str, Any]]:
-        """What it has said since the last time; marks the line closed at its end."""
+    def hear(self) -> list[bytes]:
+        """The lines that it has said since the last time; marks the line closed at its end. Raises MalformedError."""
         try:
             data = self.line.recv(1 << 16)
         except BlockingIOError:
@@ -60,16 +67,17 @@ class LocalRank:
         except OSError:
             data = b""
         self.closed = self.closed or not data
-        *lines, self._data = (self._data + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return self._lines.add(data)
 
     def begin(self, name: str, step: int | None, deadline: float | None, now: float) -> None:
         """It begins a phase."""
+        self.injected = ""
         self.open.append(Open(name, step, now, deadline))
         self._move(now)
 
     def end(self, name: str, now: float) -> None:
         """It ended a phase, and with it whatever failed inside and was caught."""
+        self.injected = ""
         names = [each.name for each in self.open]
         if name in names:
             ended = self.open[len(names) - 1 - names[::-1].index(name)]
@@ -101,6 +109,13 @@ class LocalRank:
             return 0.0
         return now - max(each.moved for each in others)
 
+    def ended(self) -> str | None:
+        """How it ended, in words, "" where that is not known; None while it lives."""
+        if self.death is None or not self.death.over.is_set():
+            return None
+        how = self.death.how or how_it_ended(self.pid)
+        return how or (None if self.lives() else "")
+
     def asked(self) -> Asked:
         """For its stack."""
         return Asked(name=f"rank{self.rank}", pid=self.pid, handler=self.handler)
@@ -110,8 +125,9 @@ class LocalRank:
         return not self.gone and self.process is not None and lives(self.process)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises OSError where it has gone."""
-        self.line.sendall((json.dumps(message) + "\n").encode())
+        """Tell it something, unless it has just died."""
+        with suppress(OSError):
+            self.line.sendall((json.dumps(message) + "\n").encode())
 
     def _move(self, now: float) -> None:
         inside = next((each for each in reversed(self.open) if each.name != RUN), None)

@@ -21,6 +21,8 @@ class Descendants:
     """Whatever the ranks started, seen while its parents lived: an orphan has another parent, and no name of ours."""
 
     known: dict[int, psutil.Process] = field(default_factory=dict)
+    rank_of: dict[int, int] = field(default_factory=dict)
+    """The pid of the rank that each of them descends from."""
 
     def look(self, ranks: Iterable[int]) -> None:
         """Note the descendants of these processes, and forget those that have ended."""
@@ -33,12 +35,18 @@ class Descendants:
         waiting = [*ranks, *self.known]
         seen = set(waiting)
         while waiting:
-            for pid in started.get(waiting.pop(), []):
+            parent = waiting.pop()
+            for pid in started.get(parent, []):
                 if pid not in seen:
                     seen.add(pid)
                     waiting.append(pid)
                     with suppress(psutil.NoSuchProcess):
                         self.known[pid] = psutil.Process(pid)
+                        self.rank_of[pid] = self.rank_of.get(parent, parent)
+
+    def stopped(self) -> list[psutil.Process]:
+        """Return those that were sent SIGSTOP, or that a debugger holds."""
+        return [process for pid, process in self.known.items() if is_stopped(pid)]
 
     def look_for_orphans(self, run: str) -> None:
         """Note what a rank of this run started just before it died, too late to be seen beside it."""
@@ -79,10 +87,22 @@ def how_it_ended(pid: int) -> str | None:
     fields = stat(pid)
     if not fields or fields[_STATE] != "Z":
         return None
-    code = int(fields[_EXIT_CODE])
-    if code & 0x7F:
-        return f"was killed by {Signals(code & 0x7F).name}"
-    return f"ended with exit code {code >> 8}, without a word"
+    return said_status(int(fields[_EXIT_CODE]))
+
+
+def said_status(status: int) -> str:
+    """Return a wait status in words."""
+    number = status & 0x7F
+    if number in list(Signals):
+        return f"was killed by {Signals(number).name}"
+    return f"was killed by signal {number}" if number else f"ended with exit code {status >> 8}, without a word"
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return its name and pid, for people."""
+    with suppress(psutil.Error):
+        return f"{process.name()} (pid {process.pid})"
+    return f"a process (pid {process.pid})"
 
 
 def is_stopped(pid: int) -> bool:

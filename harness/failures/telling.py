@@ -38,7 +38,12 @@ def tell(failures: Sequence[Failure], view: View, explanation: Sequence[str] = (
 
 
 def sentence(failure: Failure, view: View) -> str:
-    """What happened, to whom, where and when."""
+    """What happened, to whom, where and when; and that it was asked for."""
+    asked = f", as asked: --inject {failure.asked}" if failure.asked and failure.asked not in failure.detail else ""
+    return _happened(failure, view) + asked
+
+
+def _happened(failure: Failure, view: View) -> str:
     who = f"{said_ranks(failure.ranks)} on {failure.host}"
     at = f"at {clock(failure.time)}"
     if failure.kind == "lost":
@@ -47,13 +52,17 @@ def sentence(failure: Failure, view: View) -> str:
     if failure.kind == "deadline":
         return f"deadline of {failure.seconds:g} s passed {failure.place}: {_waited_for(failure, view)}"
     if failure.kind == "stopped":
+        who = f"{failure.detail} of {who}" if failure.detail else who
         return f"{who} was stopped {failure.place} (SIGSTOP, or a debugger): its deadline of {failure.seconds:g} s passed {at}"
-    if failure.kind == "launcher":
+    if failure.kind == "watchdog":
+        where = f", when {_where(failure.ranks, view)}" if failure.ranks else ""
+        return f"the watchdog of {failure.host} {failure.detail} {at}{where}"
+    if failure.kind in ("launcher", "told"):
         return f"torchrun of {who} {failure.detail} {at}, when {_where(failure.ranks, view)}"
     if failure.kind == "ended":
         return f"{who} {failure.detail} {failure.place} {at}: told to end, as by a job scheduler, a time limit, kill or Ctrl-C"
     if failure.kind == "vanished":
-        return f"{who} died {failure.place} {at}: killed, or told to end; torchrun's report has its exit code"
+        return f"{who} died {failure.place} {at}: how is not known here; torchrun's report may have its exit code"
     if failure.kind == "died":
         return f"{who} {failure.detail} {failure.place} {at}"
     if failure.kind == "echo":

@@ -14,8 +14,8 @@ import psutil
 from harness.failures.explain import Explanation
 from harness.failures.failure import Failure, first
 from harness.failures.late_report import will_have_report
-from harness.failures.processes import say
 from harness.failures.stacks import Asked, Stack, gpu_memory, look, said
+from harness.failures.stuck import said_still, still
 from harness.failures.telling import View, tell
 
 STANDARD_ERROR = 2
@@ -33,6 +33,10 @@ class Verdict:
     explanation: Explanation = field(init=False)
     stacks: dict[str, Stack] = field(default_factory=dict)
     gpus: str = ""
+    engine: list[str] = field(default_factory=list)
+    """What is to be said of the engine's processes."""
+    report_follows: bool = False
+    """Known once look_at_folder has been called."""
     _collected: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -47,8 +51,10 @@ class Verdict:
         """Begin to take the stacks of ranks and of what they started, and look at the GPUs."""
 
         def work() -> None:
+            idle = still(descendants)
             found = look([*asked, *_named(descendants)])
             self.gpus = gpu_memory()
+            self.engine = said_still(idle, descendants, found)
             self.stacks = {stack.name: stack for stack in found}
             self._collected.set()
 
@@ -59,11 +65,13 @@ class Verdict:
         """Whether that is done."""
         return self._collected.is_set()
 
-    def say(self, screen: int = STANDARD_ERROR) -> None:
-        """Say all that is known now, on this descriptor, and keep it."""
-        lines = [*self.lines(), f"  so says the watchdog of {self.host}, and ends what is left there"]
-        say("\n".join(lines) + "\n", screen)
-        self._keep()
+    def look_at_folder(self) -> None:
+        """See whether the run's folder has enough for a report; may block as long as the folder does."""
+        self.report_follows = self.folder is not None and will_have_report(self.folder)
+
+    def text(self) -> str:
+        """All that is known now, for the screen."""
+        return "\n".join([*self.lines(), f"  so says the watchdog of {self.host}, and ends what is left there"]) + "\n"
 
     def lines(self) -> list[str]:
         """What is said."""
@@ -72,14 +80,15 @@ class Verdict:
         explanation = said(ranks)
         if self.stacks and self.folder:
             explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
-        lines = tell(self.failures, replace(self.view, waiting=waiting), explanation + self.explanation.lines)
+        explanation += [*self.engine, *self.explanation.lines]
+        lines = tell(self.failures, replace(self.view, waiting=waiting), explanation)
         if self.folder:
-            soon = ", with report.md in a moment" if will_have_report(self.folder) else ""
+            soon = ", with report.md in a moment" if self.report_follows else ""
             lines.append(f"  run directory{soon}: {self.folder}")
         return lines
 
-    def _keep(self) -> None:
-        """In the run's folder."""
+    def keep(self) -> None:
+        """Write it to the run's folder; may block as long as the folder does."""
         if not self.folder:
             return
         kept = {"host": self.host, "code": self.cause.code, "said": self.lines(), "slug": self.explanation.slug}

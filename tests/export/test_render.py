@@ -114,6 +114,13 @@ def test_lost_tensors_are_those_that_the_run_named() -> None:
         ({"kind": "died", "error": "was killed by SIGSEGV"}, "os.kill(os.getpid(), signal.SIGSEGV)"),
         ({"kind": "died", "error": "ended with exit code 3, without a word"}, "leave(3)"),
         ({"kind": "stopped", "error": "", "code": 124}, "os.kill(os.getpid(), signal.SIGSTOP)"),
+        ({"kind": "launcher", "error": "(pid 7) is gone"}, "os.kill(os.getppid(), signal.SIGKILL)"),
+        ({"kind": "told", "error": "(pid 7) got SIGINT, as from Ctrl-C"}, "os.kill(os.getppid(), signal.SIGINT)"),
+        (
+            {"kind": "stopped", "error": "engine process sglang::scheduler_TP1 (pid 7)", "code": 124},
+            '[each.suspend() for each in __import__("psutil").Process().children(recursive=True)'
+            ' if each.name() == "sglang::scheduler_TP1"]',
+        ),
         ({"kind": "deadline", "error": "", "code": 124}, "time.sleep(1000000000)"),
         ({"error": "ConfigError: no.", "code": 2}, 'leave(2, "error: no." + chr(10))'),
     ],
@@ -128,6 +135,7 @@ def test_what_the_run_s_own_code_did_is_planted(changed: dict[str, Any], stateme
     [
         {"code": 0},
         {"code": None},
+        {"kind": "watchdog", "error": "(pid 7) was killed by SIGKILL"},
         {"error": "EngineRefused: update_weights_from_tensor: the engine refused: no"},
         {"error": "KeyError: 'x'", "traceback": ('  File "/venv/site-packages/sglang/srt/x.py", line 1, in f',)},
         {"error": "ConfigError: engine.args.x: sglang 0.5.20 has no such engine argument.", "code": 2},

@@ -1,7 +1,7 @@
 """A stand-in for a rank, without torch: speaks to its watchdog through the real Guard, and does as it is told.
 
 Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, meet (all ranks), child (start a
-process that would outlive us), raise:TEXT, kill:SIGNAL, exit:CODE, mistake, wait:SECONDS, hang, bye.
+process that would outlive us), raise:TEXT, injected:FAULT (as the injector says it), kill:SIGNAL, exit:CODE, mistake, wait:SECONDS, hang, bye.
 """
 
 import json
@@ -58,6 +58,8 @@ def main() -> None:
         elif name == "raise":
             guard.failed(argument.replace("_", " "))
             os._exit(1)
+        elif name == "injected":
+            guard.injected(argument)
         elif name == "kill":
             os.kill(os.getpid(), int(argument))
         elif name == "exit":

@@ -1,5 +1,6 @@
 """Beats over real UDP sockets on loopback, with clocks of our own."""
 
+import hmac
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ from harness.failures.failure import Failure, Node, Place
 from harness.failures.heartbeat import Heartbeats, open_for_beats
 
 PLACE = Place(7, "sync", 1, True)
+KEY = bytes(range(32))
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def pair(doors: list[socket.socket], clocks: list[Callable[[], float]], lost_sec
         for index, door in enumerate(doors)
     ]
     return [
-        Heartbeats(socket=door, nodes=nodes, own=own, run="ours", lost_seconds=lost_seconds, now=clock)
+        Heartbeats(socket=door, nodes=nodes, own=own, key=KEY, lost_seconds=lost_seconds, now=clock)
         for own, (door, clock) in enumerate(zip(doors, clocks, strict=True))
     ]
 
@@ -88,17 +90,52 @@ def test_a_host_that_says_it_leaves_is_not_lost(doors: list[socket.socket]) -> N
     assert first.newly_lost() == []
 
 
+def send(door: socket.socket, data: bytes) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(data, ("127.0.0.1", door.getsockname()[1]))
+    time.sleep(0.01)
+
+
+def signed(beat: object, key: bytes = KEY) -> bytes:
+    said = json.dumps(beat).encode()
+    return hmac.digest(key, said, "sha256") + said
+
+
+BEAT = {
+    **{"node": 1, "to": 0, "count": 1, "sent": 1.0, "echo": None, "places": {}, "failures": []},
+    **{"left": True},
+}
+
+
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff\xfe", b"[]", b"{}", b"7", json.dumps({"run": "another", "node": 1}).encode(), b'{"run": "ours", "node": 1}',
-     b'{"run": "ours", "node": []}', b'{"run": "ours", "node": 1, "sent": 1, "echo": [], "places": {}, "failures": [], "left": 0}'],
-)  # fmt: skip
+    [
+        *(b"", b"\xff\xfe", b"[" * 50_000, json.dumps(BEAT).encode(), signed(BEAT, b"guessed")),
+        *(signed(BEAT)[:-1], signed(BEAT | {"to": 1}), signed(BEAT | {"node": 0}), signed(BEAT | {"node": []})),
+        *(signed([]), signed(7), signed({}), signed(BEAT | {"places": []}), signed(BEAT | {"count": float("inf")})),
+    ],
+    ids=range(14),
+)
 def test_what_is_no_beat_of_this_run_is_not_heard(doors: list[socket.socket], data: bytes) -> None:
     first, second = pair(doors, [time.time, time.time])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-        stranger.sendto(data, ("127.0.0.1", doors[0].getsockname()[1]))
-    time.sleep(0.02)
+    send(doors[0], data)
     first.listen()
-    assert first.peers[1].heard is None
+    assert not first.peers[1].left
     exchange(second, first)
-    assert first.peers[1].heard is not None
+    exchange(second, first)
+    assert first.peers[1].places == {1: PLACE}
+
+
+def test_a_beat_that_is_sent_again_is_not_heard_again(doors: list[socket.socket]) -> None:
+    now = [100.0]
+    first, second = pair(doors, [lambda: now[0], time.time])
+    second.beat({1: PLACE}, [])
+    time.sleep(0.02)
+    recorded = doors[0].recv(60_000)
+    send(doors[0], recorded)
+    first.listen()
+    assert first.peers[1].heard == 100.0
+    now[0] = 106.0
+    send(doors[0], recorded)
+    first.listen()
+    assert [peer.node.host for peer in first.newly_lost()] == ["host1"]

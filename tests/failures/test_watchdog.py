@@ -1,8 +1,10 @@
 """Real watchdogs, agents and ranks without torch: what each way to fail is called, and that nothing stays."""
 
 import json
+import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from tests.failures.hosts import Hosts
 ONE = {"host0": [0, 1]}
 TWO = {"host0": [0, 1], "host1": [2, 3]}
 TIME = r"\d\d:\d\d:\d\d UTC"
+LONG = pytest.mark.long
 HANG = "begin:meet:0 meet end:meet begin:sync:1 hang"
 
 Start = Callable[..., Hosts]
@@ -137,7 +140,7 @@ def test_ranks_end_when_their_launcher_is_killed(start: Start) -> None:
 def test_a_launcher_that_stays_without_ranks_is_ended(start: Start) -> None:
     hosts = start(ONE, {1: "meet begin:sync:0 raise:ValueError:_no", -1: HANG}, by_host={"host0": {"hangs": True}})
     assert hosts.wait() < 15
-    assert "is still there 4 s after its ranks: ended" in hosts.said("host0")
+    assert "is still there after its ranks, and does nothing: ended" in hosts.said("host0")
 
 
 def test_a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
@@ -146,13 +149,70 @@ def test_a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
     assert [hosts.said(host) for host in TWO] == ["", ""]
 
 
-def test_ranks_end_when_their_watchdog_is_killed(start: Start) -> None:
+WATCHDOG, STANDBY = "harness.failures.watchdog_process", "harness.failures.standby"
+
+
+@pytest.mark.parametrize(
+    ("harms", "how"),
+    [
+        ([("SIGKILL", WATCHDOG)], r"\(pid \d+\) was killed by SIGKILL"),
+        ([("SIGSTOP", WATCHDOG), ("SIGKILL", "stand_in_rank")], r"\(pid \d+\) is stopped \(SIGSTOP, or a debugger\)"),
+        pytest.param(
+            [("SIGSTOP", "stand_in_rank"), ("SIGKILL", WATCHDOG)], r"\(pid \d+\) was killed by SIGKILL", marks=LONG
+        ),
+        pytest.param([("SIGSTOP", WATCHDOG), ("SIGKILL", "stand_in_agent")], r"\(pid \d+\) is stopped .*", marks=LONG),
+        pytest.param([("SIGKILL", WATCHDOG), ("SIGKILL", "stand_in_agent")], r"\(pid \d+\) was .*", marks=LONG),
+    ],
+    ids=str,
+)
+def test_all_ends_without_its_watchdog_and_its_standby_says_so(start: Start, harms: Any, how: str) -> None:
+    hosts = start(ONE, {-1: f"child {HANG}"})
+    hosts.wait_until_hanging(0, 1)
+    time.sleep(1.5)  # until the watchdog has said whom it has
+    for name, kind in harms:
+        hosts.processes(kind=kind)[0].send_signal(signal.Signals[name])
+    assert hosts.wait() < 15
+    assert re.fullmatch(rf"FIRST FAILURE: the watchdog of host0 {how} at {TIME}, when .*", hosts.verdict("host0"))
+    assert json.loads((hosts.folder / "failure-host0.json").read_text())["first"]["kind"] == "watchdog"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=LONG)])
+def test_ranks_end_and_keep_why_without_watchdog_and_standby(start: Start, number: signal.Signals) -> None:
     hosts = start(TWO, {-1: f"child {HANG}"})
     hosts.wait_until_hanging(0, 1, 2, 3)
-    hosts.harm(signal.SIGKILL, "host1", "harness.failures.watchdog_process")
+    for kind in (STANDBY, WATCHDOG):
+        hosts.processes("host1", kind)[0].send_signal(number)
     hosts.wait()
-    assert "the watchdog of host1 is gone, so this rank ends too" in hosts.said("host1")
+    gone = "is gone" if number is signal.SIGKILL else r"is stopped \(SIGSTOP, or a debugger\)"
+    assert re.search(f"the watchdog of host1 {gone}, so this rank ends too", hosts.said("host1"))
     assert "FIRST FAILURE: host1 (ranks 2, 3) is gone" in hosts.verdict("host0")
+    assert json.loads((hosts.folder / "failure-host1.json").read_text())["first"]["kind"] == "watchdog"
+
+
+def test_a_run_directory_that_blocks_keeps_nothing_alive(start: Start) -> None:
+    hosts = start(ONE, {1: f"child meet begin:sync:1 wait:1.2 kill:{int(signal.SIGKILL)}", -1: f"child {HANG}"})
+    os.mkfifo(hosts.folder / "failure-host0.json")  # blocks who opens it, as a dead mount does
+    assert hosts.wait() < 15
+    assert "FIRST FAILURE: rank 1 on host0 was killed by SIGKILL in sync of step 1" in hosts.verdict("host0")
+    assert "the run directory does not answer" in hosts.said("host0")
+
+
+def test_a_stopped_process_of_an_engine_is_named_at_the_deadline(start: Start) -> None:
+    hosts = start(ONE, {0: f"child {HANG}", -1: HANG}, deadlines={"sync": 2.0})
+    hosts.wait_until_hanging(0, 1)
+    engine = int((hosts.folder / "child-0").read_text())
+    os.kill(engine, signal.SIGSTOP)
+    hosts.wait()
+    named = rf"engine process python\S* \(pid {engine}\) of rank 0 on host0 was stopped in sync of step 1"
+    assert re.match(f"FIRST FAILURE: {named}", hosts.verdict("host0")), hosts.said("host0")
+
+
+def test_a_fault_that_was_asked_for_is_named_as_such(start: Start) -> None:
+    orders = f"meet begin:sync:1 injected:kill@sync:1:1 kill:{int(signal.SIGKILL)}"
+    hosts = start(ONE, {1: orders, -1: HANG})
+    hosts.wait()
+    assert hosts.verdict("host0").endswith(", as asked: --inject kill@sync:1:1")
+    assert "out-of-memory" not in hosts.said("host0")
 
 
 def test_a_host_that_was_never_heard_is_warned_of_and_not_lost(start: Start) -> None:
