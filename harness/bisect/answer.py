@@ -5,12 +5,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.bisect import search
-from harness.bisect.judge import Failure
+from harness.bisect.cause import cause_of, same
 from harness.bisect.search import Edge, Verdict
 from harness.bisect.state import Record, State
 
 Kind = Literal["found", "set", "several", "open"]
 EXIT_CODES: dict[Kind, int] = {"found": 0, "set": 1, "several": 3, "open": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class SecondCause:
+    """The bad end fails otherwise than the candidate at the edge. Candidates in order from the edge towards the bad end."""
+
+    seen: int
+    """The one nearest to the edge that fails as the bad end does."""
+    hidden: tuple[int, ...]
+    """Those before it that fail otherwise, the one at the edge first: what fails otherwise may have the bad end's cause too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +31,8 @@ class Answer:
     kind: Kind
     edges: tuple[Edge, ...]
     """Where good turns to bad or bad to good, oldest first."""
-    cause_edge: Edge | None = None
-    """With several causes that all fail: where the bad end's own failure takes over from the one before it."""
+    second: SecondCause | None = None
+    """With several causes that all fail: where the bad end's own one shows."""
 
 
 def answer_of(state: State) -> Answer:
@@ -31,59 +41,52 @@ def answer_of(state: State) -> Answer:
     edges = tuple(search.edges(verdicts))
     if not edges or search.next_candidate(verdicts, closed) is not None:
         return Answer(kind="open", edges=edges)
-    if len(edges) > 1:
-        return Answer(kind="several", edges=edges)
-    if (other := causes(state, edges[0])) is not None:
-        return Answer(kind="several" if not open_cause(state, other) else "open", edges=edges, cause_edge=other)
+    cause = second_cause(state)
+    if cause is not None and next_for_cause(state, cause) is not None:
+        return Answer(kind="open", edges=edges, second=cause)
+    if len(edges) > 1 or cause is not None:
+        return Answer(kind="several", edges=edges, second=cause)
     return Answer(kind="found" if len(edges[0].answer) == 1 else "set", edges=edges)
 
 
-def causes(state: State, edge: Edge) -> Edge | None:
-    """Where the failures on the bad side of the edge change to the bad end's own one; None where all are of one cause.
+def second_cause(state: State) -> SecondCause | None:
+    """Where the bad end's own failure shows first, when the candidate at the edge next to the bad end fails otherwise; None
+    where all is one cause.
 
     Only where any failure counts, for --match and numbers say what the cause is.
     """
-    if state.question.kind != "failure":
+    bad_end, edges = state.end("bad"), search.edges(state.verdicts)
+    if state.question.kind != "failure" or bad_end is None or not edges:
         return None
-    derived = _by_cause(state, edge)
-    found = search.edges(derived)
-    if not found:
+    at_edge, step = (edges[0].before, -1) if state.question.options.find_fix else (edges[-1].after, 1)
+    ran = [index for index in range(at_edge, bad_end + step, step) if state.verdicts.get(index) == "bad"]
+    own = [index for index in ran if _fails_as(state.record(index), state.record(bad_end))]
+    if not own or own[0] == at_edge or not state.record(at_edge).decisive:
         return None
-    return found[0] if state.question.options.find_fix else found[-1]
+    return SecondCause(own[0], tuple(ran[: ran.index(own[0])]))
 
 
-def open_cause(state: State, edge: Edge) -> int | None:
-    """The candidate to run next to narrow the edge of causes."""
-    known: dict[int, Verdict] = {edge.before: "good", edge.after: "bad"}
-    skipped: dict[int, Verdict] = {i: "skip" for i in state.verdicts if edge.before < i < edge.after}
-    return search.next_candidate({**known, **skipped}, state.closed_indices)
+def next_for_cause(state: State, cause: SecondCause) -> int | None:
+    """The candidate to run next to find where the bad end's own failure begins: as if the other one had ended there, then as
+    if it hid it, for as many runs as the first took at most."""
+    low, high = sorted((cause.hidden[0], cause.seen))
+    steps = search.steps_left(high - low)
+    known: dict[int, Verdict] = dict.fromkeys((i for i in state.verdicts if low < i < high), "skip")
+    near = cause.hidden[-1]
+    between: dict[int, Verdict] = {i: v for i, v in known.items() if min(near, cause.seen) < i < max(near, cause.seen)}
+    found = search.next_candidate({**between, near: "good", cause.seen: "bad"}, state.closed_indices)
+    if found is None and len(cause.hidden) <= 2 * steps:
+        found = search.next_candidate({**known, cause.hidden[0]: "good", cause.seen: "bad"}, state.closed_indices)
+    return found
 
 
-def _by_cause(state: State, edge: Edge) -> dict[int, Verdict]:
-    """The bad candidates beyond the edge: "bad" with the bad end's failure, "good" with another one."""
-    find_fix = state.question.options.find_fix
-    last = len(state.candidates) - 1
-    beyond = range(0, edge.before + 1) if find_fix else range(edge.after, last + 1)
-    bad_end = state.end("bad")
-    assert bad_end is not None
-    end = failure_names(state.record(bad_end))
-    derived: dict[int, Verdict] = {}
-    for index, verdict in state.verdicts.items():
-        if index in beyond and verdict == "bad" and (names := failure_names(state.record(index))) and end:
-            derived[index] = "bad" if names & end else "good"
-    return derived
-
-
-def failure_names(record: Record) -> set[str]:
-    """What its first failure is called; two failures of one cause share a name. Empty where it is not known."""
-    decisive = record.decisive
-    if decisive is None:
-        return set()
-    if decisive.timed_out:
-        return {"hang"}
-    if not decisive.failure:
-        return {f"exit code {decisive.code}"}
-    return Failure(decisive.slug, decisive.failure).names
+def _fails_as(record: Record, end: Record) -> bool:
+    """Whether a bad candidate fails with a failure that the bad end showed; True where one of them is not known."""
+    ends = [cause_of(each) for each in end.attempts if each.verdict == "bad"]
+    if record is end or not record.decisive or not ends:
+        return True
+    own = cause_of(record.decisive)
+    return any(same(own, each) for each in ends)
 
 
 def failure_rate(records: Sequence[Record]) -> float | None:

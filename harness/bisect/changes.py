@@ -6,16 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from harness.bisect.state import Record
+from harness.bisect.trace import module_of
 
 _FRAME = re.compile(r'File "[^"]*?/(?:site-packages|site|python)/(?P<module>\w+)[./]')
 _EXCEPTION_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.MULTILINE)
-_MODULES = {
-    "sgl-kernel": "sgl_kernel",
-    "sglang-kernel": "sgl_kernel",
-    "flashinfer-python": "flashinfer",
-    "pyyaml": "yaml",
-    "pillow": "PIL",
-}
 _SKIPPED_FIELDS = ("tree", "version", "engine_arguments")
 
 
@@ -36,7 +30,7 @@ def packages(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, t
 def suspect(log: str, changed: Mapping[str, tuple[str, str]], moved: str) -> str:
     """The changed package in whose code the first traceback of a log ends, or which its exception names; else the one that was
     moved, if it changed; else the only one that changed."""
-    by_module = {_MODULES.get(name, name.replace("-", "_")): name for name in changed}
+    by_module = {module_of(name): name for name in changed}
     exception = _EXCEPTION_LINE.search(log)
     trace = log[: exception.start()] if exception else ""
     frames = [match["module"] for match in _FRAME.finditer(trace)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from harness.bisect import judge, measure, search, warded
-from harness.bisect.answer import Answer, answer_of, causes, open_cause
+from harness.bisect.answer import Answer, answer_of, next_for_cause, second_cause
 from harness.bisect.candidates import Candidate
 from harness.bisect.environment import Environment, Provider, canonical, check_version, probe_command
 from harness.bisect.question import WrongQuestion
@@ -166,14 +166,17 @@ class Conductor:
 
     def _second_cause(self) -> None:
         """Where the bad end fails otherwise than the candidate at the edge, find where its own failure begins."""
-        edges = search.edges(self.state.verdicts)
-        if len(edges) != 1:
-            return
-        while (edge := causes(self.state, edges[0])) and (index := open_cause(self.state, edge)) is not None:
-            self.show.say(
-                "the bad end fails otherwise than the candidate at the edge: looking for where its own failure begins"
-            )
+        said = False
+        while cause := second_cause(self.state):
+            if (index := next_for_cause(self.state, cause)) is None:
+                return
+            if not said:
+                self.show.say(
+                    "the bad end fails otherwise than the candidate at the edge: looking for where that begins"
+                )
+            said = True
             self._test(index)
+            self._search()  # where it was good, there are new edges
 
     def _test(self, index: int) -> None:
         """Give the candidate a verdict, or close it."""
@@ -321,7 +324,7 @@ class Conductor:
             except OSError as error:
                 raise Pause(f"the probe of {candidate.shown} could not be run: {error}.") from error
             if ended.code or ended.timed_out:
-                said = judge.first_failure(log, log.parent / "none").text or judge.how_it_ended(ended.code)
+                said = judge.first_failure(log, log.parent / "none", ended.code).text or judge.how_it_ended(ended.code)
                 self.provider.release(environment)
                 raise Unavailable(f"cannot run here, the probe fails: {said} (--probe none goes without)")
         return environment

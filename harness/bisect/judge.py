@@ -12,10 +12,11 @@ from harness.bisect.environment import Environment
 from harness.bisect.question import Question
 from harness.bisect.search import Verdict
 from harness.bisect.state import Attempt
+from harness.bisect.trace import Trace, trace_at
 from harness.emulation.console import RootCause
 from harness.failures.diagnose import diagnose
 from harness.failures.entries import catalogue
-from harness.failures.log_lines import files_of, raw_lines, read
+from harness.failures.log_lines import Line, files_of, raw_lines, read
 from harness.mistake import CANNOT_RUN_HERE
 
 FIRST_STOPPING_CODE = 128
@@ -32,7 +33,6 @@ _PASSING = re.compile(
     re.IGNORECASE,
 )
 """What a machine does to any release, when something else runs on it."""
-_EXCEPTION = re.compile(r"(?:[\w.]*\.)?(\w+(?:Error|Exception|Interrupt|Warning|Exit|Failure))\b")
 _LONGEST = 240
 
 
@@ -46,14 +46,10 @@ class Failure:
 
     slug: str
     text: str
-
-    @property
-    def names(self) -> set[str]:
-        """What two failures of one cause have in common: the slug, or the exception's class, for a message changes from release
-        to release; of a line without an exception, the line without its numbers."""
-        match = _EXCEPTION.search(self.text)
-        plain = match[1] if match else re.sub(r"0x\w+|\d+", "#", self.text)
-        return {self.slug, plain} - {""}
+    line: Line | None = None
+    """Where it stands."""
+    trace: Trace | None = None
+    """The traceback that it is of."""
 
 
 def attempt(
@@ -82,7 +78,7 @@ def attempt(
     code = _code(ended.code, log)
     if code >= FIRST_STOPPING_CODE and not ended.timed_out:
         raise Stop(f"the script ended with exit code {code}, which asks to stop (128 or more); its output is in {log}.")
-    failure = first_failure(log, folder / "run") if code and not ended.timed_out else Failure("", "")
+    failure = first_failure(log, folder / "run", code) if code and not ended.timed_out else Failure("", "")
     shown = failure.text
     for path in (*environment.paths, str(Path(environment.python).parent.parent)):
         shown = shown.replace(f"{path}/", "")
@@ -94,6 +90,9 @@ def attempt(
         log=str(log),
         failure=shown,
         slug=failure.slug,
+        place=failure.trace.place(question.options.package) if failure.trace else "",
+        line=failure.line.number if failure.line and failure.line.file == str(log) else 0,
+        imported=failure.trace is not None and failure.trace.shows_import(question.options.package),
     )
     made.verdict, made.reason = verdict(question, made, log, no_gpu=no_gpu, reference=reference)
     return made
@@ -155,18 +154,19 @@ def may_pass(made: Attempt) -> bool:
     return made.verdict in ("bad", "other") and not made.timed_out and bool(_PASSING.search(made.failure))
 
 
-def first_failure(log: Path, run: Path) -> Failure:
-    """By the catalogue, else the first line that looks like a failure, else the last line."""
+def first_failure(log: Path, run: Path, code: int) -> Failure:
+    """By the catalogue, else the first line that looks like a failure, else the last line, unless a signal ended it."""
     sources = [str(log), *([str(run)] if run.is_dir() else [])]
     try:
         found = diagnose(files_of(sources))
     except (OSError, ValueError):
         found = diagnose([str(log)])
-    if found.finding:
-        return Failure(found.finding.entry.slug, _shown(found.finding.line.text))
-    if found.suspicious:
-        return Failure("", _headline(log, _shown(found.suspicious.text)))
-    return Failure("", _last_line(log))
+    line = found.finding.line if found.finding else found.suspicious
+    if line is None:
+        return Failure("", _last_line(log) if code > 0 else "")
+    trace = trace_at(line)
+    text = trace.exception if trace and trace.begins <= line.number < trace.ends and trace.exception else line.text
+    return Failure(found.finding.entry.slug if found.finding else "", _shown(text), line, trace)
 
 
 def how_it_ended(code: int) -> str:
@@ -185,14 +185,6 @@ def _code(code: int, log: Path) -> int:
         for line in lines:
             cause.read(line)
     return 1 if cause.code is None or cause.code < 0 else cause.code
-
-
-def _headline(log: Path, shown: str) -> str:
-    """A traceback is named by its exception, which is its last line."""
-    if not shown.startswith("Traceback"):
-        return shown
-    last = _last_line(log)
-    return last if _EXCEPTION.match(last) else shown
 
 
 def _last_line(log: Path) -> str:

@@ -50,6 +50,8 @@ def markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
     yield from verdicts(state)
     for edge in answer.edges if answer.kind != "open" else ():
         yield from _edge(state, edge, folder)
+    if answer.second is not None:
+        yield from _first_failure(state.record(answer.second.seen), folder)
     yield from ("## Cost", "", cost(state), "")
     yield from ("## Where", "", f"- {platform.platform()}, Python {platform.python_version()}")
     yield from (
@@ -152,12 +154,14 @@ def _log(record: Record, folder: Path) -> str:
 
 def _first_failure(bad: Record, folder: Path) -> Iterator[str]:
     text = _log(bad, folder).encode("ascii", "replace").decode()
-    if not text.strip() or not bad.decisive:
+    if not bad.decisive:
         return
     yield from (f"## First failure of {bad.name[:24]}", "", bad.reason, "")
     if bad.decisive.slug:
         yield from (f"It is known as {bad.decisive.slug}: launch/diagnose.py says more.", "")
-    yield from ("```", *(line.replace("```", "'''") for line in text.rstrip().splitlines()[-_LOG_LINES:]), "```", "")
+    if text.strip():
+        shown = text.rstrip().splitlines()[-_LOG_LINES:]
+        yield from ("```", *(line.replace("```", "'''") for line in shown), "```", "")
 
 
 def compare_address(state: State, edge: Edge) -> str:

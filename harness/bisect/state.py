@@ -35,6 +35,12 @@ class Attempt:
     """The line of the log that shows its first failure."""
     slug: str = ""
     """Of the known failure that it is, by launch/diagnose.py."""
+    place: str = ""
+    """FILE:FUNCTION, the deepest of the moved package in its traceback; "" where there is no traceback."""
+    line: int = 0
+    """Number of that line in the log; 0 where it is in another file."""
+    imported: bool = False
+    """Its traceback shows that the package could be imported."""
     value: float | None = None
     """Of --metric."""
 

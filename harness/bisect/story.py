@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from shlex import join
+from shlex import join, quote
 
-from harness.bisect.answer import Answer, answer_of, confidence, failure_rate
+from harness.bisect.answer import Answer, SecondCause, answer_of, confidence, failure_rate
 from harness.bisect.candidates import names
+from harness.bisect.cause import cause_of, differ_only_in_place, pattern_for
 from harness.bisect.question import Question, WrongQuestion
 from harness.bisect.search import Edge, masks
 from harness.bisect.show import left, rows
@@ -73,7 +74,7 @@ def sentences(state: State, answer: Answer) -> list[str]:
         told = _several(state, answer, what)
     else:
         told = [_one(state, answer.edges[0], what)]
-        told += _masked(state, answer.edges[0])
+        told += [*_masked(state, answer.edges[0]), *_bad_end_otherwise(state, answer.edges[0])]
     sure = confidence(state)
     if sure is not None:
         rate = failure_rate(state.records)
@@ -124,15 +125,45 @@ def _several(state: State, answer: Answer, what: str) -> list[str]:
             f"There are {len(answer.edges)} places where the verdict changes, so there is more than one cause, or the failure comes and"
             " goes (--repeat):"
         ]
-        return [*told, *(_one(state, edge, what) for edge in answer.edges)]
-    edge, cause = answer.edges[0], answer.cause_edge
-    assert cause is not None
-    earlier, later = (state.record(i).reason for i in (cause.before, cause.after))
-    among = [state.candidates[i] for i in cause.answer]
-    begins = f"with {among[0].shown}" if len(among) == 1 else f"with one of {names(among, 12)}"
-    return [
-        "There are two causes, as the ends of the bad range fail otherwise.",
-        f"{_one(state, edge, what)} There the failure is: {state.record(edge.after if not state.question.options.find_fix else edge.before).reason}.",
-        f"From {state.candidates[cause.before].shown} on it is another one, {begins}: {earlier} -> {later}.",
-        "With --match SLUG or --match REGEX one of them alone is looked for.",
+        told += [_one(state, edge, what) for edge in answer.edges]
+    else:
+        told = [
+            "There are two causes, or more: the bad end fails otherwise than the candidate at the edge.",
+            _one(state, answer.edges[0], what),
+        ]
+    return [*told, *(_second(state, answer.second) if answer.second else [])]
+
+
+def _second(state: State, cause: SecondCause) -> list[str]:
+    """The failure at the edge, and where the bad end's own one shows; what fails otherwise in between may hide it."""
+    first, seen = cause.hidden[0], cause.seen
+    shown = [state.candidates[index].shown for index in (first, seen)]
+    seen_first, before = ("last", "after") if seen < first else ("first", "before")
+    reasons = [state.record(index).reason.rstrip(".") for index in (first, seen)]
+    hiding = names([state.candidates[index] for index in sorted(cause.hidden)], 12)
+    told = [
+        f"{shown[0]} fails with: {reasons[0]}.",
+        f"The bad end's own failure is {seen_first} seen at {shown[1]}: {reasons[1]}. What was run {before} it fails otherwise,"
+        f" which may hide it: {hiding}.",
     ]
+    ends = [state.record(index).decisive for index in (seen, first)]
+    assert ends[0] and ends[1]
+    if differ_only_in_place(cause_of(ends[0]), cause_of(ends[1])):
+        told.append(
+            f"The message is the same, but it comes from {ends[0].place} in place of {ends[1].place}; a function that was"
+            " renamed looks like this too."
+        )
+    elif alone := pattern_for(ends[0], ends[1]):
+        told.append(f"--match {quote(alone)} looks for the bad end's failure alone.")
+    return told
+
+
+def _bad_end_otherwise(state: State, edge: Edge) -> list[str]:
+    """The bad end's failure, where the one at the edge has other words and still counts as the same."""
+    bad_end, at_edge = state.end("bad"), edge.before if state.question.options.find_fix else edge.after
+    if state.question.kind != "failure" or bad_end in (None, at_edge):
+        return []
+    end, near = (state.record(index) for index in (bad_end, at_edge))
+    if not end.decisive or not near.decisive or cause_of(end.decisive).shape == cause_of(near.decisive).shape:
+        return []
+    return [f"The bad end {end.name[:12]} fails with other words, taken for the same cause: {end.reason.rstrip('.')}."]
