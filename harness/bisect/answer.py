@@ -1,16 +1,16 @@
 """What a bisect's verdicts say, and how sure that is."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from harness.bisect import search
 from harness.bisect.cause import cause_of, same
+from harness.bisect.confidence import confidence
 from harness.bisect.search import Edge, Verdict
 from harness.bisect.state import Record, State
 
-Kind = Literal["found", "set", "several", "open"]
-EXIT_CODES: dict[Kind, int] = {"found": 0, "set": 1, "several": 3, "open": 4}
+Kind = Literal["found", "probable", "set", "several", "open"]
+EXIT_CODES: dict[Kind, int] = {"found": 0, "probable": 1, "set": 1, "several": 3, "open": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class SecondCause:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """found: one edge, between two neighbours; set: one edge that hides among candidates that cannot be judged; several: more
+    """found: one edge, between two neighbours; probable: it is less sure than --confidence asks; set: one edge that hides among candidates that cannot be judged; several: more
     than one cause; open: more can be run."""
 
     kind: Kind
@@ -46,7 +46,15 @@ def answer_of(state: State) -> Answer:
         return Answer(kind="open", edges=edges, second=cause)
     if len(edges) > 1 or cause is not None:
         return Answer(kind="several", edges=edges, second=cause)
-    return Answer(kind="found" if len(edges[0].answer) == 1 else "set", edges=edges)
+    if len(edges[0].answer) > 1:
+        return Answer(kind="set", edges=edges)
+    return Answer(kind="found" if is_sure(state) else "probable", edges=edges)
+
+
+def is_sure(state: State) -> bool:
+    """Whether a failure that comes and goes was looked for often enough."""
+    sure = confidence(state)
+    return sure is None or sure >= state.question.options.confidence
 
 
 def second_cause(state: State) -> SecondCause | None:
@@ -87,24 +95,3 @@ def _fails_as(record: Record, end: Record) -> bool:
         return True
     own = cause_of(record.decisive)
     return any(same(own, each) for each in ends)
-
-
-def failure_rate(records: Sequence[Record]) -> float | None:
-    """Of one run of a bad candidate: failed runs of all their runs. None without any."""
-    attempts = [attempt for record in records if record.verdict == "bad" for attempt in record.attempts]
-    bad = sum(attempt.verdict == "bad" for attempt in attempts)
-    return bad / len(attempts) if attempts else None
-
-
-def confidence(state: State) -> float | None:
-    """Of the answer with --repeat: the probability that no good candidate next to the edge or on the way to it was a bad one
-    that happened to pass each time, (1 - (1 - rate) ** runs) for each. None where nothing was repeated."""
-    rate = failure_rate(state.records)
-    if state.question.options.repeat == 1 or rate is None:
-        return None
-    good_end = state.end("good")
-    sure = 1.0
-    for record in state.records:
-        if record.verdict == "good" and state.index(record.name) != good_end and not record.replayed:
-            sure *= 1 - (1 - rate) ** len(record.attempts)
-    return sure

@@ -1,17 +1,19 @@
 """The bisect from first resolution to answer: installs in the background, one run at a time, state after every verdict."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from harness.bisect import judge, measure, search, warded
+from harness.bisect import judge, measure, search
 from harness.bisect.answer import Answer, answer_of, next_for_cause, second_cause
 from harness.bisect.candidates import Candidate
-from harness.bisect.environment import Environment, Provider, canonical, check_version, probe_command
+from harness.bisect.confidence import Again, next_again
+from harness.bisect.environment import Environment, Provider
+from harness.bisect.prepare import Preparation
 from harness.bisect.question import WrongQuestion
 from harness.bisect.search import Verdict
 from harness.bisect.show import Show
@@ -19,9 +21,9 @@ from harness.bisect.state import Attempt, Record, State
 from harness.bisect.store import Pause
 from harness.bisect.uv import Unavailable
 
-PROBE_SECONDS = 300.0
 RESOLVERS = 8
 RETRIES, RETRY_PAUSE_SECONDS = 2, 5.0
+SHOWS = 0.95
 MOST_MOVES = 5
 """Runs that end in a skip before an end is given up."""
 
@@ -37,8 +39,7 @@ class Conductor:
     lock: int
     """Descriptor of the folder's lock, which whatever runs for it holds too."""
     no_gpu: bool
-    _installs: dict[int, "Future[Environment]"] = field(default_factory=dict)
-    _executor: ThreadPoolExecutor = field(init=False)
+    _preparation: Preparation = field(init=False)
     _since: float = 0.0
     _verifying: Verdict | None = None
     """The end that is being verified."""
@@ -46,17 +47,19 @@ class Conductor:
     def run(self) -> Answer:
         """Raises WrongQuestion, Pause, judge.Stop, OSError, KeyboardInterrupt; the state is saved whatever is raised."""
         self._since = time.monotonic()
-        self._executor = ThreadPoolExecutor(self.state.question.options.installs, thread_name_prefix="install")
+        self._preparation = Preparation(self.state, self.folder, self.provider, self.show, self.lock, self.no_gpu)
         try:
             self._resolve()
             self._verify_ends()
             self._search()
+            self._confirm()
             self._second_look()
             self._second_cause()
+            self._confirm()
             return answer_of(self.state)
         finally:
             self._save()
-            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._preparation.close()
 
     def _resolve(self) -> None:
         """Whether each candidate can be installed, before anything runs; the ends are installed meanwhile."""
@@ -73,7 +76,7 @@ class Conductor:
                 self.show.phase(f"resolving: {done} of {len(pending)}")
                 try:
                     self._wait(future)
-                    self._prefetch([index] if index in ends else [])
+                    self._preparation.begin([index] if index in ends else [])
                 except Unavailable as problem:
                     self._close(index, f"cannot be installed: {problem}")
         finally:
@@ -93,7 +96,7 @@ class Conductor:
         for index, expected in order:
             others = [each for each, _ in order if each not in self.state.verdicts]
             middle = search.next_candidate({order[0][0]: "good", order[1][0]: "bad"}, self.state.closed_indices)
-            self._prefetch([index, *others, *([middle] if middle is not None else [])])
+            self._preparation.begin([index, *others, *([middle] if middle is not None else [])])
             self._verifying = expected
             self._check_end(self._outermost(index), index, expected)
         self._verifying = None
@@ -131,7 +134,7 @@ class Conductor:
             return
         log = self.folder / record.attempts[-1].log if record.attempts else self.folder
         said = {
-            "good": f"is good as well ({record.reason})",
+            "good": f"is good as well ({record.reason}){self._too_rare()}",
             "bad": f"is bad already: {record.reason}",
             "skip": f"could not be judged: {record.reason}",
             "other": f"fails, but with another failure than the one looked for: {record.reason}",
@@ -142,10 +145,48 @@ class Conductor:
             place = f", in place of {given.shown} ({why.rstrip('.')}),"
         raise WrongQuestion(f"the {expected} end {candidate.shown}{place} {said.rstrip('.')}; its output is in {log}.")
 
+    def _too_rare(self) -> str:
+        """Why a bad end may be good."""
+        repeat = self.state.question.options.repeat
+        if self.state.question.kind == "metric":
+            return ""
+        shows = 1 - (1 - SHOWS) ** (1 / repeat)
+        return (
+            f", or it fails too rarely for --repeat {repeat}, which with {SHOWS:.0%} shows only what fails in {shows:.0%} of its"
+            " runs or more"
+        )
+
     def _search(self) -> None:
         while (index := search.next_candidate(self.state.verdicts, self.state.closed_indices)) is not None:
-            self._prefetch([index, *search.next_two(self.state.verdicts, index, self.state.closed_indices)])
+            self._preparation.begin([index, *search.next_two(self.state.verdicts, index, self.state.closed_indices)])
             self._test(index)
+
+    def _confirm(self) -> None:
+        """With --repeat: run again what the answer rests on."""
+        while (again := next_again(self.state)) is not None:
+            self._run_again(again)
+            self._search()
+
+    def _run_again(self, again: Again) -> None:
+        candidate, record = self.state.candidates[again.index], self.state.record(again.index)
+        self.show.table(self.state, f"{candidate.shown}: its environment")
+        failures = 0
+        try:
+            environment = self._preparation.obtain(again.index)
+        except Unavailable as problem:
+            raise Pause(f"{candidate.shown} cannot be run again: {problem}") from problem
+        try:
+            for _ in range(again.runs):
+                made = self._once(candidate, environment, f", once more, run {len(record.attempts) + 1}")
+                record.attempts.append(made)
+                record.verdict, record.reason = self._together(record.attempts)
+                failures += made.verdict != "good"
+                if failures == again.failures:
+                    break
+        finally:
+            self._preparation.release(again.index, environment)
+        self._save()
+        self.show.verdict(record, candidate, self._steps())
 
     def _second_look(self) -> None:
         """Run what the bound leaves, and what --second-look adds, where nothing was run yet: another edge may be there."""
@@ -184,22 +225,21 @@ class Conductor:
         waited = time.monotonic()
         try:
             self.show.table(self.state, f"{candidate.shown}: its environment")
-            environment = self._obtain(index)
+            environment = self._preparation.obtain(index)
         except Unavailable as problem:
-            self._close(index, str(problem))
-            self.show.say(f"{candidate.shown}: skipped, {problem}")
-            self._save()
-            return
+            return self._cannot_run(index, str(problem))
         seconds = time.monotonic() - waited
         try:
             record = self._judged(index, environment)
+            obstacle = self._preparation.probe(index, environment) if self._may_not_import(record) else ""
         finally:
-            self._installs.pop(index, None)
-            self.provider.release(environment)
+            self._preparation.release(index, environment)
+        if obstacle:
+            return self._cannot_run(index, obstacle)
         record.waited_seconds = seconds
         self.state.records.append(record)
         self._save()
-        self._drop()
+        self._preparation.drop()
         self.show.verdict(record, candidate, self._steps())
 
     def _judged(self, index: int, environment: Environment) -> Record:
@@ -207,13 +247,7 @@ class Conductor:
         attempts: list[Attempt] = []
         for number in range(1, question.options.repeat + 1):
             again = f", run {number} of {question.options.repeat}" if question.options.repeat > 1 else ""
-            made = self._attempt(candidate, environment, again)
-            for _ in range(RETRIES):
-                if not judge.may_pass(made):
-                    break
-                self.show.say(f"{candidate.shown}: once more, as this may be the machine's: {made.failure}")
-                time.sleep(RETRY_PAUSE_SECONDS)
-                made = self._attempt(candidate, environment, again)
+            made = self._once(candidate, environment, again)
             attempts.append(made)
             decided = made.verdict != "good" and question.kind != "metric"
             if decided and not (
@@ -230,6 +264,17 @@ class Conductor:
             python=environment.python,
             paths=environment.paths,
         )
+
+    def _once(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
+        """One run that counts."""
+        made = self._attempt(candidate, environment, again)
+        for _ in range(RETRIES):
+            if not judge.may_pass(made):
+                break
+            self.show.say(f"{candidate.shown}: once more, as this may be the machine's: {made.failure}")
+            time.sleep(RETRY_PAUSE_SECONDS)
+            made = self._attempt(candidate, environment, again)
+        return made
 
     def _attempt(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
         made = judge.attempt(
@@ -271,74 +316,24 @@ class Conductor:
         numbers = [each.value for each in self.state.record(good).attempts if each.value is not None]
         return median(numbers) if numbers else None
 
-    def _prefetch(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            if (
-                index not in self._installs
-                and index not in self.state.closed_indices
-                and index not in self.state.verdicts
-            ):
-                self._installs[index] = self._executor.submit(self._prepare, index)
+    def _may_not_import(self, record: Record) -> bool:
+        """Whether it failed without a sign that the package could be imported at all."""
+        decisive = record.decisive
+        failed = record.verdict in ("bad", "other") and decisive is not None
+        return failed and decisive is not None and not decisive.imported and decisive.value is None
 
-    def _drop(self) -> None:
-        """Let go of environments that no run can need any more."""
-        wanted = {0, len(self.state.candidates) - 1}
-        for edge in search.edges(self.state.verdicts):
-            wanted |= set(search.unknown(edge, self.state.verdicts, self.state.closed_indices))
-        for index, future in list(self._installs.items()):
-            if index not in wanted and len(self.state.records) > 1:
-                future.cancel()
-                if future.done() and not future.cancelled() and not future.exception():
-                    self.provider.release(future.result())
-                    del self._installs[index]
-                elif future.cancelled():
-                    del self._installs[index]
+    def _cannot_run(self, index: int, problem: str) -> None:
+        self._close(index, problem)
+        self.show.say(f"{self.state.candidates[index].shown}: skipped, {problem}")
+        self._save()
 
-    def _obtain(self, index: int) -> Environment:
-        self._prefetch([index])
-        return self._wait(self._installs[index])
-
-    def _prepare(self, index: int) -> Environment:
-        """On a thread of its own: make the environment and see that the package imports. Raises Unavailable, Pause."""
-        candidate, options = self.state.candidates[index], self.state.question.options
-        try:
-            environment = self.provider.make(candidate)
-            if not options.git and (not options.environments or canonical(options.package) in environment.freeze):
-                check_version(environment, options.package, candidate.name)
-        except Unavailable as problem:
-            raise Unavailable(f"cannot be installed: {problem}") from problem
-        self.state.installs[candidate.name] = environment.installed_seconds
-        command = probe_command(environment, options.probe, options.package)
-        if command:
-            log = self.folder / "probes" / f"{candidate.name}.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                ended = warded.run(
-                    command,
-                    log,
-                    environment=environment.variables(self.no_gpu),
-                    folder="/",
-                    limit=PROBE_SECONDS,
-                    inherit=(self.lock,),
-                )
-            except OSError as error:
-                raise Pause(f"the probe of {candidate.shown} could not be run: {error}.") from error
-            if ended.code or ended.timed_out:
-                said = judge.first_failure(log, log.parent / "none", ended.code).text or judge.how_it_ended(ended.code)
-                self.provider.release(environment)
-                raise Unavailable(f"cannot run here, the probe fails: {said} (--probe none goes without)")
-        return environment
-
-    def _wait(self, future: "Future[Environment] | Future[None]") -> Environment:
-        """Its result, the table kept alive meanwhile."""
+    def _wait(self, future: "Future[None]") -> None:
+        """Until it has ended, the table kept alive meanwhile."""
         while True:
             try:
-                found = future.result(timeout=0.5)
+                return future.result(timeout=0.5)
             except NotYet:
                 self.show.beat()
-                continue
-            assert found is None or isinstance(found, Environment)
-            return found  # type: ignore[return-value]
 
     def _close(self, index: int, sentence: str) -> None:
         self.state.closed[self.state.candidates[index].name] = sentence

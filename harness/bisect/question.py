@@ -58,10 +58,14 @@ class Options:
     """With --metric: its median is bad above this many times the good end's, such as 1.3x."""
     repeat: int = 1
     """Run each candidate up to this often; one bad run makes it bad. For a failure that comes and goes."""
+    confidence: float = 0.95
+    """With --repeat: how sure the answer must be. The bad end, for its rate, and the last good one are run again until then."""
+    confirm: int = 400
+    """With --repeat: the most runs that this may take; where they do not do, the answer is "probably" and the exit code 1."""
     timeout: str = "0"
     """Seconds, or 10m, or 2h, after which a run counts as hanging: bad, or "other" where something else decides."""
     probe: str = "auto"
-    """Python code that must work before a candidate is run, else it is skipped; by default `import PACKAGE`. `none`: no probe."""
+    """Python code without which a candidate that fails is skipped, not bad; by default `import PACKAGE`. `none`: no probe."""
     second_look: int = 0
     """Runs, beyond those that find an edge, that look for a second one elsewhere."""
     dir: str = ""
@@ -71,7 +75,7 @@ class Options:
     store_gib: float = 60.0
     """The store's limit; what was used least recently goes first."""
     installs: int = 2
-    """Installs at a time, in the background of runs."""
+    """Installs at a time, in the background of runs; 0, or --metric: none while something runs."""
 
 
 class WrongQuestion(ValueError):
@@ -92,6 +96,11 @@ class Question:
         """What decides."""
         options = self.options
         return "match" if options.match else "hang" if options.hang else "metric" if options.metric else "failure"
+
+    @property
+    def has_background(self) -> bool:
+        """Whether environments are made while something runs, which would disturb what is measured."""
+        return self.kind != "metric" and self.options.installs > 0
 
     @property
     def older(self) -> str:
@@ -168,9 +177,13 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
         if not folder_given.is_dir():
             raise WrongQuestion(f"--{name} {folder_given} is no folder; give one that is there.")
         setattr(options, name, str(folder_given.resolve()))
-    for name, least in (("repeat", 1), ("installs", 1), ("second_look", 0)):
+    for name, least in (("repeat", 1), ("installs", 0), ("second_look", 0)):
         if getattr(options, name) < least:
             raise WrongQuestion(f"--{name.replace('_', '-')} {getattr(options, name)} must be {least} or more.")
+    if not 0.5 <= options.confidence <= 0.999:
+        raise WrongQuestion(f"--confidence {options.confidence} must be from 0.5 to 0.999, such as 0.95.")
+    if options.confirm < 0:
+        raise WrongQuestion(f"--confirm {options.confirm} must be 0 or more.")
     if options.store_gib <= 0:
         raise WrongQuestion(f"--store-gib {options.store_gib} must be above 0.")
     return Question(options=options, command=tuple(command), folder=str(folder))

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from shlex import join, quote
 
-from harness.bisect.answer import Answer, SecondCause, answer_of, confidence, failure_rate
+from harness.bisect.answer import Answer, SecondCause, answer_of, is_sure
 from harness.bisect.candidates import names
 from harness.bisect.cause import cause_of, differ_only_in_place, pattern_for
+from harness.bisect.confidence import confidence, rate_of, repeat_needed
 from harness.bisect.question import Question, WrongQuestion
 from harness.bisect.search import Edge, masks
 from harness.bisect.show import left, rows
@@ -75,14 +76,7 @@ def sentences(state: State, answer: Answer) -> list[str]:
     else:
         told = [_one(state, answer.edges[0], what)]
         told += [*_masked(state, answer.edges[0]), *_bad_end_otherwise(state, answer.edges[0])]
-    sure = confidence(state)
-    if sure is not None:
-        rate = failure_rate(state.records)
-        assert rate is not None
-        told.append(
-            f"A bad {what} fails in {rate:.0%} of its runs, and each was run up to {state.question.options.repeat} times: no"
-            f" {what} was taken for good by chance, with a probability of {sure:.1%}."
-        )
+    told += _sureness(state)
     unseen = sum(
         1 for i, each in enumerate(state.candidates) if i not in state.verdicts and each.name not in state.closed
     )
@@ -98,12 +92,30 @@ def _one(state: State, edge: Edge, what: str) -> str:
     before, after = (state.candidates[i].shown for i in (edge.before, edge.after))
     first, last = _words(state, edge)
     if len(edge.answer) == 1:
-        return f"The first {first} {what} is {after}; the last {last} one is {before}."
+        is_probably = "is" if is_sure(state) else "is probably"
+        return f"The first {first} {what} {is_probably} {after}; the last {last} one is {before}."
     among = [state.candidates[i] for i in edge.answer]
     return (
-        f"The first {first} {what} is one of {len(among)}: {names(among, 12)}. The last that is known to be {last} is {before}, and what"
+        f"The first {first} {what} {'is' if is_sure(state) else 'is probably'} one of {len(among)}: {names(among, 12)}. The last that is known to be {last} is {before}, and what"
         " lies between could not be judged."
     )
+
+
+def _sureness(state: State) -> list[str]:
+    """How sure an answer about a failure that comes and goes is, and what would make it surer."""
+    sure, rate = confidence(state), rate_of(state)
+    if sure is None or rate is None:
+        return []
+    told = [
+        f"The answer is right with a probability of {min(sure, 0.999):.1%}, if each bad one fails as often as the bad end, which after its"
+        f" first failure failed in {rate.shown} runs."
+    ]
+    if not is_sure(state):
+        more = repeat_needed(state)
+        above = f"a --confirm above {state.question.options.confirm}"
+        would = f"--repeat {more}, or {above}," if more else above
+        told.append(f"That is less than --confidence {state.question.options.confidence}: {would} would do.")
+    return told
 
 
 def _words(state: State, edge: Edge) -> tuple[str, str]:

@@ -155,14 +155,13 @@ def test_a_flaky_failure_is_found_with_repeat_and_its_confidence_said(bench: Ben
         "file.write_text(str(number + 1))\n"
         "sys.exit(moving.flaky and number % 3 == 2)"
     )
-    run = bench.over_sites(["flaky = 0"] * 7 + ["flaky = 1"] * 6, script, "--repeat", "6")
+    run = bench.over_sites(["flaky = 0"] * 7 + ["flaky = 1"] * 6, script, "--repeat", "6", "--confirm", "44")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "The first bad release is 1.7;" in run.stdout
-    rate, sure = (float(each) / 100 for each in re.findall(r"(?:fails in|probability of) ([\d.]+)%", run.stdout))
-    goods = (
-        sum(record["verdict"] == "good" for record in bench.state()["records"]) - 1
-    )  # the good end is not in question
-    assert 0.25 < rate < 0.5 and sure == pytest.approx((1 - (1 - rate) ** 6) ** goods, abs=0.02)
+    stated = re.search(r"right with a probability of ([\d.]+)%.* failed in (\d+) of (\d+) runs", run.stdout)
+    assert stated and float(stated[1]) >= 95 and 0.25 < int(stated[2]) / int(stated[3]) < 0.5
+    ran = {record["name"]: len(record["attempts"]) for record in bench.state()["records"]}
+    assert ran["1.6"] > 6 and ran["1.12"] > 6 and all(ran[name] <= 6 for name in ran if name not in ("1.6", "1.12"))
 
 
 def test_a_script_that_wants_to_stop_pauses_and_is_gone_on_from(bench: Bench) -> None:
@@ -172,6 +171,16 @@ def test_a_script_that_wants_to_stop_pauses_and_is_gone_on_from(bench: Bench) ->
     (bench.folder / "calm").touch()
     run = bench.bisect("--resume", "found")
     assert run.returncode == 0 and "The first bad release is 1.3" in run.stdout, run.stdout + run.stderr
+
+
+def test_only_a_failure_is_probed(bench: Bench) -> None:
+    """A run that is good shows that the package can be imported, and so does a traceback of its functions."""
+    codes = [GOOD] * 5 + ["import nothing_of_this_name"] * 3 + ["def work(): raise KeyError('a')"] * 6
+    run = bench.over_sites(codes, "import moving\nif hasattr(moving, 'work'): moving.work()")
+    assert run.returncode == 1 and "is one of 4: 1.5, 1.6, 1.7, 1.8." in run.stdout, run.stdout + run.stderr
+    probed = {file.stem for file in (bench.folder / "found" / "probes").glob("*.log")}
+    assert probed == {"1.5", "1.6", "1.7"}
+    assert "cannot run here, the probe fails: ModuleNotFoundError" in bench.report()
 
 
 def test_status_log_and_replay(bench: Bench) -> None:
