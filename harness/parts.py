@@ -22,6 +22,7 @@ from harness.models.names import is_tiny
 from harness.models.tiny import save_tiny_model
 from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import require_absorbed_mla
+from harness.rollout.processes import children, end
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import Row
@@ -132,6 +133,7 @@ def _end_with(message: str, events: EventLog) -> NoReturn:
     """On the engine's watching thread: the main one may sit in a collective for minutes."""
     print(message, file=sys.stderr, flush=True)
     events.fail(message)
+    end(children(), patience_seconds=0)
     leave(1)
 
 

@@ -11,7 +11,8 @@ from harness.failures.diagnose import OF_A_RUN, Diagnosis, diagnose
 from harness.failures.diagnosis_text import in_brief
 from harness.failures.entries import catalogue
 from harness.failures.failure import Failure, shortened
-from harness.rollout.processes import first_traceback
+from harness.rollout.engine_log import ENDING_SIGNALS
+from harness.rollout.processes import errors
 
 SECONDS = 2.0
 """How long the verdict waits for an explanation."""
@@ -57,15 +58,22 @@ class Explanation:
             self._done.set()
 
     def _scheduler(self, logs: Sequence[Path]) -> list[str]:
-        """The first traceback of the logs of the engines."""
+        """Of the logs of the engines: the traceback of the error that the failure tells of, else the first; none where the rank
+        itself raised that error, whose traceback is shown."""
+        trace = self.failure.trace
+        if trace and trace[-1].removesuffix("...") in self.failure.detail:
+            return []
         named = [log for log in logs if log.name in self.failure.detail]
-        # Whom a signal ended left no traceback of its own: the one there is another's, who lost it.
-        what = ", what followed" if ") died of SIG" in self.failure.detail else ""
+        # What was ended from outside left no traceback: the one there is another's, which lost it.
+        ended = any(f") died of {name}" in self.failure.detail for name in ENDING_SIGNALS)
+        what = ", what followed" if ended else ""
         for log in named or logs:
             with log.open("rb") as stream:
                 text = stream.read(READ_BYTES).decode(errors="replace")
-            if trace := first_traceback(text):
-                return [f"{log.name}{what}:", *(f"| {line}" for line in shortened("\n".join(trace)))]
+            found = [each for each in errors(text) if each[0]]
+            if found:
+                lines, _ = next((each for each in found if each[1] in self.failure.detail), found[0])
+                return [f"{log.name}{what}:", *(f"| {line}" for line in shortened("\n".join(lines)))]
         return []
 
     def _diagnosis(self, logs: Sequence[Path]) -> Diagnosis:

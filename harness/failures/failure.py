@@ -44,6 +44,9 @@ SHOWN = 300
 TRACE_LINES, TRACE_WIDTH = 10, 140
 """Of an exception's traceback, its last ones; for the same reason."""
 
+_RAISED_FROM = "The above exception was the direct cause of the following exception:"
+"""As Python prints it between the two."""
+
 TOGETHER_SECONDS = 1.0
 _AHEAD: Mapping[Kind, float] = {
     "stopped": 2 * TOGETHER_SECONDS,
@@ -136,7 +139,10 @@ class Failure:
 
 
 def shortened(trace: str) -> tuple[str, ...]:
-    """The last lines of a traceback, as they are kept; without those that only point at a part of the one above."""
+    """The last lines of a traceback, as they are kept; without those that only point at a part of the one above. Of an
+    exception that was raised from another, those of the other, which is the cause."""
+    while _RAISED_FROM in trace:
+        trace = trace[: trace.rindex(_RAISED_FROM)].rstrip()
     lines = [line for line in trace.splitlines() if line.strip(" ~^|")]
     return tuple(line if len(line) <= TRACE_WIDTH else line[: TRACE_WIDTH - 3] + "..." for line in lines[-TRACE_LINES:])
 

@@ -1,5 +1,6 @@
 """The engine's child processes: their output kept in one file, their death noticed at once."""
 
+import builtins
 import multiprocessing
 import os
 import re
@@ -12,11 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 POLL_SECONDS = 0.5
+START_POLL_SECONDS = 0.2
 END_POLL_SECONDS = 0.05
 STOP_SECONDS = 10.0
 
@@ -28,7 +29,6 @@ _IGNORED = "Exception ignored in"
 # The first line after a traceback's frames, which are indented: a dotted class name, bare or with a message. Another
 # process's line may come between; unlike a class it has no capital, or no colon after its first word.
 _ERROR_LINE = re.compile(r"^(?:\[[^\]]*\] )?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*|:)?)$")
-_NO_ERROR = re.compile(r"^(?:\w*Warning|WARNING|INFO|DEBUG|ERROR|CRITICAL)\b")
 # A process that dies below Python leaves no traceback, but a line like these before pages of stacks.
 _CRASH_LINE = re.compile(r"^(?:Fatal Python error: .*|terminate called after throwing an instance of .*)$")
 
@@ -58,62 +58,42 @@ def output_to(path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-@contextmanager
-def sigquit_raises() -> Iterator[None]:
-    """While open, whoever sets a handler for SIGQUIT sets one that raises ChildProcessError in the main thread.
-
-    For releases without custom_sigquit_handler (before 0.5.7): their handler SIGKILLs this process when a scheduler
-    fails at start, without a word; without any handler they would wait for it for ever.
-    """
-    real = signal.signal
-
-    def fail(signum: int, frame: object) -> None:
-        raise ChildProcessError("a process of the engine asked its parent to end")
-
-    def register(number: int, handler: Any) -> Any:
-        return real(number, fail if number == signal.SIGQUIT else handler)
-
-    signal.signal = register  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        signal.signal = real
-
-
 def first_error(log: str) -> str:
-    """The first exception or crash of a log in one line, else its last line that is not empty, else ''.
+    """Return the first exception or crash of a log in one line, '' where it tells of none.
 
     In a log that several processes share, the line that ends the first traceback is the cause; what follows are
     consequences. Of chained exceptions Python prints the cause first. Errors that Python ignored do not count.
     """
-    lines = [line.rstrip() for line in log.splitlines()]
-    in_traceback = False
-    for previous, line in zip(["", *lines], lines, strict=False):
-        if _CRASH_LINE.match(line):
-            return line
-        if _TRACEBACK in line:
-            in_traceback = in_traceback or _IGNORED not in previous
-        elif in_traceback and (match := _ERROR_LINE.match(line)) and not _NO_ERROR.match(match[1]):
-            return match[1]
-    return next((line for line in reversed(lines) if line.strip()), "")
+    return next((error for _, error in errors(log)), "")
 
 
-def first_traceback(log: str) -> list[str]:
-    """The lines of the traceback whose last one is first_error(log); none where a log has no whole one.
+def errors(log: str) -> Iterator[tuple[list[str], str]]:
+    """Yield each traceback of a log, with the line that ends it; a crash below Python has no traceback.
 
     Lines that another process wrote between are left out: those of a traceback are indented.
     """
     lines = [line.rstrip() for line in log.splitlines()]
     found: list[str] = []
     for previous, line in zip(["", *lines], lines, strict=False):
-        if _TRACEBACK in line:
+        if _CRASH_LINE.match(line):
+            yield [], line
+        elif _TRACEBACK in line:
             if not found and _IGNORED not in previous:
                 found = [line]
         elif found and line.startswith(" "):
             found.append(line)
-        elif found and (match := _ERROR_LINE.match(line)) and not _NO_ERROR.match(match[1]):
-            return [*found, line]
-    return []
+        elif found and (match := _ERROR_LINE.match(line)) and _is_error(match[1]):
+            yield [*found, line], match[1]
+            found = []
+
+
+def _is_error(line: str) -> bool:
+    """Whether it begins with the class of an exception, as a traceback ends: its module stands before it, save where it is
+    Python's own or of the script. Otherwise it is what another process printed between, such as "Loading: 50%"."""
+    name = line.partition(":")[0]
+    own = getattr(builtins, name, None)
+    is_own = isinstance(own, type) and issubclass(own, BaseException) and not issubclass(own, Warning)
+    return is_own or ("." in name and not name.endswith("Warning")) or name.endswith(("Error", "Exception"))
 
 
 def children() -> dict[int, psutil.Process]:
@@ -128,6 +108,27 @@ def killed_by(child: BaseProcess | None) -> str:
     """
     code = child.exitcode if child else None
     return signal.Signals(-code).name if code is not None and code < 0 else ""
+
+
+@contextmanager
+def started_processes() -> Iterator[set[BaseProcess]]:
+    """While open, note the processes that multiprocessing starts here and that live for START_POLL_SECONDS: it no longer lists
+    one that SGLang waited for."""
+    before = set(multiprocessing.active_children())
+    started: set[BaseProcess] = set()
+    closed = threading.Event()
+
+    def look() -> None:
+        while not closed.wait(START_POLL_SECONDS):
+            started.update(set(multiprocessing.active_children()) - before)
+
+    looking = threading.Thread(target=look, name="engine-start", daemon=True)
+    looking.start()
+    try:
+        yield started
+    finally:
+        closed.set()
+        looking.join()
 
 
 @dataclass(slots=True)
@@ -201,13 +202,6 @@ def shared_memory_files(processes: Iterable[int]) -> set[Path]:
         inodes |= {int(inode) for inode in _SHARED_MEMORY.findall(maps)}
     with os.scandir("/dev/shm") as files:
         return {Path(file.path) for file in files if file.inode() in inodes}
-
-
-def ignore_signal(signum: int, frame: object) -> None:
-    """Handler for the SIGQUIT with which a failing scheduler asks its parent to die: ChildWatch reports it instead.
-
-    At module level, because SGLang pickles the handler into its schedulers.
-    """
 
 
 def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:

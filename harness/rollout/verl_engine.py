@@ -7,7 +7,6 @@ the answer to the others. The interface is that of the VerlEngine which sglang s
 import asyncio
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,10 +24,12 @@ from harness.cluster.world import all_gather, child_environment
 from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import activate, cores_by_tp_rank, engine_environment
 from harness.rollout.defaults import engine_defaults
+from harness.rollout.engine_log import EngineLog, described
 from harness.rollout.errors import EngineFailed
 from harness.rollout.group import Group
-from harness.rollout.processes import ChildWatch, children, end, first_error, ignore_signal, output_to, sigquit_raises
+from harness.rollout.processes import ChildWatch, children, end, output_to, started_processes
 from harness.rollout.seating import Seating
+from harness.rollout.signals import TAKEN, OwnHandlers, ignore_signal, sigquit_raises
 from harness.rollout.stages import await_stages, update_stages
 from harness.rollout.worker import inspection
 from harness.rollout.worker.fingerprint import FINGERPRINT
@@ -83,7 +84,8 @@ class VerlEngine:
         self._lease: PortLease | None = None
         self._watch: ChildWatch | None = None
         self._on_death = on_death or _exit_with
-        self._signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
+        self._handlers = OwnHandlers()
+        self._log = EngineLog(self.log)
         self._share_authkey()
         if not self._cpu and self.api.patches_reductions:
             # Handles then name GPUs by UUID: each rank may number them its own way.
@@ -211,7 +213,7 @@ class VerlEngine:
             engine = self.inner or self._engine
             end(children(), stop=lambda: sglang_api.shutdown(engine))
             self._engine = None
-            self._restore_signals()
+            self._handlers.restore(engine_serves=False)
         if self._lease:
             self._lease.close()
             self._lease = None
@@ -236,8 +238,9 @@ class VerlEngine:
         if self.is_head:
             try:
                 outcome = [("value", call(self.inner))]
+                self._log.answered()
             except Exception as error:
-                dist.broadcast_object_list([("error", _describe(error))], self.group.head, self.group.process_group)
+                dist.broadcast_object_list([("error", described(error))], self.group.head, self.group.process_group)
                 raise
         dist.broadcast_object_list(outcome, self.group.head, self.group.process_group)
         kind, value = outcome[0]
@@ -251,7 +254,7 @@ class VerlEngine:
         try:
             work()
         except Exception as error:
-            failure, cause = _describe(error), error
+            failure, cause = described(error), error
         failures = all_gather(failure, self.group.process_group)
         for rank, message in zip(sorted(self.group.ranks), failures, strict=True):
             if message:
@@ -271,39 +274,32 @@ class VerlEngine:
                 STREAM,
             ]
         before = children()
-        try:
-            loud = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
-            with child_environment(self._environment()), output_to(self.log), loud:
-                self._engine = self._start(arguments)
-                if self.is_head:
-                    # SGLang's own signal handlers are set with its first call: make that now, then take them back.
-                    sglang_api.start_loop(self.inner)
-                    sglang_api.unlink_shared_memory(self.inner)
-        except Exception as error:
-            end({pid: child for pid, child in children().items() if pid not in before})
-            cause = first_error(self.log.read_text(encoding="utf-8", errors="replace"))
-            raise EngineFailed(f"{cause or _describe(error)} (whole log: {self.log})") from error
-        finally:
-            self._restore_signals()
-        started = {pid: child for pid, child in children().items() if pid not in before and not _is_tracker(child)}
-        self._watch = ChildWatch(started, self._report_death)
+        loud = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
+        with started_processes() as started:
+            try:
+                with child_environment(self._environment()), output_to(self.log), loud:
+                    self._engine = self._start(arguments)
+                    if self.is_head:
+                        # SGLang's own signal handlers are set with its first call: make that now, then take them back.
+                        sglang_api.start_loop(self.inner)
+                        sglang_api.remove_signal_handlers(self.inner, TAKEN)
+                        sglang_api.unlink_shared_memory(self.inner)
+            except Exception as error:
+                failure = self._log.start_failure(error, started)
+                end({pid: child for pid, child in children().items() if pid not in before})
+                raise EngineFailed(failure) from error
+            finally:
+                self._handlers.restore(engine_serves=self._engine is not None)
+        serving = {pid: child for pid, child in children().items() if pid not in before and not _is_tracker(child)}
+        self._watch = ChildWatch(serving, self._report_death)
         self._watch.start()
 
     def _report_death(self, name: str, pid: int, signal_name: str) -> None:
-        how = f" of {signal_name}"
-        # Whom SIGKILL or SIGTERM ends has no last word: an error in the log, which all share, is another's consequence.
-        if signal_name not in ("SIGKILL", "SIGTERM"):
-            how = f": {first_error(self.log.read_text(encoding='utf-8', errors='replace')) or 'it printed nothing'}"
-        end(children(), patience_seconds=0)  # an engine without one of its processes is of no use, and holds a GPU
-        self._on_death(f"engine process {name} (pid {pid}) died{how} (whole log: {self.log})")
-
-    def _restore_signals(self) -> None:
-        """Take SIGTERM and SIGQUIT back: SGLang's handlers ignore the first and kill this process on the second."""
-        loop = getattr(self.inner, "loop", None)
-        for number, handler in self._signals.items():
-            if loop is not None and not loop.is_closed():
-                loop.remove_signal_handler(number)
-            signal.signal(number, ignore_signal if number == signal.SIGQUIT and self._engine else handler)
+        """Tell first: to end the other processes may take seconds, in which this rank may be ended too."""
+        try:
+            self._on_death(self._log.death(name, pid, signal_name))
+        finally:
+            end(children(), patience_seconds=0)  # an engine without one of its processes is of no use, and holds a GPU
 
     def _placement_arguments(self, base_port: int) -> dict[str, Any]:
         """Lease ports on each builder; agree on the head's address."""
@@ -373,10 +369,6 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
-
-
 def _is_tracker(process: Any) -> bool:
     """multiprocessing's resource tracker: it outlives nothing that matters, and may be restarted."""
     return any("resource_tracker" in word for word in process.cmdline())
@@ -385,4 +377,5 @@ def _is_tracker(process: Any) -> bool:
 def _exit_with(message: str) -> None:
     sys.stderr.write(message + "\n")
     sys.stderr.flush()
+    end(children(), patience_seconds=0)
     os._exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes

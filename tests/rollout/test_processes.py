@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.rollout.processes import end, shared_memory_files, sigquit_raises
+from harness.rollout.processes import end, shared_memory_files
+from harness.rollout.signals import sigquit_raises
 
 # Maps a file in /dev/shm, as a scheduler does, and has no resource tracker that would clean up after it.
 HOLDER = """

@@ -43,7 +43,7 @@ Extension modules: numpy (total: 81)
     [
         ("", ""),
         ("\n  \n", ""),
-        ("loading\nout of luck\n\n", "out of luck"),
+        ("loading\nout of luck\n\n", ""),
         (traceback("ValueError: a: b"), "ValueError: a: b"),
         (traceback("torch.OutOfMemoryError: CUDA.", HIT) + "bye\n", "torch.OutOfMemoryError: CUDA."),
         (traceback("AssertionError"), "AssertionError"),
@@ -61,7 +61,10 @@ Extension modules: numpy (total: 81)
         (SEGMENTATION, "Fatal Python error: Segmentation fault"),
         ("terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA\n",
          "terminate called after throwing an instance of 'c10::Error'"),
-        (traceback("").rstrip() + "\nKilled by the kernel", "Killed by the kernel"),
+        (traceback("").rstrip() + "\nKilled by the kernel", ""),
+        ("[2026-11-21 22:03:12] Using custom SIGQUIT handler: <function ignore_signal at 0x7f>\n", ""),
+        (traceback("Loading: 50%\n[2026-11-21 22:03:12 TP0] Prefill: 1 token\nDone\nOSError: x"), "OSError: x"),
+        (traceback("pkg.OldWarning: y\npkg.NotFound: z"), "pkg.NotFound: z"),
     ],
 )  # fmt: skip
 def test_first_error(log: str, error: str) -> None:

@@ -6,7 +6,6 @@ from harness.rollout.sglang_api.engine import (
     Engine,
     EngineRefused,
     RankChecksum,
-    await_in_engine,
     build_engine,
     build_own_verl_engine,
     check_result,
@@ -15,7 +14,6 @@ from harness.rollout.sglang_api.engine import (
     continue_generation,
     destroy_weights_update_group,
     flush_cache,
-    for_another_thread,
     generate,
     import_engine,
     init_weights_update_group,
@@ -24,7 +22,6 @@ from harness.rollout.sglang_api.engine import (
     release_memory_occupation,
     resume_memory_occupation,
     shutdown,
-    start_loop,
     unlink_shared_memory,
     update_session,
     update_weights_from_disk,
@@ -37,6 +34,12 @@ from harness.rollout.sglang_api.environment import (
     common_environment,
     engine_environment_rules,
     memory_imbalance_environment,
+)
+from harness.rollout.sglang_api.loop import (
+    await_in_engine,
+    for_another_thread,
+    remove_signal_handlers,
+    start_loop,
 )
 from harness.rollout.sglang_api.payload import (
     deserialize,
@@ -86,6 +89,7 @@ __all__ = [
     "pause_generation",
     "probe",
     "release_memory_occupation",
+    "remove_signal_handlers",
     "resume_memory_occupation",
     "serialize",
     "serialize_by_value",

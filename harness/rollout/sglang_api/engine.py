@@ -4,15 +4,15 @@ The Engine reports most failures as a returned (False, message) and goes on; her
 the rank that built the engine with node_rank 0 may call: on other nodes an Engine has no tokenizer manager.
 """
 
-import asyncio
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from harness.rollout.sglang_api import source
+from harness.rollout.sglang_api.loop import await_in_engine
 from harness.rollout.sglang_api.probe import ENGINE, IO_STRUCT, OLD_ENGINE, VERL_ENGINE, SGLangApi
 
 T = TypeVar("T")
@@ -105,46 +105,6 @@ def generate(engine: Engine, *, sampling_params: Mapping[str, Any], **arguments:
     if "input_ids" in given:
         given["input_ids"] = _token_ids(given["input_ids"])
     return engine.generate(sampling_params=dict(sampling_params), **given)
-
-
-def await_in_engine(engine: Engine, make: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-    """Run `make(engine.tokenizer_manager)` to its end in the loop that the engine itself uses, without HTTP.
-
-    The task that receives answers from the schedulers lives in that loop and is started first: until 0.5.9 flush_cache
-    and check_weights do not start it themselves, and as a fresh engine's first call they would wait for ever.
-    """
-    manager = engine.tokenizer_manager
-
-    async def run() -> T:
-        manager.auto_create_handle_loop()
-        return await make(manager)
-
-    return _engine_loop(engine).run_until_complete(run())
-
-
-def _engine_loop(engine: Engine) -> asyncio.AbstractEventLoop:
-    """The event loop in which the engine's calls run; older releases take the main thread's."""
-    return cast(asyncio.AbstractEventLoop, getattr(engine, "loop", None) or asyncio.get_event_loop())
-
-
-def for_another_thread(engine: Engine, call: Callable[[], T]) -> Callable[[], T]:
-    """The call, made ready to run on a thread that has no event loop: some releases look for the current one."""
-    loop = _engine_loop(engine)
-
-    def run() -> T:
-        asyncio.set_event_loop(loop)
-        return call()
-
-    return run
-
-
-def start_loop(engine: Engine) -> None:
-    """Start the task that receives the schedulers' answers, with which SGLang also takes over SIGTERM and SIGQUIT."""
-
-    async def nothing(_: Any) -> None:
-        return None
-
-    await_in_engine(engine, nothing)
 
 
 @contextmanager
