@@ -86,7 +86,7 @@ class Diagnosis:
 def diagnose(files: Sequence[str], contexts: Collection[str] = ()) -> Diagnosis:
     """Read the files, in the order in which a cause is looked for; `contexts` are known without them. Raises OSError."""
     by_word = {word: list(patterns) for word, patterns in _by_word().items()}
-    once = _seen_once()
+    anywhere, once = _seen_anywhere(), _seen_anywhere() - _placed()
     known = set(by_word)
     matches: Matches = {}
     troubles: list[Trouble] = []
@@ -106,7 +106,9 @@ def diagnose(files: Sequence[str], contexts: Collection[str] = ()) -> Diagnosis:
             line = read(file, index, number, raw)
             has_ranks = has_ranks or bool(_RANKS.search(line.source))
             found = frozenset(
-                pattern for pattern in patterns if pattern.regex.search(line.whole if pattern in once else line.text)
+                pattern
+                for pattern in patterns
+                if pattern.regex.search(line.whole if pattern in anywhere else line.text)
             )
             for pattern in found:
                 kept[pattern] = kept.get(pattern, 0) + 1
@@ -136,24 +138,25 @@ def _by_word() -> Mapping[bytes, Sequence[Pattern]]:
     """All patterns that are looked for, each once, by a word that their lines have."""
     around = surroundings()
     made: dict[bytes, list[Pattern]] = {}
-    for pattern in dict.fromkeys([*_placed(), *_seen_once(), *around.harmless, *around.wrappers]):
+    for pattern in dict.fromkeys([*_placed(), *_seen_anywhere(), *around.harmless, *around.wrappers]):
         made.setdefault(pattern.word, []).append(pattern)
     return made
 
 
-def _placed() -> list[Pattern]:
+@cache
+def _placed() -> frozenset[Pattern]:
     """Those of which it matters in which lines they stand."""
     signatures = [signature for entry in catalogue().values() for signature in entry.signatures]
-    return [pattern for signature in signatures for pattern in (signature.pattern, signature.near) if pattern]
+    return frozenset(pattern for signature in signatures for pattern in (signature.pattern, signature.near) if pattern)
 
 
 @cache
-def _seen_once() -> frozenset[Pattern]:
-    """Those of which it matters only whether the log has them anywhere, prefixes included."""
+def _seen_anywhere() -> frozenset[Pattern]:
+    """Those of which it matters whether the log has them, in prefixes too."""
     around = surroundings()
     contexts = {pattern for context in around.contexts.values() for pattern in context}
     conditions = {pattern for entry in catalogue().values() for pattern in entry.conditions or ()}
-    return frozenset((contexts | conditions | set(around.other_engines)) - set(_placed()))
+    return frozenset(contexts | conditions | set(around.other_engines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +216,9 @@ class _Log:
         """Whether an exception that no entry knows ended what the finding did not."""
         inside = self._inside(finding.line)
         after = [each for each in exceptions if each.line.index == finding.line.index and each is not inside]
-        if finding.is_mild:
-            return any(each.line.number > finding.line.number for each in after)
+        if finding.is_mild or (finding.evidence[0].role == "likely" and not inside):
+            own = 0 if finding.is_mild else HEADLINE_LINES  # a line of code stands before its exception
+            return any(each.line.number > finding.line.number + own for each in after)
         return any(
             each.line.number > finding.line.number and not self._is_followed(finding.line, each.line) for each in after
         )

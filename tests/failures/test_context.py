@@ -148,3 +148,35 @@ def test_a_message_of_the_next_process_is_not_of_the_exception(tmp_path: Path) -
     text = f"{HEALTHY}{USER}[2026-11-21 05:44:02] Received sigquit from a child process. It usually means the child failed.\n"
     found = diagnosed(tmp_path, text)
     assert found.verdict == "unknown" and found.suspicious and found.suspicious.text == "KeyError: 'answer'"
+
+
+WORDINGS = {
+    "port-collision-same-seed": "(SGLangHttpServer pid=1) DistNetworkError: The server socket has failed to listen on any local"
+    " network address. port: 30437, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    "multinode-tp-init-timeout": "(WorkerDict pid=3) torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for"
+    " clients. 16/32 clients joined.",
+    "ipv6-dist-init-addr": "(WorkerDict pid=3) ValueError: Port could not be cast to integer value as 'db8:1f::12:37221'",
+    "verl-engine-removed": "ImportError: cannot import name 'VerlEngine' from 'sglang.srt.entrypoints.verl_engine' (/x)",
+    "cache-not-flushed": "(RolloutManager pid=2) TimeoutError: Timeout while flushing cache.",
+    "peer-vanished": "(SGLangHttpServer pid=1) SIGQUIT received. signum=None, frame=None. It usually means one child failed.\n"
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+    "resume-before-empty-cache": f"Traceback (most recent call last):\n{SGLANG}  File 'x', line 1, in resume_memory_occupation\n"
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "gpu-code-without-gpu": f"Traceback (most recent call last):\n{SGLANG}AssertionError: Torch not compiled with CUDA enabled",
+}
+
+
+@pytest.mark.parametrize("slug", WORDINGS)
+def test_wordings_of_other_releases_and_trainers(slug: str, tmp_path: Path) -> None:
+    assert name(diagnosed(tmp_path, WORDINGS[slug])).split()[0] == slug
+
+
+def test_a_port_of_a_url_with_a_password_is_no_ipv6_address(tmp_path: Path) -> None:
+    text = "(WorkerDict pid=3) ValueError: Port could not be cast to integer value as 'word@proxy:80'"
+    assert diagnosed(tmp_path, text).verdict == "unknown"
+
+
+def test_the_frame_must_be_of_the_same_traceback(tmp_path: Path) -> None:
+    resumed = "(WorkerDict pid=3)   at 10:00:01 in resume_memory_occupation: all is well\n"
+    text = f"{resumed}[2026-11-21 05:44:00 TP0] Traceback (most recent call last):\n{SGLANG}torch.OutOfMemoryError: CUDA out of memory.\n"
+    assert diagnosed(tmp_path, text).verdict == "unknown"
