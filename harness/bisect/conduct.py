@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from harness.bisect import judge, measure, search
+from harness.bisect import judge, measure, measured, search
 from harness.bisect.answer import Answer, answer_of, next_for_cause, second_cause
 from harness.bisect.candidates import Candidate
 from harness.bisect.confidence import Again, next_again
@@ -284,7 +284,7 @@ class Conductor:
             no_gpu=self.no_gpu,
             variables={"BISECT_PACKAGE": self.state.question.options.package, "BISECT_CANDIDATE": candidate.name},
             lock=self.lock,
-            reference=self._reference(),
+            reference=measured.reference(self.state),
             beat=self._beating(f"{candidate.shown}: running{again}"),
         )
         made.log = str(Path(made.log).relative_to(self.folder))
@@ -296,7 +296,7 @@ class Conductor:
         numbers = [attempt.value for attempt in attempts if attempt.value is not None]
         if question.kind == "metric" and len(numbers) == len(attempts) > 1:
             middle = median(numbers)
-            is_bad = measure.is_bad(question.options, middle, question.ratio, self._reference())
+            is_bad = measure.is_bad(question.options, middle, question.ratio, measured.reference(self.state))
             return (
                 "bad" if is_bad else "good",
                 f"{question.options.metric} = {middle:.6g}, the median of {len(numbers)} runs",
@@ -307,14 +307,6 @@ class Conductor:
         if question.options.repeat > 1:
             reason += f" ({len(failed)} of {len(attempts)} runs bad)"
         return chosen.verdict, reason
-
-    def _reference(self) -> float | None:
-        """The good end's number."""
-        good = self.state.end("good")
-        if good is None or self.state.verdicts[good] != "good":
-            return None
-        numbers = [each.value for each in self.state.record(good).attempts if each.value is not None]
-        return median(numbers) if numbers else None
 
     def _may_not_import(self, record: Record) -> bool:
         """Whether it failed without a sign that the package could be imported at all."""

@@ -110,12 +110,15 @@ def verdict(
     if question.kind == "metric":
         number = measure.value(question.options, measure.values(question.options.metric, log, log.parent))
         made.value = number
+        shown = f"{question.options.metric} = {number:.6g}" if number is not None else ""
+        if number is not None and question.ratio is not None and reference:
+            shown += f", {number / reference:.3f} times the good end's"
         if number is not None and measure.is_bad(question.options, number, question.ratio, reference):
-            return "bad", f"{question.options.metric} = {number:.6g}"
+            return "bad", shown
         if made.code == 0:
             if number is None:
                 return "skip", f"it passed and told no {question.options.metric}"
-            return "good", f"{question.options.metric} = {number:.6g}"
+            return "good", shown
     if made.code == 0:
         return "good", "it passed"
     ended = made.failure or how_it_ended(made.code)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import join
 
-from harness.bisect import changes, commits, reproduce, search
+from harness.bisect import changes, commits, measured, reproduce, requirements, search
 from harness.bisect.answer import Answer
 from harness.bisect.page import page
 from harness.bisect.search import Edge
@@ -48,6 +48,7 @@ def markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
         yield from (sentence, "")
     yield from ("```", join(["python", "launch/bisect.py", *question.words()]), "```", "")
     yield from verdicts(state)
+    yield from measured.table(state)
     for edge in answer.edges if answer.kind != "open" else ():
         yield from _edge(state, edge, folder)
     if answer.second is not None:
@@ -105,6 +106,8 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
     if address := compare_address(state, edge):
         yield from (f"- {address}", "")
     yield from _packages(state, before, after, bad, folder)
+    for record in (before, after):
+        yield from requirements.table(state, record)
     trees = [changes.tree_of(record) for record in (before, after)]
     yield from changes.api(*trees)
     yield from _first_failure(bad, folder)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from shlex import join, quote
 
+from harness.bisect import measured, requirements
 from harness.bisect.answer import Answer, SecondCause, answer_of, is_sure
 from harness.bisect.candidates import names
 from harness.bisect.cause import cause_of, differ_only_in_place, pattern_for
@@ -76,6 +77,8 @@ def sentences(state: State, answer: Answer) -> list[str]:
     else:
         told = [_one(state, answer.edges[0], what)]
         told += [*_masked(state, answer.edges[0]), *_bad_end_otherwise(state, answer.edges[0])]
+    told += _mixed(state, answer)
+    told += measured.sentences(state, answer.edges[0] if len(answer.edges) == 1 else None)
     told += _sureness(state)
     unseen = sum(
         1 for i, each in enumerate(state.candidates) if i not in state.verdicts and each.name not in state.closed
@@ -99,6 +102,12 @@ def _one(state: State, edge: Edge, what: str) -> str:
         f"The first {first} {what} {'is' if is_sure(state) else 'is probably'} one of {len(among)}: {names(among, 12)}. The last that is known to be {last} is {before}, and what"
         " lies between could not be judged."
     )
+
+
+def _mixed(state: State, answer: Answer) -> list[str]:
+    """Where an edge's candidates ran over packages that they do not ask for, the answer is of that mix."""
+    sides = dict.fromkeys(index for edge in answer.edges for index in (edge.before, edge.after))
+    return [told for index in sides if (told := requirements.sentence(state, state.record(index)))]
 
 
 def _sureness(state: State) -> list[str]:

@@ -13,7 +13,7 @@ def failed(text: str, place: str = "", code: int = 1, slug: str = "") -> Attempt
 
 
 SAME = [
-    (("RuntimeError: size 8 at 0x7f12 in /tmp/a/b.py", WORK), ("RuntimeError: size 64 at 0x9a in /home/c.py", WORK)),
+    (("RuntimeError: size 8 at 0x7f12 in /tmp/a/b.py", WORK), ("RuntimeError: size 64 at 0x9a in /opt/c.py", WORK)),
     (("ValueError: request 3f2b8c1e-77aa failed", WORK), ("ValueError: request 99ab01cd-1234 failed", WORK)),
     (("KeyError: 'weights'", WORK), ("KeyError: 'weights'", "")),
     (

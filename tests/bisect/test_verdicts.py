@@ -117,9 +117,14 @@ def test_a_number_is_compared_with_the_good_end(bench: Bench) -> None:
         "with open(os.environ['BISECT_METRICS'], 'a') as f:\n"
         "    for each in (9.0, moving.s, moving.s): f.write(json.dumps({'seconds': each}) + '\\n')"
     )
-    codes = ["s = 1.0", "s = 1.1", "s = 1.25", "s = 1.4", "s = 1.5", "s = 2.0"]
+    codes = ["s = 1.0", "s = 1.02", "s = 1.28", "s = 1.31", "s = 1.32", "s = 1.4"]
     run = bench.over_sites(codes, script, "--metric", "step_seconds", "--worse", "1.3x")
     assert run.returncode == 0 and "The first bad release is 1.3;" in run.stdout, run.stdout + run.stderr
+    assert "step_seconds is bad above 1.3, 1.3 times the good end's 1." in run.stdout
+    assert "the largest is not the one over the limit: 1." in run.stdout and "to 1.2" in run.stdout
+    assert "over the limit: 1.2 to 1.3, 1.28 to 1.31, +2.3%." in run.stdout
+    table = re.findall(r"^\| (1\.\d) \| ([\d.]+) \| ([\d.]+) \| (good|bad) \|$", bench.report(), re.MULTILINE)
+    assert [row[0] for row in table] == sorted(row[0] for row in table) and ("1.3", "1.31", "1.310", "bad") in table
 
 
 def test_a_hang_counts_and_nothing_of_it_is_left(bench: Bench) -> None:
