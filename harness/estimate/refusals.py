@@ -15,7 +15,9 @@ CPU_PADS = "SGLang refuses it on CUDA; its CPU mode pads the model (--engine.dev
 class _Sizes:
     """Whole numbers of a config by name, those of a multi-modal model's language part; None where there is none."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    def __init__(self, fields: Mapping[str, Any], shape: Mapping[str, Any] | None = None) -> None:
+        """shape: model.shape, whose keys are the user's own."""
+        self.shape = shape or {}
         inner = fields.get("text_config")
         self.fields: Mapping[str, Any] = {**fields, **inner} if isinstance(inner, Mapping) else fields
 
@@ -24,10 +26,14 @@ class _Sizes:
         values = (self.fields.get(name) for name in names.split())
         return next((value for value in values if type(value) is int and value > 0), None)
 
+    def key(self, name: str) -> str:
+        """As the user writes it, where the user did."""
+        return f"model.shape.{name}" if name in self.shape else f"the model's {name}"
+
 
 def refusals(fields: Mapping[str, Any], config: Config, device: Literal["cpu", "cuda"]) -> Iterator[str]:
     """One sentence for each reason why this model cannot be served on this mesh. fields: of the model's config.json."""
-    sizes, parallel = _Sizes(fields), config.parallel
+    sizes, parallel = _Sizes(fields, config.model.shape), config.parallel
     layers = sizes["num_hidden_layers"]
     if layers is not None and layers < parallel.pp:
         yield f"parallel.pp = {parallel.pp} is more than the model's {layers} layers."
@@ -71,9 +77,9 @@ def _inconsistent(sizes: _Sizes) -> Iterator[str]:
     if heads is None or is_mla:
         return
     if kv_heads is not None and heads % kv_heads:
-        yield f"the model's num_attention_heads = {heads} is not a multiple of its num_key_value_heads = {kv_heads}."
+        yield f"{sizes.key('num_attention_heads')} = {heads} is not a multiple of num_key_value_heads = {kv_heads}."
     if hidden is not None and sizes["head_dim"] is None and hidden % heads:
-        yield f"the model's num_attention_heads = {heads} does not divide its hidden_size = {hidden}."
+        yield f"{sizes.key('num_attention_heads')} = {heads} does not divide hidden_size = {hidden}."
 
 
 def _experts(sizes: _Sizes, config: Config, device: Literal["cpu", "cuda"]) -> Iterator[str]:
@@ -82,10 +88,10 @@ def _experts(sizes: _Sizes, config: Config, device: Literal["cpu", "cuda"]) -> I
     if experts is None:
         return
     if chosen is not None and chosen > experts:
-        yield f"the model's num_experts_per_tok = {chosen} is more than its {experts} experts."
+        yield f"{sizes.key('num_experts_per_tok')} = {chosen} is more than the model's {experts} experts."
     groups = sizes["n_group"]
     if groups is not None and experts % groups:
-        yield f"the model's n_group = {groups} does not divide its {experts} experts."
+        yield f"{sizes.key('n_group')} = {groups} does not divide the model's {experts} experts."
     tp, arguments = config.parallel.tp, config.engine.args
     ranks = arguments.get("ep_size") or arguments.get("expert_parallel_size") or 1
     if type(ranks) is not int:

@@ -1,5 +1,6 @@
 """harness.rollout.sglang_api on a real engine in SGLang's CPU mode: one engine for all tests of this file."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -73,3 +74,22 @@ def test_generation_and_refusals_of_a_real_engine(real: dict[str, Any]) -> None:
     api = sglang_api.probe()
     assert (real["checksum"] is not None) == api.checksum_needs_cuda
     assert (real["compare"] is not None) == api.compare_needs_cuda
+
+
+def test_no_default_of_this_sglang_is_refused() -> None:
+    """Of every argument whose default is a constant: types and choices are read rightly."""
+    from harness.rollout.sglang_api.probe import argument_classes
+
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("sglang is not installed")
+    api = sglang_api.probe()
+    defaults = {
+        node.target.id: node.value.value
+        for each in argument_classes(api.tree)
+        for node in each.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    assert len(defaults) > 100
+    sglang_api.check_arguments(api, {name: defaults[name] for name in defaults if name in api.engine_arguments}, {})

@@ -150,12 +150,16 @@ def probe(tree: SourceTree | None = None) -> SGLangApi:
 
 def _engine_arguments(tree: SourceTree) -> frozenset[str]:
     """Fields of ServerArgs: its own, or since 0.5.20 those of the namespaces it is composed of."""
-    found = set(source.annotated_fields(tree.find_class("ServerArgs", "srt/server_args.py")))
+    return frozenset(name for each in argument_classes(tree) for name in source.annotated_fields(each))
+
+
+def argument_classes(tree: SourceTree) -> list[ast.ClassDef]:
+    """The classes whose annotated fields are the engine's arguments."""
+    own = tree.find_class("ServerArgs", "srt/server_args.py")
+    found = [own] if own else []
     for path in sorted((tree.root / "srt/arg_groups/fields").glob("*.py")):
-        for node in tree.module(str(path.relative_to(tree.root))).body:
-            if isinstance(node, ast.ClassDef):
-                found.update(source.annotated_fields(node))
-    return frozenset(found)
+        found += [node for node in tree.module(str(path.relative_to(tree.root))).body if isinstance(node, ast.ClassDef)]
+    return found
 
 
 def _memory_tags(tree: SourceTree) -> tuple[str, ...]:
