@@ -15,10 +15,11 @@ from harness.background import in_background
 from harness.cluster.mesh import ParallelDims, build_mesh
 from harness.cluster.world import World
 from harness.config.layers import ConfigError
+from harness.config.rules import warnings
 from harness.config.schema import Config
 from harness.events import EventLog
 from harness.models.names import ARCHITECTURES
-from harness.parts import import_sglang, make_model_folder, start_engine, what_was_asked
+from harness.parts import import_sglang, make_model_folder, start_engine, trainer_attention, what_was_asked
 from harness.ppo import Ppo
 from harness.report import Report
 from harness.reporting.write import write_reports_of_passed_run
@@ -30,7 +31,7 @@ from harness.timeline import gather_stages
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import AdaptiveKl, FixedKl
 from harness.trainer.critic import Critic
-from harness.trainer.model import load_causal_lm, load_value_model
+from harness.trainer.model import Attention, load_causal_lm, load_value_model
 from harness.trainer.offload import Offloaded
 from harness.weights.proof import section, verdict
 from harness.weights.reload import Reload, check_shared
@@ -46,6 +47,8 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
     disable_progress_bar()  # transformers': of every rank, for a second each
     report = Report(folder=folder, config=config, world=world, launched=launched)
     events.say(f"imported torch and transformers; run directory {folder}")
+    for sentence in warnings(config):
+        events.say(f"warning: {sentence}")
     ppo = assemble(config, world, dims, events, folder, report)
     with report.timed("baseline"):
         ppo.take_baseline()
@@ -86,6 +89,7 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
         model_folder = make_model_folder(config, world, folder, rows)
         tokenizer = load_tokenizer(model_folder)
+        attention = trainer_attention(config, model_folder, world.device_type, events)
         prompts = PromptSampler(
             tokenize_prompts(
                 rows, tokenizer, config.task.template, config.task.max_prompt_tokens, config.task.overlong
@@ -105,7 +109,9 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     shipped = config.engine.implementation == "sglang"
 
     def start_trainer() -> Future[tuple[Actor, Critic | None, Reference | None]]:
-        return in_background(lambda: build_trainer(config, world, ranks_mesh, model_folder, report), "build-trainer")
+        return in_background(
+            lambda: build_trainer(config, world, ranks_mesh, model_folder, attention, report), "build-trainer"
+        )
 
     # On a GPU after the engine: sglang sizes its KV cache by what is free, and may go to sleep before the trainer comes.
     trainer = start_trainer() if world.device.type == "cpu" or shipped else None
@@ -119,7 +125,7 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
             memory.sleep()
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = (trainer or start_trainer()).result()
-    sync = WeightSync(engine, actor.model, config.weights, transport, folder)
+    sync = WeightSync(engine, actor.model, config.weights, transport, folder, getattr(torch, config.model.dtype))
     for name, part in (("sync", sync), ("actor", actor.learner), *([("critic", critic.learner)] if critic else [])):
         events.built(name, part)
     return Ppo(
@@ -169,12 +175,12 @@ def checkpoint_folder(config: Config, world: World, folder: Path) -> Path:
 
 
 def build_trainer(
-    config: Config, world: World, ranks_mesh: DeviceMesh, model_folder: Path, report: Report
+    config: Config, world: World, ranks_mesh: DeviceMesh, model_folder: Path, attention: Attention, report: Report
 ) -> tuple[Actor, Critic | None, Reference | None]:
     """Actor, critic where GAE needs one, reference where the KL counts. A collective call of all ranks."""
-    dtype = getattr(torch, config.model.dtype)
+    compute, master = getattr(torch, config.model.dtype), getattr(torch, config.model.master_dtype)
 
-    def load(load_model: Callable[..., nn.Module], checkpointing: bool) -> nn.Module:
+    def load(load_model: Callable[..., nn.Module], checkpointing: bool, dtype: torch.dtype = master) -> nn.Module:
         return load_model(
             str(model_folder),
             dtype,
@@ -182,7 +188,9 @@ def build_trainer(
             ranks_mesh,
             weights=config.model.weights,
             seed=config.run.seed,
+            attention=attention,
             gradient_checkpointing=checkpointing,
+            compute_dtype=compute,
         )
 
     if world.device.type == "cuda":
@@ -192,12 +200,12 @@ def build_trainer(
         offloaded = Offloaded.of(config.memory, "actor")
         actor = Actor(model, config.actor, config.algorithm, config.rollout, ranks_mesh, world.device, offloaded)
         critic = reference = None
-        if config.algorithm.advantage == "gae":
+        if config.algorithm.has_critic:
             value_model = load(load_value_model, config.critic.gradient_checkpointing)
             offloaded = Offloaded.of(config.memory, "critic")
             critic = Critic(value_model, config.critic, config.rollout, ranks_mesh, world.device, offloaded)
         if config.algorithm.kl_placement != "none":
-            frozen = load(load_causal_lm, False)
+            frozen = load(load_causal_lm, False, compute)  # without updates there is nothing that rounding could lose
             offloaded = Offloaded.of(config.memory, "reference")
             reference = Reference(frozen, config.rollout.temperature, ranks_mesh, world.device, offloaded)
     return actor, critic, reference

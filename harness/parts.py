@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import place
@@ -26,6 +27,7 @@ from harness.rollout.processes import children, end
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import Row
+from harness.trainer.model import Attention, choose_attention
 from harness.weights.devices import check_gpus
 
 
@@ -64,6 +66,22 @@ def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row
     dist.barrier()
     _check_mla(target, world)
     return target
+
+
+def trainer_attention(config: Config, model_folder: Path, device: str, events: EventLog) -> Attention:
+    """The trainer's attention implementation; the console says why it is not sdpa. Raises ValueError where it cannot be
+    what was asked, and CannotRunHere for one that SGLang's CPU mode does not compute."""
+    model_config = AutoConfig.from_pretrained(str(model_folder))
+    attention, why = choose_attention(model_config, config.model.attention)
+    if why:
+        events.say(f'model.attention = "{attention}": {why}')
+    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    if capped and device == "cpu" and "attention_backend" not in config.engine.args:
+        raise CannotRunHere(
+            f"{model_config.model_type} caps attention logits (attn_logit_softcapping), which SGLang's torch_native attention on"
+            " the CPU leaves out: it would compute another model."
+        )
+    return attention
 
 
 def _check_mla(model_folder: Path, world: World) -> None:

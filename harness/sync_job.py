@@ -22,7 +22,7 @@ from harness.cluster.mesh import ParallelDims, build_mesh
 from harness.cluster.world import World
 from harness.config.schema import Config, TransportName
 from harness.events import EventLog
-from harness.parts import import_sglang, make_model_folder, start_engine, what_was_asked
+from harness.parts import import_sglang, make_model_folder, start_engine, trainer_attention, what_was_asked
 from harness.reporting.write import write_reports_of_passed_run
 from harness.rollout import sglang_api
 from harness.rollout.verl_engine import VerlEngine
@@ -66,7 +66,7 @@ class SyncJob:
         ]
         engine, model = make_engine_and_model(config, world, dims, events, folder, chosen)
         for name in chosen:
-            sync = WeightSync(engine, model, config.weights, name, folder)
+            sync = WeightSync(engine, model, config.weights, name, folder, getattr(torch, config.model.dtype))
             events.built("sync", sync)
             events.say(f"{sync.nbytes / 1e6:.1f} MB in {len(sync.buckets)} buckets, by {name}")
             arrived = self.time(sync, world, events) if self.bench else self.verify(sync, world, events)
@@ -129,6 +129,7 @@ def make_engine_and_model(
         sglang_api.check_arguments(sglang_api.probe(), config.engine.args, {})
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
         model_folder = make_model_folder(config, world, folder, rows)
+        attention = trainer_attention(config, model_folder, world.device_type, events)
     mesh = build_mesh(dims, "cpu")
     ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
     import_sglang(config, world, dims, events, transports)
@@ -136,11 +137,13 @@ def make_engine_and_model(
     with events.phase("build_trainer", waiting_for="the sharded model"):
         model = load_causal_lm(
             str(model_folder),
-            getattr(torch, config.model.dtype),
+            getattr(torch, config.model.master_dtype),
             world.device,
             ranks_mesh,
             weights=config.model.weights,
             seed=config.run.seed,
+            attention=attention,
+            compute_dtype=getattr(torch, config.model.dtype),
         )
     dist.barrier()
     return engine, model

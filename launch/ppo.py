@@ -22,6 +22,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.cluster.picture import picture
 from harness.cluster.plan import Plan, make_plan, plan_as_json
 from harness.config.command import Command, parse, print_help
+from harness.config.rules import warnings
 from harness.estimate import text
 from harness.estimate.memory import GIB, Estimate, estimate
 from harness.estimate.shapes import UnknownShape
@@ -57,6 +58,8 @@ def show(command: Command) -> int:
     """What --dry-run and --check print. Returns the exit code; raises ValueError for what cannot work."""
     options = command.options
     preflight.check_plan(command.config)
+    for sentence in warnings(command.config):
+        print(f"warning: {sentence}", file=sys.stderr)
     plan = plan_of(command)
     if not options.dry_run:
         dims = plan.dims

@@ -10,6 +10,9 @@ from harness.config.schema import Config, Run
 from harness.models.names import ARCHITECTURES, is_tiny
 from harness.phases import PHASES
 
+GREEDY_BELOW = 1e-6
+"""Temperature below which SGLang samples greedily and reports log-probs at temperature 1."""
+
 RESERVED_ENGINE_ARGUMENTS = {
     "model_path": "model.name",
     "dtype": "model.dtype",
@@ -38,6 +41,25 @@ def check(config: Config) -> None:
     _check_inject(config)
     if config.engine.device != "auto":
         check_transport(config, config.engine.device)
+
+
+def warnings(config: Config) -> list[str]:
+    """A sentence for each setting that runs and does not do what its name promises."""
+    found = []
+    if config.model.master_dtype == "bfloat16":
+        found.append(
+            'model.master_dtype = "bfloat16": parameters, gradients and AdamW\'s moments are rounded to 8 bits at every'
+            " step, so that most of an update below about 2**-8 of a weight is lost, and the second moment never decays;"
+            ' use "float32" to learn.'
+        )
+    algorithm = config.algorithm
+    if algorithm.kl_placement == "loss" and algorithm.estimator in ("k1", "abs"):
+        what = "has an expected gradient of zero" if algorithm.estimator == "k1" else "has not the gradient of the KL"
+        found.append(
+            f'algorithm.kl_estimator = "{algorithm.estimator}" with kl_placement = "loss" {what}, and holds nothing near the'
+            ' reference; use "k3" (the default), or "k2", "k1+" or "k3+", whose gradient is that of the KL.'
+        )
+    return found
 
 
 def check_transport(config: Config, device: Literal["cpu", "cuda"]) -> None:
@@ -87,10 +109,20 @@ def _check_ranges(config: Config) -> None:
         ":" not in run.dir, "run.dir", run.dir, "SGLang takes no colon in the name of a model's folder; leave it out"
     )
     _check_deadlines(run)
-    _require(rollout.temperature > 0, "rollout.temperature", rollout.temperature, "it must be above 0")
+    _require(
+        rollout.temperature >= GREEDY_BELOW,
+        "rollout.temperature",
+        rollout.temperature,
+        f"below {GREEDY_BELOW:g} SGLang is greedy, and greedy responses teach nothing",
+    )
     _require(0 < rollout.top_p <= 1, "rollout.top_p", rollout.top_p, "it must be above 0 and at most 1")
-    top_k_works = rollout.top_k == -1 or rollout.top_k >= 1
-    _require(top_k_works, "rollout.top_k", rollout.top_k, "it must be -1 (all tokens) or at least 1")
+    _require(
+        rollout.top_k == -1 or rollout.top_k >= 2,
+        "rollout.top_k",
+        rollout.top_k,
+        "it must be -1 (all tokens) or at least 2; 1 is greedy: it teaches nothing, and SGLang's log-probs then leave the"
+        " temperature out",
+    )
     for name in ("prompts_per_step", "responses_per_prompt", "max_response_tokens"):
         value = getattr(rollout, name)
         _require(value >= 1, f"rollout.{name}", value, "it must be at least 1")
@@ -133,9 +165,12 @@ def _check_inject(config: Config) -> None:
         text, remedy = error.args
         raise ConfigError(f'run.inject = "{text}" cannot work: {remedy}.') from error
     for text in config.run.inject:
-        critic = config.algorithm.advantage == "gae"
+        algorithm = config.algorithm
         _require(
-            critic or "@update_critic" not in text, "run.inject", text, 'algorithm.advantage = "grpo" has no critic'
+            algorithm.has_critic or "@update_critic" not in text,
+            "run.inject",
+            text,
+            f'algorithm.advantage = "{algorithm.advantage}" has no critic',
         )
 
 
@@ -159,7 +194,7 @@ def _check_batches(config: Config) -> None:
     )
     world_size = parallel.dp * ranks
     sequences = prompts * responses
-    trained = [("actor", config.actor)] + ([("critic", config.critic)] if config.algorithm.advantage == "gae" else [])
+    trained = [("actor", config.actor)] + ([("critic", config.critic)] if config.algorithm.has_critic else [])
     for section, values in trained:
         size = values.minibatch_size
         key = f"{section}.minibatch_size"
@@ -188,10 +223,10 @@ def _check_algorithm(config: Config) -> None:
         'only algorithm.kl_placement = "reward" adapts; set it, or algorithm.kl_target = 0',
     )
     _require(
-        algorithm.advantage != "grpo" or config.rollout.responses_per_prompt >= 2,
+        algorithm.has_critic or config.rollout.responses_per_prompt >= 2,
         "rollout.responses_per_prompt",
         config.rollout.responses_per_prompt,
-        'algorithm.advantage = "grpo" compares the responses of one prompt and needs at least 2',
+        f'algorithm.advantage = "{algorithm.advantage}" compares the responses of one prompt and needs at least 2',
     )
     for name in ("clip_low", "clip_high"):
         value = getattr(actor, name)
@@ -205,6 +240,14 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
+    preferred = config.engine.args.get("preferred_sampling_params")
+    _require(
+        not preferred,
+        "engine.args.preferred_sampling_params",
+        preferred,
+        "SGLang adds them to each request, and penalties and biases in them change log-probs that the trainer computes"
+        " without; set what [rollout] has, and leave it out",
+    )
     for argument, instead in RESERVED_ENGINE_ARGUMENTS.items():
         if argument in config.engine.args:
             raise ConfigError(
@@ -216,6 +259,12 @@ def _check_engine(config: Config) -> None:
             f'model.shape.{next(iter(config.model.shape))} has no use with model.name = "{config.model.name}":'
             f" only the tiny models ({', '.join(ARCHITECTURES)}) are made on the spot."
         )
+    _require(
+        config.model.dtype == "bfloat16" or config.model.master_dtype == "float32",
+        "model.master_dtype",
+        config.model.master_dtype,
+        'model.dtype = "float32" would compute with weights that are rounded already; use "float32"',
+    )
     _require(
         config.model.weights == "checkpoint" or config.engine.initial_weights == "dummy",
         "engine.initial_weights",
@@ -257,8 +306,8 @@ def _check_engine(config: Config) -> None:
 def _check_memory(config: Config) -> None:
     """Offload only what there is."""
     absent = {}
-    if config.algorithm.advantage == "grpo":
-        absent["critic"] = 'algorithm.advantage = "grpo" has no critic'
+    if not config.algorithm.has_critic:
+        absent["critic"] = f'algorithm.advantage = "{config.algorithm.advantage}" has no critic'
     if config.algorithm.kl_placement == "none":
         absent["reference"] = 'algorithm.kl_placement = "none" has no reference'
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):

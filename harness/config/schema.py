@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
 TransportName = Literal["stream", "tensor", "bucket", "distributed", "disk"]
+KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
@@ -64,9 +65,13 @@ class Model:
     name: str = "qwen2"
     """A tiny model made on the spot (qwen2, qwen3, llama, qwen3_moe, deepseek_v3, moonlight), a local folder, or a hub id."""
     dtype: Dtype = "float32"
-    """Dtype of the trainer's parameters and of the engine's weights."""
+    """Dtype of the engine's weights, and in which the trainer computes."""
+    master_dtype: Dtype = "float32"
+    """Dtype of the parameters that actor and critic update, of their gradients and of AdamW's moments. bfloat16, with dtype = bfloat16 only, halves their memory and rounds most of an update away where the learning rate is below about 1e-4."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Fields of the transformers config that replace those of a tiny model, such as num_hidden_layers = 4."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """The trainer's attention, as transformers names it. auto: sdpa, or eager where the architecture has no sdpa or caps attention logits, which sdpa leaves out."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """checkpoint: the engine loads the saved model. random: nothing is saved or loaded, each rank fills its own shards, and the first sync brings the engine its weights."""
 
@@ -118,21 +123,23 @@ class Rollout:
     max_response_tokens: int = 16
     """Longest response."""
     temperature: float = 1.0
-    """Sampling temperature; the trainer's log-probs use it too. Must be above 0: greedy responses teach nothing."""
+    """Sampling temperature; the trainer's log-probs use it too. Must be at least 1e-6, below which SGLang is greedy: greedy responses teach nothing."""
     top_p: float = 1.0
     """Nucleus sampling."""
     top_k: int = -1
-    """Sample among the k likeliest tokens; -1 means all."""
+    """Sample among the k likeliest tokens, at least 2; -1 means all."""
     ignore_eos: bool = False
     """Go on to max_response_tokens even after the end token."""
+    truncated: Literal["train", "mask"] = "train"
+    """Responses that max_response_tokens cut off. train: like any other. mask: they count in advantages, but no token of theirs in a loss."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Algorithm:
     """From rewards to advantages."""
 
-    advantage: Literal["gae", "grpo"] = "gae"
-    """gae needs a critic; grpo compares the responses of one prompt."""
+    advantage: Literal["gae", "grpo", "rloo"] = "gae"
+    """gae needs a critic; grpo and rloo compare the responses of one prompt: with their mean, or each with the mean of the others."""
     gamma: float = 1.0
     """Discount of GAE."""
     lam: float = 0.95
@@ -141,14 +148,26 @@ class Algorithm:
     """GRPO: divide by the group's standard deviation."""
     kl_placement: Literal["none", "reward", "loss"] = "reward"
     """Where the KL to the frozen reference counts: subtracted from each token's reward, a term of the loss, or nowhere."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL, after http://joschu.net/blog/kl-approx.html."""
+    kl_estimator: Literal["auto", "k1", "abs", "k2", "k3", "k1+", "k3+"] = "auto"
+    """Estimator of the KL at each token, after http://joschu.net/blog/kl-approx.html. k1+ and k3+ have the values of k1 and k3, and the gradient of k2, which in expectation is that of the KL. auto: k1 in the reward, k3 in the loss, as in verl."""
     kl_coefficient: float = 0.001
     """Weight of the KL."""
     kl_target: float = 0.0
     """Above 0, kl_coefficient adapts to hold the KL here (kl_placement = "reward" only)."""
     kl_horizon: int = 10000
     """How many sequences the adaptation of kl_coefficient takes."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a value model."""
+        return self.advantage == "gae"
+
+    @property
+    def estimator(self) -> KlEstimator:
+        """kl_estimator, or what auto means for kl_placement."""
+        if self.kl_estimator == "auto":
+            return "k3" if self.kl_placement == "loss" else "k1"
+        return self.kl_estimator
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,7 +179,7 @@ class Actor:
     weight_decay: float = 0.0
     """Of AdamW."""
     minibatch_size: int = 8
-    """Sequences of one optimizer step, over all ranks."""
+    """Sequences of one optimizer step, over all ranks. Each rank draws its part from its own sequences: where it is below the step's, the same seed gives other minibatches at another world size."""
     microbatch_size: int = 4
     """Sequences of one forward and backward, on one rank."""
     ppo_epochs: int = 1

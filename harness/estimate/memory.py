@@ -12,6 +12,7 @@ from harness.config.schema import Config
 from harness.estimate.engine import EngineShare, engine_shares, layout_of, not_counted
 from harness.estimate.shapes import ModelShape, model_fields, model_shape
 from harness.estimate.trainer import (
+    Precision,
     TrainerShare,
     checkpointed_bytes,
     largest_bucket,
@@ -105,11 +106,14 @@ class _Sums:
         # SGLang takes the fraction of what is free when the engine starts, which is before the trainer is built.
         self.static = int(self.fraction * (gpu_bytes - self.contexts))
         self.kv_tokens = self._kv_tokens()
-        self.trainers: dict[Role, TrainerShare] = {"actor": trainer_share(model, self.ranks, self.element)}
-        if config.algorithm.advantage == "gae":
-            self.trainers["critic"] = trainer_share(model, self.ranks, self.element, head=False)
+        learns = Precision(master=DTYPE_BYTES[config.model.master_dtype], compute=self.element)
+        self.casts = learns.master != learns.compute
+        self.trainers: dict[Role, TrainerShare] = {"actor": trainer_share(model, self.ranks, learns)}
+        if config.algorithm.has_critic:
+            self.trainers["critic"] = trainer_share(model, self.ranks, learns, head=False)
         if config.algorithm.kl_placement != "none":
-            self.trainers["reference"] = trainer_share(model, self.ranks, self.element)
+            frozen = Precision(master=self.element, compute=self.element)
+            self.trainers["reference"] = trainer_share(model, self.ranks, frozen)
         self.bucket = largest_bucket(model, self.ranks, self.element, config.weights.bucket_megabytes * MIB)
 
     def estimate(self) -> Estimate:
@@ -180,6 +184,8 @@ class _Sums:
                 parts[f"{role}: gradients"] = share.gradients
         if self._keeps_slots or name == "sync":
             parts["sync: its two buffers" if not self.apart else "sync: bucket gathered"] = self._sync_bytes
+        if self.casts and name == "sync":
+            parts["sync: own rows, cast"] = self.bucket // self.ranks
         return Stage(name=name, parts=parts | dict(passing or {}))
 
     def _engine(self, kv_cache: bool) -> dict[str, int]:

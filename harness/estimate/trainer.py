@@ -14,18 +14,29 @@ FLOAT32_BYTES = 4
 SLOTS, ALIGNMENT = 2, 256  # as in harness/rollout/slots.py
 
 
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of an element of the trainer's models."""
+
+    master: int
+    """In shards, gradients and AdamW's moments."""
+    compute: int
+    """Gathered, and in activations."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerShare:
     """One model on one rank."""
 
     parameters: int
     gradients: int
-    """Sharded, in the parameters' dtype."""
+    """Sharded, in the master dtype."""
     optimizer: int
-    """AdamW's two moments, in the parameters' dtype."""
+    """AdamW's two moments, in the master dtype."""
     forward: int
-    """Largest layer gathered: the flat buffer that all ranks' chunks arrive in, and the parameters copied out of it; and what
-    lies outside of the layers, gathered from the first of them to the last."""
+    """Largest layer gathered: the flat buffer that all ranks' chunks arrive in, and the parameters copied out of it; this
+    rank's chunk cast for it, where the master dtype is wider; and what lies outside of the layers, gathered from the first of
+    them to the last."""
     backward: int
     """The same, the flat buffer being the next layer's; gradients of the layer and of what lies outside, and the layer
     before's float32 ones until they are reduced."""
@@ -35,7 +46,7 @@ class TrainerShare:
     """What AdamW over lists of tensors needs for a while: one more of the size of the parameters."""
 
 
-def trainer_share(model: ModelShape, ranks: int, dtype_bytes: int, head: bool = True) -> TrainerShare:
+def trainer_share(model: ModelShape, ranks: int, precision: Precision, head: bool = True) -> TrainerShare:
     """head: with a language model's head; else with a value head."""
     groups = list(model.groups(head))
     own = sum(_chunk(tensor, ranks) for group in groups for tensor in group if not tensor.is_buffer)
@@ -43,15 +54,17 @@ def trainer_share(model: ModelShape, ranks: int, dtype_bytes: int, head: bool = 
     *layers, rest = ([t for t in group if not t.is_buffer] for group in groups)
     largest = max(layers, key=lambda group: _gathered(group, ranks))
     padded, real = _gathered(largest, ranks), sum(tensor.numel for tensor in largest)
-    outside = _gathered(rest, ranks) * dtype_bytes
+    master, compute = precision.master, precision.compute
+    outside = _gathered(rest, ranks) * compute
+    cast = padded // ranks * compute if master != compute else 0
     return TrainerShare(
-        parameters=own * dtype_bytes + buffers,
-        gradients=own * dtype_bytes,
-        optimizer=2 * own * dtype_bytes,
-        forward=2 * padded * dtype_bytes + outside,
-        backward=(2 * padded + real) * dtype_bytes + padded * REDUCE_BYTES + 2 * outside,
+        parameters=own * master + buffers,
+        gradients=own * master,
+        optimizer=2 * own * master,
+        forward=2 * padded * compute + cast + outside,
+        backward=(2 * padded + real) * compute + cast + padded * REDUCE_BYTES + 2 * outside,
         outside=outside,
-        optimizer_step=own * dtype_bytes,
+        optimizer_step=own * master,
     )
 
 

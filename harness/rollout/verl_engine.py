@@ -333,7 +333,9 @@ class VerlEngine:
     def _environment(self) -> dict[str, str | None]:
         """What this engine's processes see beside the parent's environment; None removes."""
         balance = sglang_api.memory_imbalance_environment(self.api)
-        changes: dict[str, str | None] = {name: None for name in balance.unset} | dict(balance.set)
+        # At the sampling temperature, as the trainer computes them.
+        unset = (*balance.unset, "SGLANG_RETURN_ORIGINAL_LOGPROB")
+        changes: dict[str, str | None] = {name: None for name in unset} | dict(balance.set)
         if self.api.nonblocking_variable:
             changes[self.api.nonblocking_variable] = "0"
         if self.node.visible_devices is not None:

@@ -145,7 +145,7 @@ class Actor:
             "update_kl": policy.kl,
         }
         if self.algorithm.kl_placement == "loss":
-            metrics["kl"] = kl(log_probs, batch.require("reference_log_probs"), self.algorithm.kl_estimator)
+            metrics["kl"] = kl(log_probs, batch.require("reference_log_probs"), self.algorithm.estimator)
             loss = loss + self.algorithm.kl_coefficient * metrics["kl"]
         share = aggregate(loss, mask, config.loss_aggregation, counts, self.rollout.max_response_tokens)
         return share, {name: masked_sum(tokens, mask) for name, tokens in metrics.items()}

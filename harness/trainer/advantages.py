@@ -8,12 +8,13 @@ torch_functional.py) to the last epsilon, so that numbers can be compared. Where
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-KlEstimator = Literal["k1", "abs", "k2", "k3"]
+from harness.config.schema import KlEstimator
+
 AllSum = Callable[[Tensor], Tensor]
 
 
@@ -102,13 +103,34 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, torch.where(counts, advantages + values, torch.zeros_like(values))
 
 
-def _group_sums(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row's group: row number of the group [B], scores added up [B], responses [B]."""
-    _, row = group.unique(return_inverse=True)
-    zeros = scores.new_zeros(int(row.max()) + 1)
-    total = zeros.index_add(0, row, scores)
-    count = zeros.index_add(0, row, torch.ones_like(scores))
-    return row, total[row], count[row]
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Each row's score, float64 [B], beside the responses to the same prompt."""
+
+    scores: Tensor
+    centred: Tensor
+    """Less the mean of the group: exactly 0 where its scores are equal."""
+    row: Tensor
+    """Number of the group, from 0."""
+    count: Tensor
+    """Responses of the group."""
+
+    @classmethod
+    def of(cls, rewards: Tensor, mask: Tensor, group: Tensor) -> "_Groups":
+        scores = torch.where(mask.bool(), rewards, torch.zeros_like(rewards)).sum(dim=-1).double()
+        _, row = group.unique(return_inverse=True)
+        zeros = scores.new_zeros(int(row.max()) + 1)
+        count = zeros.index_add(0, row, torch.ones_like(scores))[row]
+        # Above the group's least: a mean of equal numbers rounds, a mean of zeros does not.
+        least = zeros.scatter_reduce(0, row, scores, "amin", include_self=False)[row]
+        mean = zeros.index_add(0, row, scores - least)[row] / count
+        return cls(scores, scores - least - mean, row, count)
+
+    def std(self) -> Tensor:
+        """Of each row's group, unbiased; 1 where it has one response."""
+        squares = self.centred.new_zeros(int(self.row.max()) + 1).index_add(0, self.row, self.centred.square())
+        variance = squares[self.row] / (self.count - 1).clamp(min=1)
+        return torch.where(self.count > 1, variance.sqrt(), torch.ones_like(variance))
 
 
 def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
@@ -116,32 +138,35 @@ def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = 
 
     rewards [B, T], added up to a score per row; group [B] integers, equal for the responses of one prompt. The std is
     unbiased. A response alone in its group has mean 0 and std 1: its score passes through. normalize_by_std False is
-    Dr. GRPO (arXiv 2503.20783).
+    Dr. GRPO (arXiv 2503.20783). Statistics are float64: scores that are equal get exactly 0.
     """
-    scores = torch.where(mask.bool(), rewards, torch.zeros_like(rewards)).sum(dim=-1)
-    row, total, count = _group_sums(scores, group)
-    centred = torch.where(count > 1, scores - total / count, scores)
+    groups = _Groups.of(rewards, mask, group)
+    compared = torch.where(groups.count > 1, groups.centred, groups.scores)
     if normalize_by_std:
-        squares = _group_sums(centred.square(), row)[1]
-        std = torch.where(count > 1, (squares / (count - 1).clamp(min=1)).sqrt(), torch.ones_like(count))
-        centred = centred / (std + epsilon)
-    return torch.where(mask.bool(), centred[:, None], torch.zeros_like(rewards))
+        compared = compared / (groups.std() + epsilon)
+    return torch.where(mask.bool(), compared[:, None].to(rewards.dtype), torch.zeros_like(rewards))
 
 
 def rloo(rewards: Tensor, mask: Tensor, group: Tensor) -> Tensor:
     """Leave-one-out advantages (arXiv 2402.14740), [B, T]: a score less the mean of its group's others, if any."""
-    scores = torch.where(mask.bool(), rewards, torch.zeros_like(rewards)).sum(dim=-1)
-    _, total, count = _group_sums(scores, group)
-    advantages = torch.where(count > 1, (scores - total / count) * count / (count - 1).clamp(min=1), scores)
-    return torch.where(mask.bool(), advantages[:, None], torch.zeros_like(rewards))
+    groups = _Groups.of(rewards, mask, group)
+    others = groups.centred * groups.count / (groups.count - 1).clamp(min=1)
+    advantages = torch.where(groups.count > 1, others, groups.scores)
+    return torch.where(mask.bool(), advantages[:, None].to(rewards.dtype), torch.zeros_like(rewards))
 
 
 def kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
     """KL of the policy from the reference, estimated at each sampled token, nats, shape of the inputs.
 
     Estimators after http://joschu.net/blog/kl-approx.html: k1 is unbiased and may be negative, k2 is half its square,
-    k3 is unbiased and never negative. k3 is clamped as in verl: its exponent to +-20, its value to +-10.
+    k3 is unbiased and never negative. k3 is clamped as in verl: its exponent to +-20, its value to +-10. A "+" keeps the
+    value and takes the gradient of k2: in expectation over tokens of the policy that of the KL, where k1's is 0 and k3's
+    is that of the reverse KL.
     """
+    if estimator.endswith("+"):
+        by_gradient = kl(log_probs, reference_log_probs, "k2")
+        value = kl(log_probs, reference_log_probs, "k1" if estimator == "k1+" else "k3")
+        return by_gradient - by_gradient.detach() + value.detach()
     difference = log_probs - reference_log_probs
     if estimator == "k1":
         return difference
@@ -152,7 +177,7 @@ def kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -
     if estimator == "k3":
         exponent = (-difference).clamp(min=-20, max=20)
         return (exponent.exp() - exponent - 1).clamp(min=-10, max=10)
-    raise ValueError(f"kl_estimator is {estimator!r}, but must be one of k1, abs, k2, k3")
+    raise ValueError(f"kl_estimator is {estimator!r}, but must be one of {', '.join(get_args(KlEstimator))}")
 
 
 @dataclass

@@ -19,9 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+)
 
 Weights = Literal["checkpoint", "random"]
+Attention = Literal["sdpa", "eager"]
 
 VALUE_HEAD = "value_head.weight"
 
@@ -37,7 +44,7 @@ class ValueModel(nn.Module):
         self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=dtype)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, use_cache: bool = False) -> Tensor:
-        """Values [B, T, 1] in the parameters' dtype; position t has read the tokens up to and including t."""
+        """Values [B, T, 1] in the dtype of the forward; position t has read the tokens up to and including t."""
         output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
         return self.value_head(output.last_hidden_state)
 
@@ -49,13 +56,15 @@ def load_causal_lm(
     mesh: DeviceMesh,
     weights: Weights = "checkpoint",
     seed: int = 0,
-    attention: Literal["sdpa", "eager"] = "sdpa",
+    attention: Attention = "sdpa",
     gradient_checkpointing: bool = False,
+    compute_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The causal language model at path (a folder, or a hub id), sharded over the 1-D mesh; a collective call.
 
     weights "checkpoint" reads the saved tensors, "random" reads the config alone and fills each rank's shards, with
-    values that depend on seed and parameter name and not on the world size. Parameters have `dtype`; persistent buffers
+    values that depend on seed and parameter name and not on the world size. Shards, and with them gradients and the
+    optimizer's moments, have `dtype`; forward and backward use copies in compute_dtype (None: dtype). Persistent buffers
     are float32 always.
     """
     config = AutoConfig.from_pretrained(path)
@@ -64,7 +73,7 @@ def load_causal_lm(
     model.tie_weights()  # moving to the meta device unties
     if gradient_checkpointing:
         _recompute_activations(model)
-    _shard(model, model.base_model.layers, device, mesh)
+    _shard(model, decoder_layers(model), device, mesh, compute_dtype or dtype)
     if weights == "random":
         fill_random(model, config, seed)
     else:
@@ -79,8 +88,9 @@ def load_value_model(
     mesh: DeviceMesh,
     weights: Weights = "checkpoint",
     seed: int = 0,
-    attention: Literal["sdpa", "eager"] = "sdpa",
+    attention: Attention = "sdpa",
     gradient_checkpointing: bool = False,
+    compute_dtype: torch.dtype | None = None,
 ) -> ValueModel:
     """As load_causal_lm, with a value head in the place of the language model's, always drawn from seed.
 
@@ -93,10 +103,10 @@ def load_value_model(
         model = ValueModel(backbone, config.hidden_size, dtype)
     if gradient_checkpointing:
         _recompute_activations(backbone)
-    _shard(model, backbone.layers, device, mesh)
+    _shard(model, decoder_layers(backbone), device, mesh, compute_dtype or dtype)
     fill_random(model, config, seed, only=None if weights == "random" else VALUE_HEAD)
     if weights == "checkpoint":
-        _fill_from_rank_0(backbone, mesh, lambda: _read(path, dtype).base_model.state_dict())
+        _fill_from_rank_0(backbone, mesh, lambda: _backbone_of(_read(path, dtype), type(backbone)).state_dict())
     return model
 
 
@@ -137,12 +147,54 @@ def _read(path: str, dtype: torch.dtype) -> Any:
     return model
 
 
+def _backbone_of(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """The part of a causal language model that AutoModel would load alone."""
+    return next(module for module in model.modules() if type(module) is kind)
+
+
+def choose_attention(config: PretrainedConfig, wanted: Literal["auto", "sdpa", "eager"]) -> tuple[Attention, str]:
+    """The attention to load a causal language model of that config with, and why it is not sdpa, "" where it is.
+
+    Raises ValueError for sdpa where it would compute another model, and for what is no causal language model.
+    """
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if architecture is None:
+        raise ValueError(
+            f"{config.model_type} is no causal language model of transformers {transformers.__version__}, which the trainer needs."
+        )
+    why = ""
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        why = f"{config.model_type} caps attention logits (attn_logit_softcapping), which sdpa leaves out"
+    elif not getattr(architecture, "_supports_sdpa", True):
+        why = f"transformers has no sdpa for {config.model_type}"
+    if wanted == "sdpa" and why:
+        raise ValueError(f'model.attention = "sdpa" cannot work: {why}; use "eager", or "auto".')
+    return ("eager" if why or wanted == "eager" else "sdpa"), why
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a transformers model: its outermost list of as many modules as its config counts layers.
+
+    Raises ValueError where there is none: the model cannot be sharded layer by layer.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():  # outer ones first
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"{type(model).__name__} has no list of {count} layers, which is what num_hidden_layers counts, but the trainer"
+        " shards a model layer by layer; use an architecture whose decoder layers are one nn.ModuleList"
+    )
+
+
 def _recompute_activations(model: Any) -> None:
     """Let a transformers model recompute each layer's activations in the backward pass, in training mode."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _shard(model: nn.Module, layers: nn.ModuleList, device: torch.device, mesh: DeviceMesh) -> None:
+def _shard(
+    model: nn.Module, layers: nn.ModuleList, device: torch.device, mesh: DeviceMesh, compute_dtype: torch.dtype
+) -> None:
     """Shard each decoder layer and the rest over the mesh, and give the shards memory on the device, not yet values.
 
     Buffers keep their values. Root parameters are resharded after the forward too, so that between calls every
@@ -151,8 +203,9 @@ def _shard(model: nn.Module, layers: nn.ModuleList, device: torch.device, mesh: 
     tied = tied_names(model)
     buffers = dict(model.named_buffers())
     persistent = {name for name, _ in named_tensors(model)}
-    # Gradients of bfloat16 parameters are added up over ranks in float32.
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    # Gathered in compute_dtype, reduced in float32. Inputs are not cast: between layers they are in compute_dtype already,
+    # and what a model hands on in float32 must stay so, as in a model that is in compute_dtype altogether.
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -74,7 +74,7 @@ def push_one_by_one(sync: WeightSync) -> None:
         by_live_name.setdefault(tensor.live_name, []).append(index)
     with sync.engine.weight_update():
         for name, indices in by_live_name.items():
-            whole = full_tensor(sync.live[name])
+            whole = full_tensor(sync.live[name], sync.layout[indices[0]].dtype)
             for index in indices:
                 tensor = sync.layout[index]
                 named = [(tensor.name, tensor.view(whole).contiguous())]

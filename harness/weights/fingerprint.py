@@ -113,7 +113,7 @@ class Fingerprints:
         if isinstance(tensor, DTensor):
             rows = tensor.to_local()[piece.start : piece.stop]
             at = tensor.device_mesh.get_local_rank() * (piece.stop - piece.start)
-            first += at * Chunks.of(tensor).row_elements
+            first += at * Chunks.of(tensor, dtype).row_elements
         elif self.world.rank == 0:
             rows = tensor[piece.start : piece.stop] if tensor.ndim else tensor
         else:

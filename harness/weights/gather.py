@@ -2,7 +2,8 @@
 
 FSDP2 cuts a tensor by rows, a chunk a rank. All chunks of a bucket are gathered in one grouped collective, each to
 where its tensor is whole again, so nothing is packed before and nothing is unpacked after. A tensor of many experts
-may go in several pieces: some rows of every rank's chunk each time.
+may go in several pieces: some rows of every rank's chunk each time. What the trainer holds wider than it is sent
+(float32 master weights of a bfloat16 engine) is cast shard by shard before the collective, which moves no byte more.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ class Piece:
     """Rows start to stop of each rank's chunk of one live tensor, and where they go in the slot."""
 
     live_name: str
+    dtype: torch.dtype
+    """As it is sent."""
     start: int
     stop: int
     offset: int
@@ -52,26 +55,27 @@ class Chunks:
     rows: int
     """Of one full chunk; the last ranks may hold fewer."""
     row_elements: int
-    itemsize: int
+    dtype: torch.dtype
+    """As it is sent."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Chunks":
+    def of(cls, tensor: torch.Tensor, dtype: torch.dtype) -> "Chunks":
         """Raises ValueError for a DTensor that is not sharded by rows over a one-dimensional mesh."""
         rows = tensor.shape[0] if tensor.ndim else 1
         row_elements = tensor.numel() // max(rows, 1)
         if not isinstance(tensor, DTensor):
-            return cls(1, rows, row_elements, tensor.element_size())
+            return cls(1, rows, row_elements, dtype)
         if tuple(tensor.placements) != (Shard(0),):
             raise ValueError(
                 f"a tensor has placements {tensor.placements}, but a sync gathers tensors sharded by rows: (Shard(0),)"
             )
         ranks = tensor.device_mesh.size()
-        return cls(ranks, -(-rows // ranks), row_elements, tensor.element_size())
+        return cls(ranks, -(-rows // ranks), row_elements, dtype)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of every rank."""
-        return self.ranks * self.row_elements * self.itemsize
+        return self.ranks * self.row_elements * self.dtype.itemsize
 
 
 def plan_buckets(
@@ -85,8 +89,9 @@ def plan_buckets(
     """
     filler = _Filler(limit_bytes)
     for number, group in enumerate(_groups(layout)):
-        names = list(dict.fromkeys(tensor.live_name for tensor in group))
-        chunks = {name: Chunks.of(live[name]) for name in names}
+        dtypes = {tensor.live_name: tensor.dtype for tensor in group}
+        chunks = {name: Chunks.of(live[name], dtype) for name, dtype in dtypes.items()}
+        names = list(chunks)
         if len(names) == 1 and _splits_by_row(group, live[names[0]]):
             filler.add_rows(number, names[0], chunks[names[0]], group)
         else:
@@ -134,7 +139,9 @@ class _Filler:
 
     def _place(self, name: str, start: int, stop: int, chunks: Chunks) -> int:
         nbytes = (stop - start) * chunks.row_bytes
-        self.pieces.append(Piece(live_name=name, start=start, stop=stop, offset=self.filled, nbytes=nbytes))
+        self.pieces.append(
+            Piece(live_name=name, dtype=chunks.dtype, start=start, stop=stop, offset=self.filled, nbytes=nbytes)
+        )
         self.filled += _aligned(nbytes)
         return self.pieces[-1].offset
 
@@ -161,7 +168,7 @@ def gather_into(slot: torch.Tensor, bucket: Bucket, live: Mapping[str, torch.Ten
             outputs.append(target)
             inputs.append(_own_rows(tensor, piece, target.numel() // tensor.device_mesh.size()))
         else:
-            target.copy_(_bytes(tensor[piece.start : piece.stop] if tensor.ndim else tensor))
+            target.copy_(_bytes(tensor[piece.start : piece.stop] if tensor.ndim else tensor, piece.dtype))
     if group is not None:
         group.allgather_into_tensor_coalesced(outputs, inputs).wait()
 
@@ -183,16 +190,16 @@ def group_of(live: Mapping[str, torch.Tensor]) -> dist.ProcessGroup | None:
     return meshes[0].get_group() if meshes else None
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, contiguous and detached, whether it is sharded or not."""
-    tensor = tensor.detach()
+def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """All of a tensor, contiguous and detached, whether it is sharded or not; in dtype, where that is given."""
+    tensor = tensor.detach().to(dtype or tensor.dtype)
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.contiguous()
 
 
 def _own_rows(tensor: DTensor, piece: Piece, nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes]: this rank's rows of the piece, padded where it holds fewer."""
-    rows = _bytes(tensor.to_local()[piece.start : piece.stop])
+    """uint8 [nbytes]: this rank's rows of the piece, as they are sent, padded where it holds fewer."""
+    rows = _bytes(tensor.to_local()[piece.start : piece.stop], piece.dtype)
     if rows.numel() == nbytes:
         return rows
     padded = torch.zeros(nbytes, dtype=torch.uint8, device=rows.device)
@@ -200,8 +207,8 @@ def _own_rows(tensor: DTensor, piece: Piece, nbytes: int) -> torch.Tensor:
     return padded
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _entry(tensor: CheckpointTensor, piece_offset: int, elements: int, group: int) -> Entry:

@@ -28,6 +28,7 @@ class CheckpointTensor:
     offset: int
     """In elements, from the live tensor's first."""
     dtype: torch.dtype
+    """As it is sent: the live tensor may be wider."""
 
     @property
     def nbytes(self) -> int:
@@ -35,17 +36,23 @@ class CheckpointTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def view(self, live: torch.Tensor) -> torch.Tensor:
-        """The checkpoint tensor inside the full, contiguous live tensor, without a copy."""
+        """The checkpoint tensor inside the full, contiguous live tensor in `dtype`, without a copy."""
         return torch.as_strided(live, self.shape, self.stride, live.storage_offset() + self.offset)
 
 
-def checkpoint_layout(model: Any, live: Mapping[str, torch.Tensor]) -> tuple[CheckpointTensor, ...]:
+def checkpoint_layout(
+    model: Any, live: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> tuple[CheckpointTensor, ...]:
     """What a checkpoint of `model` holds, in the order of the live tensors, by name within one of them.
 
-    live: full shapes and dtypes by live name; the values are not read, so DTensors and meta tensors do.
+    live: full shapes and dtypes by live name; the values are not read, so DTensors and meta tensors do. dtype: what the
+    checkpoint has the parameters in, which live may hold wider; None: as live has them. Buffers keep theirs.
     Raises NotAViewError for an architecture whose checkpoint form needs a transpose or a merge.
     """
-    meta = {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in live.items()}
+    meta = {
+        name: torch.empty(tuple(each.shape), dtype=_sent_dtype(each, dtype), device="meta")
+        for name, each in live.items()
+    }
     owner_of = {each.untyped_storage()._cdata: name for name, each in meta.items()}
     layout: dict[str, list[CheckpointTensor]] = {name: [] for name in live}
     for name, saved in sorted(_undo_fusing(model, meta).items()):
@@ -66,6 +73,11 @@ def checkpoint_layout(model: Any, live: Mapping[str, torch.Tensor]) -> tuple[Che
             )
         )
     return tuple(tensor for tensors in layout.values() for tensor in tensors)
+
+
+def _sent_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+    return dtype if dtype is not None and is_weight else tensor.dtype
 
 
 def _undo_fusing(model: Any, meta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

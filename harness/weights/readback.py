@@ -1,7 +1,8 @@
 """Does the engine hold what the trainer holds? Every element is read back and compared, bit for bit.
 
 The schedulers copy what they hold backwards, to the place where each element stood when it was sent. The trainer
-gathers its tensors anew, by another way than the sync does (DTensor.full_tensor), and compares.
+gathers its tensors anew, by another way than the sync does (DTensor.full_tensor), in the dtype that was sent, and
+compares.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,7 +36,7 @@ def differences(sync: WeightSync, world: World) -> list[str]:
         expected = link.link.slots[0]
         expected.zero_()
         for name, tensors in _by_live_name(by_name[entry.name] for entry in sync.buckets[index].entries).items():
-            whole = full_tensor(sync.live[name])
+            whole = full_tensor(sync.live[name], tensors[0].dtype)
             places = {entry.name: entry for entry in sync.buckets[index].entries}
             for tensor in tensors:
                 places[tensor.name].view(expected).copy_(tensor.view(whole))

@@ -59,7 +59,7 @@ def _missing_rows(tensor: torch.Tensor) -> str:
         return "has it on the meta device, without values"
     if not isinstance(tensor, DTensor):
         return ""
-    chunks = Chunks.of(tensor)
+    chunks = Chunks.of(tensor, tensor.dtype)
     first = min(tensor.device_mesh.get_local_rank() * chunks.rows, tensor.shape[0])
     due = min(chunks.rows, tensor.shape[0] - first)
     held = tensor.to_local().shape[0]

@@ -36,10 +36,16 @@ class WeightSync:
     """From one trained model to the engine of this rank's group. Planned once: names and shapes do not change."""
 
     def __init__(
-        self, engine: VerlEngine, model: nn.Module, config: schema.Weights, transport: Name, folder: Path
+        self,
+        engine: VerlEngine,
+        model: nn.Module,
+        config: schema.Weights,
+        transport: Name,
+        folder: Path,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """transport: as choose_transport says. folder: the run directory, for checkpoints on disk. A collective call of all
-        ranks.
+        """transport: as choose_transport says. folder: the run directory, for checkpoints on disk. dtype: the engine's, to
+        which parameters are cast on their way; None: they are sent as the model has them. A collective call of all ranks.
 
         Raises NotAViewError for an architecture that the sync cannot name, WeightsRefused for shards that do not fit
         together.
@@ -47,7 +53,7 @@ class WeightSync:
         self.engine = engine
         self.config = config
         self.live = dict(named_tensors(model))
-        self.layout = checkpoint_layout(model, self.live)
+        self.layout = checkpoint_layout(model, self.live, dtype)
         check_shards(self.live)
         check_covered(self.layout, self.live)
         self.buckets = plan_buckets(self.layout, self.live, config.bucket_megabytes * MIB)

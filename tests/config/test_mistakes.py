@@ -87,7 +87,7 @@ MISTAKES = [
         'actor.minibatch_size = "eight" (command line) is a string; it must be an integer.',
     ),
     ("--run.steps 2.5", "run.steps = 2.5 (command line) is a number; it must be an integer."),
-    ("--algorithm.advantage ppo", 'algorithm.advantage = "ppo" (command line) is not one of "gae", "grpo".'),
+    ("--algorithm.advantage ppo", 'algorithm.advantage = "ppo" (command line) is not one of "gae", "grpo", "rloo".'),
     ("--model.dtype fp16", 'model.dtype = "fp16" (command line) is not one of "float32", "bfloat16".'),
     (
         "quickstart",
@@ -109,9 +109,40 @@ MISTAKES = [
     ),
     ("--parallel.tp 0", "parallel.tp = 0 cannot work: it must be at least 1."),
     ("--run.steps 0", "run.steps = 0 cannot work: it must be at least 1."),
-    ("--rollout.temperature 0", "rollout.temperature = 0.0 cannot work: it must be above 0."),
+    (
+        "--rollout.temperature 0",
+        "rollout.temperature = 0.0 cannot work: below 1e-06 SGLang is greedy, and greedy responses teach nothing.",
+    ),
+    (
+        "--rollout.temperature 1e-7",
+        "rollout.temperature = 1e-07 cannot work: below 1e-06 SGLang is greedy, and greedy responses teach nothing.",
+    ),
+    (
+        "--rollout.top_k 1 --rollout.temperature 0.7",
+        "rollout.top_k = 1 cannot work: it must be -1 (all tokens) or at least 2; 1 is greedy: it teaches nothing, and"
+        " SGLang's log-probs then leave the temperature out.",
+    ),
+    (
+        "--engine.args.preferred_sampling_params min_p",
+        'engine.args.preferred_sampling_params = "min_p" cannot work: SGLang adds them to each request, and penalties'
+        " and biases in them change log-probs that the trainer computes without; set what [rollout] has, and leave it out.",
+    ),
+    (
+        "--model.master_dtype bfloat16",
+        'model.master_dtype = "bfloat16" cannot work: model.dtype = "float32" would compute with weights that are rounded'
+        ' already; use "float32".',
+    ),
+    (
+        "--algorithm.advantage rloo --rollout.responses_per_prompt 1",
+        'rollout.responses_per_prompt = 1 cannot work: algorithm.advantage = "rloo" compares the responses of one prompt'
+        " and needs at least 2.",
+    ),
     ("--rollout.top_p 1.5", "rollout.top_p = 1.5 cannot work: it must be above 0 and at most 1."),
-    ("--rollout.top_k 0", "rollout.top_k = 0 cannot work: it must be -1 (all tokens) or at least 1."),
+    (
+        "--rollout.top_k 0",
+        "rollout.top_k = 0 cannot work: it must be -1 (all tokens) or at least 2; 1 is greedy: it teaches nothing, and"
+        " SGLang's log-probs then leave the temperature out.",
+    ),
     (
         "--parallel.dp 3",
         "rollout.prompts_per_step = 8 cannot work: it must be a multiple of parallel.dp = 3.",

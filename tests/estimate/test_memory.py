@@ -28,10 +28,27 @@ def stage(found: Estimate, name: str) -> dict[str, int]:
     [("staged", 0.9, True), ("at_once", 0.86, True), ("at_once", 0.9, False), ("at_once", 0.94, False)],
 )
 def test_the_verdict_is_what_4_h200_did(wake: str, fraction: float, passed: bool) -> None:
-    """As README has it: configs/gpu/memory_7b.toml with sglang 0.5.17."""
-    found = of(MEMORY_7B, "--memory.wake", wake, "--engine.args.mem_fraction_static", str(fraction))
+    """As README has it: configs/gpu/memory_7b.toml with sglang 0.5.17, which was then of bfloat16 throughout."""
+    then = ["--model.master_dtype", "bfloat16", "--memory.offload_parameters", "actor"]
+    found = of(MEMORY_7B, *then, "--memory.wake", wake, "--engine.args.mem_fraction_static", str(fraction))
     assert found.fits is passed, found.problems
     assert found.engine[0].weights / GIB == pytest.approx(3.5, abs=0.1)
+
+
+def test_float32_masters_cost_what_they_are_and_the_config_still_fits() -> None:
+    mixed, narrow = of(MEMORY_7B), of(MEMORY_7B, "--model.master_dtype", "bfloat16")
+    assert mixed.fits and narrow.fits, mixed.problems
+    assert not of(MEMORY_7B, "--memory.wake", "at_once").fits
+    wide, thin = stage(mixed, "update_actor"), stage(narrow, "update_actor")
+    for part in ("actor: parameters", "actor: gradients", "actor: AdamW states"):
+        assert wide[part] == 2 * thin[part]
+    assert wide["reference: parameters"] == thin["reference: parameters"], "it does not learn"
+    sync = stage(mixed, "sync")
+    assert sync["sync: its two buffers"] == stage(narrow, "sync")["sync: its two buffers"], "what is sent is bfloat16"
+    assert sync["sync: own rows, cast"] == mixed.bucket_bytes // 4 and "sync: own rows, cast" not in stage(
+        narrow, "sync"
+    )
+    assert mixed.bucket_bytes == narrow.bucket_bytes and mixed.engine == narrow.engine
 
 
 def test_at_once_fails_in_the_sync_and_says_which_fraction_would_do() -> None:
@@ -53,8 +70,9 @@ def test_what_is_offloaded_leaves_the_gpu_and_is_in_the_host() -> None:
     assert "actor: AdamW states" not in stage(some, "update_critic")
     assert "actor: parameters" not in stage(some, "generate")
     assert moved["actor: parameters"] == actor["actor: parameters"]
-    states = actor["actor: AdamW states"] + stage(some, "update_critic")["critic: AdamW states"]
-    assert some.host_bytes == states + actor["actor: parameters"]
+    critic = stage(some, "update_critic")
+    states = actor["actor: AdamW states"] + critic["critic: AdamW states"]
+    assert some.host_bytes == states + actor["actor: parameters"] + critic["critic: parameters"]
 
 
 def test_roles_are_those_of_the_algorithm() -> None:
@@ -66,8 +84,7 @@ def test_roles_are_those_of_the_algorithm() -> None:
         "grpo",
         "--algorithm.kl_placement",
         "none",
-        "--memory.offload_optimizer",
-        "actor",
+        *["--memory.offload_parameters", "actor", "--memory.offload_optimizer", "actor"],
     )
     assert [each.name for each in lean.stages] == ["sync", "generate", "log_probs", "update_actor"]
     assert not any("critic" in name or "reference" in name for each in lean.stages for name in each.parts)

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from harness.config.schema import Actor
 from harness.estimate.shapes import ModelShape, model_fields, model_shape
-from harness.estimate.trainer import largest_bucket, padding_factor, trainer_share
+from harness.estimate.trainer import Precision, largest_bucket, padding_factor, trainer_share
 from harness.models.names import ARCHITECTURES
 from harness.models.tiny import tiny_config
 from harness.rollout.slots import ALIGNMENT, SLOTS
@@ -20,7 +20,9 @@ from harness.weights.names import checkpoint_layout
 SHAPE = {"num_hidden_layers": 3}
 
 
-def _models(name: str, ranks: int, folder: str, value: bool = False) -> tuple[torch.nn.Module, ModelShape]:
+def _models(
+    name: str, ranks: int, folder: str, value: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.nn.Module, ModelShape]:
     """Rank 0's model among so many ranks, of which the fake group stands in for the others, and its shape."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,7 +30,7 @@ def _models(name: str, ranks: int, folder: str, value: bool = False) -> tuple[to
     mesh = init_device_mesh("cpu", (ranks,))
     tiny_config(name, shape=SHAPE).save_pretrained(folder)
     load = load_value_model if value else load_causal_lm
-    model = load(folder, torch.bfloat16, torch.device("cpu"), mesh, weights="random")
+    model = load(folder, dtype, torch.device("cpu"), mesh, weights="random", compute_dtype=torch.bfloat16)
     return model, model_shape(model_fields(name, SHAPE, "cpu"))
 
 
@@ -36,9 +38,10 @@ def _models(name: str, ranks: int, folder: str, value: bool = False) -> tuple[to
 @pytest.mark.parametrize("ranks", [2, 16])  # 8 experts: of 16 ranks half hold padding
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_rank_holds_what_was_counted(name: str, ranks: int, value: bool, tmp_path: object) -> None:
+    master = torch.bfloat16 if value else torch.float32
     try:
-        model, shape = _models(name, ranks, str(tmp_path), value)
-        share = trainer_share(shape, ranks, 2, head=not value)
+        model, shape = _models(name, ranks, str(tmp_path), value, master)
+        share = trainer_share(shape, ranks, Precision(master=master.itemsize, compute=2), head=not value)
         tensors = [tensor for _, tensor in named_tensors(model)]
         assert sum(storage.nbytes() for storage in storages_of(tensors)) == share.parameters
         learner = Learner(
@@ -57,9 +60,9 @@ def test_a_rank_holds_what_was_counted(name: str, ranks: int, value: bool, tmp_p
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
 def test_the_largest_bucket_is_the_planner_s(name: str, ranks: int, tmp_path: object) -> None:
     try:
-        model, shape = _models(name, ranks, str(tmp_path))
+        model, shape = _models(name, ranks, str(tmp_path), dtype=torch.float32)
         live = dict(named_tensors(model))
-        layout = checkpoint_layout(model, live)
+        layout = checkpoint_layout(model, live, torch.bfloat16)
         for limit in (1 << 10, 1 << 16, 1 << 20, 1 << 24):
             planned = max(bucket.nbytes for bucket in plan_buckets(layout, live, limit))
             assert largest_bucket(shape, ranks, 2, limit) == planned

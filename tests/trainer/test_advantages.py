@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.config.schema import Algorithm
 from harness.trainer import advantages as a
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parent / "ppo-vectors.json").read_text())
@@ -91,6 +92,16 @@ def test_group_advantages() -> None:
         close(result, [[number, number] for number in vector[name]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(dtype: torch.dtype) -> None:
+    cases = [(size, i / n) for size in range(2, 17) for n in range(1, 17) for i in range(1, n + 1)]
+    scores = torch.cat([torch.full((size,), score, dtype=dtype) for size, score in cases])[:, None]
+    group = torch.cat([torch.full((size,), number) for number, (size, _) in enumerate(cases)])
+    mask = torch.ones_like(scores)
+    for result in (a.grpo(scores, mask, group), a.grpo(scores, mask, group, False), a.rloo(scores, mask, group)):
+        assert result.dtype == dtype and not result.any()
+
+
 def test_group_advantages_need_no_order_and_keep_to_the_mask() -> None:
     vector = VECTORS["grpo"]
     rewards, group = tensor(vector["token_rewards"]), torch.tensor(vector["index"]) * 7 - 3
@@ -104,7 +115,36 @@ def test_group_advantages_need_no_order_and_keep_to_the_mask() -> None:
 @pytest.mark.parametrize("estimator", get_args(a.KlEstimator))
 def test_kl(estimator: a.KlEstimator) -> None:
     vector = VECTORS["kl"]
-    close(a.kl(tensor(vector["logp"]), tensor(vector["ref"]), estimator), vector[estimator])
+    close(a.kl(tensor(vector["logp"]), tensor(vector["ref"]), estimator), vector[estimator.removesuffix("+")])
+
+
+def expected_gradient(estimator: a.KlEstimator) -> tuple[Tensor, Tensor]:
+    """Of the estimator, as a loss on tokens that the policy draws, exactly; and that of the KL itself: both [V]."""
+    draw = torch.Generator().manual_seed(0)
+    logits, reference = (torch.randn(20, generator=draw, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    log_probs, reference = logits.log_softmax(-1), reference.log_softmax(-1)
+    probability = log_probs.detach().exp()
+    (found,) = torch.autograd.grad(
+        (probability * a.kl(log_probs, reference, estimator)).sum(), logits, retain_graph=True
+    )
+    (right,) = torch.autograd.grad((log_probs.exp() * (log_probs - reference)).sum(), logits)
+    return found, right
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+"])
+def test_the_expected_gradient_is_that_of_the_kl(estimator: a.KlEstimator) -> None:
+    found, right = expected_gradient(estimator)
+    torch.testing.assert_close(found, right, atol=1e-12, rtol=1e-12)
+
+
+def test_in_the_loss_k1_holds_nothing_and_the_default_does() -> None:
+    found, right = expected_gradient("k1")
+    assert found.norm() < 1e-12 < right.norm()
+    default = Algorithm(kl_placement="loss").estimator
+    found, right = expected_gradient(default)
+    assert default == "k3" and torch.cosine_similarity(found, right, dim=0) > 0.5
+    assert Algorithm(kl_placement="reward").estimator == "k1" and Algorithm(kl_estimator="abs").estimator == "abs"
 
 
 def test_kl_rejects_other_estimators() -> None:

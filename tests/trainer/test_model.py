@@ -5,10 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPConfig,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    OPTConfig,
+    Qwen2Config,
+)
 
-from harness.trainer.model import random_rows
+from harness.trainer.model import choose_attention, decoder_layers, random_rows
 
 Measurements = list[dict[str, Any]]
 
@@ -92,6 +103,21 @@ def test_bfloat16_keeps_correction_biases_in_float32(measurements: Measurements)
         assert abs(measured["loss"]) < 10
 
 
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
+def test_float32_masters_learn_in_bfloat16_what_float32_does(measurements: Measurements, name: str) -> None:
+    for rank in measurements:
+        measured = rank["mixed"][name]
+        assert measured["forward"] == 0, "the forward is that of a model in bfloat16, which is the engine's"
+        full, mixed, pure = measured["dtypes"]
+        assert full == mixed == ["torch.float32"] and pure == ["torch.bfloat16"]
+        mixed, pure = measured["cosine"]
+        assert mixed > 0.99 and pure < 0.5, measured["cosine"]
+        full, mixed, pure = measured["moved"]
+        assert mixed > 0.99 * full and pure < 0.1 * full, measured["moved"]
+        full, mixed, pure = measured["stuck"]
+        assert full == mixed == 0 and pure == 1, "AdamW's second moment decays where there is no gradient"
+
+
 def test_tied_weights_stay_tied_and_are_named_once(measurements: Measurements) -> None:
     for rank in measurements:
         measured = rank["tied"]
@@ -99,3 +125,50 @@ def test_tied_weights_stay_tied_and_are_named_once(measurements: Measurements) -
         assert "lm_head.weight" not in measured["names"]
         assert len(measured["names"]) == len(set(measured["names"])) == 26
         assert measured["equal"]
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "attention", "part"),
+    [
+        (Qwen2Config(), "auto", "sdpa", ""),
+        (Qwen2Config(), "eager", "eager", ""),
+        (Gemma2Config(), "auto", "eager", "attn_logit_softcapping"),
+        (Gemma2Config(attn_logit_softcapping=None), "auto", "sdpa", ""),
+        (GptOssConfig(), "auto", "eager", "transformers has no sdpa for gpt_oss"),
+    ],
+)
+def test_the_attention_is_one_that_computes_the_model(config: Any, wanted: Any, attention: str, part: str) -> None:
+    found, why = choose_attention(config, wanted)
+    assert found == attention and part in why and bool(why) == bool(part)
+
+
+def test_an_attention_that_computes_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match='model.attention = "sdpa" cannot work: gemma2 caps attention logits'):
+        choose_attention(Gemma2Config(), "sdpa")
+    with pytest.raises(ValueError, match="clip is no causal language model of transformers"):
+        choose_attention(CLIPConfig(), "auto")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Llama4TextConfig(num_hidden_layers=3, num_local_experts=3, hidden_size=16, intermediate_size=8, vocab_size=32),
+        GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=32),
+        OPTConfig(num_hidden_layers=3, hidden_size=16, num_attention_heads=2, ffn_dim=8, vocab_size=32),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_decoder_layers_are_found_wherever_an_architecture_has_them(config: Any) -> None:
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    layers = decoder_layers(model)
+    assert len(layers) == 3 and all(
+        "attn" in name for name in (" ".join(dict(each.named_modules())) for each in layers)
+    )
+
+
+def test_a_model_without_a_list_of_layers_is_refused_in_one_sentence() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.config = Qwen2Config(num_hidden_layers=3)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="Linear has no list of 3 layers"):
+        decoder_layers(model)

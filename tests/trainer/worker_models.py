@@ -207,6 +207,45 @@ def measure_bfloat16(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any
     }
 
 
+def moved(path: str, mesh: DeviceMesh, local: Batch, dtype: torch.dtype, compute: torch.dtype) -> dict[str, Any]:
+    """One AdamW update at 1e-6 of the model with parameters in dtype, then one without gradient."""
+    model = load_causal_lm(path, dtype, CPU, mesh, compute_dtype=compute)
+    actor = new_actor(model, mesh, microbatch_size=4, learning_rate=1e-6)
+    log_probs = actor.log_probs(local, 4)[0]
+    before = wholes(model)
+    actor.step(local)
+    after = wholes(model)
+    parameters = [name for name, _ in model.named_parameters()]
+    update = torch.cat([(after[name].double() - before[name].double()).flatten() for name in parameters])
+    states = actor.learner.optimizer.state
+    first = [whole(state["exp_avg_sq"]) for state in states.values()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    actor.learner.optimizer.step()
+    later = [whole(state["exp_avg_sq"]) for state in states.values()]
+    pairs = [(one[one > 0], other[one > 0]) for one, other in zip(first, later, strict=True)]
+    gradients = {str(state[name].dtype) for state in states.values() for name in ("exp_avg", "exp_avg_sq")}
+    return {
+        "log_probs": log_probs,
+        "update": update,
+        "dtypes": sorted({str(each.dtype) for each in model.parameters()} | gradients),
+        "stuck": sum(int((one == other).sum()) for one, other in pairs) / sum(len(one) for one, _ in pairs),
+    }
+
+
+def measure_mixed(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
+    """float32 masters with bfloat16 compute, and bfloat16 throughout, against float32 throughout."""
+    wide, narrow = torch.float32, torch.bfloat16
+    full, mixed, pure = (moved(path, mesh, local, *each) for each in ((wide, wide), (wide, narrow), (narrow, narrow)))
+    return {
+        "forward": float((mixed["log_probs"] - pure["log_probs"]).abs().max()),
+        "cosine": [float(torch.cosine_similarity(full["update"], each["update"], dim=0)) for each in (mixed, pure)],
+        "moved": [float((each["update"] != 0).double().mean()) for each in (full, mixed, pure)],
+        "stuck": [each["stuck"] for each in (full, mixed, pure)],
+        "dtypes": [each["dtypes"] for each in (full, mixed, pure)],
+    }
+
+
 def measure_tied(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
     model = load_causal_lm(path, torch.float32, CPU, mesh)
     actor = new_actor(model, mesh, microbatch_size=2)
@@ -268,6 +307,7 @@ def main() -> None:
     results["critic"] = measure_critic(str(folder / "deepseek_v3"), mesh, alone, local, everyone)
     results["random"] = measure_random(str(folder / "deepseek_v3"), mesh, alone)
     results["bfloat16"] = measure_bfloat16(str(folder / "deepseek_v3"), mesh, local)
+    results["mixed"] = {name: measure_mixed(str(folder / name), mesh, local) for name in ("qwen2", "deepseek_v3")}
     results["tied"] = measure_tied(str(folder / "qwen2_tied"), mesh, local)
     results["training"] = train(folder / "training", mesh)
     results["errors"] = measure_errors(str(folder / "qwen2"), mesh, local)

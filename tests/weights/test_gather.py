@@ -52,9 +52,9 @@ class Sharded:
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
-    def chunks(self) -> Chunks:
+    def chunks(self, dtype: torch.dtype) -> Chunks:
         rows = self.shape[0]
-        return Chunks(self.ranks, -(-rows // self.ranks), self.numel() // rows, self.dtype.itemsize)
+        return Chunks(self.ranks, -(-rows // self.ranks), self.numel() // rows, dtype)
 
 
 def checkpoint_of(live_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[CheckpointTensor]:
@@ -159,7 +159,7 @@ def test_a_bucket_is_full_but_above_the_limit_only_where_what_cannot_be_split_is
     for before, after in pairwise(buckets):
         first = after.pieces[0].live_name
         if first.endswith("gate_up_proj"):
-            least = live[first].chunks().row_bytes
+            least = live[first].chunks(live[first].dtype).row_bytes
         else:
             together = [piece for piece in after.pieces if live_group[piece.live_name] == live_group[first]]
             least = sum(aligned(piece.nbytes) for piece in together)
@@ -189,7 +189,7 @@ def test_pieces_are_aligned_and_apart_and_hold_their_tensors(live: dict[str, Sha
         spans = sorted(span(entry) for entry in bucket.entries)  # each entry here is contiguous
         assert all(one[1] <= other[0] for one, other in pairwise(spans))
     for name, rows in rows_sent.items():  # each chunk's rows once, in order
-        assert rows[0][0] == 0 and rows[-1][1] == live[name].chunks().rows
+        assert rows[0][0] == 0 and rows[-1][1] == live[name].chunks(live[name].dtype).rows
         assert all(one[1] == other[0] for one, other in pairwise(rows))
 
 

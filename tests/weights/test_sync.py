@@ -112,6 +112,30 @@ def test_a_push_sends_every_tensor_once_under_its_checkpoint_name_and_flushes_la
     assert engine.sessions == 1
 
 
+@pytest.mark.parametrize("transport", ["tensor", "bucket"])
+def test_parameters_are_sent_in_the_engine_s_dtype_and_buffers_in_their_own(transport: Any, tmp_path: Path) -> None:
+    model = tiny_model(tiny_config("deepseek_v3"), seed=1)
+    engine: Any = Notes()
+    config = schema.Weights(transport=transport, bucket_megabytes=1, verify="off")
+    sync = WeightSync(engine, model, config, transport, tmp_path, torch.bfloat16)
+    sync.push()
+    sync.save(tmp_path / "saved", tmp_path, rank=0)
+    saved = AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"), dtype=torch.bfloat16)
+    live, sent = model.state_dict(), {name: each for tensors, _ in engine.calls for name, each in tensors.items()}
+    assert {tensor.dtype for tensor in live.values()} == {torch.float32}
+    from safetensors.torch import load_file
+
+    on_disk = load_file(tmp_path / "saved" / "model.safetensors")
+    assert on_disk.keys() == sent.keys() and all(torch.equal(on_disk[name], tensor) for name, tensor in sent.items())
+    wide = [name for name, tensor in sent.items() if tensor.dtype != torch.bfloat16]
+    assert wide == [name for name in sent if name.endswith("e_score_correction_bias")] != []
+    for name in live.keys() & sent.keys():
+        assert torch.equal(sent[name], live[name].to(sent[name].dtype)), name
+    assert sync.nbytes == sum(parameter.numel() * 2 for parameter in saved.parameters()) + sum(
+        sent[name].nbytes for name in wide
+    )
+
+
 class Asked:
     """In place of an open WeightLink: what the schedulers said."""
 

@@ -1,12 +1,13 @@
 """transports_on_two_ranks.py FOLDER DP TP TRANSPORT...: run by torchrun, two ranks, real engines in CPU mode.
 
-One start of the engines; through each transport in turn come weights that differ in every tensor from those before.
-Each rank writes what it saw as JSON.
+One start of the engines, in bfloat16; through each transport in turn come float32 weights that differ in every tensor from
+those before, and what the engines then hold is read back. Each rank writes what it saw as JSON.
 """
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-BUCKET_BYTES = 200_000  # several buckets, even of a tiny model
+BUCKET_BYTES = 100_000  # several buckets, even of a tiny model
 PROMPTS = [list(range(5, 25)), list(range(30, 47))]
 
 
@@ -27,13 +28,14 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
     from harness.rollout.verl_engine import VerlEngine
     from harness.trainer.model import load_causal_lm
     from harness.weights.gather import plan_buckets
+    from harness.weights.readback import differences
     from harness.weights.sync import WeightSync
 
     activate()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if rank == 0:
-        save_tiny_model("qwen2", folder / "model", 0, texts=["hello, the quick brown fox"])
+        save_tiny_model("qwen2", folder / "model", 0, "bfloat16", texts=["hello, the quick brown fox"])
     dist.barrier()
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     engine = VerlEngine(
@@ -41,7 +43,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
         log_dir=folder / "engine",
         base_port=planned_ports(41000, 0).port,
         model_path=str(folder / "model"),
-        dtype="float32",
+        dtype="bfloat16",
         load_format="dummy",
         skip_tokenizer_init=True,
         random_seed=rank,
@@ -51,12 +53,14 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
         torch.float32,
         torch.device("cpu"),
         init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)),
+        compute_dtype=torch.bfloat16,
     )
+    world: Any = SimpleNamespace(rank=rank)
     config = schema.Weights(bucket_megabytes=1, verify="off")
     seen: dict[str, Any] = {"dummy": difference(engine, model), "buckets": 0}
     for index, name in enumerate(transports):
         change_every_tensor(model, seed=index)
-        sync = WeightSync(engine, model, config, name, folder / "run")  # type: ignore[arg-type]
+        sync = WeightSync(engine, model, config, name, folder / "run", torch.bfloat16)  # type: ignore[arg-type]
         sync.buckets = plan_buckets(sync.layout, sync.live, BUCKET_BYTES)
         seen["buckets"] = len(sync.buckets)
         seen[f"{name} stale"] = difference(engine, model)
@@ -65,6 +69,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
         change_every_tensor(model, seed=100 + index)
         sync.push()
         seen[f"{name} again"] = difference(engine, model)
+        seen[f"{name} wrong"] = differences(sync, world)
         if name == "distributed":
             seen |= broken_broadcasts(engine, sync)
             sync.push()
@@ -114,7 +119,7 @@ def difference(engine: Any, model: Any) -> float:
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         entries = answer["meta_info"]["output_token_logprobs"]
         tokens = torch.tensor([prompt + [entry[1] for entry in entries]])
-        log_probs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        log_probs = model(tokens).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         ours = log_probs.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
         theirs = torch.tensor([entry[0] for entry in entries])
         largest = max(largest, float((ours - theirs).abs().max()))
