@@ -15,6 +15,7 @@ from harness.cluster.world import World, all_gather
 from harness.config.schema import Config
 from harness.events import EventLog
 from harness.rollout.memory import MemoryStages
+from harness.rollout.responses import read_responses
 from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import Prompt, PromptSampler
 from harness.task.rewards import score
@@ -104,9 +105,11 @@ class Ppo:
             self.verification.check_log_probs(index, difference)
         batch = batch.replace(old_log_probs=old)
         lengths = batch.response_mask.sum(-1).float()
+        truncated = batch.require("truncated").float()
         return batch, {
             "reward_mean": self.mean(scores),
             "response_tokens_mean": self.mean(lengths),
+            "truncated_share": self.mean(truncated),
             "rollout_entropy": self.token_mean(entropy, batch),
             **difference.metrics(),
             **self.verification.shown(),
@@ -127,6 +130,7 @@ class Ppo:
             batch = batch.replace(old_values=values)
         with phase("advantages", index):
             batch, reward_metrics = self.advantages(batch)
+            batch = self.masked(batch)
         generator = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + index)
         if self.critic:
             with phase("update_critic", index, "the critic's optimizer steps"), self.critic.learning():
@@ -165,20 +169,27 @@ class Ppo:
         size = len(repeated) // self.dims.engine_size
         start = self.dims.engine_rank(self.world.rank) * size
         own, answers = repeated[start : start + size], answers[start : start + size]
-        log_probs = [[entry[0] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
-        responses = [[entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        responses = read_responses(answers)
+        texts = self.tokenizer.batch_decode([each.token_ids for each in responses], skip_special_tokens=True)
         scores = torch.tensor(
             [score(self.config.task.reward, text, prompt.answer) for text, prompt in zip(texts, own, strict=True)],
             dtype=torch.float32,
         )
         pad_id = self.tokenizer.pad_token_id or 0
-        batch = from_sequences([prompt.input_ids for prompt in own], responses, pad_id)
+        batch = from_sequences([prompt.input_ids for prompt in own], [each.token_ids for each in responses], pad_id)
         return batch.replace(
             group=torch.tensor([prompt.index for prompt in own]),
             scores=scores,
-            rollout_log_probs=scatter_responses(log_probs, batch),
+            truncated=torch.tensor([each.truncated for each in responses]),
+            rollout_log_probs=scatter_responses([each.log_probs for each in responses], batch),
         ), scores
+
+    def masked(self, batch: Batch) -> Batch:
+        """The batch for the updates: truncated responses without tokens, where rollout.truncated says so."""
+        if self.config.rollout.truncated == "train":
+            return batch
+        kept = ~batch.require("truncated")
+        return batch.replace(response_mask=batch.response_mask * kept[:, None])
 
     def engine_prompts(self, index: int) -> list[Prompt]:
         """The prompts of this rank's engine: its share of the step's, by dp index."""
@@ -188,15 +199,15 @@ class Ppo:
         return prompts[start : start + share]
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Token rewards less the KL, and from them advantages; whitened (GAE) or compared (GRPO) over all ranks."""
+        """Token rewards less the KL, and from them advantages; whitened (GAE) or compared (GRPO, RLOO) over all ranks."""
         algorithm, mask = self.config.algorithm, batch.response_mask
         metrics = Metrics()
         kl = None
         if self.reference:
             kl = advantages.kl(
-                batch.require("old_log_probs"), batch.require("reference_log_probs"), algorithm.kl_estimator
+                batch.require("old_log_probs"), batch.require("reference_log_probs"), algorithm.estimator
             )
-            metrics["reference_kl"] = self.token_mean(kl, batch)
+            metrics["reference_kl"] = self.sequence_mean(kl, batch)
             metrics["kl_coefficient"] = self.kl_control.coefficient
         in_reward = kl if algorithm.kl_placement == "reward" else None
         rewards = advantages.token_rewards(batch.require("scores"), mask, in_reward, self.kl_control.coefficient)
@@ -211,7 +222,10 @@ class Ppo:
         gathered = all_gather((rewards.sum(-1), batch.require("group")))
         scores, groups = (torch.cat(parts) for parts in zip(*gathered, strict=True))
         everywhere = torch.ones_like(scores)[:, None]
-        compared = advantages.grpo(scores[:, None], everywhere, groups, algorithm.normalize_by_std)
+        if algorithm.advantage == "rloo":
+            compared = advantages.rloo(scores[:, None], everywhere, groups)
+        else:
+            compared = advantages.grpo(scores[:, None], everywhere, groups, algorithm.normalize_by_std)
         start = sum(len(each[0]) for each in gathered[: self.world.rank])
         mine = compared[start : start + len(batch)]
         return batch.replace(advantages=mine * mask), metrics
@@ -244,6 +258,12 @@ class Ppo:
     def mean(self, values: torch.Tensor) -> float:
         """Mean of every rank's values, [B] each."""
         return float(torch.cat(all_gather(values)).double().mean())
+
+    def sequence_mean(self, values: torch.Tensor, batch: Batch) -> float:
+        """Mean over the sequences of all ranks of each one's mean over its response tokens, as verl's KL."""
+        mask = batch.response_mask.bool()
+        totals = torch.where(mask, values.double(), 0.0).sum(-1)
+        return self.mean(totals / mask.sum(-1))
 
     def token_mean(self, values: torch.Tensor, batch: Batch) -> float:
         """Mean over the response tokens of all ranks."""

@@ -73,6 +73,7 @@ class Report:
         parts = [
             f"step {metrics['step']:.0f}",
             f"reward {metrics['reward_mean']:.3f}",
+            f"truncated {metrics['truncated_share']:.0%}",
             f"log-prob difference {metrics['log_prob_difference_mean']:.1e}",
             f"actor loss {metrics['actor/loss']:+.4f}",
             f"grad norm {metrics['actor/grad_norm']:.3f}",

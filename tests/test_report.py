@@ -13,7 +13,7 @@ from harness.report import Metrics, Report, curve, installed_versions
 from harness.timeline import Stage
 
 STEP = {
-    "reward_mean": 0.25, "log_prob_difference_mean": 2.5e-6, "actor/loss": -0.125, "actor/grad_norm": 0.5,
+    "reward_mean": 0.25, "truncated_share": 0.5, "log_prob_difference_mean": 2.5e-6, "actor/loss": -0.125, "actor/grad_norm": 0.5,
     "actor/entropy": 4.75, "seconds": 1.5,
 }  # fmt: skip
 CRITIC = {"critic/loss": 0.75, "critic/explained_variance": -0.5}
@@ -81,7 +81,7 @@ def test_lines_of_a_step_and_of_the_start(tmp_path: Path) -> None:
         "first token 9.5 s after launch (seconds: launch_and_import 1.0, engine 2.2; models beside engine)"
     )
     assert report.step_line(step(3)) == (
-        "step 3  reward 0.250  log-prob difference 2.5e-06  actor loss -0.1250  grad norm 0.500  1.5 s"
+        "step 3  reward 0.250  truncated 50%  log-prob difference 2.5e-06  actor loss -0.1250  grad norm 0.500  1.5 s"
     )
     assert "explained variance -0.500" in report.step_line(step(3, **CRITIC))
 

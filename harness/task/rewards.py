@@ -6,28 +6,30 @@ from decimal import Decimal
 RULES = ("gsm8k", "digits")
 
 _MARK = "####"
+_MARKS_AT_THE_END = re.compile(rf"(?:\s*{_MARK})+\s*$")
 _CURRENCY = "[$\u20ac\u00a3\u00a5\u20b9]"
 _SIGN = "[-+\u2212]"
 _NUMBER = re.compile(
     rf"(?:(?P<sign>{_SIGN})?(?:{_CURRENCY}\s*)?|{_CURRENCY}\s*(?P<inner_sign>{_SIGN}))"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<digits>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 # What follows a number and would make it another one: 1,23  1.2.3  1e3  1/2  3-4  3 + 4  12:30  5 000  2 1/2
 _CONTINUES = re.compile(r"[.,][0-9]|[eE][-+]?[0-9]|[ \t]*[-+\u2212*/^:=]?[ \t]*[0-9]")
 
 
 def extract_answer(text: str) -> Decimal | None:
-    """The number right after the last `####`, or None where there is none that can be read in one way only.
+    """The number right after the last `####` that any text follows, or None where there is none that can be read in one way
+    only.
 
     Read: a sign, a currency sign, thousands in groups of three, decimals (".5" too), and any unit behind the
     number, with or without a space: "$1,234.50", "-$3", "+7", "12 apples", "50%" (50, not 0.5), "5.".
     Only the first line with text after the mark counts.
 
-    Not read, since the first number alone would be a wrong answer: "1,23" (a decimal comma, or a slip in the
+    Not read, since the first number alone would be a wrong answer: "1,23" and "0,123" (a decimal comma, or a slip in the
     grouping), "1.2.3", "1e3" (GSM8K has no exponents, and 1 with unit "e3" would be wrong), "1/2", "3-4",
     "3 + 4", "12:30", "5 000". Nor words before the number: "#### about 5".
     """
-    _, mark, tail = text.rpartition(_MARK)
+    _, mark, tail = _MARKS_AT_THE_END.sub("", text).rpartition(_MARK)
     if not mark:
         return None
     line = tail.lstrip().partition("\n")[0]

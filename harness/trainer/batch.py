@@ -29,6 +29,8 @@ class Batch:
     """int64 [B]: number of the prompt; responses of one prompt share it."""
     scores: Tensor | None = None
     """float [B]: the task's reward of a response."""
+    truncated: Tensor | None = None
+    """bool [B]: whether its longest length cut the response off."""
     rollout_log_probs: Tensor | None = None
     """float [B, T]: log-probs as the engine reported them."""
     old_log_probs: Tensor | None = None
@@ -46,7 +48,7 @@ class Batch:
         """Raises ValueError if a field's shape does not fit input_ids."""
         rows, length = self.input_ids.shape
         for name, tensor in self.tensors().items():
-            shape = (rows,) if name in ("group", "scores") else (rows, length)
+            shape = (rows,) if name in ("group", "scores", "truncated") else (rows, length)
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"batch field {name} has shape {tuple(tensor.shape)}, but must have {shape}")
 

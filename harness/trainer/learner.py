@@ -164,7 +164,10 @@ class Learner:
         """Tokens and sequences of the minibatch over all ranks."""
         tokens, sequences = all_sum(local_counts(response_mask.to(self.device)), self.mesh).tolist()
         if tokens == 0:
-            raise ValueError("the minibatch has 0 response tokens over all ranks, but a loss needs at least 1")
+            raise ValueError(
+                "the minibatch has 0 response tokens over all ranks, but a loss needs at least 1; where rollout.truncated ="
+                ' "mask" left none, raise rollout.max_response_tokens'
+            )
         return Counts(tokens=tokens, sequences=sequences)
 
     @torch.no_grad()

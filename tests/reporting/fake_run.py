@@ -113,7 +113,7 @@ def figures(phase: str, chance: random.Random) -> dict[str, int]:
 
 def metrics_of(step: int, chance: random.Random) -> dict[str, float]:
     return {
-        "step": step, "reward_mean": 0.2 + 0.1 * step, "log_prob_difference_mean": chance.uniform(0.0026, 0.004),
+        "step": step, "reward_mean": 0.2 + 0.1 * step, "truncated_share": 0.5, "log_prob_difference_mean": chance.uniform(0.0026, 0.004),
         "actor/loss": chance.uniform(-0.1, 0.1), "actor/grad_norm": chance.uniform(0.3, 0.9), "actor/entropy": 4.5,
         "seconds": 12.0 + chance.random(),
     }  # fmt: skip

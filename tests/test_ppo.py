@@ -1,0 +1,66 @@
+"""The arithmetic of a PPO step between its phases, on one rank."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.config.command import parse
+from harness.ppo import Ppo
+from harness.trainer import advantages
+from harness.trainer.batch import Batch, from_sequences
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    """This process is the only rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def ppo(words: str, kl_control: Any = None, reference: Any = None) -> Ppo:
+    """Only with what advantages need."""
+    names = ("dims", "events", "engine", "memory", "sync", "verification", "actor", "critic", "prompts", "tokenizer")
+    missing: dict[str, Any] = dict.fromkeys(names)
+    world: Any = SimpleNamespace(rank=0)
+    return Ppo(config=parse(words.split()).config, world=world, kl_control=kl_control, reference=reference, **missing)
+
+
+def batch() -> Batch:
+    """Four responses of two prompts, of 1, 3, 2 and 4 tokens; the second was cut off."""
+    made = from_sequences([[2]] * 4, [[5], [5, 6, 7], [5, 6], [5, 6, 7, 8]], pad_id=0)
+    return made.replace(
+        group=torch.tensor([0, 0, 1, 1]),
+        scores=torch.tensor([1.0, 0.0, 0.5, 0.5]),
+        truncated=torch.tensor([False, True, False, False]),
+        old_log_probs=torch.arange(20.0).view(4, 5) / 10,
+        reference_log_probs=torch.zeros(4, 5),
+    )
+
+
+def test_the_kl_that_adapts_is_the_mean_over_sequences_of_their_means() -> None:
+    control = advantages.AdaptiveKl(0.1, target=0.5, horizon=100)
+    words = "--algorithm.advantage grpo --algorithm.kl_target 0.5"
+    _, metrics = ppo(words, control, reference=object()).advantages(batch())
+    means = [0.1, (0.6 + 0.7 + 0.8) / 3, (1.1 + 1.2) / 2, (1.6 + 1.7 + 1.8 + 1.9) / 4]
+    assert metrics["reference_kl"] == pytest.approx(sum(means) / 4)
+    assert control.coefficient == pytest.approx(0.1 * (1 + 0.2 * 16 / 100))
+
+
+@pytest.mark.parametrize(("name", "first"), [("grpo", 0.5 / 0.5**0.5), ("rloo", 1.0)])
+def test_the_config_chooses_how_responses_are_compared(name: str, first: float) -> None:
+    words = f"--algorithm.advantage {name} --algorithm.kl_placement none"
+    done, _ = ppo(words, advantages.FixedKl(0)).advantages(batch())
+    found = done.require("advantages")
+    assert found[0, 1] == pytest.approx(first, rel=1e-5) and found[1, 1] == -found[0, 1]
+    assert not found[2:].any(), "equal scores of a group"
+
+
+@pytest.mark.parametrize(("words", "tokens"), [("", [1, 3, 2, 4]), ("--rollout.truncated mask", [1, 0, 2, 4])])
+def test_truncated_responses_are_masked_where_that_is_asked_for(words: str, tokens: list[int]) -> None:
+    assert ppo(words).masked(batch()).response_mask.sum(-1).tolist() == tokens
