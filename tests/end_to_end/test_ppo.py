@@ -39,6 +39,7 @@ def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
     (verdict,) = [line for line in quickstart.output().splitlines() if "PASSED: 3 PPO steps; 4 weight syncs: " in line]
     assert "all 27 tensors in the engine equal the trainer's by fingerprint" in verdict
     assert "the engine's log-probs prove each" in verdict
+    assert all(0.5 < step["truncated_share"] <= 1 for step in steps[:3]), "random weights seldom draw the end token"
     assert "baseline on the model's own checkpoint: log-prob difference" in quickstart.output()
 
 
@@ -90,15 +91,15 @@ def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart:
 
 
 @pytest.mark.long
-def test_deepseek_on_two_engines_with_grpo_and_named_tensors(tmp_path: Path) -> None:
+def test_deepseek_in_bfloat16_on_two_engines_with_rloo_and_named_tensors(tmp_path: Path) -> None:
     job = run(
         tmp_path / "run",
         2,
         QUICKSTART,
         *["--model.name", "deepseek_v3", "--parallel.dp", "2", "--parallel.tp", "1", "--run.steps", "2"],
-        *["--algorithm.advantage", "grpo", "--algorithm.kl_placement", "loss", "--weights.transport", "tensor"],
-        *["--weights.verify", "full"],
+        *["--algorithm.advantage", "rloo", "--algorithm.kl_placement", "loss", "--weights.transport", "tensor"],
+        *["--weights.verify", "full", "--model.dtype", "bfloat16"],
     )
     assert job.process.returncode == 0, job.output()
-    assert all(step["log_prob_difference_mean"] < 1e-5 for step in job.metrics()[:2])
+    assert all(step["log_prob_difference_mean"] < 0.05 for step in job.metrics()[:2])
     assert job.left_behind() == []

@@ -21,7 +21,7 @@ from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm, load_value_model, named_tensors, tied_names
 from tests.trainer.sequences import advantage_batch, sequences
-from tests.trainer.tiny_models import NAMES, save_tiny
+from tests.trainer.tiny_models import NAMES, save_tiny, tiny_config
 from tests.trainer.worker_determinism import train
 
 CPU = torch.device("cpu")
@@ -209,9 +209,10 @@ def measure_bfloat16(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any
 
 def moved(path: str, mesh: DeviceMesh, local: Batch, dtype: torch.dtype, compute: torch.dtype) -> dict[str, Any]:
     """One AdamW update at 1e-6 of the model with parameters in dtype, then one without gradient."""
-    model = load_causal_lm(path, dtype, CPU, mesh, compute_dtype=compute)
+    model = load_causal_lm(path, dtype, CPU, mesh, weights="random", seed=5, compute_dtype=compute)
     actor = new_actor(model, mesh, microbatch_size=4, learning_rate=1e-6)
     log_probs = actor.log_probs(local, 4)[0]
+    local = local.replace(old_log_probs=log_probs, reference_log_probs=log_probs)
     before = wholes(model)
     actor.step(local)
     after = wholes(model)
@@ -235,6 +236,14 @@ def moved(path: str, mesh: DeviceMesh, local: Batch, dtype: torch.dtype, compute
 
 def measure_mixed(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
     """float32 masters with bfloat16 compute, and bfloat16 throughout, against float32 throughout."""
+    path += "_mixed"
+    if dist.get_rank() == 0:
+        config = tiny_config(Path(path).name.removesuffix("_mixed"))
+        config.initializer_range = (
+            0.02  # as real models: logits so peaked that bfloat16 decides signs would hide the rest
+        )
+        config.save_pretrained(path)
+    dist.barrier()
     wide, narrow = torch.float32, torch.bfloat16
     full, mixed, pure = (moved(path, mesh, local, *each) for each in ((wide, wide), (wide, narrow), (narrow, narrow)))
     return {
