@@ -20,7 +20,7 @@ from harness import environments, hub
 from harness.cluster.mesh import ParallelDims
 from harness.config.command import parse
 from harness.config.layers import ConfigError
-from harness.config.rules import check_transport
+from harness.config.rules import check_transport, check_unquantized
 from harness.config.schema import Config
 from harness.estimate.refusals import padded, refusals
 from harness.estimate.shapes import Fields, UnknownShape, model_fields, model_shape
@@ -29,6 +29,7 @@ from harness.models.names import ARCHITECTURES, is_tiny
 from harness.models.tiny import CONFIG_CLASSES, NOT_A_SHAPE, tiny_fields
 from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import torch_is_for_cpu
+from harness.rollout.cpu.limits import cpu_refusals
 from harness.rollout.sglang_api import source
 from harness.task.data import check_rows, check_template, is_hub_id
 
@@ -41,7 +42,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 
 def check_plan(config: Config) -> None:
-    """Raise ValueError, one sentence, for what cannot work wherever it runs.
+    """Raise ValueError, one sentence, for what cannot work wherever it runs, CannotRunHere for what the CPU cannot.
 
     engine.device = "auto" counts as CUDA, which refuses more. Without network: a hub id is not looked up.
     """
@@ -49,12 +50,14 @@ def check_plan(config: Config) -> None:
 
 
 def check_here(config: Config) -> list[str]:
-    """Raise ValueError, one sentence, for what cannot work on this host; look a hub id up. Return warnings, sentences."""
+    """Raise ValueError or CannotRunHere, one sentence, for what cannot work on this host; look a hub id up. Return
+    warnings, sentences."""
     device = device_here(config)
     check_transport(config, device)
     fields = _check(config, device)
     if is_hub_model(config.model.name):
         fields = _of_hub(lambda: hub.model_fields(config.model.name), "model.name", config.model.name)
+        _check_cpu(config, fields, device)
         _check_sizes(config, fields, device)
     if is_hub_id(config.task.source):
         _of_hub(lambda: hub.look_up("dataset", config.task.source), "task.source", config.task.source)
@@ -126,6 +129,7 @@ def _check(config: Config, device: Device) -> Fields:
     """What needs neither this host's devices nor a network. Return the fields of the model's config; none of a hub's."""
     _check_engine_arguments(config)
     fields = _model_fields(config, device)
+    _check_cpu(config, fields, device)
     if fields:
         _check_sizes(config, fields, device)
     check_template(config.task.template)
@@ -210,8 +214,15 @@ def shape_fields(name: str) -> set[str]:
 
 
 def _check_sizes(config: Config, fields: Fields, device: Device) -> None:
+    check_unquantized(fields, config.model.name)
     for sentence in refusals(fields, config, device):
         raise ConfigError(sentence)
+
+
+def _check_cpu(config: Config, fields: Fields, device: Device) -> None:
+    """Raise CannotRunHere for what SGLang's CPU mode cannot serve."""
+    for sentence in cpu_refusals(fields.get("model_type"), config.engine.args) if device == "cpu" else ():
+        raise CannotRunHere(sentence)
 
 
 def _of_hub(ask: Callable[[], Any], key: str, name: str) -> Any:

@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         command = parse(arguments)
         if command.options.dry_run or command.options.check:
             return show(command)
-    except ValueError as error:
+    except (ValueError, CannotRunHere) as error:
         return say_mistake(error, rank)
     try:
         preflight.check_rank(command.config, "launch/ppo.py", arguments, os.environ)

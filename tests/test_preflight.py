@@ -13,6 +13,7 @@ from harness import preflight
 from harness.config.command import parse
 from harness.config.layers import ConfigError
 from harness.models.tiny import NOT_A_SHAPE, tiny_config, tiny_fields
+from launch import ppo
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
 
 ROW = {"question": "What is 1 + 1?", "answer": "It is 2. #### 2"}
@@ -77,6 +78,15 @@ MISTAKES = {
     "--model.name deepseek_v3 --model.shape.n_group 3": "model.shape.n_group = 3 does not divide",
     "--rollout.max_response_tokens 4096": "the model's context is 2048",
     "--engine.args.context_length 128": "engine.args.context_length is 128",
+    # An engine that no sync can reach.
+    "--engine.args.quantization fp8": "SGLang quantizes the weights as it loads them",
+    "--engine.args.torchao_config int8wo": "SGLang quantizes the weights as it loads them",
+    "--engine.args.quantization awq": "takes quantized tensors with their scales",
+    "--engine.args.quantization not_yet_known": "takes quantized tensors with their scales",
+    "--model.name {dir}/quantized": "is quantized (fp8, quantization_config in its config.json)",
+    "--engine.args.speculative_algorithm EAGLE": 'weights.transport = "auto" cannot work: ',
+    "--engine.args.speculative_algorithm nextn --weights.transport stream": 'use "tensor", "bucket" or "disk"',
+    "--engine.args.speculative_algorithm EAGLE3 --weights.transport tensor": 'weights.verify = "log_probs" cannot',
 }
 
 
@@ -88,10 +98,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("wrong")
     (path / "broken.toml").write_text("[run\nsteps = 3\n")
-    for name in ("empty", "bare", "bad_config", "gpt", "data"):
+    for name in ("empty", "bare", "bad_config", "gpt", "quantized", "data"):
         (path / name).mkdir()
     (path / "bare" / "config.json").write_text("{}")
-    for name, text in (("bad_config", "{"), ("gpt", '{"model_type": "unknown", "num_hidden_layers": 3}')):
+    for name, text in (
+        ("bad_config", "{"),
+        ("gpt", '{"model_type": "unknown", "num_hidden_layers": 3}'),
+        ("quantized", '{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}'),
+    ):
         (path / name / "config.json").write_text(text)
         for file in ("tokenizer.json", "model.safetensors"):
             (path / name / file).touch()
@@ -126,6 +140,47 @@ def test_what_is_right_passes_without_a_word() -> None:
         assert preflight.check_here(parse(words).config) == []
     for config in (REPOSITORY / "configs").glob("*/*.toml"):
         preflight.check_plan(parse([str(config)]).config)
+
+
+DRAFT = "--weights.transport tensor --weights.verify off --engine.args.speculative_algorithm"
+NOT_ON_CPU = {
+    "--model.name {dir}/qwen2_moe": "model_type qwen2_moe: its shared expert ends in a Triton kernel",
+    "--model.name {dir}/gpt_oss": "model_type gpt_oss",
+    "--model.name {dir}/qwen3_next": "model_type qwen3_next",
+    f"{DRAFT} EAGLE": "engine.args.speculative_algorithm = 'EAGLE'",
+    f"{DRAFT} NGRAM": "engine.args.speculative_algorithm = 'NGRAM'",
+    "--engine.args.kv_cache_dtype fp8_e4m3": "engine.args.kv_cache_dtype = 'fp8_e4m3'",
+}
+
+
+@pytest.mark.parametrize("words", NOT_ON_CPU)
+def test_what_cpu_mode_cannot_serve_is_125_before_a_rank_starts(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("qwen2_moe", "gpt_oss", "qwen3_next"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+        for file in ("tokenizer.json", "model.safetensors"):
+            (tmp_path / name / file).touch()
+    asked = words.format(dir=tmp_path).split()
+    assert preflight.main([*asked, "--engine.device", "cpu"]) == 125
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: CPU mode cannot serve ") and "\n" not in said
+    assert NOT_ON_CPU[words] in said
+    assert ppo.main([*asked, "--engine.device", "cpu", "--check"]) == 125
+    preflight.check_plan(parse([*asked, "--engine.device", "cuda"]).config)  # a GPU can
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--engine.args.kv_cache_dtype bfloat16",
+        "--model.name qwen3_moe --engine.args.ep_size 2",
+        "--model.name deepseek_v3 --engine.args.enable_dp_attention true --engine.args.dp_size 2",
+    ],
+)
+def test_what_cpu_mode_serves_is_not_refused(words: str) -> None:
+    preflight.check_plan(parse([*words.split(), "--engine.device", "cpu"]).config)
 
 
 def test_cuda_refuses_what_cpu_mode_pads() -> None:

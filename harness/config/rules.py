@@ -2,7 +2,8 @@
 
 import difflib
 import json
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from harness.config.faults import check_faults
 from harness.config.layers import ConfigError
@@ -31,12 +32,26 @@ RESERVED_ENGINE_ARGUMENTS = {
 }
 
 
+QUANTIZES = (
+    "SGLang quantizes the weights as it loads them and keeps parameters of other shapes, which no later load fits, so that"
+    " no weight sync can reach such an engine"
+)
+EXPECTS_QUANTIZED = "such an engine takes quantized tensors with their scales, and the trainer has neither"
+QUANTIZED_ON_LOAD = (
+    "fp8", "mxfp8", "w8a8_fp8", "bitsandbytes", "nvfp4_online", "quark_int4fp8_moe", "modelopt", "modelopt_fp8", "modelopt_fp4",
+)  # fmt: skip
+"""What SGLang does itself to a checkpoint that is not quantized; its other methods expect one that is."""
+WITHOUT_DRAFT_MODEL = ("NGRAM", "UNO")
+"""Ways of speculative decoding in SGLang that load no second model."""
+
+
 def check(config: Config) -> None:
     """Raise ConfigError, one sentence, for the first value or combination that cannot work."""
     _check_ranges(config)
     _check_batches(config)
     _check_algorithm(config)
     _check_engine(config)
+    _check_updates(config)
     _check_memory(config)
     _check_inject(config)
     if config.engine.device != "auto":
@@ -301,6 +316,40 @@ def _check_engine(config: Config) -> None:
         config.weights.transport,
         "sglang gives every pipeline stage the same ranks of an update group; use parallel.pp = 1 or another transport",
     )
+
+
+def _check_updates(config: Config) -> None:
+    """An engine that no sync can reach: quantized, or with a draft model beside the one that is trained."""
+    arguments = config.engine.args
+    for argument in ("quantization", "torchao_config"):
+        method = arguments.get(argument)
+        if method:
+            online = method in QUANTIZED_ON_LOAD or argument == "torchao_config"
+            reason = QUANTIZES if online else EXPECTS_QUANTIZED
+            _require(False, f"engine.args.{argument}", method, f"{reason}; leave it out")
+    draft = str(arguments.get("speculative_algorithm") or "").upper()
+    if not draft or draft in WITHOUT_DRAFT_MODEL:
+        return
+    why = (
+        f"engine.args.speculative_algorithm = {draft} runs a draft model, and SGLang then calls a custom weight loader for"
+        " the draft and for the target, but a scheduler has one weight stream"
+    )
+    transport, verify = config.weights.transport, config.weights.verify
+    _require(
+        transport not in ("auto", "stream"), "weights.transport", transport, f'{why}; use "tensor", "bucket" or "disk"'
+    )
+    _require(verify == "off", "weights.verify", verify, f'{why}, so that nothing can be compared; use "off"')
+
+
+def check_unquantized(fields: Mapping[str, Any], name: str) -> None:
+    """Raise ConfigError for a model whose config.json says that its checkpoint is quantized. fields: of that file."""
+    found = fields.get("quantization_config")
+    if isinstance(found, Mapping):
+        method = found.get("quant_method", "unknown")
+        raise ConfigError(
+            f'model.name = "{name}" is quantized ({method}, quantization_config in its config.json): {EXPECTS_QUANTIZED};'
+            " give a checkpoint that is not."
+        )
 
 
 def _check_memory(config: Config) -> None:

@@ -10,7 +10,8 @@ Metrics = Mapping[str, float]
 LEVELS = {
     "off": "Nothing was checked; the differences were only measured.",
     "log_probs": "After every sync 64-bit fingerprints of every element that the engine holds were compared with the"
-    " trainer's, and the engine's log-probs of its responses with the trainer's.",
+    " trainer's, and the engine's log-probs of its responses with the trainer's. What the engine derives from weights"
+    " (DeepSeek's absorbed projections) is compared at level bytes.",
     "bytes": "After every sync all that the engine holds was read back and compared with the trainer's tensors bit for bit,"
     " and the engine's log-probs of its responses with the trainer's.",
     "full": "Before every sync each tensor was changed, the engine's weights were filled with garbage, and the changed weights"

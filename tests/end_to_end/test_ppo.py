@@ -103,3 +103,19 @@ def test_deepseek_in_bfloat16_on_two_engines_with_rloo_and_named_tensors(tmp_pat
     assert job.process.returncode == 0, job.output()
     assert all(step["log_prob_difference_mean"] < 0.05 for step in job.metrics()[:2])
     assert job.left_behind() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("deepseek_v3", ["--engine.args.enable_dp_attention", "true", "--engine.args.dp_size", "2"]),
+        ("qwen3_moe", ["--engine.args.ep_size", "2"]),
+    ],
+)
+def test_dp_attention_and_expert_parallelism_on_the_cpu(model: str, arguments: list[str], tmp_path: Path) -> None:
+    words = [QUICKSTART, "--model.name", model, *arguments, "--weights.verify", "bytes", "--run.steps", "2"]
+    job = run(tmp_path / "run", 2, *words)
+    assert job.process.returncode == 0, job.output()
+    assert all(step["log_prob_difference_mean"] < 1e-5 for step in job.metrics()[:2])
+    assert job.left_behind() == []

@@ -4,13 +4,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
 from harness.rollout.cpu.activate import cores_by_tp_rank, engine_environment, require_absorbed_mla, standins_path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WORKER = Path(__file__).with_name("engine_worker.py")
+
+
+class TopK(NamedTuple):
+    """As SGLang's StandardTopKOutput."""
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
 
 IMPORTS = """
 import importlib.metadata, importlib.util, multiprocessing, os, sys
@@ -131,6 +141,29 @@ activate()
     run = python("-c", code)
     assert run.returncode == 1
     assert "RuntimeError: torchvision is already imported" in run.stderr
+
+
+def test_experts_of_other_ranks_add_nothing_and_those_here_count_in_full() -> None:
+    """Expert parallelism: each rank computes with its own experts, marks the others with -1, and outputs are added up."""
+    from harness.rollout.cpu.standins.harness_sglang_cpu import _without_absent_experts
+
+    draw = torch.Generator().manual_seed(0)
+    experts, x = torch.randn(4, 3, 3, generator=draw), torch.randn(5, 3, generator=draw)
+    ids = torch.stack([torch.randperm(4, generator=draw)[:2] for _ in range(5)])
+    weights = torch.rand(5, 2, generator=draw)
+
+    def forward(layer: torch.Tensor, x: torch.Tensor, chosen: "TopK", config: object) -> torch.Tensor:
+        assert all(len(set(row)) == len(row) for row in chosen.topk_ids.tolist())  # SGLang's counts them so
+        return torch.einsum("tk,tkoi,ti->to", chosen.topk_weights, layer[chosen.topk_ids], x)
+
+    whole = forward(experts, x, TopK(weights, ids), None)
+    parts = []
+    for rank in range(2):
+        local = ids - 2 * rank
+        local[(local < 0) | (local > 1)] = -1
+        mine = experts[2 * rank : 2 * rank + 2]
+        parts.append(_without_absent_experts(forward)(mine, x, TopK(weights, local), None))
+    torch.testing.assert_close(parts[0] + parts[1], whole)
 
 
 def test_the_plugin_is_an_entry_point() -> None:

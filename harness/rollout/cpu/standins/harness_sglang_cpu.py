@@ -30,10 +30,12 @@ def _without_absent_experts(forward: Any) -> Any:
 
     def masked(layer: Any, x: Any, topk_output: Any, moe_runner_config: Any) -> Any:
         absent = topk_output.topk_ids < 0
-        here = topk_output._replace(
-            topk_ids=topk_output.topk_ids.masked_fill(absent, 0),
-            topk_weights=topk_output.topk_weights.masked_fill(absent, 0),
-        )
-        return forward(layer, x, here, moe_runner_config)
+        if not absent.any():
+            return forward(layer, x, topk_output, moe_runner_config)
+        ids, weights = topk_output.topk_ids.clamp(min=0), topk_output.topk_weights.masked_fill(absent, 0)
+        # One choice of every token at a time: the native experts count an expert once a token.
+        columns = zip(ids.split(1, dim=1), weights.split(1, dim=1), strict=True)
+        choices = [topk_output._replace(topk_ids=chosen, topk_weights=weight) for chosen, weight in columns]
+        return sum(forward(layer, x, choice, moe_runner_config) for choice in choices)
 
     return masked
