@@ -24,7 +24,7 @@ STAY_SECONDS = 20.0
 AT_WORK = 0.05
 """Share of the time that a process which works runs, or waits for a core; one that only polls needs less."""
 SAMPLE_SECONDS = 0.5
-SEEN_SECONDS = 0.2
+SEEN_SECONDS = 0.1
 """How close to its end it must have been looked at for it to be known that it wrote nothing more."""
 ASK_SECONDS = 2.0
 # py-spy's words for torchrun's main thread while it passes a signal on to its ranks.

@@ -34,7 +34,7 @@ from harness.failures.verdict import Verdict, stderr_of
 
 TICK_SECONDS = 0.25
 QUICK_SECONDS = 0.02
-"""Between ticks while a rank waits for us."""
+"""Between ticks while a rank waits for us, or has ended, and torchrun is about to."""
 SETTLE_SECONDS = 0.5
 """From the first failure to the verdict, at least: the cause may be a moment behind its consequence."""
 ORPHANED_SECONDS = 1.5
@@ -137,9 +137,8 @@ class Watchdog:
         """Hear ranks and hosts, and look after them, until it is so or that time has passed."""
         given_up = time.monotonic() + seconds
         while not until() and time.monotonic() < given_up:
-            dying = any(each.closed and not each.gone for each in self.ranks)
-            hurry = QUICK_SECONDS if any(each.meets for each in self.ranks) else TICK_SECONDS
-            for key, _ in self._selector.select(QUICK_SECONDS if dying else hurry):
+            quick = any(each.meets or each.closed for each in self.ranks)
+            for key, _ in self._selector.select(QUICK_SECONDS if quick else TICK_SECONDS):
                 if key.fileobj is self.listener.socket:
                     for rank in self.listener.accept():
                         self._selector.register(rank.line, selectors.EVENT_READ, rank)

@@ -78,7 +78,10 @@ def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.S
     told = time.monotonic()
     first, *_ = last(screen(job))
     assert time.monotonic() - told < 30
-    assert re.match(rf"FIRST FAILURE: ranks? \d on \S+ (was killed by {number.name}|died) (in|after) ", first), first
+    rank = rf"ranks? \d on \S+ (was (killed|interrupted) by {number.name}|died) (in|after) "
+    assert re.match(rf"FIRST FAILURE: (torchrun of ranks 0, 1 on \S+ \(pid \d+\) got {number.name}, |{rank})", first), (
+        first
+    )
 
 
 @pytest.mark.long

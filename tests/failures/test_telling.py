@@ -40,6 +40,23 @@ def failed(**values: object) -> Failure:
             "rank 3 on host1 was killed by SIGKILL in sync of step 1 at 12:00:00 UTC",
         ),
         (
+            failed(kind="died", ranks=(1,), detail="was killed by SIGKILL", asked="kill@sync:1:1"),
+            [IN_SYNC] * 4,
+            "rank 1 on host0 was killed by SIGKILL in sync of step 1 at 12:00:00 UTC, as asked: --inject kill@sync:1:1",
+        ),
+        (
+            failed(kind="told", ranks=(0, 1), detail="(pid 7) got SIGINT, as from Ctrl-C,"),
+            [IN_SYNC] * 4,
+            "torchrun of ranks 0, 1 on host0 (pid 7) got SIGINT, as from Ctrl-C, at 12:00:00 UTC, when its ranks were in"
+            " sync of step 1",
+        ),
+        (
+            failed(kind="stopped", ranks=(0,), detail="engine process sglang::scheduler_TP1 (pid 7)"),
+            [IN_SYNC] * 4,
+            "engine process sglang::scheduler_TP1 (pid 7) of rank 0 on host0 was stopped in sync of step 1 (SIGSTOP, or a"
+            " debugger): its deadline of 60 s passed at 12:00:00 UTC",
+        ),
+        (
             failed(),
             [IN_SYNC, IN_SYNC, EARLIER, IN_SYNC],
             "deadline of 60 s passed in sync of step 1: rank 2 on host1 had not arrived, but was after wake_weights of step 1"
