@@ -99,7 +99,7 @@ def test_ranks_that_never_come_are_named(start: Start) -> None:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=LONG)])
 def test_a_host_that_falls_silent_is_gone(start: Start, number: signal.Signals) -> None:
     hosts = start(TWO, {-1: HANG})
     hosts.wait_until_hanging(0, 1, 2, 3)
@@ -137,6 +137,7 @@ def test_ranks_end_when_their_launcher_is_killed(start: Start) -> None:
         assert "FIRST FAILURE: torchrun of ranks 2, 3 on host1 (pid " in hosts.verdict(host)
 
 
+@pytest.mark.long
 def test_a_launcher_that_stays_without_ranks_is_ended(start: Start) -> None:
     hosts = start(ONE, {1: "meet begin:sync:0 raise:ValueError:_no", -1: HANG}, by_host={"host0": {"hangs": True}})
     assert hosts.wait() < 15
