@@ -41,22 +41,23 @@ def suspect(log: str, changed: Mapping[str, tuple[str, str]], moved: str) -> str
     return next(iter(changed)) if len(changed) == 1 else ""
 
 
-def tree_of(record: Record) -> Path | None:
-    """The folder of SGLang in the environment of a run, if it is still there."""
+def root_of(record: Record, module: str) -> Path | None:
+    """The folder that holds the module in the environment of a run, if it is still there."""
     roots = [Path(each) for each in record.paths]
     roots += sorted(Path(record.python).parent.parent.glob("lib/python3*/site-packages")) if record.python else []
-    return next((root / "sglang" for root in roots if (root / "sglang" / "__init__.py").is_file()), None)
+    return next((r for r in roots if (r / module / "__init__.py").is_file() or (r / f"{module}.py").is_file()), None)
 
 
-def api(before: Path | None, after: Path | None) -> Iterator[str]:
+def api(before: Record, after: Record) -> Iterator[str]:
     """Lines on the engine arguments and other facts of the two SGLangs that differ."""
-    if before is None or after is None or before == after:
+    roots = [root_of(record, "sglang") for record in (before, after)]
+    if roots[0] is None or roots[1] is None or roots[0] == roots[1]:
         return
     from harness.rollout.sglang_api.probe import probe
     from harness.rollout.sglang_api.source import SourceTree
 
     try:
-        old, new = probe(SourceTree(before)), probe(SourceTree(after))
+        old, new = (probe(SourceTree(root / "sglang")) for root in roots if root)
     except ValueError:
         return  # a package of this name that is not SGLang, or a tree of another age
     yield from ("## Changed engine arguments and API", "")

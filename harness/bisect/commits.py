@@ -1,13 +1,60 @@
 """Commits of a local git checkout as candidates. The checkout itself is only read."""
 
+import configparser
 import re
 import subprocess
+import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 from harness.bisect.candidates import Candidate
 from harness.bisect.question import WrongQuestion
 
 _REMOTE = re.compile(r"(?:https://|git@|ssh://git@)(github\.com)[:/](.+?)(?:\.git)?/?")
+
+
+def resolved(checkout: Path, name: str) -> str:
+    """The full hash of what a name stands for now. Raises WrongQuestion."""
+    return _commit(checkout, name)
+
+
+def of_version(checkout: Path, package: str, version: str) -> str:
+    """The commit of a release's tag. Raises WrongQuestion."""
+    for tag in (f"v{version}", version, f"{package}-v{version}", f"{package}-{version}"):
+        run = _git(checkout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"refs/tags/{tag}^{{commit}}")
+        if run.returncode == 0:
+            return run.stdout.strip()
+    raise WrongQuestion(f"{checkout} has no tag v{version}; fetch its tags.")
+
+
+def fork_point(checkout: Path, older: str, newer: str) -> str:
+    """The older commit, or where its branch left that of the newer one. Raises WrongQuestion."""
+    common = _git(checkout, "merge-base", older, newer).stdout.strip()
+    if not common:
+        raise WrongQuestion(f"{older[:12]} and {newer[:12]} have no common ancestor in {checkout}.")
+    return common
+
+
+def package_of(checkout: Path, commit: str) -> str:
+    """The package's name, of pyproject.toml or setup.cfg; "" where they have none."""
+    for folder in ("python/", ""):
+        with suppress(tomllib.TOMLDecodeError):
+            told = tomllib.loads(_git(checkout, "show", f"{commit}:{folder}pyproject.toml").stdout)
+            tools = told.get("tool", {})
+            if name := told.get("project", {}).get("name") or tools.get("poetry", {}).get("name"):
+                return str(name)
+        parser = configparser.ConfigParser(interpolation=None)
+        with suppress(configparser.Error):
+            parser.read_string(_git(checkout, "show", f"{commit}:{folder}setup.cfg").stdout)
+            if name := parser.get("metadata", "name", fallback=""):
+                return name.strip()
+    return ""
+
+
+def has_module(checkout: Path, commit: str, module: str) -> bool:
+    """Whether a commit has the files of a module where import_folder looks."""
+    paths = [f"{folder}{name}" for folder in ("python/", "src/", "") for name in (module, f"{module}.py")]
+    return bool(_git(checkout, "ls-tree", "--name-only", commit, "--", *paths).stdout.strip())
 
 
 def commits(checkout: Path, older: str, newer: str, find_fix: bool = False) -> list[Candidate]:

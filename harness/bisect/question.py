@@ -25,9 +25,12 @@ class Options:
     find_fix: bool = False
     """The other way round: --bad is the older end, and the first good release is looked for."""
     package: str = "sglang"
-    """What moves: sglang, torch, transformers, torch_memory_saver, flashinfer-python, or any other package."""
+    """What moves: sglang, torch, transformers, torch_memory_saver, flashinfer-python, or any other package; with --git, what
+    the checkout's pyproject.toml or setup.cfg names, unless it is given."""
     git: str = ""
     """A local git checkout whose first-parent commits are the candidates, laid over this Python's packages."""
+    then_git: str = ""
+    """A checkout of the package, with its tags: once the release is found, the commits between the two tags are bisected."""
     environments: str = ""
     """A folder with one environment or site-packages folder for each version, made before: no network is needed."""
     wheels: str = ""
@@ -124,7 +127,7 @@ class Question:
     def digest(self) -> str:
         """The same for the same question, wherever state and environments are kept."""
         told = self.as_dict()
-        for name in ("dir", "store", "store_gib", "installs", "second_look"):
+        for name in ("dir", "store", "store_gib", "installs", "second_look", "then_git"):
             told["options"].pop(name)
         return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -172,10 +175,13 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
     if options.only_package and (options.hold or options.git or options.environments):
         other = "hold" if options.hold else sources[0]
         raise WrongQuestion(f"--only-package holds all but {options.package} as it is: it cannot go with --{other}.")
-    for name in sources:
+    if options.then_git and options.git:
+        raise WrongQuestion("--then-git is for releases: with --git, commits are bisected already.")
+    for name in [*sources, *(["then_git"] if options.then_git else [])]:
         folder_given = Path(getattr(options, name)).expanduser()
         if not folder_given.is_dir():
-            raise WrongQuestion(f"--{name} {folder_given} is no folder; give one that is there.")
+            flag = name.replace("_", "-")
+            raise WrongQuestion(f"--{flag} {folder_given} is no folder; give one that is there.")
         setattr(options, name, str(folder_given.resolve()))
     for name, least in (("repeat", 1), ("installs", 0), ("second_look", 0)):
         if getattr(options, name) < least:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import join
 
-from harness.bisect import changes, commits, measured, reproduce, requirements, search
+from harness.bisect import changes, commits, differences, measured, reproduce, requirements, search
 from harness.bisect.answer import Answer
 from harness.bisect.page import page
 from harness.bisect.search import Edge
@@ -108,8 +108,8 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
     yield from _packages(state, before, after, bad, folder)
     for record in (before, after):
         yield from requirements.table(state, record)
-    trees = [changes.tree_of(record) for record in (before, after)]
-    yield from changes.api(*trees)
+    yield from differences.section(before, after, bad, state.question.options.package, folder)
+    yield from changes.api(before, after)
     yield from _first_failure(bad, folder)
     yield from ("## Reproduce with", "", "```")
     for index, record in ((edge.before, before), (edge.after, after)):

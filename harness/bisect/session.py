@@ -12,8 +12,8 @@ from pathlib import Path
 from shlex import join
 from typing import NoReturn
 
-from harness.bisect import command, judge, report, setting, story
-from harness.bisect.answer import EXIT_CODES
+from harness.bisect import command, judge, onward, report, setting, story
+from harness.bisect.answer import EXIT_CODES, Answer
 from harness.bisect.conduct import Conductor
 from harness.bisect.environment import Environment, own_version
 from harness.bisect.question import Options, Question, WrongQuestion, ask, check_judgement
@@ -30,18 +30,12 @@ PAUSED, INTERRUPTED, MISTAKE = 4, 130, 2
 
 def begin(options: Options, words: Sequence[str], taken: Sequence[Record] = ()) -> int:
     """A new bisect. taken: verdicts that hold without a run. Raises WrongQuestion, NoNetwork."""
-    question = ask(options, words, Path.cwd())
+    question = _asked(options, words)
     command.check(question)
-    candidates = setting.candidates(question)
-    state = State(
-        question=question,
-        candidates=candidates,
-        created=datetime.now().astimezone().isoformat(timespec="seconds"),
-        script=command.digest(question),
-    )
-    names = {candidate.name for candidate in candidates}
+    state = _new(question)
+    names = {candidate.name for candidate in state.candidates}
     state.records = [record for record in taken if record.name in names]
-    folder = Path(options.dir) if options.dir else new_folder(Path(FOLDER), options.package)
+    folder = Path(options.dir) if options.dir else new_folder(Path(FOLDER), question.options.package)
     if (folder / "state.json").exists():
         raise WrongQuestion(f"--dir {folder} holds a bisect; go on with --resume {folder}, or give another folder.")
     return _go(state, folder)
@@ -54,12 +48,29 @@ def resume(given: Sequence[str], options: Options | None, words: Sequence[str]) 
     elif options and options.dir:
         folder = Path(options.dir)
     else:
-        digest = ask(options, words, Path.cwd()).digest() if options and (options.good or words) else None
+        digest = _asked(options, words).digest() if options and (options.good or words) else None
         folder = latest(Path(FOLDER), digest)
     state = load(folder)
-    if options and (options.good or words) and ask(options, words, Path.cwd()).digest() != state.question.digest():
+    if options and (options.good or words) and _asked(options, words).digest() != state.question.digest():
         raise WrongQuestion(f"{folder} asks another question: {join(['launch/bisect.py', *state.question.words()])}")
-    return _go(state, folder)
+    then_git = (options.then_git or options.git) if options and not (options.good or words) else ""
+    if then_git and not Path(then_git).expanduser().is_dir():
+        raise WrongQuestion(f"--then-git {then_git} is no folder; give one that is there.")
+    return _go(state, folder, str(Path(then_git).expanduser().resolve()) if then_git else "")
+
+
+def _asked(options: Options, words: Sequence[str]) -> Question:
+    return setting.settle(ask(options, words, Path.cwd()))
+
+
+def _new(question: Question) -> State:
+    """A bisect of which nothing is known."""
+    return State(
+        question=question,
+        candidates=setting.candidates(question),
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        script=command.digest(question),
+    )
 
 
 def status(words: Sequence[str]) -> int:
@@ -126,9 +137,30 @@ def judge_here(options: Options, words: Sequence[str]) -> int:
     return {"good": 0, "bad": 1}.get(worst, CANNOT_RUN_HERE)
 
 
-def _go(state: State, folder: Path) -> int:
-    """Conduct it, and whatever happens say how to go on."""
+def _go(state: State, folder: Path, then_git: str = "") -> int:
+    """Conduct it, and where that is asked for, that of the commits between the two releases found."""
     folder = folder.absolute()
+    state, found = _conduct(state, folder)
+    checkout = then_git or state.question.options.then_git
+    if found.kind != "found" or state.question.options.git:
+        return EXIT_CODES[found.kind]
+    if not checkout:
+        print(f"on to the commit: python launch/bisect.py --resume {folder} --then-git CHECKOUT", flush=True)
+        return EXIT_CODES[found.kind]
+    try:
+        question = onward.question_of(state, found.edges[0], Path(checkout), folder)
+        print("\non to the commits", flush=True)
+        inner = Path(question.options.dir)
+        return _go(load(inner) if (inner / "state.json").exists() else _new(question), inner)
+    except WrongQuestion as error:
+        print(
+            f"The commit was not found: {error} What is not in the code may be in a dependency or a build.", flush=True
+        )
+        return EXIT_CODES[found.kind]
+
+
+def _conduct(state: State, folder: Path) -> tuple[State, Answer]:
+    """To the answer, and whatever happens say how to go on."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         held = lock(folder)
@@ -148,19 +180,19 @@ def _go(state: State, folder: Path) -> int:
             show.close()
             text = report.write(state, found, folder)
             print(f"\n{text}\nreport: {folder / 'report.md'} and report.html", flush=True)
-            return EXIT_CODES[found.kind]
+            return state, found
         except WrongQuestion:
             show.close()
             raise
         except KeyboardInterrupt:
             show.close()
-            return _stopped("interrupted", folder, INTERRUPTED)
+            _stopped("interrupted", folder, INTERRUPTED)
         except (Pause, NoNetwork, judge.Stop) as error:
             show.close()
-            return _stopped(f"paused: {error}", folder, PAUSED)
+            _stopped(f"paused: {error}", folder, PAUSED)
         except OSError as error:
             show.close()
-            return _stopped(f"paused: {folder} cannot be used: {error.strerror or error}.", folder, PAUSED)
+            _stopped(f"paused: {folder} cannot be used: {error.strerror or error}.", folder, PAUSED)
         finally:
             show.close()
 
@@ -174,7 +206,7 @@ def _introduce(state: State, folder: Path, show: Show) -> None:
         show.say("the script is not the one that the first verdicts came from; start anew if they may differ")
 
 
-def _stopped(why: str, folder: Path, code: int) -> int:
+def _stopped(why: str, folder: Path, code: int) -> NoReturn:
     """Ends the process: installs on other threads end with it, as their wardens' pipes close."""
     try:
         kept = f"{len(load(folder).records)} verdicts are kept"

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -12,11 +13,29 @@ from harness.bisect.candidates import Candidate, between, check_order, in_enviro
 from harness.bisect.environment import Provider, base_python, canonical, own_version
 from harness.bisect.laid_over import Commits, Overlay, Prepared
 from harness.bisect.pinned import PYTHONS, Pinned
-from harness.bisect.question import Question, WrongQuestion
+from harness.bisect.question import Options, Question, WrongQuestion
 from harness.bisect.store import Store, default_root
+from harness.bisect.trace import module_of
 
 OWN_NEEDS = ("accelerate", "datasets", "jinja2", "psutil", "rich", "safetensors", "tyro")
 """What a script of this repository imports beside SGLang and what that brings."""
+
+
+def settle(question: Question) -> Question:
+    """With --git: its ends as hashes, for a branch moves, and the package that the checkout is of. Raises WrongQuestion."""
+    options = question.options
+    if not options.git:
+        return question
+    checkout = Path(options.git)
+    good, bad = (commits.resolved(checkout, name) for name in (options.good, options.bad))
+    package = options.package
+    if package == Options.package and not commits.has_module(checkout, bad, module_of(package)):
+        package = commits.package_of(checkout, bad)
+        if not package:
+            raise WrongQuestion(
+                f"neither pyproject.toml nor setup.cfg of {checkout} names its package; give --package."
+            )
+    return replace(question, options=replace(options, good=good, bad=bad, package=package))
 
 
 def candidates(question: Question) -> list[Candidate]:

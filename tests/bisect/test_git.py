@@ -28,6 +28,63 @@ def git(folder: Path, *words: str, stdin: str | None = None) -> str:
     return run.stdout.strip()
 
 
+def made(folder: Path, codes: list[str], metadata: str = "") -> Path:
+    """A checkout with a commit for each code of `moving`."""
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    stream = []
+    for number, code in enumerate(codes):
+        files = {"python/moving/__init__.py": code} | ({"python/pyproject.toml": metadata} if metadata else {})
+        message = f"commit {number}"
+        stream.append(
+            f"commit refs/heads/main\ncommitter t <t@t> {1700000000 + number} +0000\ndata {len(message)}\n{message}\n"
+        )
+        stream += [f"M 644 inline {path}\ndata {len(text)}\n{text}\n" for path, text in files.items()]
+    git(folder, "fast-import", "--quiet", stdin="".join(stream))
+    git(folder, "reset", "-q", "--hard", "main")
+    return folder
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_from_the_release_to_the_commit_between_its_tags(tmp_path: Path) -> None:
+    """Two releases, the older one on a branch; without --then-git the report has the diff of the traceback's file."""
+    bench = Bench(tmp_path)
+    codes = [f"def work():\n    return {number}\n" for number in range(5)]
+    codes += [f"def work():\n    raise ValueError('broken in {number}')\n" for number in range(5, 9)]
+    folder = made(tmp_path / "checkout", codes, "[project]\nname = 'moving'\n")
+    git(folder, "checkout", "-q", "-b", "release", "main~7")
+    git(folder, "commit", "-q", "--allow-empty", "-m", "the release alone")
+    git(folder, "tag", "v1.1")
+    git(folder, "tag", "v1.2", "main")
+    run = bench.over_sites([codes[0], codes[1], codes[8], codes[8]], "import moving\nmoving.work()")
+    assert run.returncode == 0 and "first bad release is 1.2;" in run.stdout, run.stdout + run.stderr
+    assert "on to the commit: python launch/bisect.py --resume" in run.stdout
+    report = bench.report()
+    assert "-    return 1" in report and "+    raise ValueError('broken in 8')" in report
+    run = bench.bisect("--resume", "found", "--then-git", "checkout")
+    assert run.returncode == 0 and "The first bad commit is " in run.stdout, run.stdout + run.stderr
+    assert "commit 5; the last good one is" in run.stdout
+    asked = bench.state("found/commits")["question"]["options"]
+    assert asked["bad"] == git(folder, "rev-parse", "main") and asked["package"] == "moving"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+@pytest.mark.parametrize("metadata", ["[project]\nname = 'moving'\n", ""], ids=["named", "unnamed"])
+def test_a_checkout_says_what_it_is_and_its_ends_are_hashes(tmp_path: Path, metadata: str) -> None:
+    bench = Bench(tmp_path)
+    folder = made(tmp_path / "checkout", ["code = 0\n", "code = 1\n"], metadata)
+    asked = ["--git", "checkout", "--good", "main~1", "--bad", "main", "--dir", "found", "--python", bare_python()]
+    run = bench.bisect(*asked, "--", bench.script("import moving, sys; sys.exit(moving.code)"))
+    if not metadata:
+        assert run.returncode == 2 and "give --package" in run.stderr, run.stdout + run.stderr
+        return
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert bench.report().startswith("# Bisect of moving, ")
+    ends = [git(folder, "rev-parse", name) for name in ("main~1", "main")]
+    log = bench.bisect("log", "found").stdout
+    assert all(end in log.splitlines()[1] and end in bench.report() for end in ends)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A hundred commits of python/moving, made in one go, those of the parameter broken; a number goes up at FIRST_BAD."""
