@@ -162,6 +162,7 @@ WORDINGS = {
     "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
     "resume-before-empty-cache": f"Traceback (most recent call last):\n{SGLANG}  File 'x', line 1, in resume_memory_occupation\n"
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "unknown-engine-argument": "error: engine.args.log_levle: sglang 0.5.20 has no such engine argument.",
     "gpu-code-without-gpu": f"Traceback (most recent call last):\n{SGLANG}AssertionError: Torch not compiled with CUDA enabled",
 }
 
