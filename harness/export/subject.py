@@ -139,7 +139,7 @@ def read_ranks(folder: Path) -> tuple[RankFacts, ...]:
 def read_seen(folder: Path) -> Seen:
     """What the watchdogs wrote, else what the ranks' own events say."""
     events = read_events(folder)
-    told = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("failure-*.json"))]
+    told = [_read_verdict(file) for file in sorted(folder.glob("failure-*.json"))]
     told = [each for each in told if each["first"]["kind"] != "mistake"]  # which its rank says better
     if told:
         return _seen_by_watchdog(min(told, key=lambda each: each["first"]["time"]), events)
@@ -163,6 +163,21 @@ def read_seen(folder: Path) -> Seen:
     began = [each for each in events if each["event"] == "phase_start"]
     where = phase_of_step(began[-1]["phase"], began[-1]["step"]) if began else "nothing"
     return Seen(code=None, verdict=(f"The run did not come to an end; the last phase that began was {where}.",))
+
+
+def _read_verdict(file: Path) -> Mapping[str, Any]:
+    """Raises ConfigError where it is not what a watchdog writes."""
+    try:
+        verdict: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        missing = {"code", "said", "first"} - set(verdict) or (
+            {"kind", "time", "ranks", "place", "detail"} - set(verdict["first"])
+            or {"phase", "step"} - set(verdict["first"]["place"])
+        )
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} is not what a watchdog writes: {type(error).__name__}: {error}.") from error
+    if missing:
+        raise ConfigError(f"{file} is not what a watchdog writes: it has no {', '.join(sorted(missing))}.")
+    return verdict
 
 
 def _seen_by_watchdog(verdict: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Seen:

@@ -92,3 +92,21 @@ def test_a_folder_that_is_no_run_is_a_mistake(tmp_path: Path) -> None:
         [sys.executable, "launch/report.py", str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        "[1, 2]",
+        "{",
+        '{"first": 3, "code": 1, "said": []}',
+        '{"message": "mine"}',
+        "[" * 20_000,
+        '{"first": {}, "code": 1, "said": []}',
+    ],
+)
+def test_a_failure_file_of_another_program_is_a_mistake(foreign: str, tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1, passed=True)
+    (folder / "failure-mine.json").write_text(foreign)
+    with pytest.raises(ConfigError, match=r"failure-mine\.json is not what a watchdog writes"):
+        write_reports(folder)
