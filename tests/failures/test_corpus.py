@@ -1,18 +1,43 @@
 """Logs of other people: how many are named, and that none is named wrongly with confidence."""
 
 import tomllib
+from dataclasses import dataclass
 
 import pytest
 
 from harness.failures.diagnose import Confidence
 from harness.failures.entries import UNKNOWN, catalogue
-from tests.failures.corpus.score import FOLDER, HALVES, Answer, false_names, named_share
+from tests.failures.corpus.score import FOLDER, HALVES, Answer, answers, false_names, named_share
 
 INDEX = {
     half: tomllib.loads(file.read_text(encoding="utf-8"))["logs"]
     for half in HALVES
     if (file := FOLDER / f"{half}.toml").is_file()
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """What a half must keep to; how each half was measured is in harness/failures/README.md."""
+
+    named: float
+    """Least share of the known logs whose cause is named."""
+    high: int = 0
+    """Most false names of high confidence."""
+    medium: int
+    """The same of medium confidence: at most 1 in 50 logs."""
+
+
+FLOORS = {"signatures": Floor(named=0.77, medium=2), "measure": Floor(named=0.49, medium=1)}
+"""Just below what was measured. The goal, 0.85 named, is not reached."""
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_names_keep_to_their_floor(half: str) -> None:
+    found, floor = answers(FOLDER / half), FLOORS[half]
+    assert len(false_names(found, "high")) <= floor.high
+    assert len(false_names(found, "medium")) <= floor.medium
+    assert named_share(found) >= floor.named
 
 
 def test_the_score_tells_right_false_and_missed() -> None:
