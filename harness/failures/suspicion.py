@@ -37,6 +37,8 @@ _COMPLAINT = re.compile(
     r"|\b[A-Z]\w*(?:Error|Exception): |\bWatchdog caught collective operation timeout"
 )
 _MAY_BE_COMPLAINT = re.compile(r"(?:^|[:\]] )(?:(?:Failed|Unable|Cannot) to |Invalid \w+[:=])")
+_IS_HANDLED = re.compile(r"expected|fall(?:ing)? ?back|ignor|skipp|retry|instead|disabled|optional", re.IGNORECASE)
+"""How a program says that it does without what it failed to do."""
 _TORCH_ERROR = re.compile(r"\[E\d{3,4} \d\d:\d\d:\d\d|\[E [^\]]*?\w\.(?:cpp|cc|cu|hpp|h):\d+\]")
 _MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b|\b[A-Z]?\w*Warning: |\[[WI]\d{3,4} \d\d:")
 """What loggers and Python say of a line that is no failure."""
@@ -180,7 +182,7 @@ class Suspicion:
             return "crash"
         if _COMPLAINT.search(line.text) or _TORCH_ERROR.search(line.whole):
             return "complaint"
-        if _MAY_BE_COMPLAINT.search(line.text) and not _MILD.search(line.whole):
+        if _MAY_BE_COMPLAINT.search(line.text) and not (_MILD.search(line.whole) or _IS_HANDLED.search(line.text)):
             return "complaint"
         return None
 

@@ -144,6 +144,18 @@ def test_a_log_with_a_failure_is_never_without_one(line: str, tmp_path: Path) ->
     assert found.verdict == "unknown" and found.suspicious and found.suspicious.number == 2
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[2026-11-21 22:27:18 TP0] Failed to load NCCL library from x . It is expected if you are not running on GPUs.",
+        "[2026-11-21 22:27:24 TP1] multimem all-gather disabled (Torch not compiled with CUDA enabled)",
+        "Failed to import flash_attn, falling back to eager",
+    ],
+)
+def test_what_a_program_does_without_is_no_failure(line: str, tmp_path: Path) -> None:
+    assert diagnosed(tmp_path, f"{HEALTHY}{line}\n{HEALTHY}").verdict == "no failure"
+
+
 def test_a_message_of_the_next_process_is_not_of_the_exception(tmp_path: Path) -> None:
     text = f"{HEALTHY}{USER}[2026-11-21 05:44:02] Received sigquit from a child process. It usually means the child failed.\n"
     found = diagnosed(tmp_path, text)
