@@ -59,7 +59,7 @@ class LocalRank:
     _lines: Lines = field(default_factory=Lines)
 
     def hear(self) -> list[bytes]:
-        """The lines that it has said since the last time; marks the line closed at its end. Raises MalformedError."""
+        """The lines that it has said since the last time; marks the line closed at its end."""
         try:
             data = self.line.recv(1 << 16)
         except BlockingIOError:

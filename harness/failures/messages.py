@@ -50,12 +50,11 @@ class Lines:
     _data: bytes = b""
 
     def add(self, data: bytes) -> list[bytes]:
-        """Return the lines that are whole; raises MalformedError at one that is too long."""
+        """Return the lines that are whole; an empty one, which is no message, in the place of what is too long."""
         *lines, self._data = (self._data + data).split(b"\n")
-        if max(map(len, [*lines, self._data])) > LONGEST_LINE:
-            self._data = b""
-            raise MalformedError(f"a line of more than {LONGEST_LINE} bytes")
-        return lines
+        if len(self._data) > LONGEST_LINE:
+            lines, self._data = [*lines, b""], b""
+        return [line if len(line) <= LONGEST_LINE else b"" for line in lines]
 
 
 def _check(message: Any, fields: Mapping[str, tuple[type, ...]]) -> None:

@@ -194,14 +194,12 @@ class Watchdog:
 
     def hear(self, rank: LocalRank) -> None:
         """Take in what a rank says; what is no message costs a line that has not said who it is."""
-        try:
-            for line in rank.hear():
+        for line in rank.hear():
+            try:
                 self._take(rank, parse(line))
-        except MalformedError as error:
-            if rank.rank >= 0:
-                self.ending.say(f"warning: the watchdog of {self.host} ignores {error} from rank {rank.rank}\n")
-            else:
-                rank.closed = True
+            except MalformedError as error:
+                rank.closed = rank.closed or rank.rank < 0
+                self.ending.say(f"warning: the watchdog of {self.host} ignores {error} from process {rank.pid}\n")
         if rank.closed:
             self._selector.unregister(rank.line)
             if rank.rank < 0:
@@ -279,7 +277,8 @@ class Watchdog:
             self._looked = now
             self._look_at_processes()
             self._be_heard()
-            self._look_at_launcher()
+            if not self.launcher.lives():
+                self._note_launcher("launcher", "is gone")
             self._warn_of_silence()
         silent = self.beats.silent() if self.beats else []
         every = BEAT_SECONDS if not silent or now - self._met > MEET_SECONDS else QUICK_SECONDS
@@ -367,10 +366,6 @@ class Watchdog:
                 each.send({})
         ranks = {each.rank: (each.pid, each.place) for each in self.ranks if not each.gone and each.left is None}
         Snapshot.of(self.folder, ranks, self.ending.descendants.known, self.ending.shared, self.own).send(self.standby)
-
-    def _look_at_launcher(self) -> None:
-        if not self.launcher.lives():
-            self._note_launcher("launcher", "is gone")
 
     def _note_launcher(self, kind: Kind, what: str) -> None:
         """Once, and only while it has ranks."""

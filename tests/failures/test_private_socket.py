@@ -2,6 +2,7 @@
 
 import json
 import os
+import selectors
 import socket
 import stat
 import subprocess
@@ -20,6 +21,7 @@ from harness.failures.launcher import Launcher
 from harness.failures.local_rank import LocalRank
 from harness.failures.messages import LONGEST_LINE, Lines, MalformedError, parse
 from harness.failures.rank_listener import RankListener
+from harness.failures.watchdog import Watchdog
 
 NOT_US = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -117,6 +119,41 @@ def test_no_process_of_another_torchrun_and_no_rank_that_is_none(listener: tuple
     stranger.communicate()
 
 
+GARBAGE = [
+    b"garbage",
+    b"[1]",
+    b'{"say":"begins"}',
+    b"\xff\xfe",
+    b'{"say": "flush"}',
+    b'{"say": "hello", "rank": 7, "handler": null}',
+]
+
+
+def test_what_is_malformed_costs_its_own_line_alone(listener: tuple[socket.socket, Path, str]) -> None:
+    made, folder, name = listener
+    torchrun = Launcher(psutil.Process(os.getppid()), is_torchrun=False)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    watchdog = Watchdog(
+        **{"listener": RankListener(made, folder, torchrun, 2, 2), "standby": ours, "hosts_door": None},
+        **{"launcher": torchrun, "name": name, "host": "host0", "idle_seconds": 600.0, "lost_host_seconds": 10.0},
+    )
+    watchdog._selector.register(made, selectors.EVENT_READ)
+    rank = private_socket.connect(name)
+    assert rank is not None
+    rank.sendall(b'{"say": "hello", "rank": 0, "handler": null}\n')
+    others = [private_socket.connect(name) for _ in GARBAGE]
+    for other, said in zip(others, GARBAGE, strict=True):
+        assert other is not None
+        other.sendall(said + b"\n")
+    rank.sendall(b"garbage\n" + b'{"say": "begins", "phase": "sync", "step": 1, "deadline": null}\n')
+    watchdog.serve(lambda: False, 0.5)
+    assert [other.recv(1) for other in others if other] == [b""] * len(GARBAGE)
+    assert [(each.rank, each.where) for each in watchdog.ranks] == [(0, "sync of step 1")] and watchdog.own == []
+    assert b"watchdogs" in rank.recv(1000)
+    for each in (rank, *filter(None, others), ours, theirs):
+        each.close()
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
@@ -168,7 +205,7 @@ def test_lines_come_whole_however_they_are_cut(pieces: list[bytes]) -> None:
 
 def test_a_line_without_an_end_is_given_up() -> None:
     lines = Lines()
-    with pytest.raises(MalformedError):
-        for _ in range(LONGEST_LINE // (1 << 20) + 1):
-            lines.add(bytes(1 << 20))
+    pieces = [bytes(1 << 20)] * (LONGEST_LINE // (1 << 20) + 1)
+    assert [line for piece in pieces for line in lines.add(piece)] == [b""]
     assert lines.add(b"next\n") == [b"next"]
+    assert lines.add(bytes(LONGEST_LINE + 1) + b"\nnext\n") == [b"", b"next"]
