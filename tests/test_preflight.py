@@ -14,7 +14,7 @@ from harness.config.command import parse
 from harness.config.layers import ConfigError
 from harness.models.tiny import NOT_A_SHAPE, tiny_config, tiny_fields
 from launch import ppo
-from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
+from tests.end_to_end.launching import QUICKSTART, REPOSITORY
 
 ROW = {"question": "What is 1 + 1?", "answer": "It is 2. #### 2"}
 CPU = "--engine.device cpu"
@@ -233,30 +233,3 @@ def test_a_hub_that_does_not_answer_is_asked_once(words: tuple[str, str]) -> Non
     assert done.returncode == 2
     assert done.stderr.startswith(f'error: {words[0][2:]} = "{words[1]}" is no folder here, and as a hub id')
     assert len(done.stderr.splitlines()) == 1 and time.monotonic() - begin < 20
-
-
-def last_line(job: Job, word: str) -> str:
-    """Of the screen, once torchrun has ended; the process that writes it outlives torchrun by a moment."""
-    assert job.wait(120) == 1  # torchrun's own, whatever its ranks' were
-    end = time.monotonic() + 5
-    while word not in (last := job.output().splitlines()[-1]) and time.monotonic() < end:
-        time.sleep(0.1)
-    return last
-
-
-@pytest.mark.slow
-def test_under_torchrun_the_sentence_is_the_last_line(tmp_path: Path) -> None:
-    job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART, "--model.name", "qwen4"]).start()
-    last = last_line(job, "qwen4")
-    said = [line for line in job.output().splitlines() if line.startswith("error: model.name")]
-    assert said == [last, last] and "exitcode  : 2" in job.output()
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_what_only_ranks_can_find_is_the_last_line_too(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").touch()
-    job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART]).start()
-    assert last_line(job, "holds an earlier run").startswith("error: run.dir = ")
-    assert job.output().count("holds an earlier run") == 2 and job.left_behind() == []

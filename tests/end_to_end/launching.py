@@ -79,6 +79,19 @@ class Job:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def mistake(self) -> str:
+        """The sentence of a job that ended by one: at once, and as the last line of the screen, below torchrun's report.
+
+        What writes the last line outlives torchrun by a moment.
+        """
+        end = time.monotonic() + 10
+        while len(said := [line for line in self.output().splitlines() if line.startswith("error:")]) < 2:
+            assert time.monotonic() < end, self.output()[-4000:]
+            time.sleep(0.1)
+        assert said == [said[0]] * 2 and self.output().splitlines()[-1] == said[0]
+        assert "exitcode  : 2" in self.output()
+        return said[0]
+
     def metrics(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -18,18 +18,15 @@ def test_the_folder_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
     job = run(tmp_path / "run", 2, QUICKSTART)
-    said = [line for line in job.output().splitlines() if line.startswith("error:")]
-    assert said == [f"error: run.dir = {tmp_path}/run holds an earlier run; give another folder, or remove it."]
+    assert job.mistake() == f"error: run.dir = {tmp_path}/run holds an earlier run; give another folder, or remove it."
     assert job.left_behind() == []
 
 
 def test_an_engine_argument_that_sglang_lacks_is_one_sentence(tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, QUICKSTART, "--engine.args.mem_fraction", "0.5")
-    said = [line for line in job.output().splitlines() if line.startswith("error:")]
-    assert len(said) == 1
-    assert "engine.args.mem_fraction: sglang 0.5.20 has no such engine argument" in said[0]
-    assert "mem_fraction_static" in said[0]
-    assert "exitcode  : 2" in job.output()
+    assert "engine.args.mem_fraction: sglang 0.5.20 has no such engine argument" in job.mistake()
+    assert "mem_fraction_static" in job.mistake()
+    assert not job.folder.exists()  # found before ranks met
     assert job.left_behind() == []
 
 
@@ -38,11 +35,7 @@ def test_a_bad_row_is_named_before_an_engine_starts(tmp_path: Path) -> None:
     rows = ['{"question": "1 + 1?", "answer": "#### 2"}', '{"question": "2 + 2?"}']
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows) + "\n")
     job = run(tmp_path / "run", 2, QUICKSTART, "--task.source", str(tmp_path / "data"))
-    said = [line for line in job.output().splitlines() if line.startswith("error:")]
-    assert len(said) == 1
-    assert "train.jsonl" in said[0]
-    assert "line 2" in said[0]
-    assert "answer" in said[0]
+    assert "train.jsonl line 2 has no field 'answer'" in job.mistake()
     assert not (job.folder / "engines").exists()
     assert job.left_behind() == []
 
