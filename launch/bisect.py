@@ -6,6 +6,7 @@
     python launch/bisect.py --good 0.5.12 --bad 0.5.17 --environments FOLDER --metric logprob_diff --above 0.01 -- script.py
     python launch/bisect.py --git ~/sglang --good v0.5.20 --bad main --timeout 10m -- script.py
     python launch/bisect.py --resume [FOLDER]           go on, where a bisect was cut off
+    python launch/bisect.py --resume FOLDER --then-git ~/sglang    from the release found to the commit
     python launch/bisect.py status [FOLDER]             what is known so far
     python launch/bisect.py log [FOLDER]                its verdicts, as `replay` reads them
     python launch/bisect.py replay FILE                 a new bisect that takes the verdicts of a log as they stand
@@ -13,8 +14,9 @@
 
 The command's exit code decides, as in git bisect: 0 good, 1 to 124, 126, 127 and a signal bad, 125 skip, 128 and more stop.
 A script gets the candidate's Python; launch/ppo.py and launch/sync.py also torchrun with the ranks that their config wants.
-Exit codes: 0 found; 1 it hides among candidates that could not be judged; 2 a mistake in what was asked; 3 several causes;
-4 paused (network, disk, a script that asked to stop), 130 interrupted: --resume goes on. judge: 0 good, 1 bad, 125 else.
+Exit codes: 0 found; 1 it hides among candidates that could not be judged, or is only probable; 2 a mistake in what was
+asked; 3 several causes; 4 paused (network, disk, a script that asked to stop), 130 interrupted: --resume goes on.
+judge: 0 good, 1 bad, 125 else.
 """
 
 import sys
