@@ -1,5 +1,9 @@
 """What launch/bisect.py was asked: a question, or one of the verbs about a bisect that is there."""
 
+import os
+import sys
+import threading
+
 from harness.bisect import session
 from harness.bisect.question import Options, WrongQuestion
 from harness.bisect.registry import NoNetwork
@@ -12,6 +16,15 @@ VERBS = {"status": session.status, "log": session.log, "replay": session.replay}
 
 def main(arguments: list[str], description: str) -> int:
     """Returns the exit code. description: for --help."""
+    code = _answer(arguments, description)
+    if threading.active_count() > 1:  # installs that no answer needs any more: they end with this process
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _answer(arguments: list[str], description: str) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     words, command = arguments[:split], arguments[split + 1 :]
     try:

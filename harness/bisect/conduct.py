@@ -24,6 +24,7 @@ from harness.bisect.uv import Unavailable
 RESOLVERS = 8
 RETRIES, RETRY_PAUSE_SECONDS = 2, 5.0
 SHOWS = 0.95
+LEAST_LIMIT_SECONDS, LIMIT_TIMES = 600.0, 10.0
 MOST_MOVES = 5
 """Runs that end in a skip before an end is given up."""
 
@@ -99,6 +100,8 @@ class Conductor:
             self._preparation.begin([index, *others, *([middle] if middle is not None else [])])
             self._verifying = expected
             self._check_end(self._outermost(index), index, expected)
+            if expected == "good" and not self.state.question.has_own_timeout and (limit := self._limit()):
+                self.show.say(f"from now on a run that takes more than {limit:.0f} s counts as hanging (--timeout)")
         self._verifying = None
 
     def _outermost(self, end: int) -> int:
@@ -277,18 +280,31 @@ class Conductor:
         return made
 
     def _attempt(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
+        folder = self._attempt_folder(candidate.name)
+        if not again or again.startswith(", run 1 of"):
+            self.show.start(f"{candidate.shown}: running; its output is in {folder / judge.LOG}")
         made = judge.attempt(
             self.state.question,
             environment,
-            self._attempt_folder(candidate.name),
+            folder,
             no_gpu=self.no_gpu,
             variables={"BISECT_PACKAGE": self.state.question.options.package, "BISECT_CANDIDATE": candidate.name},
             lock=self.lock,
             reference=measured.reference(self.state),
+            limit=self._limit(),
             beat=self._beating(f"{candidate.shown}: running{again}"),
         )
         made.log = str(Path(made.log).relative_to(self.folder))
         return made
+
+    def _limit(self) -> float:
+        """Of a run, in seconds; 0 for none. What hangs is the commonest failure, and must not stop a night."""
+        question, good = self.state.question, self.state.end("good")
+        if question.has_own_timeout:
+            return question.timeout
+        if good is None or self.state.verdicts[good] != "good" or not (ran := self.state.record(good).attempts):
+            return 0.0
+        return max(LEAST_LIMIT_SECONDS, LIMIT_TIMES * max(attempt.seconds for attempt in ran))
 
     def _together(self, attempts: list[Attempt]) -> tuple[Verdict, str]:
         """A bad run makes it bad; of a number the runs' median is judged."""

@@ -20,6 +20,7 @@ from harness.failures.log_lines import Line, files_of, raw_lines, read
 from harness.mistake import CANNOT_RUN_HERE
 
 FIRST_STOPPING_CODE = 128
+LOG = "log.txt"
 _LACKS_A_GPU = re.compile(
     r"found no nvidia driver|not compiled with cuda|no cuda gpus are available|libcuda(rt|)\.so|libcudnn|libnvrtc|libnccl"
     r"|sgl_kernel.*import-only stand-in|cannot import name .* from '(sgl_kernel|torchvision)|cuda driver (version|initialization)"
@@ -61,17 +62,19 @@ def attempt(
     variables: Mapping[str, str],
     lock: int,
     reference: float | None,
+    limit: float,
     beat: Callable[[], None],
 ) -> Attempt:
-    """Run it once, with everything it leaves in `folder`. reference: the good end's number. Raises Stop, OSError."""
+    """Run it once, with everything it leaves in `folder`. reference: the good end's number; limit: seconds, 0 for none. Raises
+    Stop, OSError."""
     folder.mkdir(parents=True)
-    log = folder / "log.txt"
+    log = folder / LOG
     ended = warded.run(
         command_of(question, environment.python, folder),
         log,
         environment={**environment.variables(no_gpu), **variables, "BISECT_METRICS": str(folder / "metrics.jsonl")},
         folder=question.folder,
-        limit=question.timeout,
+        limit=limit,
         inherit=(lock,),
         beat=beat,
     )
@@ -94,17 +97,17 @@ def attempt(
         line=failure.line.number if failure.line and failure.line.file == str(log) else 0,
         imported=failure.trace is not None and failure.trace.shows_import(question.options.package),
     )
-    made.verdict, made.reason = verdict(question, made, log, no_gpu=no_gpu, reference=reference)
+    made.verdict, made.reason = verdict(question, made, log, no_gpu=no_gpu, reference=reference, limit=limit)
     return made
 
 
 def verdict(
-    question: Question, made: Attempt, log: Path, *, no_gpu: bool, reference: float | None
+    question: Question, made: Attempt, log: Path, *, no_gpu: bool, reference: float | None, limit: float
 ) -> tuple[Verdict, str]:
     """What an attempt says, and why; sets its value for --metric."""
     if made.timed_out:
         counts = question.kind in ("failure", "hang")
-        return "bad" if counts else "other", f"it ran past {question.options.timeout}"
+        return "bad" if counts else "other", f"it ran past {limit:.0f} s"
     if made.code == CANNOT_RUN_HERE:
         return "skip", f"cannot run here: {made.failure or 'the script said so, with exit code 125'}"
     if question.kind == "metric":

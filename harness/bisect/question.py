@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 Kind = Literal["failure", "match", "hang", "metric"]
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?")
+AUTO = "auto"
 _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -65,8 +66,9 @@ class Options:
     """With --repeat: how sure the answer must be. The bad end, for its rate, and the last good one are run again until then."""
     confirm: int = 400
     """With --repeat: the most runs that this may take; where they do not do, the answer is "probably" and the exit code 1."""
-    timeout: str = "0"
-    """Seconds, or 10m, or 2h, after which a run counts as hanging: bad, or "other" where something else decides."""
+    timeout: str = AUTO
+    """Seconds, or 10m, or 2h, after which a run counts as hanging: bad, or "other" where something else decides. By default 10
+    times what the good end took, and at least 10 minutes; 0: never."""
     probe: str = "auto"
     """Python code without which a candidate that fails is skipped, not bad; by default `import PACKAGE`. `none`: no probe."""
     second_look: int = 0
@@ -116,8 +118,13 @@ class Question:
 
     @property
     def timeout(self) -> float:
-        """Seconds; 0: none."""
+        """Seconds; 0: none, or not known yet."""
         return seconds(self.options.timeout)
+
+    @property
+    def has_own_timeout(self) -> bool:
+        """Whether it was given; else it follows from the good end."""
+        return self.options.timeout != AUTO
 
     @property
     def ratio(self) -> float | None:
@@ -154,7 +161,9 @@ class Question:
 
 
 def seconds(text: str) -> float:
-    """Of "90", "90s", "10m" or "2h". Raises WrongQuestion."""
+    """Of "90", "90s", "10m" or "2h"; 0 of "auto". Raises WrongQuestion."""
+    if text == AUTO:
+        return 0.0
     match = _SECONDS.fullmatch(text.strip())
     if not match:
         raise WrongQuestion(f"timeout = {text!r} must be a time such as 600, 90s, 10m or 2h.")

@@ -2,6 +2,7 @@
 
 import platform
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import join
@@ -13,6 +14,7 @@ from harness.bisect.search import Edge
 from harness.bisect.state import Record, State
 from harness.bisect.story import sentences
 from harness.environments import has_gpu
+from harness.failures.log_lines import raw_lines
 
 UPSTREAM = {
     "sglang": "sgl-project/sglang",
@@ -25,7 +27,7 @@ UPSTREAM = {
     "torchao": "pytorch/ao",
 }
 """Whose tags are v and the version."""
-_LOG_LINES = 30
+_LOG_LINES, _LINES_AFTER = 30, 8
 
 
 def write(state: State, answer: Answer, folder: Path) -> str:
@@ -66,13 +68,14 @@ def verdicts(state: State) -> Iterator[str]:
     yield from (
         "## Verdicts",
         "",
-        "| run | candidate | verdict | first failure, or why | seconds |",
-        "|---|---|---|---|---|",
+        "| run | candidate | verdict | first failure, or why | seconds | log |",
+        "|---|---|---|---|---|---|",
     )
     for number, record in enumerate(state.records, 1):
         candidate = state.candidates[state.index(record.name)]
+        log = record.decisive.log if record.decisive else "-"
         told = record.reason.replace("|", "/") + (" (replayed)" if record.replayed else "")
-        yield f"| {number} | {candidate.shown.replace('|', '/')} | {record.verdict} | {told} | {record.seconds:.1f} |"
+        yield f"| {number} | {candidate.shown.replace('|', '/')} | {record.verdict} | {told} | {record.seconds:.1f} | {log} |"
     yield ""
     if state.closed:
         yield from ("## Not run", "")
@@ -156,15 +159,26 @@ def _log(record: Record, folder: Path) -> str:
 
 
 def _first_failure(bad: Record, folder: Path) -> Iterator[str]:
-    text = _log(bad, folder).encode("ascii", "replace").decode()
     if not bad.decisive:
         return
-    yield from (f"## First failure of {bad.name[:24]}", "", bad.reason, "")
+    log = folder / bad.decisive.log
+    yield from (f"## First failure of {bad.name[:24]}", "", bad.reason, "", f"All of its output: {log}", "")
     if bad.decisive.slug:
         yield from (f"It is known as {bad.decisive.slug}: launch/diagnose.py says more.", "")
-    if text.strip():
-        shown = text.rstrip().splitlines()[-_LOG_LINES:]
-        yield from ("```", *(line.replace("```", "'''") for line in shown), "```", "")
+    if shown := _around(log, bad.decisive.line):
+        yield from ("```", *shown, "```", "")
+
+
+def _around(log: Path, number: int) -> list[str]:
+    """The lines before and after the failure's own, or the last ones where it is not of the log."""
+    if not log.is_file():
+        return []
+    kept: deque[str] = deque(maxlen=_LOG_LINES)
+    for position, raw in raw_lines(str(log)):
+        kept.append(raw.decode("ascii", "replace").rstrip().replace("\ufffd", "?").replace("```", "'''"))
+        if number and position >= number + _LINES_AFTER:
+            break
+    return list(kept) if any(kept) else []
 
 
 def compare_address(state: State, edge: Edge) -> str:

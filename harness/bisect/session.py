@@ -123,6 +123,7 @@ def judge_here(options: Options, words: Sequence[str]) -> int:
                     variables={},
                     lock=held.fileno(),
                     reference=None,
+                    limit=question.timeout,
                     beat=lambda: None,
                 )
         except judge.Stop as error:

@@ -11,6 +11,8 @@ from harness.bisect.candidates import Candidate
 from harness.bisect.state import Record, State
 
 ROWS = 24
+SAY_SECONDS = 60.0
+"""Between two signs of life where there is no live table."""
 STYLES = {"good": "green", "bad": "red", "skip": "yellow", "other": "magenta", "closed": "dim"}
 
 
@@ -23,6 +25,8 @@ class Show:
     _state: State | None = None
     _phase: str = ""
     _phase_since: float = 0.0
+    _said: float = 0.0
+    """When a line last spoke of the phase."""
 
     def __post_init__(self) -> None:
         if sys.stdout.isatty():
@@ -39,10 +43,16 @@ class Show:
         else:
             print(line, flush=True)
 
+    def start(self, text: str) -> None:
+        """A line for a run that begins, where there is no live table."""
+        if not self._live:
+            self.say(text)
+
     def phase(self, text: str) -> None:
         """What is going on now."""
         if text != self._phase:
             self._phase, self._phase_since = text, time.monotonic()
+            self._said = self._phase_since
         self.beat()
 
     def table(self, state: State, phase: str) -> None:
@@ -54,13 +64,18 @@ class Show:
         """Time has passed."""
         if self._live:
             self._live.update(self._drawn(), refresh=True)
+        elif self._phase and time.monotonic() - self._said >= SAY_SECONDS:
+            self._said = time.monotonic()
+            self.say(f"{self._phase} ({self._said - self._phase_since:.0f} s)")
 
     def verdict(self, record: Record, candidate: Candidate, steps: int | None) -> None:
         """A line for a candidate that was judged."""
         waited = f", waited {record.waited_seconds:.1f} s for its environment" if record.waited_seconds >= 1 else ""
         more = f"; at most {steps} more {'step' if steps == 1 else 'steps'}" if steps is not None else ""
+        log = record.decisive.log if record.decisive and record.verdict != "good" else ""
         self.say(
-            f"{record.verdict.upper():<5} {candidate.shown}: {record.reason.rstrip('.')} ({record.seconds:.1f} s{waited}){more}"
+            f"{record.verdict.upper():<5} {candidate.shown}: {record.reason.rstrip('.')}"
+            f" ({record.seconds:.1f} s{waited}{', ' + log if log else ''}){more}"
         )
 
     def close(self) -> None:

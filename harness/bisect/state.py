@@ -170,6 +170,19 @@ def lock(folder: Path) -> IO[str]:
     return file
 
 
+def owner(folder: Path) -> int | None:
+    """The process whose bisect runs in a folder now; None where none does."""
+    try:
+        with (folder / LOCK).open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        told = (folder / LOCK).read_text().strip()
+        return int(told) if told.isdecimal() else None
+    except OSError:
+        return None
+    return None
+
+
 def new_folder(parent: Path, package: str) -> Path:
     """bisects/DATE-TIME-PACKAGE, not yet there."""
     stamp = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9]+', '-', package)}"

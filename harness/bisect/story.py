@@ -1,6 +1,7 @@
 """What a bisect's state says to people, and to `replay`."""
 
 import json
+import time
 from pathlib import Path
 from shlex import join, quote
 
@@ -12,7 +13,7 @@ from harness.bisect.confidence import confidence, rate_of, repeat_needed
 from harness.bisect.question import Question, WrongQuestion
 from harness.bisect.search import Edge, masks
 from harness.bisect.show import left, rows
-from harness.bisect.state import Record, State
+from harness.bisect.state import Record, State, owner
 
 _VERDICTS = ("good", "bad", "skip", "other")
 _START = "start "
@@ -27,10 +28,24 @@ def status(state: State, folder: Path) -> str:
         lines.append("  ".join([*(cells[i].ljust(widths[i]) for i in range(3)), cells[3]]).rstrip())
     answer = answer_of(state)
     if answer.kind == "open":
-        lines += ["", left(state), f"go on with: python launch/bisect.py --resume {folder}"]
+        lines += ["", left(state), _running(folder) or f"go on with: python launch/bisect.py --resume {folder}"]
     else:
         lines += ["", *sentences(state, answer)]
     return "\n".join(lines)
+
+
+def _running(folder: Path) -> str:
+    """What a bisect that runs in the folder does now; "" where none does."""
+    process = owner(folder)
+    if process is None:
+        return ""
+    runs = sorted(folder.glob("runs/*/*"), key=lambda run: run.stat().st_mtime)
+    newest = (
+        f"; its newest run is {runs[-1].parent.name}, since {time.time() - runs[-1].stat().st_mtime:.0f} s"
+        if runs
+        else ""
+    )
+    return f"process {process} is running it{newest}{f', with its output in {runs[-1]}' if runs else ''}"
 
 
 def log(state: State) -> str:

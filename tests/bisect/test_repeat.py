@@ -57,6 +57,12 @@ class Drawn(Conductor):
         """A simulation is not resumed."""
 
 
+def state_of(options: Options, candidates: int = 10) -> State:
+    """A bisect of which nothing is known, over 1.0, 1.1 and so on."""
+    question = Question(options=options, command=("true",), folder="/")
+    return State(question=question, candidates=[Candidate(name=f"1.{minor}") for minor in range(candidates)])
+
+
 @dataclass
 class Outcome:
     """Of one simulated bisect that was not refused."""
@@ -75,10 +81,8 @@ def bisect(rate: float, repeat: int, seed: int, confirm: int = 400) -> Outcome |
     options = Options(
         good="1.0", bad=f"1.{CANDIDATES - 1}", package="moving", repeat=repeat, probe="none", confirm=confirm
     )
-    candidates = [Candidate(name=f"1.{minor}") for minor in range(CANDIDATES)]
-    state = State(
-        question=Question(options=options, command=("true",), folder="/"), candidates=candidates, resolved=True
-    )
+    state = state_of(options, CANDIDATES)
+    state.resolved = True
     conductor = Drawn(state, Path("/nowhere"), Anything(), Silent(), 0, True)
     conductor.first_bad, conductor.rate, conductor.chance = chance.randrange(1, CANDIDATES), rate, chance
     try:
@@ -160,10 +164,7 @@ def test_nothing_is_installed_while_a_run_is_measured(metric: str) -> None:
     options = Options(
         good="1.0", bad="1.9", package="moving", probe="none", metric=metric, above=0.5 if metric else None
     )
-    state = State(
-        question=Question(options=options, command=("true",), folder="/"),
-        candidates=[Candidate(name=f"1.{minor}") for minor in range(10)],
-    )
+    state = state_of(options)
     conductor = Watching(state, Path("/nowhere"), Slow(), Silent(), 0, True)
     conductor.first_bad, conductor.rate, conductor.chance = 4, 1.0, random.Random(0)
     assert conductor.run().edges[0].after == 4
