@@ -28,6 +28,8 @@ class Candidate:
     requires_python: str = ""
     folder: str = ""
     """Of an environment that was made before."""
+    yanked: bool = False
+    """Withdrawn by its publisher: a candidate only where it is asked for, as an end."""
 
     @property
     def shown(self) -> str:
@@ -46,7 +48,8 @@ def between(
     return [
         found[version]
         for version in sorted(found)
-        if low <= version <= high and (pre_releases or not version.is_prerelease or version in (low, high))
+        if version in (low, high)
+        or (low < version < high and not found[version].yanked and (pre_releases or not version.is_prerelease))
     ]
 
 
@@ -56,8 +59,9 @@ def _end(found: Mapping[Version, Candidate], text: str, of: str) -> Version:
     except InvalidVersion as error:
         raise WrongQuestion(f"{text!r} is not a version; give one such as 0.5.9 or 0.5.5.post3.") from error
     if version not in found:
-        below = [str(each) for each in sorted(found) if each < version][-2:]
-        above = [str(each) for each in sorted(found) if each > version][:2]
+        kept = sorted(each for each in found if not found[each].yanked)
+        below = [str(each) for each in kept if each < version][-2:]
+        above = [str(each) for each in kept if each > version][:2]
         near = ", ".join(below + above) or "none at all"
         raise WrongQuestion(f"{of} has no version {text}; nearest are {near}.")
     return version

@@ -38,6 +38,10 @@ def check(question: Question) -> None:
         and not _is_python(first)
         and not shutil.which(first)
     ):
+        if (Path(question.folder) / first).is_file():
+            raise WrongQuestion(
+                f"{first} is not executable; make it so with chmod +x {first}, or give: -- bash {first}"
+            )
         raise WrongQuestion(f"the command {first} is not there.")
     if script is not None and is_job(script):
         try:

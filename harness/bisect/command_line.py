@@ -38,8 +38,11 @@ def _answer(arguments: list[str], description: str) -> int:
             rest = words[:at] + words[at + 1 + len(given) :]
             return session.resume(given, parse(rest, description) if rest or command else None, command)
         return session.begin(parse(words, description), command)
-    except (WrongQuestion, ConfigError, NoNetwork) as error:
+    except (WrongQuestion, ConfigError) as error:
         return say_mistake(error, rank=0)
+    except NoNetwork as error:
+        say_mistake(error, rank=0)
+        return session.PAUSED
 
 
 def parse(words: list[str], description: str) -> Options:

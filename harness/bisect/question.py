@@ -37,7 +37,7 @@ class Options:
     wheels: str = ""
     """A folder of wheels, from which alone everything is installed: no network is needed."""
     pre_releases: bool = False
-    """Release candidates too. Post-releases always are candidates, yanked releases never."""
+    """Release candidates too. Post-releases always are candidates, yanked releases only as an end."""
     only_package: bool = False
     """Install each candidate alone, without its dependencies, laid over this Python's packages: seconds, not minutes."""
     hold: tuple[str, ...] = ()

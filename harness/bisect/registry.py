@@ -57,7 +57,7 @@ def sources() -> list[str]:
 
 
 def releases(package: str) -> dict[Version, Candidate]:
-    """All that are not yanked. Raises NoNetwork, WrongQuestion."""
+    """All, the yanked ones marked. Raises NoNetwork, WrongQuestion."""
     files = [file for page in _pages() for file in _files(page, canonicalize_name(package))]
     if not files:
         raise WrongQuestion(f"no index has a package {package}; check --package.")
@@ -68,13 +68,16 @@ def releases_of(package: str, files: Iterable[File]) -> dict[Version, Candidate]
     """A release is yanked when all its files are; it was published when its last file was, within a day of its first."""
     by_version: dict[Version, list[File]] = {}
     for file in files:
-        if (version := _version(file.name, package)) is not None and not file.yanked:
+        if (version := _version(file.name, package)) is not None:
             by_version.setdefault(version, []).append(file)
     found = {}
-    for version, each in by_version.items():
+    for version, every in by_version.items():
+        each = [file for file in every if not file.yanked] or every
         times = sorted(file.time for file in each if file.time)
         requires = next((file.requires_python for file in each if file.requires_python), "")
-        found[version] = Candidate(name=str(version), time=times[-1] if times else "", requires_python=requires)
+        found[version] = Candidate(
+            name=str(version), time=times[-1] if times else "", requires_python=requires, yanked=each[0].yanked
+        )
     return found
 
 

@@ -19,6 +19,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     made = Bench(tmp_path_factory.mktemp("mistakes"))
     made.sites(["code = 0", "code = 0", "code = 1", "code = 1"])
     made.script("import moving, sys; sys.exit(moving.code)")
+    (made.folder / "plain.sh").write_text("exit 0")
     return made
 
 
@@ -38,6 +39,18 @@ SITES = ["--package", "moving", "--environments", "sites"]
         (
             [*SITES, "--good", "1.0", "--bad", "1.3", "--", "no-such-program"],
             "the command no-such-program is not there.",
+        ),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--", "./plain.sh"],
+            "./plain.sh is not executable; make it so with",
+        ),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--repeat", "4", "--confidence", "1.5", "--", "script.py"],
+            "from 0.5 to",
+        ),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--then-git", "no", "--", "script.py"],
+            "--then-git no is no folder",
         ),
         ([*SITES, "--good", "1.0", "--bad", "1.3"], "there is nothing to run"),
         ([*SITES, "--bad", "1.3", "--", "script.py"], "--good is missing"),
@@ -151,7 +164,7 @@ def test_no_index_at_all(tmp_path: Path) -> None:
         "PIP_EXTRA_INDEX_URL": "",
     }
     run = bench.bisect("--good", "1.0", "--bad", "1.1", "--", bench.script(""))
-    assert run.returncode == 2 and "the index http://127.0.0.1:9/sglang/ could not be read" in run.stderr
+    assert run.returncode == 4 and "the index http://127.0.0.1:9/sglang/ could not be read" in run.stderr
     assert run.stderr.count("\n") == 1
 
 

@@ -21,7 +21,8 @@ def found() -> dict[Version, Candidate]:
 
 def test_a_page_in_html() -> None:
     releases = found()
-    assert [str(version) for version in sorted(releases)] == ["0.5.9", "0.5.10rc0", "0.5.10.post1", "0.5.11"]
+    kept = [str(version) for version in sorted(releases) if not releases[version].yanked]
+    assert kept == ["0.5.9", "0.5.10rc0", "0.5.10.post1", "0.5.11"] and releases[Version("0.5.10")].yanked
     assert releases[Version("0.5.9")].time == "2026-02-23T10:05:00Z"
     assert releases[Version("0.5.9")].requires_python == ">=3.10"
 
@@ -38,7 +39,8 @@ def test_a_page_in_json() -> None:
         File("a_b-1.0-py3-none-any.whl", "2026-01-01T00:00:00Z", "", True)
     ]
     whole = [File("a_b-1.0-py3-none-any.whl", "", "", True), File("a_b-1.0.tar.gz", "", "", False)]
-    assert list(releases_of("A.b", whole)) == [Version("1.0")]  # yanked only when all its files are
+    assert not releases_of("A.b", whole)[Version("1.0")].yanked  # yanked only when all its files are
+    assert releases_of("A.b", whole[:1])[Version("1.0")].yanked
 
 
 def test_release_candidates_by_flag_or_as_an_end() -> None:
@@ -47,4 +49,5 @@ def test_release_candidates_by_flag_or_as_an_end() -> None:
 
     assert names("0.5.9", "0.5.11", False) == ["0.5.9", "0.5.10.post1", "0.5.11"]
     assert names("0.5.9", "0.5.11", True) == ["0.5.9", "0.5.10rc0", "0.5.10.post1", "0.5.11"]
+    assert names("0.5.10", "0.5.11", False) == ["0.5.10", "0.5.10.post1", "0.5.11"]  # yanked, and asked for
     assert names("0.5.10rc0", "0.5.11", False) == ["0.5.10rc0", "0.5.10.post1", "0.5.11"]
