@@ -165,3 +165,11 @@ def test_a_mistake_exits_2(words: list[str], sentence: str) -> None:
     )
     assert done.returncode == 2 and sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_a_gpu_nothing_is_searched() -> None:
+    words = ["launch/memory.py", "--", "configs/gpu/memory_7b.toml"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 125 and done.stdout == ""
+    assert done.stderr.startswith("error: CUDA_VISIBLE_DEVICES = '' hides every GPU")

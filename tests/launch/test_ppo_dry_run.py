@@ -25,9 +25,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def dry_run(*words: str, config: str = CONFIG, code: int = 0) -> str:
+def dry_run(*words: str, config: str = CONFIG, code: int = 0, **environment: str) -> str:
     command = [sys.executable, "-c", GUARD, "launch/ppo.py", "--dry-run", config, *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=dict(os.environ))
+    shell = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=shell | environment)
     assert (done.returncode, done.stderr) == (code, "")
     return done.stdout
 
@@ -81,3 +82,29 @@ def test_a_size_that_is_none_is_refused() -> None:
         done = subprocess.run([sys.executable, "launch/ppo.py", *words], cwd=REPOSITORY, capture_output=True, text=True)
         assert done.returncode == 2
         assert "gpu_memory_gib" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_gpus_of_this_shell_are_planned_with() -> None:
+    text = dry_run("--parallel.tp", "4", config="configs/cpu/quickstart.toml", CUDA_VISIBLE_DEVICES="7,3,1,0")
+    assert "rank 0 dp0 tp0 pp0 GPU 7 | rank 1 dp0 tp1 pp0 GPU 3" in text
+    assert "CUDA_VISIBLE_DEVICES = 7,3,1,0 is this shell's" in text
+
+
+def test_sizes_of_a_tiny_model_are_no_zeros() -> None:
+    text = dry_run(config="configs/cpu/quickstart.toml")
+    assert "7.0 MiB" in text and "0.00" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--model.name", "/nonexistent"), 'model.name = "/nonexistent" is no folder here'),
+        (("--parallel.pp", "4"), "parallel.pp = 4 is more than the model's 2 layers"),
+        (("--rollout.max_response_tokens", "4096"), "the model's context is 2048"),
+    ],
+)
+def test_what_is_known_to_be_wrong_exits_2(words: tuple[str, str], sentence: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "launch/ppo.py", "--dry-run", *words], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.splitlines()) == 1
