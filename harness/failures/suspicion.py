@@ -11,7 +11,7 @@ from harness.failures.patterns import Pattern
 
 WORDS = frozenset(
     b"traceback error fatal failed killed oom segmentation terminate dumped panic panicked sigkill sigsegv sigabrt sigbus"
-    b" signal crit alert emerg critical assert exited exception failure aborted bus unable invalid cannot refused".split()
+    b" signal crit alert emerg critical assert exited exception failure aborted bus unable invalid cannot refused warn recent".split()
 )
 """Each line that looks like a failure has one of the words (in any case), or a part: see may_fail."""
 TRACEBACK_LINES = 400
@@ -34,7 +34,8 @@ _CRASH = re.compile(
 )
 _COMPLAINT = re.compile(
     r"\b(?:ERROR|FATAL|CRITICAL|FAILED)\b|\[(?:error|crit|alert|emerg|fatal)\]|(?:^|\s)[Ee]rror:|\bfatal: |exited with code [1-9]"
-    r"|\b[A-Z]\w*(?:Error|Exception): |\bWatchdog caught collective operation timeout"
+    r"|\b[A-Z]\w*(?:Error|Exception): |\bWatchdog caught collective operation timeout|\bException raised from throw\w*Error"
+    r"|\bNCCL WARN .*(?:closed|fail|error|refused|timed? ?out)|^(?:Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)"
 )
 _MAY_BE_COMPLAINT = re.compile(r"(?:^|[:\]] )(?:(?:Failed|Unable|Cannot) to |Invalid \w+[:=])")
 _IS_HANDLED = re.compile(r"expected|fall(?:ing)? ?back|ignor|skipp|retry|instead|disabled|optional", re.IGNORECASE)
