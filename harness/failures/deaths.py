@@ -18,7 +18,7 @@ _PIDFD_INFO_EXIT = 1 << 3
 
 @dataclass(slots=True)
 class Death:
-    """Of one process, noted on a thread of its own at the moment when it happens: torchrun asks ten times a second, and
+    """Of one process, noted on a separate thread at the moment when it happens: torchrun asks ten times a second, and
     /proc forgets."""
 
     pid: int

@@ -99,7 +99,7 @@ class KernelRecords:
 
 
 def _group_of(root: Path, pid: str) -> str | None:
-    """The innermost cgroup of a process that accounts its memory, as /proc names it; None where it has none of its own."""
+    """The innermost cgroup of a process that accounts its memory, as /proc names it; None where it has none."""
     found = None
     for line in _lines(root / "proc" / pid / "cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -26,7 +26,7 @@ ENDED_SECONDS = 5.0
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Be nobody's child, and stand by."""
+    """Detach from the rank that started this, and stand by."""
     if os.fork():
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -17,7 +17,7 @@ def write(file: Path, text: str) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A machine on which rank 555 runs in a cgroup of its own, and 777 in that of another job."""
+    """A machine on which rank 555 runs in one cgroup, and 777 in that of another job."""
     write(tmp_path / f"proc/{RANK}/cgroup", "0::/slurm/job7\n")
     write(tmp_path / f"proc/{OTHER}/cgroup", "0::/slurm/job8\n")
     for group in ("job7", "job8"):

@@ -169,7 +169,7 @@ WATCHDOG, STANDBY = "harness.failures.watchdog_process", "harness.failures.stand
 def test_all_ends_without_its_watchdog_and_its_standby_says_so(start: Start, harms: Any, how: str) -> None:
     hosts = start(ONE, {-1: f"child {HANG}"})
     hosts.wait_until_hanging(0, 1)
-    time.sleep(1.5)  # until the watchdog has said whom it has
+    time.sleep(1.5)  # until the watchdog has said which processes it has
     for name, kind in harms:
         hosts.processes(kind=kind)[0].send_signal(signal.Signals[name])
     assert hosts.wait() < 15
