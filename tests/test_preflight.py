@@ -39,7 +39,7 @@ MISTAKES = {
     "--rollout.prompts_per_step 9": "it must divide the step's 18 sequences",
     "--parallel.dp 3": "rollout.prompts_per_step = 8",
     "--actor.minibatch_size 5": "must be a multiple of the 2 ranks",
-    "--rollout.temperature 0": "it must be above 0",
+    "--rollout.temperature 0": "it must be at least 1e-06",
     "--rollout.max_response_tokens 0": "it must be at least 1",
     "--algorithm.advantage grpo --rollout.responses_per_prompt 1": "needs at least 2",
     "--weights.transport distributed --parallel.pp 2": "use parallel.pp = 1",

@@ -128,7 +128,7 @@ def _check_ranges(config: Config) -> None:
         rollout.temperature >= GREEDY_BELOW,
         "rollout.temperature",
         rollout.temperature,
-        f"below {GREEDY_BELOW:g} SGLang is greedy, and greedy responses teach nothing",
+        f"it must be at least {GREEDY_BELOW:g}; below it SGLang is greedy, and greedy responses teach nothing",
     )
     _require(0 < rollout.top_p <= 1, "rollout.top_p", rollout.top_p, "it must be above 0 and at most 1")
     _require(

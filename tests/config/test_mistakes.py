@@ -111,11 +111,11 @@ MISTAKES = [
     ("--run.steps 0", "run.steps = 0 cannot work: it must be at least 1."),
     (
         "--rollout.temperature 0",
-        "rollout.temperature = 0.0 cannot work: below 1e-06 SGLang is greedy, and greedy responses teach nothing.",
+        "rollout.temperature = 0.0 cannot work: it must be at least 1e-06; below it SGLang is greedy, and greedy responses teach nothing.",
     ),
     (
         "--rollout.temperature 1e-7",
-        "rollout.temperature = 1e-07 cannot work: below 1e-06 SGLang is greedy, and greedy responses teach nothing.",
+        "rollout.temperature = 1e-07 cannot work: it must be at least 1e-06; below it SGLang is greedy, and greedy responses teach nothing.",
     ),
     (
         "--rollout.top_k 1 --rollout.temperature 0.7",
