@@ -4,7 +4,7 @@
 
 Standard input is a pipe whose other end the parent holds: when it closes, everything that the command started is killed.
 So it is after the command's own end, and after SECONDS (0: never), once the stacks of its Pythons were shown and it had
-GRACE_SECONDS from a SIGTERM. RESULT.json: {"code", "timed_out", "seconds"}; a negative code is a signal's number.
+GRACE_SECONDS from a SIGTERM. So are the files in /dev/shm that its processes used: who is killed removes none. RESULT.json: {"code", "timed_out", "seconds"}; a negative code is a signal's number.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,8 @@ GRACE_SECONDS, POLL_SECONDS, SPY_SECONDS = 5.0, 0.02, 10.0
 NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The terminal's are for the parent. SIGQUIT is what a failing scheduler of SGLang sends whoever has adopted it."""
 PR_SET_CHILD_SUBREAPER = 36
+SHARED_MEMORY = "/dev/shm"
+LOOK_SECONDS = 0.5
 
 
 def main(result: Path, limit: float, command: list[str]) -> None:
@@ -30,15 +33,16 @@ def main(result: Path, limit: float, command: list[str]) -> None:
     for number in NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
     started = time.monotonic()
+    shared = SharedMemory()
     code, timed_out = 127, False
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_restore)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
     else:
-        code, timed_out = _wait(process.pid, started + limit if limit else None)
+        code, timed_out = _wait(process.pid, started + limit if limit else None, shared)
     seconds = time.monotonic() - started
-    _kill_all()
+    _kill_all(shared)
     temporary = result.with_suffix(".new")
     temporary.write_text(json.dumps({"code": code, "timed_out": timed_out, "seconds": seconds}))
     os.replace(temporary, result)
@@ -49,10 +53,57 @@ def _restore() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _wait(pid: int, deadline: float | None) -> tuple[int, bool]:
+class SharedMemory:
+    """Files in /dev/shm that processes of the command map, by inode: whose they are is known only while these live."""
+
+    def __init__(self) -> None:
+        self.before = self._inodes()
+        self.ours: dict[str, int] = {}
+        self.looked = 0.0
+
+    def look(self, least_seconds: float = 0.0) -> None:
+        """Note what is new and ours; nothing where it was looked for in these last seconds."""
+        if time.monotonic() - self.looked < least_seconds:
+            return
+        self.looked = time.monotonic()
+        known = set((self.before | self.ours).items())
+        if new := dict(set(self._inodes().items()) - known):
+            used = self._used_by(_tree(os.getpid()))
+            self.ours.update({name: inode for name, inode in new.items() if inode in used})
+
+    def remove(self) -> None:
+        """Once the command's processes are dead: remove what is left of it, save what another process maps."""
+        here = self._inodes()
+        if left := {name: inode for name, inode in self.ours.items() if here.get(name) == inode}:
+            used = self._used_by(int(each.name) for each in Path("/proc").glob("[0-9]*"))
+            for name, inode in left.items():
+                with suppress(OSError):
+                    if inode not in used:
+                        os.unlink(f"{SHARED_MEMORY}/{name}")
+
+    def _inodes(self) -> dict[str, int]:
+        try:
+            with os.scandir(SHARED_MEMORY) as files:
+                return {file.name: file.inode() for file in files}
+        except OSError:
+            return {}  # there is none on this system
+
+    def _used_by(self, pids: Iterable[int]) -> set[int]:
+        used = set()
+        for pid in pids:
+            with suppress(OSError):  # it has just ended, or is another user's
+                for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                    fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
+                    if fields[-1].startswith(f"{SHARED_MEMORY}/"):
+                        used.add(int(fields[4]))
+        return used
+
+
+def _wait(pid: int, deadline: float | None, shared: SharedMemory) -> tuple[int, bool]:
     """Exit code, and whether the deadline passed first."""
     timed_out = False
     while True:
+        shared.look(LOOK_SECONDS)
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans too: they are ours
                 if ended[0] == pid:
@@ -66,7 +117,7 @@ def _wait(pid: int, deadline: float | None) -> tuple[int, bool]:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGTERM)
         if select.select([sys.stdin], [], [], POLL_SECONDS)[0] and not os.read(0, 1):
-            _kill_all()
+            _kill_all(shared)
             os._exit(1)  # no result: nobody is left to read it
 
 
@@ -83,14 +134,16 @@ def _tree(pid: int) -> list[int]:
     return [each for child in _children(pid) for each in (child, *_tree(child))]
 
 
-def _kill_all() -> None:
-    """Kill and reap all descendants; whoever loses its parent becomes a child of this process."""
+def _kill_all(shared: SharedMemory) -> None:
+    """Kill and reap all descendants, and remove what they shared; an orphan becomes a child of this process."""
+    shared.look()
     while True:
         for pid in _children(os.getpid()):
             _kill_tree(pid)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
+            shared.remove()
             return
 
 

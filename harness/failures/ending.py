@@ -16,6 +16,7 @@ from harness.failures.launcher import Launcher, Wait
 from harness.failures.processes import Descendants, lives, say
 from harness.failures.shared_memory import SharedMemory
 from harness.failures.verdict import Verdict
+from harness.rollout import scratch
 from harness.rollout.processes import end
 
 LEAVE_SECONDS = 2.0
@@ -54,8 +55,13 @@ class Ending:
         self.descendants.look_for_orphans(self.name)
         stubborn = {each.pid: each for each in ranks if lives(each)}
         end(stubborn | self.descendants.known, patience_seconds=0)
-        self.shared.remove()
+        self.remove_files()
         self.launcher.end(self.host, self.say, self.wait)
+
+    def remove_files(self) -> None:
+        """Once all are ended: what they left in /dev/shm and in their folders for temporary files."""
+        self.shared.remove()
+        scratch.remove(self.name)
 
     def look(self, ranks: Iterable[int]) -> None:
         """Note what these ranks (pids) started, and the memory that all of them map."""

@@ -103,7 +103,7 @@ class Watchdog:
         self.serve(lambda: bool(self.failures()) or self.is_over())
         has_failed = bool(self.failures()) and self.end_run(screen)
         self.listener.close()
-        self.ending.shared.remove()
+        self.ending.remove_files()
         for _ in range(FAREWELLS if self.beats else 0):
             self.beat(left=True)
             time.sleep(QUICK_SECONDS)

@@ -101,6 +101,14 @@ def children() -> dict[int, psutil.Process]:
     return {child.pid: child for child in psutil.Process().children(recursive=True)}
 
 
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether it is multiprocessing's resource tracker, which removes what is left in /dev/shm once its parent has ended."""
+    try:
+        return any("resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
 def killed_by(child: BaseProcess | None) -> str:
     """The signal, such as SIGKILL, that ended a child; '' where it lives, or ended by itself.
 
@@ -170,10 +178,10 @@ def end(
 ) -> None:
     """stop(), SIGTERM, then SIGKILL what is left after patience_seconds; returns when all are gone.
 
-    The names they had in /dev/shm go too: 25 MB an engine, which multiprocessing's resource tracker would remove were
-    it not killed with the others, by SGLang's own shutdown to begin with.
+    The names they had in /dev/shm go too, 25 MB an engine, save what this process uses itself: it removes those, or its
+    resource tracker does.
     """
-    shared = shared_memory_files(processes)
+    shared = shared_memory_files(processes) - shared_memory_files([os.getpid()])
     if stop:
         stop()
     alive = [process for process in processes.values() if _alive(process)]

@@ -5,12 +5,15 @@ the answer to the others. The interface is that of the VerlEngine which sglang s
 """
 
 import asyncio
+import atexit
 import multiprocessing
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -27,7 +30,8 @@ from harness.rollout.defaults import engine_defaults
 from harness.rollout.engine_log import EngineLog, described
 from harness.rollout.errors import EngineFailed
 from harness.rollout.group import Group
-from harness.rollout.processes import ChildWatch, children, end, output_to, started_processes
+from harness.rollout.processes import STOP_SECONDS, ChildWatch, children, end, is_tracker, output_to, started_processes
+from harness.rollout.scratch import engine_folder, temporary_files_in, variables
 from harness.rollout.seating import Seating
 from harness.rollout.signals import TAKEN, OwnHandlers, ignore_signal, sigquit_raises
 from harness.rollout.stages import await_stages, update_stages
@@ -50,7 +54,7 @@ class VerlEngine:
         device_mesh_cpu: DeviceMesh,
         nnodes: int | None = None,
         *,
-        log_dir: Path = Path("."),
+        log_dir: Path | None = None,
         base_port: int = 30000,
         engine_gpus: Literal["shared", "apart"] = "shared",
         on_death: Callable[[str], None] | None = None,
@@ -58,7 +62,8 @@ class VerlEngine:
     ) -> None:
         """Build the engine; returns on every rank when it serves.
 
-        nnodes: hosts of this group; None counts them. log_dir receives what the engine's processes print.
+        nnodes: hosts of this group; None counts them. log_dir receives what the engine's processes print;
+        None: a new folder for temporary files, which a shutdown removes and a failure names.
         engine_gpus: whether an engine rank runs on its trainer rank's GPU, or on one of its own (see placement).
         on_death(message) is called once, from a thread, when a process of the engine dies; by default this process
         prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them; they go over the
@@ -78,13 +83,15 @@ class VerlEngine:
         self._seating = Seating.of(self.group, self.device_type, engine_gpus == "apart", nnodes)
         self.node, self.nnodes = self._seating.node, self._seating.nnodes
         self.device = self._seating.engine_device(self.device_type, self.group.rank)
-        self.log = log_dir / f"engine-rank{self.node.builder}.log"
+        self._own_log_dir = Path(mkdtemp(prefix="harness-engine-")) if log_dir is None and self.is_builder else None
+        self.log = (log_dir or self._own_log_dir or Path()) / f"engine-rank{self.node.builder}.log"
         self._engine: Any = None
         self._in_update = False
         self._lease: PortLease | None = None
         self._watch: ChildWatch | None = None
-        self._on_death = on_death or _exit_with
+        self._on_death = on_death
         self._handlers = OwnHandlers()
+        self._scratch = engine_folder()
         self._log = EngineLog(self.log)
         self._share_authkey()
         if not self._cpu and self.api.patches_reductions:
@@ -207,16 +214,10 @@ class VerlEngine:
 
     def shutdown(self) -> None:
         """End the engine; returns on every rank when its processes are gone. Twice does no harm."""
-        if self._watch:
-            self._watch.stop()
-        if self._engine is not None:
-            engine = self.inner or self._engine
-            end(children(), stop=lambda: sglang_api.shutdown(engine))
-            self._engine = None
-            self._handlers.restore(engine_serves=False)
-        if self._lease:
-            self._lease.close()
-            self._lease = None
+        self._stop()
+        atexit.unregister(self._stop)
+        if self._own_log_dir:
+            shutil.rmtree(self._own_log_dir, ignore_errors=True)
         dist.barrier(group=self.group.process_group)
 
     def send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
@@ -273,11 +274,11 @@ class VerlEngine:
                 STAGED,
                 STREAM,
             ]
-        before = children()
+        before, folder = children(), Path(self._scratch.name)
         loud = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
         with started_processes() as started:
             try:
-                with child_environment(self._environment()), output_to(self.log), loud:
+                with child_environment(self._environment()), temporary_files_in(folder), output_to(self.log), loud:
                     self._engine = self._start(arguments)
                     if self.is_head:
                         # SGLang's own signal handlers are set with its first call: make that now, then take them back.
@@ -286,20 +287,47 @@ class VerlEngine:
                         sglang_api.unlink_shared_memory(self.inner)
             except Exception as error:
                 failure = self._log.start_failure(error, started)
-                end({pid: child for pid, child in children().items() if pid not in before})
+                end({pid: child for pid, child in children().items() if pid not in before and not is_tracker(child)})
+                self._scratch.cleanup()
                 raise EngineFailed(failure) from error
             finally:
                 self._handlers.restore(engine_serves=self._engine is not None)
-        serving = {pid: child for pid, child in children().items() if pid not in before and not _is_tracker(child)}
+        if self.inner is not None:
+            sglang_api.cancel_shutdown_at_exit(self.inner)
+        atexit.register(self._stop)
+        serving = {pid: child for pid, child in children().items() if pid not in before and not is_tracker(child)}
         self._watch = ChildWatch(serving, self._report_death)
         self._watch.start()
 
     def _report_death(self, name: str, pid: int, signal_name: str) -> None:
         """Tell first: to end the other processes may take seconds, in which this rank may be ended too."""
-        try:
-            self._on_death(self._log.death(name, pid, signal_name))
-        finally:
-            end(children(), patience_seconds=0)  # an engine without one of its processes is of no use, and holds a GPU
+        message = self._log.death(name, pid, signal_name)
+        if self._on_death:
+            self._on_death(message)
+        else:
+            sys.stderr.write(message + "\n")
+            sys.stderr.flush()
+        self._end_processes(patience_seconds=0)  # of no use without one of them, and they hold a GPU
+        self._scratch.cleanup()
+        if not self._on_death:
+            os._exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes
+
+    def _stop(self) -> None:
+        if self._watch:
+            self._watch.stop()
+        if self._engine is not None:
+            engine = self.inner or self._engine
+            self._end_processes(lambda: sglang_api.close(engine))
+            self._engine = None
+            self._handlers.restore(engine_serves=False)
+        self._scratch.cleanup()
+        if self._lease:
+            self._lease.close()
+            self._lease = None
+
+    def _end_processes(self, stop: Callable[[], None] | None = None, patience_seconds: float = STOP_SECONDS) -> None:
+        """End all that this process started but multiprocessing's resource tracker, which ends with this process."""
+        end({pid: child for pid, child in children().items() if not is_tracker(child)}, stop, patience_seconds)
 
     def _placement_arguments(self, base_port: int) -> dict[str, Any]:
         """Lease ports on each builder; agree on the head's address."""
@@ -336,6 +364,7 @@ class VerlEngine:
         # At the sampling temperature, as the trainer computes them.
         unset = (*balance.unset, "SGLANG_RETURN_ORIGINAL_LOGPROB")
         changes: dict[str, str | None] = {name: None for name in unset} | dict(balance.set)
+        changes |= variables(Path(self._scratch.name))
         if self.api.nonblocking_variable:
             changes[self.api.nonblocking_variable] = "0"
         if self.node.visible_devices is not None:
@@ -369,15 +398,3 @@ def engine_device(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_tracker(process: Any) -> bool:
-    """multiprocessing's resource tracker: it outlives nothing that matters, and may be restarted."""
-    return any("resource_tracker" in word for word in process.cmdline())
-
-
-def _exit_with(message: str) -> None:
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
-    end(children(), patience_seconds=0)
-    os._exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes

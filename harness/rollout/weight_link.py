@@ -4,17 +4,16 @@ The head's call runs on a thread of its own while each rank, the head too, feeds
 """
 
 import json
-import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from harness.cluster.world import all_gather
+from harness.rollout import scratch
 from harness.rollout.clock import Clock
 from harness.rollout.errors import EngineFailed, SchedulerFailed
 from harness.rollout.schedulers import call_schedulers
@@ -55,7 +54,7 @@ class WeightLink:
         _check_room(engine, device, SLOTS * nbytes)
         name = [f"harness-{uuid.uuid4().hex[:12]}"]
         dist.broadcast_object_list(name, engine.group.head, engine.group.process_group)
-        folder = Path(tempfile.gettempdir()) / name[0]  # each host's own
+        folder = scratch.shared() / name[0]  # each host's own
         rank = engine.group.ranks.index(engine.group.rank)
         door = Door.open(folder, rank)
         dist.barrier(group=engine.group.process_group)

@@ -1,6 +1,7 @@
 """The warden as it is, over real processes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,35 @@ def test_a_scheduler_that_lost_its_parent_cannot_end_whoever_adopted_it(tmp_path
 
 def test_the_command_itself_can_be_quit(tmp_path: Path) -> None:
     assert code_under_the_warden(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGQUIT)") == -3
+
+
+SHARER = """
+import mmap, multiprocessing, os, sys, time
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+os.ftruncate(file, 4096)
+held = mmap.mmap(file, 4096)
+print(semaphore._semlock.name, flush=True)
+time.sleep(1.5)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_nothing_stays_in_shared_memory_of_a_command_that_was_killed(tmp_path: Path) -> None:
+    file = Path(f"/dev/shm/harness-test-{os.getpid()}.shm")
+    foreign = Path(f"/dev/shm/harness-test-{os.getpid()}.other")
+    foreign.write_text("of another program")
+    script = tmp_path / "sharer.py"
+    script.write_text(SHARER)
+    result, log = tmp_path / "result.json", tmp_path / "log"
+    command = [sys.executable, "-I", "-S", str(WARDEN), str(result), "0", "--", sys.executable, str(script), str(file)]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output)
+        assert process.wait(timeout=60) == 0
+    semaphore = Path(f"/dev/shm/sem.{log.read_text().strip().removeprefix('/')}")
+    assert semaphore.name.startswith("sem.mp-")
+    assert json.loads(result.read_text())["code"] == -9
+    assert not file.exists()
+    assert not semaphore.exists()
+    assert foreign.exists()
+    foreign.unlink()

@@ -4,6 +4,8 @@ The Engine reports most failures as a returned (False, message) and goes on; her
 the rank that built the engine with node_rank 0 may call: on other nodes an Engine has no tokenizer manager.
 """
 
+import atexit
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -310,6 +312,28 @@ def unlink_shared_memory(engine: Engine) -> None:
 def shutdown(engine: Engine) -> None:
     """End the engine's processes, and every other child of this process with them."""
     engine.shutdown()
+
+
+def close(engine: Engine) -> None:
+    """Let the engine close what it holds in this process; the caller ends its processes.
+
+    SGLang's shutdown kills every child of this process, multiprocessing's resource tracker too: at Python's exit that one is
+    started again with a warning, and knows none of the names in /dev/shm that it is then to remove.
+    """
+    module, name = sys.modules[type(engine).__module__], "kill_process_tree"
+    real = vars(module).get(name)
+    if real is not None:
+        setattr(module, name, lambda *_, **__: None)
+    try:
+        engine.shutdown()
+    finally:
+        if real is not None:
+            setattr(module, name, real)
+
+
+def cancel_shutdown_at_exit(engine: Engine) -> None:
+    """Leave the end of the engine's processes to the caller, also where Python exits; see close."""
+    atexit.unregister(engine.shutdown)
 
 
 def _engine_class() -> Any:

@@ -4,7 +4,6 @@ Named as a custom weight loader; SGLang runs it in every rank of the engine, and
 """
 
 import json
-import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.rollout import sglang_api
+from harness.rollout import scratch, sglang_api
 
 STAGED = "harness.rollout.worker.stages.load_own"
 ARRIVED = "harness.rollout.worker.stages.say_arrived"
@@ -49,7 +48,7 @@ def say_arrived(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
 
 def answer_path(done: str, engine_rank: int) -> Path:
     """Where that scheduler leaves its answer, on its host."""
-    return Path(tempfile.gettempdir()) / f"{done}-{engine_rank}.answer"
+    return scratch.shared() / f"{done}-{engine_rank}.answer"
 
 
 def _answer(done: str, rank: int, failure: str) -> None:

@@ -7,16 +7,15 @@ A failure is answered to the trainer rank, not raised: SGLang would end the sche
 
 import json
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from harness.rollout import scratch
 from harness.rollout.clock import Clock
 from harness.rollout.slots import SLOTS, Entry, Layout, Link, PeerGone, stamp, take, typed
 from harness.rollout.worker.fingerprint import keep_parts
@@ -261,7 +260,7 @@ def stream(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Non
     try:
         if asked["do"] == OPEN:
             device = next(model.parameters()).device
-            link, layout = take(Path(tempfile.gettempdir()) / asked["folder"], rank, device)
+            link, layout = take(scratch.shared() / asked["folder"], rank, device)
             reader = Reader(model, link, layout, device)
             setattr(model, _KEPT, reader)
             reader.make_plans()

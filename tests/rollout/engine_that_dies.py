@@ -1,0 +1,34 @@
+"""engine_that_dies.py FOLDER: one rank with a real engine, whose scheduler then raises at a tensor of a wrong shape."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+
+def main(folder: Path) -> None:
+    from harness.models.tiny import save_tiny_model
+    from harness.rollout.cpu.activate import activate
+    from harness.rollout.verl_engine import VerlEngine
+
+    activate()
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    save_tiny_model("qwen3", folder / "model", 0, texts=["hello"])
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "tp", "pp"))
+    engine = VerlEngine(mesh["tp"], model_path=str(folder / "model"), dtype="float32", random_seed=0)
+    print(f"log {engine.log}", flush=True)
+    engine.generate(input_ids=[[5, 6]], sampling_params={"max_new_tokens": 2})
+    if "--pass" in sys.argv:
+        return
+    engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(7))])
+    print("the scheduler took it", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,81 @@
+"""The private folder of a run's temporary files: whose it is, how long its paths may be, and its end."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.rollout import scratch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENTER = f"""
+import socket, sys, tempfile
+sys.path.insert(0, {str(REPOSITORY)!r})
+from harness.rollout import scratch
+print(scratch.enter("harness-0-12345-6789-0"))
+engine = scratch.engine_folder()
+longest = f"{{engine.name}}/torch-shm-dir-123456"
+import os
+os.mkdir(longest)
+socket.socket(socket.AF_UNIX).bind(f"{{longest}}/manager.sock")
+print(tempfile.mkstemp()[1])
+os._exit(1)
+"""
+NAME = "harness-0-12345-6789-0"
+
+
+def entered(base: Path) -> list[str]:
+    """What a process prints that entered a folder, left sockets and files there, and ended without a word."""
+    command = [sys.executable, "-c", ENTER.replace("os._exit", "sys.stdout.flush(); os._exit")]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(base)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    return done.stdout.split()
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_nothing_stays_of_a_process_that_ended_without_a_word(base: Path) -> None:
+    folder, file = entered(base)
+    assert Path(folder).parent == base
+    assert Path(file).parent == Path(folder)
+    assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+    scratch.remove("harness-0-12345-6789-1")
+    assert Path(file).exists()
+    scratch.remove(NAME)
+    assert list(base.iterdir()) == []
+
+
+def test_a_folder_too_long_for_sockets_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 80)
+    deep.mkdir()
+    folder, _ = entered(deep)
+    assert Path(folder).parent == Path("/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    scratch.remove(NAME)
+    assert not Path(folder).exists()
+
+
+def test_a_link_is_not_followed(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    (base / f"{NAME}.tmp-12345678").symlink_to(tmp_path)
+    scratch.remove(NAME)
+    assert (tmp_path / "mine").exists()
+
+
+def test_temporary_files_are_made_elsewhere_only_while_an_engine_starts(tmp_path: Path) -> None:
+    before = tempfile.gettempdir()
+    with scratch.temporary_files_in(tmp_path):
+        assert tempfile.gettempdir() == str(tmp_path)
+    assert tempfile.gettempdir() == before
