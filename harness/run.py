@@ -9,7 +9,6 @@ import platform
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,8 +44,10 @@ from harness.inject import Injector
 from harness.mistake import CannotRunHere, say_mistake
 from harness.phases import MEET, RUN, deadline
 from harness.report import installed_versions
+from harness.rollout import scratch
 from harness.rollout.cpu.activate import activate
 from harness.rollout.processes import children, end
+from harness.run_folder import CONFIG, EVENTS, FOLDER_MODE, make_run_folder
 from harness.timeline import Gauge
 
 FAILED = 1
@@ -87,6 +88,7 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     stand_ins = activate() if device.type == "cpu" else []
     _agree_with_engine(config, device)
     guard = _guard(config, launch)
+    scratch.enter(guard.post.watchdog)
     guard.begins(MEET)
     injector = Injector.of(config.run.inject, launch.rank, guard.flush)
     injector.announce = guard.injected
@@ -115,17 +117,18 @@ def _in_world(
     injector: Injector,
 ) -> int:
     folder = _run_folder(config)
-    guard.meet(all_gather(guard.post_at(own_address(os.environ))), folder)
-    if _holds_a_run(folder):
-        error = ConfigError(f"run.dir = {folder} holds an earlier run; give another folder, or remove it.")
+    if folder is None:
+        given = Path(config.run.dir).resolve()
+        error = ConfigError(f"run.dir = {given} holds an earlier run; give another folder, or remove it.")
         return say_mistake(error, world.rank)
+    guard.meet(all_gather(guard.post_at(own_address(os.environ))), folder)
     if config.run.inject:
         try:
             injector.check_disk(folder)
         except CannotRunHere as error:
             return say_mistake(error, world.rank)
     gauge = _gauge(world)
-    events = EventLog(folder / "events" / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge.end)
+    events = EventLog(folder / EVENTS / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge.end)
     injector.fact = events.fact
     events.builds.append(injector.built)
     events.phase_begins.append(injector.come_late)
@@ -154,7 +157,7 @@ def _in_world(
     if console:
         console.show("\n".join(drawn))
     if world.rank == 0:
-        (folder / "config.toml").write_text(redact.text(to_toml(config)), encoding="utf-8")
+        (folder / CONFIG).write_text(redact.text(to_toml(config)), encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     guard.ends(MEET)
     job = load_job()
@@ -255,7 +258,13 @@ def _agree_with_engine(config: Config, device: torch.device) -> None:
     api = sglang_api.probe()
     rules = sglang_api.engine_environment_rules(api)
     os.environ.update(sglang_api.common_environment(rules, config.engine.args, os.environ))
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_RECORDS)  # before there is a communicator
+    os.environ.setdefault(flight_recorder_variable(torch.__version__), FLIGHT_RECORDS)  # before there is a communicator
+
+
+def flight_recorder_variable(version: str) -> str:
+    """Return the name under which this torch reads FLIGHT_RECORDS; since 2.8 it warns of the older one, in lines of every rank."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    return "TORCH_FR_BUFFER_SIZE" if release >= (2, 8) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 def _dump_flight_records(folder: Path, rank: int) -> None:
@@ -265,20 +274,14 @@ def _dump_flight_records(folder: Path, rank: int) -> None:
         (folder / f"flight-record-rank{rank}.pickle").write_bytes(dump())
 
 
-def _run_folder(config: Config) -> Path:
-    """run.dir, or runs/<date>-<time> as rank 0 names it; the same on every rank."""
-    name = [config.run.dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}"]
-    dist.broadcast_object_list(name, src=0)
-    folder = Path(name[0]).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _holds_a_run(folder: Path) -> bool:
-    """Whether rank 0 finds one there; the same on every rank, before any of them writes."""
-    found = [(folder / "config.toml").exists()]
-    dist.broadcast_object_list(found, src=0)
-    return bool(found[0])
+def _run_folder(config: Config) -> Path | None:
+    """Return run.dir, or a new runs/<date>-<time> as rank 0 makes it; the same on every rank. None where run.dir holds a run."""
+    made = [make_run_folder(config.run.dir) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made, src=0)
+    if made[0] is None:
+        return None
+    Path(made[0]).mkdir(FOLDER_MODE, parents=True, exist_ok=True)  # where this host sees another disk
+    return Path(made[0])
 
 
 def _launched_at() -> float:
