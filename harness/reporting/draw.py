@@ -30,6 +30,8 @@ SMALLEST = 0.3
 MOST_LABELS = 60
 STEP_LABEL = 44
 """Pixels that the label of a step takes."""
+CHARACTER = 6.6
+"""Pixels that a digit of a label takes at most."""
 
 
 def color(phase: str) -> str:
@@ -37,6 +39,23 @@ def color(phase: str) -> str:
     if phase.startswith("verify_"):
         return GROUPS["verify"][0]
     return next((shade for shade, phases in GROUPS.values() if phase in phases), OTHER)
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colors (#rrggbb) as WCAG has it, 1 to 21."""
+    light = sorted((_luminance(one), _luminance(other)))
+    return (light[1] + 0.05) / (light[0] + 0.05)
+
+
+def ink(fill: str) -> str:
+    """Return black or white, whichever can be read better on this color."""
+    return max("#000000", "#ffffff", key=lambda shade: contrast(shade, fill))
+
+
+def _luminance(shade: str) -> float:
+    parts = [int(shade[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def timeline(spans: Sequence[Span], ranks: Sequence[int], start: float, end: float, culprits: Sequence[int]) -> str:
@@ -55,10 +74,10 @@ def timeline(spans: Sequence[Span], ranks: Sequence[int], start: float, end: flo
     for index, rank in enumerate(ranks):
         y = float(top + index * (row + gap))
         if row > 10 or index % 4 == 0 or rank in culprits:
-            shade = f' fill="{FAILED}" font-weight="700"' if rank in culprits else ""
+            shade = ' class="bad" font-weight="700"' if rank in culprits else ""
             middle = y + row - (row - 9) / 2
             parts.append(f'<text x="{LEFT - 6}" y="{middle:.1f}" text-anchor="end"{shade}>rank {rank}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{length * scale:.1f}" height="{row}" fill="#f5f6f7"/>')
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{length * scale:.1f}" height="{row}" class="row"/>')
     where = {rank: index for index, rank in enumerate(ranks)}
     for span in spans:
         if span.rank not in where or span.end < start or span.start > end:
@@ -79,7 +98,9 @@ def timeline(spans: Sequence[Span], ranks: Sequence[int], start: float, end: flo
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{row - inset:.1f}" fill="{fill}"{dashed}/>'
         )
         if row > 10 and wide > 7 * len(span.phase) + 6 and span.depth == 0:
-            parts.append(f'<text x="{x + 4:.1f}" y="{y + row / 2 + 4:.1f}" class="in">{escape(span.phase)}</text>')
+            parts.append(
+                f'<text x="{x + 4:.1f}" y="{y + row / 2 + 4:.1f}" fill="{ink(fill)}">{escape(span.phase)}</text>'
+            )
         parts.append("</g>")
     for rank in set(culprits) & set(where):
         edge = top + where[rank] * (row + gap) - 1
@@ -130,7 +151,7 @@ def _marks(readings: Sequence[Reading], left: float, each: float, base: float) -
         x = left + index * each
         if reading.step is not None and reading.step != before:
             before = reading.step
-            parts.append(f'<line x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{base}" stroke="#444" stroke-dasharray="3 3"/>')
+            parts.append(f'<line x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{base}" class="step" stroke-dasharray="3 3"/>')
             if x - last > STEP_LABEL:
                 last = x
                 parts.append(f'<text x="{x + 3:.1f}" y="29" class="mark">step {reading.step}</text>')
@@ -157,37 +178,45 @@ def stack(figures: Mapping[str, int]) -> dict[str, int]:
 
 
 def lines(
-    series: Mapping[str, Sequence[float]], title: str, wide: int = 350, tall: int = 130, log: bool = False
+    series: Mapping[str, Sequence[float]],
+    title: str,
+    wide: int = 350,
+    tall: int = 130,
+    log: bool = False,
+    limits: Mapping[str, float] | None = None,
 ) -> str:
-    """Values over steps, from step 0; what is not finite is left out. A baseline is a dashed line."""
-    shown = {name: [_log(value) if log else value for value in values] for name, values in series.items()}
-    flat = [value for values in shown.values() for value in values if math.isfinite(value)]
-    parts = [_open(wide, tall + 46, title), f'<text x="4" y="13" class="title">{escape(title)}</text>']
+    """Values over steps, from step 0; what is not finite is left out. limits: values of dashed lines, by name."""
+    scaled = _log if log else float
+    shown = {name: [scaled(value) for value in values] for name, values in series.items()}
+    dashed = {name: scaled(value) for name, value in (limits or {}).items()}
+    flat = [value for values in (*shown.values(), dashed.values()) for value in values if math.isfinite(value)]
+    heading = f"{title} (logarithmic)" if log else title
+    parts = [_open(wide, tall + 46, heading), f'<text x="4" y="13" class="title">{escape(heading)}</text>']
     if not flat:
         return "\n".join([*parts, '<text x="60" y="60">no values</text></svg>'])
     low, high = min(flat), max(flat)
     if high - low < 1e-12 * max(1.0, abs(high)):
         low, high = low - (0.5 * abs(low) or 1.0), high + (0.5 * abs(high) or 1.0)
-    left, top, right = 58, 22, wide - 8
-    most = max(len(values) for values in shown.values())
+    at_labels = [low + (high - low) * share for share in (0, 0.5, 1)]
+    labels = axis_labels([10**value if log else value for value in at_labels])
+    left, top, right = 8 + CHARACTER * max(map(len, labels)), 22, wide - 8
+    most = max((len(values) for values in shown.values()), default=1)
 
     def y(value: float) -> float:
         return top + (high - value) / (high - low) * tall
 
-    for share in (0, 0.5, 1):
-        value = low + (high - low) * share
-        label = f"{10**value:.2g}" if log else f"{value:.4g}"
-        parts.append(f'<line x1="{left}" y1="{y(value):.1f}" x2="{right}" y2="{y(value):.1f}" class="grid"/>')
-        parts.append(f'<text x="{left - 4}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>')
+    for value, label in zip(at_labels, labels, strict=True):
+        parts.append(f'<line x1="{left:.1f}" y1="{y(value):.1f}" x2="{right}" y2="{y(value):.1f}" class="grid"/>')
+        parts.append(f'<text x="{left - 4:.1f}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>')
+    for name, value in dashed.items():
+        if not math.isfinite(value):
+            continue
+        at = y(value)
+        parts.append(f'<line x1="{left:.1f}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}" class="limit"/>')
+        below = at + 12 if at < top + 14 else at - 4
+        parts.append(f'<text x="{right}" y="{below:.1f}" text-anchor="end" class="bad">{escape(name)}</text>')
     for index, (name, values) in enumerate(shown.items()):
         shade = LINES[index % len(LINES)]
-        if "baseline" in name:
-            at = y(values[0])
-            parts.append(
-                f'<line x1="{left}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}" stroke="{FAILED}" stroke-dasharray="5 4"/>'
-            )
-            parts.append(f'<text x="{right}" y="{at - 4:.1f}" text-anchor="end" fill="{FAILED}">{escape(name)}</text>')
-            continue
         points = [
             (left + (right - left) * place / max(1, most - 1), y(value))
             for place, value in enumerate(values)
@@ -197,9 +226,20 @@ def lines(
         parts.append(f'<polyline points="{path}" fill="none" stroke="{shade}" stroke-width="1.8"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{at:.1f}" r="2.4" fill="{shade}"/>' for x, at in points if most <= 60]
         if len(shown) > 1:
-            parts.append(f'<text x="{left + 90 * index}" y="{tall + 40}" fill="{shade}">{escape(name)}</text>')
+            x = left + 90 * index
+            parts.append(f'<rect x="{x:.1f}" y="{tall + 32}" width="10" height="8" fill="{shade}"/>')
+            parts.append(f'<text x="{x + 14:.1f}" y="{tall + 40}">{escape(name)}</text>')
     parts.append(f'<text x="{right}" y="{tall + 40}" text-anchor="end">step 0 to {most - 1}</text>')
     return "\n".join([*parts, "</svg>"])
+
+
+def axis_labels(values: Sequence[float]) -> list[str]:
+    """Return the values in as few digits, two or more, as tell them apart."""
+    for digits in range(2, 17):
+        labels = [f"{value:.{digits}g}" for value in values]
+        if len(set(labels)) == len(set(values)):
+            break
+    return labels
 
 
 def ticks(start: float, end: float, most: int = 10) -> list[float]:

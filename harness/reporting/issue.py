@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness import redact
 from harness.config.layers import to_toml
-from harness.export.subject import RankFacts, Subject
+from harness.export.subject import RankFacts, Seen, Subject
 from harness.failures.diagnose import Finding, diagnose
 from harness.failures.log_lines import files_of
 
@@ -92,6 +92,8 @@ def issue(subject: Subject, finding: Finding | None, rest: str = "") -> str:
         lines += [rest.rstrip(), ""]
     elif drawn := picture(subject):
         lines += ["## Where it ran", "", "```", *drawn, "```", ""]
+    if engine := engine_lines(subject):
+        lines += ["## Engine", "", "```", *engine, "```", ""]
     lines += ["## Environment", "", *environment(subject.ranks), ""]
     lines += [
         "## Reproduce with",
@@ -122,7 +124,22 @@ def seen_lines(subject: Subject) -> list[str]:
     if seen is None:
         return ["Nothing: it was not run.", ""]
     code = "No exit code: it did not come to an end." if seen.code is None else f"Exit code {seen.code}."
-    return [code, "", "```", *seen.verdict, "```", ""]
+    return [code, "", "```", *seen_once(seen), "```", ""]
+
+
+def seen_once(seen: Seen) -> list[str]:
+    """Return the verdict without the lines of the traceback that is shown below it."""
+    shown = {line.strip() for line in seen.traceback[-20:]}
+    return [line for line in seen.verdict if line.strip().removeprefix("|").strip() not in shown or not line.strip()]
+
+
+def engine_lines(subject: Subject) -> list[str]:
+    """Return what the run became: device, transport, and the arguments that reached the engine; none before it started."""
+    found = next((each for each in subject.events if each["event"] == "engine"), None)
+    if found is None:
+        return []
+    arguments = [f"{name} = {value!r}" for name, value in found["arguments"].items()]
+    return [f"sglang {found['version']} on {found['device']}, its defaults: {found['defaults']}", *arguments]
 
 
 def picture(subject: Subject) -> list[str]:

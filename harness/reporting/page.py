@@ -6,11 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from harness import redact
+from harness.config.layers import to_toml
 from harness.export.subject import Subject
 from harness.failures.diagnose import Finding
 from harness.reporting import draw
 from harness.reporting.history import Reading, Span, began, readings, spans
-from harness.reporting.issue import differences, hosts_of, outcome, picture, ranges, reproduce, shown_variables, title
+from harness.reporting.issue import (
+    differences,
+    engine_lines,
+    hosts_of,
+    outcome,
+    picture,
+    ranges,
+    reproduce,
+    seen_once,
+    shown_variables,
+    title,
+)
 
 LAST_STEPS = 4
 """Drawn apart in the timeline: beside a start of a minute steps are slivers."""
@@ -65,6 +77,11 @@ def page(subject: Subject, finding: Finding | None, metrics: Sequence[Mapping[st
             for each in differences(subject.ranks)
         ],
         reproduce=reproduce(subject),
+        config_file=to_toml(subject.config),
+        engines=engine_lines(subject),
+        verdict=seen_once(subject.seen) if subject.seen else [],
+        folder=subject.words[0],
+        files=linked_files(Path(subject.words[0])),
         picture=picture(subject),
     )
     return redact.text(rendered)
@@ -78,6 +95,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         if line.endswith("}"):
             found.append(json.loads(line))
     return found
+
+
+def linked_files(folder: Path) -> list[str]:
+    """Return the files of the run that a reader of a failure opens next, relative to its directory."""
+    kinds = ("engines/*.log", "stacks*.txt", "failure*.json", "flight-record-*", "events/*.jsonl", "config.toml")
+    return [str(file.relative_to(folder)) for kind in kinds for file in sorted(folder.glob(kind))]
 
 
 def timelines(subject: Subject, history: Sequence[Span]) -> list[tuple[str, str]]:
@@ -160,7 +183,12 @@ def log_probs(events: Sequence[Mapping[str, Any]]) -> str:
         "mean": [float(each["log_prob_difference_mean"]) for each in found],
         "largest": [float(each["log_prob_difference_max"]) for each in found],
     }
+    limits = {}
     for each in events:
         if each["event"] == "log_prob_baseline" and each["rank"] == rank:
-            series["mean of the baseline"] = [float(each["log_prob_difference_mean"])]
-    return draw.lines(series, "|engine's log-prob - trainer's|, nats, after each sync", 720, 170, log=True)
+            limits["mean of the baseline"] = float(each["log_prob_difference_mean"])
+            if "allowed" in each:
+                limits["allowed for the mean"] = float(each["allowed"])
+    return draw.lines(
+        series, "|engine's log-prob - trainer's|, nats, after each sync", 720, 170, log=True, limits=limits
+    )

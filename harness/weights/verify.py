@@ -113,7 +113,7 @@ class Verification:
     def set_baseline(self, difference: LogProbDifference) -> None:
         """Keep what engine and trainer differ by on the model's own checkpoint. Raises NoBaseline if that is too much."""
         self.baseline = difference
-        self.events.fact("log_prob_baseline", **difference.metrics())
+        self.events.fact("log_prob_baseline", **difference.metrics(), allowed=self.allowed.mean)
         self.events.say(
             f"baseline on the model's own checkpoint: log-prob difference {difference.mean:.1e} in the mean,"
             f" so that {self.allowed.mean:.2g} is allowed"
