@@ -26,6 +26,7 @@ from harness.reporting.write import write_reports_of_passed_run
 from harness.rollout import sglang_api
 from harness.rollout.memory import MemoryStages, gpu_free_bytes
 from harness.rollout.verl_engine import VerlEngine
+from harness.run_folder import write_config
 from harness.task.data import PromptSampler, load_rows, tokenize_prompts
 from harness.timeline import gather_stages
 from harness.trainer.actor import Actor, Reference
@@ -56,6 +57,7 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
         started = time.monotonic()
         metrics = ppo.step(index)
         metrics["seconds"] = time.monotonic() - started
+        metrics |= {f"seconds/{name}": seconds for name, seconds in events.step_seconds[index].items()}
         if index == 0 and ppo.first_token_at is not None:
             report.startup["first_sync"] = events.seconds["sync"][0]
             report.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
@@ -100,6 +102,8 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     events.say(f"{len(prompts.prompts)} prompts of {len(rows)} rows ({config.task.source})")
     chosen = ', which is what "auto" means here' if config.weights.transport == "auto" else ""
     events.say(f'weights.transport = "{transport}"{chosen}')
+    if world.rank == 0:
+        write_config(folder, config, world.device_type, transport)
     if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
         events.say("the engine starts on dummy weights: what the first sync does not bring will show")
     mesh = build_mesh(dims, "cpu")

@@ -70,6 +70,8 @@ class EventLog:
     """Returns bytes by name; called at the end of each phase."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Durations of finished phases by name, in seconds."""
+    step_seconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The same of each step, by step and name."""
     phase_memory: list[PhaseMemory] = field(default_factory=list)
     """What `memory` returned at the end of each finished phase of a step."""
     phase_begins: list[PhaseObserver] = field(default_factory=list)
@@ -132,6 +134,8 @@ class EventLog:
             self.seconds.setdefault(name, []).append(elapsed)
             figures = self.memory()
             if step is not None:
+                of_step = self.step_seconds.setdefault(step, {})
+                of_step[name] = of_step.get(name, 0.0) + elapsed
                 self.phase_memory.append(PhaseMemory(name, step, figures))
             self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=figures)
             for observe in self.phase_ends:

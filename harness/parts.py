@@ -130,6 +130,7 @@ def start_engine(
             log_dir=folder / "engines",
             base_port=config.engine.base_port,
             engine_gpus=parallel.engine_gpus,
+            defaults=config.engine.defaults,
             on_death=lambda message: _end_with(message, events),
             model_path=str(model_folder),
             **engine_arguments(config, world),
@@ -139,6 +140,13 @@ def start_engine(
     events.say(
         f"engine up: sglang {version} behind {maker}, {parallel.dp} engine(s) of tp {parallel.tp}, pp {parallel.pp},"
         f" {engine.nnodes} host(s) each"
+    )
+    events.fact(
+        "engine",
+        version=version,
+        device=world.device_type,
+        defaults=config.engine.defaults,
+        arguments={name: value for name, value in engine.engine_args.items() if name != "custom_weight_loader"},
     )
     if engine.dropped_defaults:
         dropped = ", ".join(engine.dropped_defaults)

@@ -60,7 +60,8 @@ class Report:
     def finish(self, final: Metrics) -> None:
         """Keep what the check after the last update saw."""
         self.final = final
-        self._append({f"final/{name}": value for name, value in final.items()})
+        kind = {"kind": "final_check", "final/step": len(self.steps)}
+        self._append(kind | {f"final/{name}": value for name, value in final.items()})
 
     def startup_line(self) -> str:
         """Where the time to the first token went."""

@@ -16,7 +16,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from harness import redact
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import check_interface, own_address
 from harness.cluster.picture import picture_of
@@ -34,7 +33,7 @@ from harness.cluster.world import (
     open_world,
     own_seat,
 )
-from harness.config.layers import ConfigError, digest, to_toml
+from harness.config.layers import ConfigError, digest
 from harness.config.schema import Config
 from harness.emulation.knock import phase_observer
 from harness.events import Console, EventLog
@@ -47,7 +46,7 @@ from harness.report import installed_versions
 from harness.rollout import scratch
 from harness.rollout.cpu.activate import activate
 from harness.rollout.processes import children, end
-from harness.run_folder import CONFIG, EVENTS, FOLDER_MODE, make_run_folder
+from harness.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
 from harness.timeline import Gauge
 
 FAILED = 1
@@ -157,7 +156,7 @@ def _in_world(
     if console:
         console.show("\n".join(drawn))
     if world.rank == 0:
-        (folder / CONFIG).write_text(redact.text(to_toml(config)), encoding="utf-8")
+        write_config(folder, config, world.device_type)
         (folder / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     guard.ends(MEET)
     job = load_job()

@@ -2,8 +2,14 @@
 
 import itertools
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
+
+from harness import redact
+from harness.config.layers import to_toml
+from harness.config.schema import Config, TransportName
 
 CONFIG, EVENTS = "config.toml", "events"
 """A directory that holds one of them holds a run."""
@@ -31,3 +37,12 @@ def make_run_folder(given: str, now: datetime | None = None) -> str | None:
             folder.mkdir(FOLDER_MODE)
             return str(folder)
     raise AssertionError("unreachable")
+
+
+def write_config(
+    folder: Path, config: Config, device: Literal["cpu", "cuda"], transport: TransportName | None = None
+) -> None:
+    """Write the config of a run as it is run: with what "auto" became, of the transport as soon as it is known."""
+    weights = config.weights if transport is None else replace(config.weights, transport=transport)
+    resolved = replace(config, engine=replace(config.engine, device=device), weights=weights)
+    (folder / CONFIG).write_text(redact.text(to_toml(resolved)), encoding="utf-8")

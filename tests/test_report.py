@@ -39,7 +39,7 @@ def test_metrics_are_one_line_a_step_and_the_first_has_the_start(tmp_path: Path)
     first, second, final = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert 5 <= first.pop("startup/launch_and_import") < 10 and 0.02 <= first.pop("startup/engine") < 5
     assert (first, second) == (step(0), step(1))
-    assert final == {"final/log_prob_difference_mean": 3e-6}
+    assert final == {"kind": "final_check", "final/step": 2, "final/log_prob_difference_mean": 3e-6}
 
 
 def test_only_rank_0_writes_metrics(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ class Engine:
     """auto: CUDA where there is a GPU, else SGLang's CPU mode. Trainer and engine share it."""
     initial_weights: Literal["dummy", "checkpoint"] = "dummy"
     """dummy: the engine starts on meaningless weights, so that whatever the first sync does not bring shows. checkpoint: on the model's own."""
+    defaults: Literal["harness", "sglang"] = "harness"
+    """Of arguments that engine.args does not name. harness: on a GPU no CUDA graphs, attention_backend triton, sampling_backend pytorch, which start on any GPU in seconds. sglang: SGLang's own, as it serves."""
     base_port: int = 30000
     """First port of the block of ports that each engine of a host leases."""
     args: dict[str, Any] = field(default_factory=dict)

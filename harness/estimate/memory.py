@@ -93,7 +93,7 @@ class _Sums:
     def __init__(self, config: Config, model: ModelShape, gpu_bytes: int) -> None:
         parallel = config.parallel
         self.config, self.model, self.gpu_bytes = config, model, gpu_bytes
-        self.arguments = {**engine_defaults("cuda"), **config.engine.args}
+        self.arguments = {**engine_defaults("cuda", config.engine.defaults), **config.engine.args}
         self.apart = parallel.engine_gpus == "apart"
         self.element = DTYPE_BYTES[config.model.dtype]
         self.ranks = parallel.dp * parallel.tp * parallel.pp

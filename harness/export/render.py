@@ -66,7 +66,7 @@ def context(subject: Subject) -> dict[str, Any]:
         del model_config["num_key_value_heads"]
     if model.name == "moonlight":
         model_config["q_lora_rank"] = None
-    defaults = engine_defaults(device) | {
+    defaults = engine_defaults(device, config.engine.defaults) | {
         "dtype": model.dtype,
         "load_format": "dummy" if config.engine.initial_weights == "dummy" or random else "auto",
         "skip_tokenizer_init": True,

@@ -4,10 +4,16 @@ side."""
 
 from typing import Any, Literal
 
+Defaults = Literal["harness", "sglang"]
 
-def engine_defaults(device: Literal["cpu", "cuda"]) -> dict[str, Any]:
-    """Engine arguments that do not depend on the run's shape. Raises ValueError for another device."""
-    by_device = {"cpu": _CPU, "cuda": _CUDA}
+
+def engine_defaults(device: Literal["cpu", "cuda"], whose: Defaults = "harness") -> dict[str, Any]:
+    """Return engine arguments that do not depend on the run's shape. Raises ValueError for another device.
+
+    whose: "sglang" leaves attention and sampling backend, CUDA graphs and fusions on a GPU to SGLang, as it serves; what the
+    trainer beside the engine needs, memory saver and fraction, stays. SGLang's CPU mode has no other than these.
+    """
+    by_device = {"cpu": _CPU, "cuda": _SHARED_GPU if whose == "sglang" else _CUDA | _SHARED_GPU}
     if device not in by_device:
         raise ValueError(f"device = {device}: must be one of {', '.join(by_device)}.")
     return {**_COMMON, **by_device[device]}
@@ -38,7 +44,6 @@ _CPU: dict[str, Any] = {
 }
 
 _CUDA: dict[str, Any] = {
-    "device": "cuda",
     # Compiles what it needs by itself, for every GPU; FlashInfer and FA3 need wheels matched to torch and CUDA.
     "attention_backend": "triton",
     # The sampler that honours a seed; FlashInfer's does not.
@@ -51,6 +56,10 @@ _CUDA: dict[str, Any] = {
     # Since 0.5.12 or so MoE models on Hopper switch this fusion on by themselves for tp > 1, and compile it with nvcc for
     # minutes at every first start. Measured on H200 with 0.5.17: still compiling after 150 s.
     "enforce_disable_flashinfer_allreduce_fusion": True,
+}
+
+_SHARED_GPU: dict[str, Any] = {
+    "device": "cuda",
     # Without it release and resume do nothing.
     "enable_memory_saver": True,
     # Share of the GPU memory free at start. The trainer's model, gradients and Adam states live on the same GPU.

@@ -1,7 +1,8 @@
 """Where the ranks of one engine sit: which of them share a host, and which of those builds the engine there."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 
@@ -53,3 +54,11 @@ class Seating:
     def local_rank(self, rank: int) -> int:
         """torchrun's local rank of a world rank of this group."""
         return self.seats[rank].local_rank
+
+
+def engine_device(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
+    """The device argument, or CUDA where there is a GPU. Raises ValueError for another one."""
+    device = engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device = {device!r} is not served; it must be cpu or cuda.")
+    return cast(Literal["cpu", "cuda"], device)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,13 @@ from harness.cluster.ports import PortLease
 from harness.cluster.world import all_gather, child_environment
 from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import activate, cores_by_tp_rank, engine_environment
-from harness.rollout.defaults import engine_defaults
+from harness.rollout.defaults import Defaults, engine_defaults
 from harness.rollout.engine_log import EngineLog, described
 from harness.rollout.errors import EngineFailed
 from harness.rollout.group import Group
 from harness.rollout.processes import STOP_SECONDS, ChildWatch, children, end, is_tracker, output_to, started_processes
 from harness.rollout.scratch import engine_folder, temporary_files_in, variables
-from harness.rollout.seating import Seating
+from harness.rollout.seating import Seating, engine_device
 from harness.rollout.signals import TAKEN, OwnHandlers, ignore_signal, sigquit_raises
 from harness.rollout.stages import await_stages, update_stages
 from harness.rollout.worker import inspection
@@ -57,6 +57,7 @@ class VerlEngine:
         log_dir: Path | None = None,
         base_port: int = 30000,
         engine_gpus: Literal["shared", "apart"] = "shared",
+        defaults: Defaults = "harness",
         on_death: Callable[[str], None] | None = None,
         **engine_args: Any,
     ) -> None:
@@ -64,7 +65,7 @@ class VerlEngine:
 
         nnodes: hosts of this group; None counts them. log_dir receives what the engine's processes print;
         None: a new folder for temporary files, which a shutdown removes and a failure names.
-        engine_gpus: whether an engine rank runs on its trainer rank's GPU, or on one of its own (see placement).
+        defaults: whose, see defaults.py. engine_gpus: whether an engine rank runs on its trainer rank's GPU, or on one of its own (see placement).
         on_death(message) is called once, from a thread, when a process of the engine dies; by default this process
         prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them; they go over the
         harness's defaults, of which `dropped_defaults` are those that this sglang does not know.
@@ -76,8 +77,9 @@ class VerlEngine:
         self._cpu = self.device_type == "cpu"
         if self._cpu:
             activate()
-        checked = sglang_api.check_arguments(self.api, engine_args, engine_defaults(self.device_type))
+        checked = sglang_api.check_arguments(self.api, engine_args, engine_defaults(self.device_type, defaults))
         engine_args, self.dropped_defaults = checked
+        self.engine_args = dict(engine_args)
         self.has_memory_saver = not self._cpu and bool(engine_args.get("enable_memory_saver"))
         self.group = Group.of(device_mesh_cpu)
         self._seating = Seating.of(self.group, self.device_type, engine_gpus == "apart", nnodes)
@@ -385,14 +387,6 @@ class VerlEngine:
         key = [bytes(multiprocessing.current_process().authkey) if self.is_head else b""]
         dist.broadcast_object_list(key, self.group.head, self.group.process_group)
         multiprocessing.current_process().authkey = key[0]
-
-
-def engine_device(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
-    """The device argument, or CUDA where there is a GPU. Raises ValueError for another one."""
-    device = engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device = {device!r} is not served; it must be cpu or cuda.")
-    return cast(Literal["cpu", "cuda"], device)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -110,3 +110,16 @@ def test_a_failure_file_of_another_program_is_a_mistake(foreign: str, tmp_path: 
     (folder / "failure-mine.json").write_text(foreign)
     with pytest.raises(ConfigError, match=r"failure-mine\.json is not what a watchdog writes"):
         write_reports(folder)
+
+
+def test_a_failed_page_shows_its_traceback_once_and_links_what_to_read_next(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 2)
+    (folder / "engines").mkdir(exist_ok=True)
+    (folder / "engines" / "engine-rank0.log").write_text("")
+    page = page_of(folder)
+    assert 'href="engines/engine-rank0.log"' in page
+    assert "RUN_DIR" not in page
+    assert "prefers-color-scheme: dark" in page
+    assert "[engine]" in page.split("Reproduce with")[1]
+    frames = re.findall(r"File &#34;[^&]*&#34;, line \d+, in \w+", page)
+    assert len(frames) == len(set(frames))
