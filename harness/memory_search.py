@@ -117,7 +117,10 @@ class Search:
 
 def run_to_end(command: Sequence[str], output: IO[str], timeout_seconds: float) -> int | None:
     """The exit code, None after the timeout. All processes that it started are gone at the return, or at the exception."""
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # torchrun's own default, without its warning
+    process = subprocess.Popen(
+        command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
     family: set[psutil.Process] = set()
     deadline = time.monotonic() + timeout_seconds
     try:

@@ -146,11 +146,9 @@ def start_engine(
         version=version,
         device=world.device_type,
         defaults=config.engine.defaults,
+        dropped_defaults=engine.dropped_defaults,
         arguments={name: value for name, value in engine.engine_args.items() if name != "custom_weight_loader"},
     )
-    if engine.dropped_defaults:
-        dropped = ", ".join(engine.dropped_defaults)
-        events.say(f"sglang {version} does not know these harness defaults, dropped: {dropped}")
     check_gpus(world, engine, parallel.engine_gpus)
     return engine
 

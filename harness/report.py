@@ -85,7 +85,7 @@ class Report:
 
     def verdict(self, proof: str) -> str:
         """The run's last line; proof says what is known of its syncs."""
-        return f"PASSED: {len(self.steps)} PPO steps; {proof}; report {self.folder}/report.md"
+        return f"PASSED: {len(self.steps)} PPO steps; {proof}; open {self.folder}/report.html"
 
     def write(self) -> None:
         """Write report.md; harness/reporting makes of it, and of the run's other files, what a reader gets."""

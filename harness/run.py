@@ -93,8 +93,9 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     injector.announce = guard.injected
     try:
         if console:
-            for sentence in stand_ins:
-                console.say(f"CPU mode: {sentence}")
+            if stand_ins:
+                names = ", ".join(sentence.partition(":")[0] for sentence in stand_ins)
+                console.say(f"CPU mode: real SGLang on the CPU; what only GPUs have is stood in for ({names})")
             console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
         injector.begins(MEET, None)
         with open_world(launch, device, config.run.timeout_seconds, apart, config.network.interface) as world:

@@ -53,7 +53,7 @@ def test_the_verdict_says_what_is_known_of_the_syncs(tmp_path: Path) -> None:
     report.add(step(0))
     report.add(step(1))
     assert report.verdict("3 weight syncs, not verified") == (
-        f"PASSED: 2 PPO steps; 3 weight syncs, not verified; report {tmp_path}/report.md"
+        f"PASSED: 2 PPO steps; 3 weight syncs, not verified; open {tmp_path}/report.html"
     )
 
 
