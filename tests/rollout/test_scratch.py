@@ -79,3 +79,27 @@ def test_temporary_files_are_made_elsewhere_only_while_an_engine_starts(tmp_path
     with scratch.temporary_files_in(tmp_path):
         assert tempfile.gettempdir() == str(tmp_path)
     assert tempfile.gettempdir() == before
+
+
+MEET = f"""
+import os, subprocess, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from harness.rollout import scratch
+if len(sys.argv) > 1:
+    scratch.enter({NAME!r})
+    engine = scratch.engine_folder()
+    environment = os.environ | scratch.variables(engine.name)
+    seen = subprocess.check_output([sys.executable, *sys.orig_argv[1:-1]], env=environment, text=True)
+    assert seen.split() == [str(scratch.shared()), engine.name], seen
+    print(scratch.shared())
+else:
+    import tempfile
+    print(scratch.shared(), tempfile.gettempdir())
+"""
+
+
+def test_ranks_and_schedulers_of_a_host_still_meet_in_one_folder(base: Path) -> None:
+    """A scheduler has the folder of the rank that built its engine, and meets every rank of the host."""
+    environment = os.environ | {"TMPDIR": str(base)}
+    command = [sys.executable, "-c", MEET, "rank"]
+    assert subprocess.check_output(command, env=environment, text=True).strip() == str(base)
