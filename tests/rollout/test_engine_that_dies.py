@@ -1,0 +1,43 @@
+"""One rank with a real engine, without launch/ppo.py and its watchdog: how it ends, and what it leaves."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+SCRIPT = Path(__file__).with_name("engine_that_dies.py")
+NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+"""SGLang dumps for seconds before its handler kills the rank: without, it would do so at once."""
+
+
+def ended(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    environment = os.environ | NO_DUMPS | {"TMPDIR": str(temporary), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(folder), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+
+
+def left(folder: Path) -> list[str]:
+    """What stays among temporary files beside torch's cache and the engine's log, which a failure names."""
+    return [each.name for each in (folder / "tmp").iterdir() if not each.name.startswith(("torchinductor", "harness-"))]
+
+
+def test_a_scheduler_that_raises_is_told_with_its_own_exception_by_a_rank_that_lives(tmp_path: Path) -> None:
+    done = ended(tmp_path)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "died: AssertionError: Attempted to load weight (torch.Size([7]))" in done.stderr
+    assert "the scheduler took it" not in done.stdout
+    assert left(tmp_path) == []
+
+
+def test_python_exits_without_a_word_where_the_engine_was_not_shut_down(tmp_path: Path) -> None:
+    done = ended(tmp_path, "--pass")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resource_tracker" not in done.stderr and "Traceback" not in done.stderr
+    assert left(tmp_path) == []
