@@ -104,6 +104,7 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
         _tell_failure(launch.rank, error)
         _end_early(guard.failed, error)
     guard.bye(code)
+    end(children(), patience_seconds=0)  # the resource tracker, which would warn of what the watchdog removes
     leave(code)
 
 

@@ -1,6 +1,5 @@
 """A private folder for the temporary files of a run, or of one engine: SGLang makes its sockets there and removes none."""
 
-import getpass
 import os
 import shutil
 import stat
@@ -8,6 +7,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 SHARED = "HARNESS_TMPDIR"
 """Variable: the folder for temporary files as it was before any of the run's own, the same for all processes of a host."""
@@ -49,7 +50,7 @@ def engine_folder() -> tempfile.TemporaryDirectory[str]:
 
 def variables(folder: Path) -> Mapping[str, str]:
     """Return the environment of a process whose temporary files are to be made there."""
-    cache = str(shared() / f"torchinductor_{getpass.getuser()}")  # torch's own default
+    cache = str(shared() / f"torchinductor_{psutil.Process().username()}")  # torch's own default
     return {
         "TMPDIR": str(folder),
         SHARED: str(shared()),
