@@ -9,6 +9,8 @@ from statistics import median
 from harness.bisect.search import Edge
 from harness.bisect.state import Record, State
 
+MOST_STEPS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -55,11 +57,11 @@ def sentences(state: State, edge: Edge | None) -> list[str]:
     told = [f"{options.metric} is bad {where} {bound:.6g}{times}."]
     steps = _steps(state)
     crossing = next((step for step in steps if edge and edge.before <= step.before and step.after <= edge.after), None)
-    largest = max(steps, key=lambda step: step.change, default=None)
-    if crossing and largest and largest.change > crossing.change:
+    larger = sorted((s for s in steps if crossing and s.change > crossing.change), key=lambda s: -s.change)[:MOST_STEPS]
+    if crossing and larger:
+        places = "; ".join(_shown(state, step) for step in sorted(larger, key=lambda step: step.before))
         told.append(
-            f"It changes in several steps, and the largest is not the one over the limit: {_shown(state, largest)};"
-            f" over the limit: {_shown(state, crossing)}."
+            f"It changes in several steps, and larger than the one over the limit ({_shown(state, crossing)}) are: {places}."
         )
     return told
 

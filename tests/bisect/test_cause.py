@@ -1,9 +1,16 @@
 """Which failures count as one, by their words and by the place that a traceback names."""
 
+from pathlib import Path
+
 import pytest
 
+from harness.bisect.candidates import Candidate
 from harness.bisect.cause import cause_of, pattern_for, same
+from harness.bisect.environment import Environment
+from harness.bisect.question import Options
 from harness.bisect.state import Attempt
+from harness.bisect.story import sentences
+from tests.bisect.test_repeat import Anything, Drawn, Silent, state_of
 
 WORK, OTHER = "moving/core.py:work", "moving/core.py:other"
 
@@ -59,3 +66,42 @@ def test_what_to_match_finds_the_one_and_not_the_other() -> None:
     assert pattern_for(size, access) == "RuntimeError: size of tensor a"
     assert pattern_for(size, size) == ""
     assert pattern_for(failed("x", slug="known"), size) == "known"
+
+
+class Planned(Drawn):
+    """Each candidate fails as is planned for it, or passes."""
+
+    failures: list[str]
+
+    def _attempt(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
+        text = self.failures[self.state.index(candidate.name)]
+        made = failed(text, code=int(bool(text)))
+        made.verdict, made.reason = ("bad" if text else "good"), text
+        return made
+
+
+def test_a_second_cause_is_looked_for_behind_what_masks_it() -> None:
+    """An import fails here and there, where the bisect meets it; the bug is there from 1.18 on, and 1.22 only hides it."""
+    failures = ["ValueError: off" if minor >= 18 else "" for minor in range(30)]
+    for minor in (6, 7, 14, 20, 21, 22):
+        failures[minor] = "ModuleNotFoundError: No module named 'other'"
+    state = state_of(Options(good="1.0", bad="1.29", package="moving", probe="none"), 30)
+    state.resolved = True
+    conductor = Planned(state, Path("/nowhere"), Anything(), Silent(), 0, True)
+    conductor.failures = failures
+    answer = conductor.run()
+    assert answer.kind == "several" and len(state.records) <= 20
+    told = " ".join(sentences(state, answer))
+    assert "first bad release is 1.18" in told and "first bad release is 1.6" in told
+
+
+def test_what_hides_it_all_along_is_named() -> None:
+    failures = [""] * 5 + ["KeyError: 'a'"] * 6 + ["ValueError: off"] * 7
+    state = state_of(Options(good="1.0", bad="1.17", package="moving", probe="none"), 18)
+    state.resolved = True
+    conductor = Planned(state, Path("/nowhere"), Anything(), Silent(), 0, True)
+    conductor.failures = failures
+    answer = conductor.run()
+    assert answer.kind == "several" and answer.second and answer.second.seen == 11
+    told = " ".join(sentences(state, answer))
+    assert "first seen at 1.11" in told and "may hide it: 1.5, " in told and "--match 'ValueError: off' looks" in told

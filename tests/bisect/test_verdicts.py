@@ -52,7 +52,6 @@ def test_a_failure_that_another_one_masks_over_ten_releases(bench: Bench) -> Non
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        ("def work(): raise KeyError('a')", "def work(): raise ValueError('b')", "--match 'ValueError: b' looks"),
         (
             "def work(): raise RuntimeError('The size of tensor a (8) must match')",
             "def work(): raise RuntimeError('CUDA error: an illegal memory access')",
@@ -63,35 +62,23 @@ def test_a_failure_that_another_one_masks_over_ten_releases(bench: Bench) -> Non
             "def work(): inner()\ndef inner(): raise RuntimeError('it is out of order')",
             "moving/__init__.py:inner in place of moving/__init__.py:work",
         ),
-        ("def work(): raise KeyError('a')", "import os\ndef work(): os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
     ],
-    ids=["other classes", "one class", "one message from two places", "a crash"],
+    ids=["one class", "one message from two places"],
 )
 def test_two_causes_are_both_named_where_any_failure_counts(bench: Bench, first: str, second: str, said: str) -> None:
-    run = bench.over_sites(["def work(): pass"] * 5 + [first] * 6 + [second] * 7, FAIL)
+    run = bench.over_sites(["def work(): pass"] * 2 + [first] * 3 + [second] * 3, FAIL)
     assert run.returncode == 3, run.stdout + run.stderr
-    assert "There are two causes" in run.stdout and "The first bad release is 1.5" in run.stdout
-    assert "own failure is first seen at 1.11: " in run.stdout and said in run.stdout, run.stdout
-    assert "First failure of 1.5" in bench.report() and "First failure of 1.11" in bench.report()
+    assert "There are two causes" in run.stdout and "The first bad release is 1.2" in run.stdout
+    assert "own failure is first seen at 1.5: " in run.stdout and said in run.stdout, run.stdout
+    assert "First failure of 1.2" in bench.report() and "First failure of 1.5" in bench.report()
 
 
 def test_one_cause_in_other_words_is_one_and_both_are_shown(bench: Bench) -> None:
-    codes = [f"def work(): raise KeyError('weight {minor}')" for minor in range(4)]
-    codes += ["def work(): raise ValueError('weight 9 is missing')"] * 4
-    run = bench.over_sites(["def work(): pass"] * 4 + codes, FAIL)
-    assert run.returncode == 0 and "The first bad release is 1.4;" in run.stdout, run.stdout + run.stderr
-    assert "The bad end 1.11 fails with other words" in run.stdout and "weight 9 is missing" in run.stdout
-
-
-def test_a_second_cause_is_looked_for_behind_what_masks_it(bench: Bench) -> None:
-    """An import fails here and there, where the bisect meets it; the bug is there from 1.18 on, and 1.22 only hides it."""
-    masked = {6, 7, 14, 20, 21, 22}
-    codes = [f"def work(): {'raise ValueError()' if minor >= 18 else 'pass'}" for minor in range(30)]
-    codes = ["import nothing_of_this_name" if minor in masked else code for minor, code in enumerate(codes)]
-    run = bench.over_sites(codes, FAIL, "--probe", "none")
-    assert run.returncode == 3, run.stdout + run.stderr
-    assert "first bad release is 1.18" in run.stdout and "first bad release is 1.6" in run.stdout, run.stdout
-    assert len(bench.ran()) == len(set(bench.ran())) <= 20
+    codes = [f"def work(): raise KeyError('weight {minor}')" for minor in range(2)]
+    codes += ["def work(): raise ValueError('weight 9 is missing')"] * 2
+    run = bench.over_sites(["def work(): pass"] * 2 + codes, FAIL)
+    assert run.returncode == 0 and "The first bad release is 1.2;" in run.stdout, run.stdout + run.stderr
+    assert "The bad end 1.5 fails with other words" in run.stdout and "weight 9 is missing" in run.stdout
 
 
 def test_a_second_edge_is_said_instead_of_one_being_named(bench: Bench) -> None:
@@ -121,8 +108,8 @@ def test_a_number_is_compared_with_the_good_end(bench: Bench) -> None:
     run = bench.over_sites(codes, script, "--metric", "step_seconds", "--worse", "1.3x")
     assert run.returncode == 0 and "The first bad release is 1.3;" in run.stdout, run.stdout + run.stderr
     assert "step_seconds is bad above 1.3, 1.3 times the good end's 1." in run.stdout
-    assert "the largest is not the one over the limit: 1." in run.stdout and "to 1.2" in run.stdout
-    assert "over the limit: 1.2 to 1.3, 1.28 to 1.31, +2.3%." in run.stdout
+    larger = re.search(r"over the limit \(1.2 to 1.3, 1.28 to 1.31, \+2.3%\) are: (.*)", run.stdout)
+    assert larger and "to 1.2" in larger[1]
     table = re.findall(r"^\| (1\.\d) \| ([\d.]+) \| ([\d.]+) \| (good|bad) \|$", bench.report(), re.MULTILINE)
     assert [row[0] for row in table] == sorted(row[0] for row in table) and ("1.3", "1.31", "1.310", "bad") in table
 
