@@ -134,7 +134,7 @@ FAILURES = (
     "./run.sh: line 3: 99 Bus error               (core dumped) python train.py",
     "Aborted",
     "Unable to open the model folder",
-    "gpu4:22:27 [3] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer gpu4<55693>",
+    "gpu4:22:27 [3] misc/socket.cc:49 NCCL WARN Socket recv failed while polling for opId=0x7f47",
     "Exception raised from throwTimeoutError at ../torch/csrc/distributed/c10d/socket.cpp:1013 (most recent call first):",
     "Current thread 0x00007f95ca716740 (most recent call first):",
     "pynvml.NVMLError_LibraryNotFound: NVML Shared Library Not Found",
