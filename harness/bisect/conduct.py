@@ -13,12 +13,13 @@ from harness.bisect.answer import Answer, answer_of, next_for_cause, second_caus
 from harness.bisect.candidates import Candidate
 from harness.bisect.confidence import Again, next_again
 from harness.bisect.environment import Environment, Provider
+from harness.bisect.patience import Patience
 from harness.bisect.prepare import Preparation
 from harness.bisect.question import WrongQuestion
 from harness.bisect.search import Verdict
 from harness.bisect.show import Show
 from harness.bisect.state import Attempt, Record, State
-from harness.bisect.store import Pause
+from harness.bisect.store import Pause, Unreachable
 from harness.bisect.uv import Unavailable
 
 RESOLVERS = 8
@@ -41,6 +42,7 @@ class Conductor:
     """Descriptor of the folder's lock, which whatever runs for it holds too."""
     no_gpu: bool
     _preparation: Preparation = field(init=False)
+    _patience: Patience = field(init=False)
     _since: float = 0.0
     _verifying: Verdict | None = None
     """The end that is being verified."""
@@ -48,7 +50,10 @@ class Conductor:
     def run(self) -> Answer:
         """Raises WrongQuestion, Pause, judge.Stop, OSError, KeyboardInterrupt; the state is saved whatever is raised."""
         self._since = time.monotonic()
-        self._preparation = Preparation(self.state, self.folder, self.provider, self.show, self.lock, self.no_gpu)
+        self._patience = Patience(self.state.question.network_waits, self.show)
+        self._preparation = Preparation(
+            self.state, self.folder, self.provider, self.show, self.lock, self.no_gpu, self._patience
+        )
         try:
             self._resolve()
             self._verify_ends()
@@ -70,18 +75,12 @@ class Conductor:
         todo = [i for i in (*ends, *others) if i not in state.closed_indices and i not in state.verdicts]
         if state.resolved:
             return
-        pool = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")
-        pending = {i: pool.submit(self.provider.resolve, state.candidates[i]) for i in todo}
-        try:
-            for done, (index, future) in enumerate(pending.items()):
-                self.show.phase(f"resolving: {done} of {len(pending)}")
-                try:
-                    self._wait(future)
-                    self._preparation.begin([index] if index in ends else [])
-                except Unavailable as problem:
-                    self._close(index, f"cannot be installed: {problem}")
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while unreached := self._resolve_these(todo, ends):
+            if len(unreached) < len(todo):
+                self._patience.restart()
+            self._patience.wait(next(iter(unreached.values())))
+            todo = list(unreached)
+        self._patience.restart()
         state.resolved = True
         state.resolving_seconds = time.monotonic() - started
         self._save()
@@ -90,6 +89,25 @@ class Conductor:
         self.show.say(f"{len(state.candidates)} candidates, {which}")
         for name, sentence in state.closed.items():
             self.show.say(f"  {name}: {sentence}")
+
+    def _resolve_these(self, todo: list[int], ends: list[int]) -> dict[int, Unreachable]:
+        """Return those for which no index answered."""
+        unreached = {}
+        pool = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")
+        pending = {i: pool.submit(self.provider.resolve, self.state.candidates[i]) for i in todo}
+        try:
+            for done, (index, future) in enumerate(pending.items()):
+                self.show.phase(f"resolving: {done} of {len(pending)}")
+                try:
+                    self._wait(future)
+                    self._preparation.begin([index] if index in ends else [])
+                except Unavailable as problem:
+                    self._close(index, f"cannot be installed: {problem}")
+                except Unreachable as problem:
+                    unreached[index] = problem
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        return unreached
 
     def _verify_ends(self) -> None:
         """The good end first, which a number is compared with."""

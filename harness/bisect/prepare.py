@@ -8,9 +8,10 @@ from pathlib import Path
 
 from harness.bisect import judge, search, warded
 from harness.bisect.environment import Environment, Provider, canonical, check_version, probe_command
+from harness.bisect.patience import Patience
 from harness.bisect.show import Show
 from harness.bisect.state import State
-from harness.bisect.store import Pause
+from harness.bisect.store import Pause, Unreachable
 from harness.bisect.uv import Unavailable
 
 PROBE_SECONDS = 300.0
@@ -27,6 +28,7 @@ class Preparation:
     lock: int
     """Descriptor of the folder's lock, which whatever runs for it holds too."""
     no_gpu: bool
+    patience: Patience
     _installs: dict[int, "Future[Environment]"] = field(default_factory=dict)
     _executor: ThreadPoolExecutor = field(init=False)
 
@@ -43,12 +45,17 @@ class Preparation:
 
     def obtain(self, index: int) -> Environment:
         """Raises Unavailable, Pause."""
-        self._submit(index)
         while True:
+            self._submit(index)
             try:
-                return self._installs[index].result(timeout=0.5)
+                environment = self._installs[index].result(timeout=0.5)
+                self.patience.restart()
+                return environment
             except NotYet:
                 self.show.beat()
+            except Unreachable as problem:
+                del self._installs[index]
+                self.patience.wait(problem)
 
     def release(self, index: int, environment: Environment) -> None:
         """Its run is over."""

@@ -79,6 +79,9 @@ class Options:
     """Where environments are kept; by default harness-bisect in XDG_CACHE_HOME or ~/.cache."""
     store_gib: float = 60.0
     """The store's limit; what was used least recently goes first."""
+    network_waits: tuple[str, ...] = ("1m", "5m", "15m")
+    """Where an index cannot be reached any more: how long to wait before each new attempt. Then, or with `none` at once, the
+    bisect pauses."""
     installs: int = 2
     """Installs at a time, in the background of runs; 0, or --metric: none while something runs."""
 
@@ -127,6 +130,12 @@ class Question:
         return self.options.timeout != AUTO
 
     @property
+    def network_waits(self) -> tuple[float, ...]:
+        """Seconds."""
+        given = self.options.network_waits
+        return () if given == ("none",) else tuple(map(seconds, given))
+
+    @property
     def ratio(self) -> float | None:
         """Of --worse."""
         return float(self.options.worse.rstrip("x")) if self.options.worse else None
@@ -134,7 +143,7 @@ class Question:
     def digest(self) -> str:
         """The same for the same question, wherever state and environments are kept."""
         told = self.as_dict()
-        for name in ("dir", "store", "store_gib", "installs", "second_look", "then_git"):
+        for name in ("dir", "store", "store_gib", "installs", "second_look", "then_git", "network_waits"):
             told["options"].pop(name)
         return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -144,7 +153,10 @@ class Question:
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> "Question":
         """The inverse of as_dict, of JSON."""
-        options = {**told["options"], "hold": tuple(told["options"]["hold"])}
+        options: dict[str, Any] = dict(told["options"])
+        for name in ("hold", "network_waits"):
+            if name in options:
+                options[name] = tuple(options[name])
         return cls(options=Options(**options), command=tuple(told["command"]), folder=told["folder"])
 
     def words(self) -> list[str]:
@@ -201,7 +213,11 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
         raise WrongQuestion(f"--confirm {options.confirm} must be 0 or more.")
     if options.store_gib <= 0:
         raise WrongQuestion(f"--store-gib {options.store_gib} must be above 0.")
-    return Question(options=options, command=tuple(command), folder=str(folder))
+    question = Question(options=options, command=tuple(command), folder=str(folder))
+    if AUTO in options.network_waits:
+        raise WrongQuestion(f"--network-waits {AUTO} must be times such as 1m 5m 15m, or none.")
+    _ = question.network_waits  # raises
+    return question
 
 
 def check_judgement(options: Options) -> None:

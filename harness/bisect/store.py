@@ -1,9 +1,11 @@
 """Environments on disk, each whole or not there: made under a lock, marked when complete, the least recently used removed."""
 
+import errno
 import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,14 @@ _MARK = "complete.json"
 
 class Pause(Exception):
     """Nothing is wrong with the candidate, but it cannot go on now, for want of network or disk; one sentence."""
+
+
+class Unreachable(Pause):
+    """A package index does not answer; it may a few minutes later."""
+
+
+class NoDisk(Pause):
+    """The disk is full."""
 
 
 Make = Callable[[Path, int], dict[str, Any]]
@@ -47,16 +57,11 @@ class Store:
             fcntl.flock(lock, fcntl.LOCK_EX)
             facts = self.facts(key)
             if facts is None:
-                if folder.exists():
-                    shutil.rmtree(folder)
-                self.evict(0)
-                folder.mkdir()
-                facts = make(folder, lock.fileno())
-                facts["bytes"] = size(folder)
-                write_json(folder / _MARK, facts)
+                self.evict(self._largest())
+                facts = self._filled(folder, make, lock.fileno())
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 self._held[key] = lock
-                self.evict(0)
+                self.evict()
             else:
                 os.utime(folder / _MARK)
                 fcntl.flock(lock, fcntl.LOCK_SH)
@@ -64,6 +69,22 @@ class Store:
         except OSError as error:
             raise Pause(f"the store {self.root} cannot be written: {error.strerror or error}.") from error
         return folder, facts
+
+    def _filled(self, folder: Path, make: Make, lock: int) -> dict[str, Any]:
+        """Its facts, once it is whole. Where the disk is full, it is made once more without what no run needs."""
+        while True:
+            if folder.exists():
+                shutil.rmtree(folder)
+            try:
+                folder.mkdir()
+                facts = make(folder, lock)
+                facts["bytes"] = size(folder)
+                write_json(folder / _MARK, facts)
+                return facts
+            except (OSError, NoDisk) as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                if not _is_full(error) or not self.evict(sys.maxsize):
+                    raise
 
     def facts(self, key: str) -> dict[str, Any] | None:
         """What `make` returned; None where it is not complete."""
@@ -78,19 +99,29 @@ class Store:
         if lock := self._held.pop(key, None):
             lock.close()
 
-    def evict(self, room: int) -> None:
-        """Remove what nobody holds, least recently used first, until `room` bytes more would fit under the limit."""
-        marks = sorted(self.root.glob(f"*/{_MARK}"), key=_modified)
-        sizes = {mark: (self.facts(mark.parent.name) or {}).get("bytes", 0) for mark in marks}
-        total = sum(sizes.values())
-        for mark in marks:
-            if total + room <= self.limit_bytes:
-                return
+    def evict(self, room: int = 0) -> bool:
+        """Remove what no bisect holds, least recently used first, until the rest is under the limit and `room` bytes of the disk
+        are free. Return whether anything was removed."""
+        sizes = self._sizes()
+        total, removed = sum(sizes.values()), False
+        for mark in sorted(sizes, key=_modified):
+            if total <= self.limit_bytes and shutil.disk_usage(self.root).free >= room:
+                break
             with self._unused(mark.parent.name) as free:
                 if free:
                     mark.unlink(missing_ok=True)  # first, so that half of it is never taken for all of it
                     shutil.rmtree(mark.parent, ignore_errors=True)
                     total -= sizes[mark]
+                    removed = True
+        return removed
+
+    def _sizes(self) -> dict[Path, int]:
+        """Bytes of each environment, by its mark."""
+        return {mark: (self.facts(mark.parent.name) or {}).get("bytes", 0) for mark in self.root.glob(f"*/{_MARK}")}
+
+    def _largest(self) -> int:
+        """Bytes that the next environment may need, for all that is known before it is made."""
+        return max(self._sizes().values(), default=0)
 
     @contextmanager
     def _unused(self, key: str) -> Iterator[bool]:
@@ -125,6 +156,12 @@ def write_json(file: Path, value: Any) -> None:
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
+    return isinstance(error, NoDisk)
 
 
 def _modified(file: Path) -> float:

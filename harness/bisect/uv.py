@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.bisect import warded
 from harness.bisect.question import WrongQuestion
-from harness.bisect.store import Pause
+from harness.bisect.store import NoDisk, Pause, Unreachable
 from harness.environments import uv_environment
 
 _NETWORK = re.compile(
@@ -74,14 +74,14 @@ def install(arguments: Sequence[str], environment: dict[str, str], log: Path, lo
 
 
 def problem(said: str) -> Exception:
-    """Of uv's last words: Pause where network or disk is missing, else Unavailable."""
+    """Of uv's last words: Unreachable or NoDisk where network or disk is missing, else Unavailable."""
     text = " ".join(line.strip() for line in _reason(said)).encode("ascii", "ignore").decode()
     text = re.sub(r"\s+", " ", text).strip(" .")
     text = re.sub(r"^error: No solution found when resolving dependencies(?: cause)?: ", "", text)
     if _DISK.search(said):
-        return Pause("no space is left on the disk of the store or of uv's cache.")
+        return NoDisk("no space is left on the disk of the store or of uv's cache.")
     if _NETWORK.search(said):
-        return Pause(f"a package index could not be reached ({text[:_LONGEST]}).")
+        return Unreachable(f"a package index could not be reached ({text[:_LONGEST]}).")
     return Unavailable(f"uv: {text[:_LONGEST]}." if text else "uv failed without a word.")
 
 

@@ -143,6 +143,8 @@ def test_an_index_that_is_lost_pauses_and_is_gone_on_from(tmp_path: Path, index:
         bare_python(),
         "--dir",
         "found",
+        "--network-waits",
+        "0.1s",
         "--good",
         "1.0",
         "--bad",
@@ -150,6 +152,7 @@ def test_an_index_that_is_lost_pauses_and_is_gone_on_from(tmp_path: Path, index:
     ]
     run = bench.bisect(*words, "--", bench.script("import moving, sys; sys.exit(moving.code)"))
     assert run.returncode == 4 and "paused: a package index could not be reached" in run.stderr, run.stdout + run.stderr
+    assert "Trying again in 0 s (1 of 1 attempts)" in run.stdout
     SlowIndex.broken = False
     run = bench.bisect("--resume", "found")
     assert run.returncode == 0 and "The first bad release is 1.2" in run.stdout, run.stdout + run.stderr

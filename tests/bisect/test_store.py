@@ -2,11 +2,12 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from harness.bisect.store import Pause, Store
+from harness.bisect.store import NoDisk, Pause, Store
 
 
 def filling(count: int) -> Any:
@@ -74,3 +75,38 @@ def test_a_limit_that_links_count_once(tmp_path: Path) -> None:
         return {}
 
     assert Store(tmp_path, 1000).ensure("a", linked)[1]["bytes"] == 100
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), NoDisk("no space is left")])
+def test_a_full_disk_takes_what_no_run_needs_before_it_pauses(tmp_path: Path, error: Exception) -> None:
+    store = Store(tmp_path, 1 << 20)
+    for name in "ab":
+        store.ensure(name, filling(10))
+    store.release("a")
+
+    def make(folder: Path, lock: int) -> dict[str, Any]:
+        (folder / "half").touch()
+        if (tmp_path / "a").exists():
+            raise error
+        return {}
+
+    folder, _ = store.ensure("c", make)
+    assert [each.name for each in folder.iterdir() if each.suffix != ".json"] == ["half"]
+    assert [store.facts(name) is not None for name in "abc"] == [False, True, True]
+
+
+def test_room_is_made_on_the_disk_for_as_much_as_the_largest_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, 1 << 20)
+    for name, count in (("a", 100), ("b", 300), ("c", 50)):
+        store.ensure(name, filling(count))
+        store.release(name)
+        time.sleep(0.02)
+
+    def usage(path: Path) -> Any:
+        return SimpleNamespace(free=500 - sum(store._sizes().values()))  # a disk of 500 bytes
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    store.ensure("d", filling(250))
+    assert [store.facts(name) is not None for name in "abcd"] == [False, False, True, True]
