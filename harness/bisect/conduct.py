@@ -289,6 +289,9 @@ class Conductor:
     def _once(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
         """One run that counts."""
         made = self._attempt(candidate, environment, again)
+        if made.unwatched:
+            self.show.say(f"{candidate.shown}: once more, as the process that watches it was killed")
+            made = self._attempt(candidate, environment, again)
         for _ in range(RETRIES):
             if not judge.may_pass(made):
                 break

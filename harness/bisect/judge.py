@@ -1,10 +1,11 @@
 """One run of the command, and what it says: good, bad, skip, or another failure than the one that is looked for."""
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
+from signal import SIGKILL, Signals
 
 from harness.bisect import measure, warded
 from harness.bisect.command import command_of
@@ -69,15 +70,19 @@ def attempt(
     Stop, OSError."""
     folder.mkdir(parents=True)
     log = folder / LOG
-    ended = warded.run(
-        command_of(question, environment.python, folder),
-        log,
-        environment={**environment.variables(no_gpu), **variables, "BISECT_METRICS": str(folder / "metrics.jsonl")},
-        folder=question.folder,
-        limit=limit,
-        inherit=(lock,),
-        beat=beat,
-    )
+    started = time.monotonic()
+    try:
+        ended = warded.run(
+            command_of(question, environment.python, folder),
+            log,
+            environment={**environment.variables(no_gpu), **variables, "BISECT_METRICS": str(folder / "metrics.jsonl")},
+            folder=question.folder,
+            limit=limit,
+            inherit=(lock,),
+            beat=beat,
+        )
+    except warded.WatcherKilled:
+        return _unwatched(log, time.monotonic() - started)
     code = _code(ended.code, log)
     if code >= FIRST_STOPPING_CODE and not ended.timed_out:
         raise Stop(f"the script ended with exit code {code}, which asks to stop (128 or more); its output is in {log}.")
@@ -99,6 +104,13 @@ def attempt(
     )
     made.verdict, made.reason = verdict(question, made, log, no_gpu=no_gpu, reference=reference, limit=limit)
     return made
+
+
+def _unwatched(log: Path, seconds: float) -> Attempt:
+    reason = "it kills the process that watches it"
+    return Attempt(
+        code=-SIGKILL, timed_out=False, seconds=seconds, verdict="skip", log=str(log), reason=reason, unwatched=True
+    )
 
 
 def verdict(

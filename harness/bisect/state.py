@@ -39,6 +39,8 @@ class Attempt:
     """FILE:FUNCTION, the deepest of the moved package in its traceback; "" where there is no traceback."""
     line: int = 0
     """Number of that line in the log; 0 where it is in another file."""
+    unwatched: bool = False
+    """The process that watched it was killed meanwhile, so that its end is not known."""
     imported: bool = False
     """Its traceback shows that the package could be imported."""
     value: float | None = None

@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.bisect.store import Pause
+
 WARDEN = Path(__file__).with_name("warden.py")
+
+
+class WatcherKilled(Pause):
+    """The warden ended before its command did: the command killed it, or the kernel did for want of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ def run(
     beat: Callable[[], None] | None = None,
 ) -> Ended:
     """Run it with its output in `log`. limit: seconds, 0 for none; inherit: descriptors of locks, held until all of it has
-    ended; beat: called twice a second. A KeyboardInterrupt ends the command too. Raises OSError."""
+    ended; beat: called twice a second. A KeyboardInterrupt ends the command too. Raises WatcherKilled, OSError."""
     result = log.with_suffix(".ended")
     result.unlink(missing_ok=True)
     words = [sys.executable, "-I", "-S", str(WARDEN), str(result), str(limit), "--", *command]
@@ -57,7 +63,7 @@ def run(
             process.stdin.close()  # the warden kills what still runs, and ends
             process.wait()
     if not result.exists():
-        raise OSError(f"the process that watched over {command[0]} was killed")
+        raise WatcherKilled(f"the process that watched over {command[0]} was killed.")
     told = json.loads(result.read_text())
     result.unlink()
     return Ended(told["code"], told["timed_out"], told["seconds"])

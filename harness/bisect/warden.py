@@ -1,4 +1,4 @@
-"""Runs one command to its end and leaves nothing of it behind, whatever ends this process's parent. Standard library only.
+"""Runs one command to its end and leaves nothing of it behind, whatever ends this process or its parent. Standard library only.
 
     python warden.py RESULT.json SECONDS -- COMMAND ...
 
@@ -22,16 +22,28 @@ from pathlib import Path
 GRACE_SECONDS, POLL_SECONDS, SPY_SECONDS = 5.0, 0.02, 10.0
 NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The terminal's are for the parent. SIGQUIT is what a failing scheduler of SGLang sends whoever has adopted it."""
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm"
 LOOK_SECONDS = 0.5
 
 
 def main(result: Path, limit: float, command: list[str]) -> None:
-    """Does not raise for a command that cannot start: its code is 127, as a shell has it."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    """Run it in a second process like this one, and end what is left should the command kill that: there is no result then. A
+    command that kills this one finds the other, whose pipe is closed by the parent."""
     for number in NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if not (watching := os.fork()):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # is not inherited
+        _watch(result, limit, command)
+        return
+    while os.waitpid(-1, 0)[0] != watching:
+        pass
+    _end_all()
+
+
+def _watch(result: Path, limit: float, command: list[str]) -> None:
+    """Does not raise for a command that cannot start: its code is 127, as a shell has it."""
     started = time.monotonic()
     shared = SharedMemory()
     code, timed_out = 127, False
@@ -49,6 +61,7 @@ def main(result: Path, limit: float, command: list[str]) -> None:
 
 
 def _restore() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in NOT_FOR_US:
         signal.signal(number, signal.SIG_DFL)
 
@@ -135,15 +148,20 @@ def _tree(pid: int) -> list[int]:
 
 
 def _kill_all(shared: SharedMemory) -> None:
-    """Kill and reap all descendants, and remove what they shared; an orphan becomes a child of this process."""
+    """Kill and reap all descendants, and remove what they shared."""
     shared.look()
+    _end_all()
+    shared.remove()
+
+
+def _end_all() -> None:
+    """Kill and reap all descendants; an orphan becomes a child of this process."""
     while True:
         for pid in _children(os.getpid()):
             _kill_tree(pid)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
-            shared.remove()
             return
 
 

@@ -87,3 +87,13 @@ def test_a_limit_follows_from_the_good_end(timeout: str, seconds: float, limit: 
     ran = Attempt(code=0, timed_out=False, seconds=seconds, verdict="good", log="")
     state.records.append(Record(name="1.0", verdict="good", reason="", attempts=[ran]))
     assert conductor._limit() == limit
+
+
+KILLS = "import os; os.kill(os.getppid(), 9); import time; time.sleep(60)"
+
+
+def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench) -> None:
+    run = bench.over_sites(["", KILLS, "raise ValueError('x')"], "import moving", "--probe", "none")
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "SKIP  1.1: it kills the process that watches it" in run.stdout and "cannot be used" not in run.stderr
+    assert bench.ran().count("1.1") == 2

@@ -4,7 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
+
+from harness.bisect import warded
 
 WARDEN = Path(__file__).resolve().parents[2] / "harness" / "bisect" / "warden.py"
 ORPHAN = """
@@ -74,3 +80,34 @@ def test_nothing_stays_in_shared_memory_of_a_command_that_was_killed(tmp_path: P
     assert not semaphore.exists()
     assert foreign.exists()
     foreign.unlink()
+
+
+KILLER = """
+import os, pathlib, subprocess, sys, time
+subprocess.Popen(["sleep", sys.argv[1]], start_new_session=True)
+parent = os.getppid()
+above = int(pathlib.Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+os.kill({"parent": parent, "the one above": above}[sys.argv[2]], 9)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("which", ["parent", "the one above"])
+def test_a_command_that_kills_what_watches_it_leaves_nothing(tmp_path: Path, which: str) -> None:
+    seconds = f"{4000 + os.getpid() / 1e7:.7f}"
+    with pytest.raises(warded.WatcherKilled):
+        warded.run([sys.executable, "-c", KILLER, seconds, which], tmp_path / "log")
+    deadline = time.monotonic() + 5
+    while (left := running(seconds)) and time.monotonic() < deadline:
+        time.sleep(0.02)  # where it is the one above, the other ends them once its pipe is closed
+    assert not left
+
+
+def running(word: str) -> list[int]:
+    """Processes with that word on their command line."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if word.encode() in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
+    return found
