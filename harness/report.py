@@ -175,7 +175,12 @@ class Report:
 
 
 def curve(values: Sequence[float], height: int = 10, width: int = 60) -> list[str]:
-    """A plot in text: one column a bin of values, the axis from 0 (or the least value) to 1 (or the largest)."""
+    """A plot in text: one column a bin of values, the axis from 0 (or the least value) to 1 (or the largest).
+
+    Of values that are all the same, a sentence: a plot of zeros is an empty frame.
+    """
+    if len(set(values)) == 1:
+        return [f"{values[0]:.4g} in each step, 0 to {len(values) - 1}"]
     low, high = min(0.0, *values), max(1.0, *values)
     bins = min(width, len(values))
     means = []

@@ -91,6 +91,10 @@ def test_a_curve_of_few_values_has_one_column_each() -> None:
     assert rows == [" 1.00 |  #", " 0.50 | ##", "      +---", "       step 0 to 2"]
 
 
+def test_a_curve_of_one_value_is_a_sentence() -> None:
+    assert curve([0.0, 0.0, 0.0]) == ["0 in each step, 0 to 2"]
+
+
 def test_a_curve_of_many_values_shows_the_means_of_bins() -> None:
     rows = curve([0.0, 1.0] * 50 + [1.0] * 100, height=4, width=2)
     assert [row[7:] for row in rows[:4]] == [" #", " #", "##", "##"]

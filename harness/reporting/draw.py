@@ -23,7 +23,7 @@ GROUPS = {
 }
 FAILED = "#c62828"
 OTHER = "#6b7785"
-LAYERS = {"used": "#2f6fb7", "reserved": "#a9c4e6", "engine": "#e08a3c", "free": "#f0f0f0", "rss": "#2f6fb7"}
+LAYERS = {"used": "#2f6fb7", "reserved": "#a9c4e6", "engine": "#e08a3c", "free": "var(--panel)", "rss": "#2f6fb7"}
 LINES = ("#2f6fb7", "#e08a3c", "#5b9f3c", "#8e6bbf")
 SMALLEST = 0.3
 """Pixels of the shortest phase that is drawn: thousands of slivers are megabytes."""
@@ -119,7 +119,10 @@ def memory(readings: Sequence[Reading], title: str, wide: int, tall: int, full: 
     columns = [stack(reading.figures) for reading in readings]
     each = (wide - left - 6) / max(1, len(columns))
     base = tall + above
-    parts = [_open(wide, base + bottom, title), f'<text x="{left}" y="13" class="title">{escape(title)}</text>']
+    parts = [
+        _open(wide, base + bottom, title, crisp=True),
+        f'<text x="{left}" y="13" class="title">{escape(title)}</text>',
+    ]
     if names:
         for share in (0, 0.5, 1):
             y = base - tall * share
@@ -152,9 +155,13 @@ def _marks(readings: Sequence[Reading], left: float, each: float, base: float) -
         if reading.step is not None and reading.step != before:
             before = reading.step
             parts.append(f'<line x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{base}" class="step" stroke-dasharray="3 3"/>')
-            if x - last > STEP_LABEL:
+            fits = x + STEP_LABEL < left + each * len(readings)
+            if x - last > (STEP_LABEL if fits else 2 * STEP_LABEL):  # one that does not fit stands on the other side
                 last = x
-                parts.append(f'<text x="{x + 3:.1f}" y="29" class="mark">step {reading.step}</text>')
+                at, anchor = (x + 3, "start") if fits else (x - 3, "end")
+                parts.append(
+                    f'<text x="{at:.1f}" y="29" text-anchor="{anchor}" class="mark">step {reading.step}</text>'
+                )
         if index % labelled == 0:
             parts.append(
                 f'<text transform="translate({x + each / 2 + 3:.1f},{base + 6}) rotate(-60)" text-anchor="end">'
@@ -184,11 +191,16 @@ def lines(
     tall: int = 130,
     log: bool = False,
     limits: Mapping[str, float] | None = None,
+    guides: Mapping[str, float] | None = None,
+    unit: str = "step",
 ) -> str:
-    """Values over steps, from step 0; what is not finite is left out. limits: values of dashed lines, by name."""
+    """Values over steps, from step 0; what is not finite is left out.
+
+    limits, guides: values of dashed lines by name; a limit stands out. unit: what is counted to the right.
+    """
     scaled = _log if log else float
     shown = {name: [scaled(value) for value in values] for name, values in series.items()}
-    dashed = {name: scaled(value) for name, value in (limits or {}).items()}
+    dashed = {name: scaled(value) for name, value in {**(guides or {}), **(limits or {})}.items()}
     flat = [value for values in (*shown.values(), dashed.values()) for value in values if math.isfinite(value)]
     heading = f"{title} (logarithmic)" if log else title
     parts = [_open(wide, tall + 46, heading), f'<text x="4" y="13" class="title">{escape(heading)}</text>']
@@ -212,9 +224,10 @@ def lines(
         if not math.isfinite(value):
             continue
         at = y(value)
-        parts.append(f'<line x1="{left:.1f}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}" class="limit"/>')
+        line, text = ("limit", "bad") if name in (limits or {}) else ("guide", "note")
+        parts.append(f'<line x1="{left:.1f}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}" class="{line}"/>')
         below = at + 12 if at < top + 14 else at - 4
-        parts.append(f'<text x="{right}" y="{below:.1f}" text-anchor="end" class="bad">{escape(name)}</text>')
+        parts.append(f'<text x="{right}" y="{below:.1f}" text-anchor="end" class="{text}">{escape(name)}</text>')
     for index, (name, values) in enumerate(shown.items()):
         shade = LINES[index % len(LINES)]
         points = [
@@ -229,7 +242,7 @@ def lines(
             x = left + 90 * index
             parts.append(f'<rect x="{x:.1f}" y="{tall + 32}" width="10" height="8" fill="{shade}"/>')
             parts.append(f'<text x="{x + 14:.1f}" y="{tall + 40}">{escape(name)}</text>')
-    parts.append(f'<text x="{right}" y="{tall + 40}" text-anchor="end">step 0 to {most - 1}</text>')
+    parts.append(f'<text x="{right}" y="{tall + 40}" text-anchor="end">{unit} 0 to {most - 1}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
@@ -254,8 +267,10 @@ def _log(value: float) -> float:
     return math.log10(value) if value > 0 and math.isfinite(value) else math.nan
 
 
-def _open(wide: int, tall: float, title: str) -> str:
+def _open(wide: int, tall: float, title: str, crisp: bool = False) -> str:
+    """crisp: rectangles that touch show no seam between them."""
+    edges = ' shape-rendering="crispEdges"' if crisp else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall:.0f}" viewBox="0 0 {wide} {tall:.0f}"'
-        f' role="img" aria-label="{escape(title, quote=True)}">'
+        f' role="img" aria-label="{escape(title, quote=True)}"{edges}>'
     )

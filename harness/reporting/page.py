@@ -1,6 +1,7 @@
 """A run as one page that opens offline: verdict, first failure, timeline, memory, metrics, log-probs, environment."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ CURVES = (
     "critic/explained_variance", "seconds",
 )  # fmt: skip
 MOST_ROWS = 12
+MOST_LINKS = 8
+"""Of one kind of file: those of the ranks that failed come first."""
 MEMORY_CARD = (204, 62)
 
 
@@ -81,7 +84,7 @@ def page(subject: Subject, finding: Finding | None, metrics: Sequence[Mapping[st
         engines=engine_lines(subject),
         verdict=seen_once(subject.seen) if subject.seen else [],
         folder=subject.words[0],
-        files=linked_files(Path(subject.words[0])),
+        files=linked_files(Path(subject.words[0]), subject.seen.ranks if subject.seen else ()),
         picture=picture(subject),
     )
     return redact.text(rendered)
@@ -97,10 +100,25 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def linked_files(folder: Path) -> list[str]:
-    """Return the files of the run that a reader of a failure opens next, relative to its directory."""
+def linked_files(folder: Path, ranks: Sequence[int]) -> list[str]:
+    """Return the files of the run that a reader of a failure opens next, relative to its directory.
+
+    Of many of a kind, some and their folder.
+    """
     kinds = ("engines/*.log", "stacks*.txt", "failure*.json", "flight-record-*", "events/*.jsonl", "config.toml")
-    return [str(file.relative_to(folder)) for kind in kinds for file in sorted(folder.glob(kind))]
+    found = []
+    for kind in kinds:
+        files = sorted(folder.glob(kind), key=lambda file: (_rank_of(file) not in ranks, file.name))
+        found += [str(file.relative_to(folder)) for file in files[:MOST_LINKS]]
+        if len(files) > MOST_LINKS:
+            found.append(f"{files[0].parent.relative_to(folder)}/")
+    return found
+
+
+def _rank_of(file: Path) -> int:
+    """Return the rank that a file's name tells, -1 where it tells none."""
+    match = re.search(r"rank(\d+)", file.name)
+    return int(match[1]) if match else -1
 
 
 def timelines(subject: Subject, history: Sequence[Span]) -> list[tuple[str, str]]:
@@ -116,7 +134,8 @@ def timelines(subject: Subject, history: Sequence[Span]) -> list[tuple[str, str]
     inside = [each for each in history if each.step in shown]
     if inside:
         start = min(each.start for each in inside)
-        name = f"Step {shown[0]}" if len(shown) == 1 else f"Steps {shown[0]} to {shown[-1]}"
+        last = max(shown[0], min(shown[-1], subject.config.run.steps - 1))  # the last sync has the number after it
+        name = f"Step {last}" if shown[0] == last else f"Steps {shown[0]} to {last}"
         drawn.append((f"{name}, and what followed", draw.timeline(history, ranks, start, end, culprits)))
     return drawn
 
@@ -183,12 +202,11 @@ def log_probs(events: Sequence[Mapping[str, Any]]) -> str:
         "mean": [float(each["log_prob_difference_mean"]) for each in found],
         "largest": [float(each["log_prob_difference_max"]) for each in found],
     }
-    limits = {}
+    limits, guides = {}, {}
     for each in events:
         if each["event"] == "log_prob_baseline" and each["rank"] == rank:
-            limits["mean of the baseline"] = float(each["log_prob_difference_mean"])
+            guides["mean of the baseline"] = float(each["log_prob_difference_mean"])
             if "allowed" in each:
                 limits["allowed for the mean"] = float(each["allowed"])
-    return draw.lines(
-        series, "|engine's log-prob - trainer's|, nats, after each sync", 720, 170, log=True, limits=limits
-    )
+    heading = "|engine's log-prob - trainer's|, nats, after each sync"
+    return draw.lines(series, heading, 720, 170, log=True, limits=limits, guides=guides, unit="sync")

@@ -123,3 +123,25 @@ def test_a_failed_page_shows_its_traceback_once_and_links_what_to_read_next(tmp_
     assert "[engine]" in page.split("Reproduce with")[1]
     frames = re.findall(r"File &#34;[^&]*&#34;, line \d+, in \w+", page)
     assert len(frames) == len(set(frames))
+
+
+def test_of_many_ranks_the_page_links_the_files_of_those_that_failed(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 64)
+    file = folder / "failure-host0.json"
+    told = json.loads(file.read_text())
+    told["first"]["ranks"] = [60]
+    file.write_text(json.dumps(told))
+    links = re.findall(r'href="(events/[^"]*)"', page_of(folder))
+    assert links[0] == "events/rank60.jsonl" and links[-1] == "events/" and len(links) < 12
+
+
+def test_the_sync_after_the_last_update_is_no_step_more(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1, passed=True, steps=3)
+    file = folder / "events" / "rank0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[-2:-2] = [
+        {**lines[-3], "event": f"phase_{half}", "phase": "sync", "step": 3, "seconds": 0.0} for half in ("start", "end")
+    ]
+    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    page = page_of(folder)
+    assert "Steps 0 to 2, and what followed" in page and "sync 0 to 2" in page
