@@ -19,6 +19,10 @@ TORCHRUN_SECONDS = 60.0
 """How long torchrun may take to end once a rank has; it sends SIGKILL to the others after 30."""
 
 
+SPEAKS_LAST = "HARNESS_SPEAKS_LAST"
+"""Variable of the process that prints below torchrun's report: it outlives the run, and the watchdog leaves it alone."""
+
+
 class CannotRunHere(RuntimeError):
     """What was asked is right, but this machine or this sglang cannot do it."""
 
@@ -54,13 +58,18 @@ def say_after(pid: int, sentence: str) -> None:
 
 
 def _say_below_torchrun(sentence: str) -> None:
-    """By a process that outlives this one: torchrun prints its report once its ranks have ended."""
+    """By a process that outlives this one: torchrun prints its report once its ranks have ended.
+
+    The shell leaves it behind at once, so that it is no child of this rank, which ends its children when it leaves.
+    """
     with suppress(OSError):  # no memory, or no /proc: it stands above torchrun's report then
-        subprocess.Popen(
-            [sys.executable, "-S", "-E", __file__, str(_launcher()), sentence],
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-S", "-E", __file__, str(_launcher()), sentence],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            env=os.environ | {SPEAKS_LAST: "1"},
             start_new_session=True,
+            check=False,
         )
 
 

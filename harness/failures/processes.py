@@ -9,6 +9,8 @@ from signal import Signals
 
 import psutil
 
+from harness.mistake import SPEAKS_LAST
+
 MARK = "HARNESS_WATCHDOG"
 """Variable that whatever a rank starts inherits: the name of its watchdog."""
 
@@ -49,11 +51,14 @@ class Descendants:
         return [process for pid, process in self.known.items() if is_stopped(pid)]
 
     def look_for_orphans(self, run: str) -> None:
-        """Note what a rank of this run started just before it died, too late to be seen beside it."""
-        mark = f"{MARK}={run}".encode()
+        """Note what a rank of this run started just before it died, too late to be seen beside it; forget what outlives it."""
+        mark, outlives = f"{MARK}={run}".encode(), f"{SPEAKS_LAST}=1".encode()
         for pid in psutil.pids():
             with suppress(OSError, psutil.NoSuchProcess):  # it has just ended, or is another user's
-                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if outlives in variables:
+                    self.known.pop(pid, None)
+                elif mark in variables:
                     self.known[pid] = psutil.Process(pid)
 
 

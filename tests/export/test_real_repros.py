@@ -44,7 +44,10 @@ def export(folder: Path, *words: str) -> Path:
 
 def run_repro(file: Path, seconds: float = 500) -> tuple[int, Path]:
     """By its own first line, with no way to this package; the exit code, and the output."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONSAFEPATH": "1"}
+    hidden = file.parent / "hidden"  # before the checkout that the environment knows of
+    hidden.mkdir(exist_ok=True)
+    (hidden / "harness.py").write_text("raise ImportError('a repro imports nothing of the harness')")
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(hidden)}
     assert subprocess.run(
         [sys.executable, "-c", "import harness"], cwd=file.parent, env=environment, capture_output=True
     ).returncode

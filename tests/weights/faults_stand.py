@@ -160,8 +160,13 @@ def patching(replaced: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def live_layout(model: Any, live: Mapping[str, torch.Tensor]) -> tuple[CheckpointTensor, ...]:
-    """Live names sent as they are, as trainers did before transformers 5 fused experts in memory."""
+def live_layout(
+    model: Any, live: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> tuple[CheckpointTensor, ...]:
+    """Return live names as they are, as trainers sent them before transformers 5 fused experts in memory.
+
+    dtype: as checkpoint_layout takes it; these models are float32 throughout.
+    """
     return tuple(
         CheckpointTensor(
             name=name,
