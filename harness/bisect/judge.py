@@ -12,7 +12,7 @@ from harness.bisect.command import command_of
 from harness.bisect.environment import Environment
 from harness.bisect.question import Question
 from harness.bisect.search import Verdict
-from harness.bisect.state import Attempt
+from harness.bisect.state import FOLDER_MODE, Attempt
 from harness.bisect.trace import Trace, trace_at
 from harness.emulation.console import RootCause
 from harness.failures.diagnose import diagnose
@@ -68,7 +68,7 @@ def attempt(
 ) -> Attempt:
     """Run it once, with everything it leaves in `folder`. reference: the good end's number; limit: seconds, 0 for none. Raises
     Stop, OSError."""
-    folder.mkdir(parents=True)
+    folder.mkdir(FOLDER_MODE, parents=True)
     log = folder / LOG
     started = time.monotonic()
     try:

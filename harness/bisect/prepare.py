@@ -10,7 +10,7 @@ from harness.bisect import judge, search, warded
 from harness.bisect.environment import Environment, Provider, canonical, check_version, probe_command
 from harness.bisect.patience import Patience
 from harness.bisect.show import Show
-from harness.bisect.state import State
+from harness.bisect.state import FOLDER_MODE, State
 from harness.bisect.store import Pause, Unreachable
 from harness.bisect.uv import Unavailable
 
@@ -87,7 +87,7 @@ class Preparation:
         if not command:
             return ""
         log = self.folder / "probes" / f"{candidate.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         try:
             ended = warded.run(
                 command,

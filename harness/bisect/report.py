@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import join
 
+from harness import redact
 from harness.bisect import changes, commits, differences, measured, reproduce, requirements, search
 from harness.bisect.answer import Answer
 from harness.bisect.page import page
@@ -31,14 +32,14 @@ _LOG_LINES, _LINES_AFTER = 30, 8
 
 
 def write(state: State, answer: Answer, folder: Path) -> str:
-    """Write both reports and each environment's freeze; returns the answer in a few lines. Raises OSError."""
+    """Write both reports, without secrets, and each environment's freeze; returns the answer in a few lines. Raises OSError."""
     for record in state.records:
         if record.freeze:
             reproduce.write_freeze(folder, record)
-    text = "\n".join(markdown(state, answer, folder)) + "\n"
+    text = redact.text("\n".join(markdown(state, answer, folder)) + "\n")
     (folder / "report.md").write_text(text, encoding="utf-8")
     (folder / "report.html").write_text(page(text), encoding="utf-8")
-    return "\n".join([*sentences(state, answer), cost(state)])
+    return redact.text("\n".join([*sentences(state, answer), cost(state)]))
 
 
 def markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:

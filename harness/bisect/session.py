@@ -19,12 +19,14 @@ from harness.bisect.environment import Environment, own_version
 from harness.bisect.question import Options, Question, WrongQuestion, ask, check_judgement
 from harness.bisect.registry import NoNetwork
 from harness.bisect.show import Show, left
-from harness.bisect.state import Record, State, latest, load, lock, new_folder
-from harness.bisect.store import Pause
+from harness.bisect.state import FOLDER_MODE, Record, State, latest, load, lock, new_folder
+from harness.bisect.store import Pause, default_root
 from harness.environments import has_gpu
 from harness.mistake import CANNOT_RUN_HERE
 
 FOLDER = "bisects"
+JUDGED_KEPT = 20
+"""Folders of `judge` whose run was not good."""
 PAUSED, INTERRUPTED, MISTAKE = 4, 130, 2
 
 
@@ -35,6 +37,10 @@ def begin(options: Options, words: Sequence[str], taken: Sequence[Record] = ()) 
     state = _new(question)
     names = {candidate.name for candidate in state.candidates}
     state.records = [record for record in taken if record.name in names]
+    ends = f"{state.candidates[0].shown} to {state.candidates[-1].shown}"
+    for record in taken:
+        if record.name not in names:
+            print(f"{record.verdict} {record.name} is left out: it is no candidate from {ends}", flush=True)
     folder = Path(options.dir) if options.dir else new_folder(Path(FOLDER), question.options.package)
     if (folder / "state.json").exists():
         raise WrongQuestion(f"--dir {folder} holds a bisect; go on with --resume {folder}, or give another folder.")
@@ -110,7 +116,11 @@ def judge_here(options: Options, words: Sequence[str]) -> int:
     paths = tuple(each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each)
     freeze = {"sglang": own_version("sglang")} if own_version("sglang") else {}
     environment = Environment(python=sys.executable, paths=paths, freeze=freeze)
-    folder = Path(tempfile.mkdtemp(prefix="bisect-judge-"))
+    try:
+        folder = _judged_folder()
+    except OSError as error:
+        print(f"error: {error.filename} cannot be written: {error.strerror}; set XDG_CACHE_HOME.", file=sys.stderr)
+        return judge.FIRST_STOPPING_CODE
     worst = "good"
     for number in range(options.repeat):
         try:
@@ -129,13 +139,23 @@ def judge_here(options: Options, words: Sequence[str]) -> int:
         except judge.Stop as error:
             print(f"error: {error}", file=sys.stderr)
             return judge.FIRST_STOPPING_CODE
-        print(f"{made.verdict.upper()}: {made.reason} ({made.seconds:.1f} s; {made.log})", flush=True)
+        log = "" if made.verdict == "good" else f"; {made.log}"  # what is good is not kept
+        print(f"{made.verdict.upper()}: {made.reason} ({made.seconds:.1f} s{log})", flush=True)
         worst = made.verdict
         if worst != "good":
             break
     if worst == "good":
         shutil.rmtree(folder)
     return {"good": 0, "bad": 1}.get(worst, CANNOT_RUN_HERE)
+
+
+def _judged_folder() -> Path:
+    """A new one in the user's cache, closed to others; the oldest of those beside it go. Raises OSError."""
+    root = default_root().with_name("harness-bisect-judge")
+    root.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+    for old in sorted(root.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)[JUDGED_KEPT - 1 :]:
+        shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{datetime.now():%Y%m%d-%H%M%S}-", dir=root))
 
 
 def _go(state: State, folder: Path, then_git: str = "") -> int:

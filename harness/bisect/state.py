@@ -17,6 +17,8 @@ from harness.bisect.store import write_json
 
 FORMAT = 1
 STATE, LOCK = "state.json", "lock"
+FOLDER_MODE = 0o700
+"""Of folders with the output of runs."""
 
 
 @dataclass(kw_only=True)
@@ -155,7 +157,7 @@ def _record(told: Mapping[str, Any]) -> Record:
 
 def lock(folder: Path) -> IO[str]:
     """Held until it is closed, here and by whatever inherited it. Raises WrongQuestion while another bisect runs in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_private(folder)
     file = (folder / LOCK).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,6 +172,14 @@ def lock(folder: Path) -> IO[str]:
     file.write(str(os.getpid()))
     file.flush()
     return file
+
+
+def _make_private(folder: Path) -> None:
+    """It holds the environment and the output of runs. One that holds other things besides keeps its mode. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(FOLDER_MODE, exist_ok=True)
+    if (folder / STATE).exists() or not any(folder.iterdir()):
+        folder.chmod(FOLDER_MODE)
 
 
 def owner(folder: Path) -> int | None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.bisect import session
 from harness.bisect.question import Options
 from harness.bisect.show import SAY_SECONDS, Show
-from harness.bisect.state import Attempt, Record
+from harness.bisect.state import Attempt, Record, lock
 from tests.bisect.bisecting import Bench, bare_python
 from tests.bisect.test_repeat import Anything, Drawn, Silent, state_of
 
@@ -93,7 +94,33 @@ KILLS = "import os; os.kill(os.getppid(), 9); import time; time.sleep(60)"
 
 
 def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench) -> None:
-    run = bench.over_sites(["", KILLS, "raise ValueError('x')"], "import moving", "--probe", "none")
+    secret = "hf_" + "x" * 24
+    run = bench.over_sites(["", KILLS, f"raise ValueError('{secret}')"], "import moving", "--probe", "none")
     assert run.returncode == 1, run.stdout + run.stderr
     assert "SKIP  1.1: it kills the process that watches it" in run.stdout and "cannot be used" not in run.stderr
     assert bench.ran().count("1.1") == 2
+    found = bench.folder / "found"
+    assert secret not in bench.report() + (found / "report.html").read_text() and "[redacted " in bench.report()
+    assert [(found / name).stat().st_mode & 0o777 for name in (".", "runs/1.0/1")] == [0o700, 0o700]
+
+
+def test_a_folder_of_other_things_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    tmp_path.chmod(0o755)
+    lock(tmp_path).close()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_judge_keeps_the_newest_of_what_is_not_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(session, "JUDGED_KEPT", 2)
+    root = tmp_path / "harness-bisect-judge"
+    assert session.judge_here(Options(), ["true"]) == 0
+    assert str(tmp_path) not in capsys.readouterr().out and not list(root.iterdir())
+    for _ in range(3):
+        assert session.judge_here(Options(), ["false"]) == 1
+    log = capsys.readouterr().out.splitlines()[-1].split("; ")[1].rstrip(")")
+    assert Path(log).is_file() and len(list(root.iterdir())) == 2
+    assert root.stat().st_mode & 0o777 == 0o700

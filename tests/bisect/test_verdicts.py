@@ -180,13 +180,14 @@ def test_status_log_and_replay(bench: Bench) -> None:
     assert run.returncode == 0
     status = bench.bisect("status", "found")
     assert status.returncode == 0 and "The first bad release is 1.6" in status.stdout
-    log = bench.bisect("log", "found").stdout
+    log = bench.bisect("log", "found").stdout + "good 1.99\n"
     (bench.folder / "log.txt").write_text("\n".join(line for line in log.splitlines() if " 1.6 " not in line))
     before = len(bench.ran())
     replayed = bench.bisect("replay", "log.txt")
     assert replayed.returncode == 0 and "The first bad release is 1.6" in replayed.stdout, (
         replayed.stdout + replayed.stderr
     )
+    assert "good 1.99 is left out: it is no candidate from 1.0 to 1.9" in replayed.stdout
     assert bench.ran()[-1] == "1.6" and len(bench.ran()) - before <= 2
 
 
