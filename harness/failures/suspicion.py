@@ -24,7 +24,7 @@ KEPT = 200
 Kind = Literal["exception", "crash", "complaint"]
 
 _EXCEPTION = re.compile(
-    r"(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:(?:Error|Exception)(?:_\w+)?|Failure|Expired|Interrupt|Refused|Failed|Arrive|Died)|SystemExit)\b(?:\(|:|$)"
+    r"(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:(?:Error|Exception)(?:_\w+)?|Failure|Expired|Interrupt|Refused|Failed|Arrive|Died)|Exception|SystemExit)\b(?:\(|:|$)"
 )
 _LAST_OF_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?::\s|$)")
 _CRASH = re.compile(

@@ -196,3 +196,16 @@ def test_the_frame_must_be_of_the_same_traceback(tmp_path: Path) -> None:
     resumed = "(WorkerDict pid=3)   at 10:00:01 in resume_memory_occupation: all is well\n"
     text = f"{resumed}[2026-11-21 05:44:00 TP0] Traceback (most recent call last):\n{SGLANG}torch.OutOfMemoryError: CUDA out of memory.\n"
     assert diagnosed(tmp_path, text).verdict == "unknown"
+
+
+def test_a_bare_exception_is_no_message_of_the_one_before_it(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(
+        "Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "sglang/srt/managers/scheduler.py", line 1, in run_scheduler_process\n'
+        "ValueError: something new\n"
+        "Exception: Server process terminated unexpectedly.\n"
+    )
+    found = diagnose([str(log)])
+    assert found.verdict == "unknown"
+    assert found.suspicious and found.suspicious.number == 3
