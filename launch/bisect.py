@@ -7,7 +7,7 @@
     python launch/bisect.py --git ~/sglang --good v0.5.20 --bad main --timeout 10m -- script.py
     python launch/bisect.py --resume [FOLDER]           go on, where a bisect was cut off
     python launch/bisect.py --resume FOLDER --then-git ~/sglang    from the release found to the commit
-    python launch/bisect.py status [FOLDER]             what is known so far
+    python launch/bisect.py status [FOLDER] [--json]    what is known so far
     python launch/bisect.py log [FOLDER]                its verdicts, as `replay` reads them
     python launch/bisect.py replay FILE                 a new bisect that takes the verdicts of a log as they stand
     python launch/bisect.py judge [--match ...] -- ...  one run here and now: the script of `git bisect run`

@@ -12,14 +12,14 @@ from pathlib import Path
 from shlex import join
 from typing import NoReturn
 
-from harness.bisect import command, judge, onward, report, setting, story
+from harness.bisect import command, judge, onward, report, setting, story, summary
 from harness.bisect.answer import EXIT_CODES, Answer
 from harness.bisect.conduct import Conductor
 from harness.bisect.environment import Environment, own_version
 from harness.bisect.question import Options, Question, WrongQuestion, ask, check_judgement
 from harness.bisect.registry import NoNetwork
 from harness.bisect.show import Show, left
-from harness.bisect.state import FOLDER_MODE, Record, State, latest, load, lock, new_folder
+from harness.bisect.state import FOLDER_MODE, Record, State, latest, load, lock, new_folder, owner
 from harness.bisect.store import Pause, default_root
 from harness.environments import has_gpu
 from harness.mistake import CANNOT_RUN_HERE
@@ -80,9 +80,9 @@ def _new(question: Question) -> State:
 
 
 def status(words: Sequence[str]) -> int:
-    folder = _folder(words, "status")
+    folder = _folder([word for word in words if word != "--json"], "status")
     state = load(folder)
-    print(story.status(state, folder))
+    print(summary.as_json(state, owner(folder)) if "--json" in words else story.status(state, folder))
     return 0
 
 
@@ -194,16 +194,21 @@ def _conduct(state: State, folder: Path) -> tuple[State, Answer]:
         show = Show()
         try:
             provider = setting.provider(state.question, folder, no_gpu)
-            if not (folder / "state.json").exists():
-                state.save(folder)
+            state.answer = {}
+            state.save(folder)
             _introduce(state, folder, show)
             found = Conductor(state, folder, provider, show, held.fileno(), no_gpu).run()
             show.close()
+            state.answer = summary.told(state, found)
+            state.save(folder)
             text = report.write(state, found, folder)
             print(f"\n{text}\nreport: {folder / 'report.md'} and report.html", flush=True)
             return state, found
-        except WrongQuestion:
+        except WrongQuestion as error:
             show.close()
+            if state.records:  # else nothing was run: the question is to be asked otherwise
+                state.answer = summary.refused(str(error))
+                state.save(folder)
             raise
         except KeyboardInterrupt:
             show.close()

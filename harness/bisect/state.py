@@ -99,6 +99,9 @@ class State:
     installs: dict[str, float] = field(default_factory=dict)
     """Candidate -> seconds that making its environment took."""
 
+    answer: dict[str, Any] = field(default_factory=dict)
+    """As summary.py has it, for programs; empty until there is one."""
+
     def index(self, name: str) -> int:
         """Where a candidate stands."""
         return next(i for i, each in enumerate(self.candidates) if each.name == name)

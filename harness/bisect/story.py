@@ -28,7 +28,9 @@ def status(state: State, folder: Path) -> str:
         lines.append("  ".join([*(cells[i].ljust(widths[i]) for i in range(3)), cells[3]]).rstrip())
     answer = answer_of(state)
     if answer.kind == "open":
-        lines += ["", left(state), _running(folder) or f"go on with: python launch/bisect.py --resume {folder}"]
+        refused = state.answer.get("sentences", [])
+        resume = f"go on with: python launch/bisect.py --resume {folder}"
+        lines += ["", *(refused or [left(state), _running(folder) or resume])]
     else:
         lines += ["", *sentences(state, answer)]
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """What is left alone for a night: it ends when it has answered, shows that it lives, and says where everything is."""
 
+import json
 import random
 import subprocess
 import time
@@ -23,7 +24,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_it_ends_when_it_has_answered(bench: Bench) -> None:
+def test_it_ends_when_it_has_answered(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     """Both ends are good, while the environment of the candidate between them is still being made."""
     sites = bench.sites(["", "", ""])
     python = sites / "1.1" / "bin" / "python"
@@ -36,6 +37,9 @@ def test_it_ends_when_it_has_answered(bench: Bench) -> None:
     assert run.returncode == 2 and "is good as well" in run.stderr, run.stdout + run.stderr
     assert "it fails too rarely for --repeat 1" in run.stderr
     assert time.monotonic() - started < 35
+    assert bench.state()["answer"]["kind"] == "refused"
+    session.status([str(bench.folder / "found")])
+    assert "is good as well" in (said := capsys.readouterr().out) and "go on with" not in said
 
 
 def test_the_lines_around_the_failure_and_where_its_log_is(bench: Bench) -> None:
@@ -93,7 +97,7 @@ def test_a_limit_follows_from_the_good_end(timeout: str, seconds: float, limit: 
 KILLS = "import os; os.kill(os.getppid(), 9); import time; time.sleep(60)"
 
 
-def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench) -> None:
+def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     secret = "hf_" + "x" * 24
     run = bench.over_sites(["", KILLS, f"raise ValueError('{secret}')"], "import moving", "--probe", "none")
     assert run.returncode == 1, run.stdout + run.stderr
@@ -102,6 +106,12 @@ def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench) -> None
     found = bench.folder / "found"
     assert secret not in bench.report() + (found / "report.html").read_text() and "[redacted " in bench.report()
     assert [(found / name).stat().st_mode & 0o777 for name in (".", "runs/1.0/1")] == [0o700, 0o700]
+    session.status([str(found), "--json"])
+    told = json.loads(said := capsys.readouterr().out)
+    assert told["answer"]["edges"] == [{"before": "1.0", "after": "1.2", "among": ["1.1", "1.2"]}]
+    assert (told["answer"]["kind"], told["answer"]["exit_code"]) == ("set", 1) and told["process"] is None
+    assert [each["verdict"] for each in told["verdicts"]] == ["good", "bad", "skip"] and secret not in said
+    assert bench.state()["answer"]["edges"] == told["answer"]["edges"]
 
 
 def test_a_folder_of_other_things_keeps_its_mode(tmp_path: Path) -> None:
