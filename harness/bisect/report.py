@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import join
 
 from harness import redact
-from harness.bisect import changes, commits, differences, measured, reproduce, requirements, search
+from harness.bisect import changes, commits, differences, measured, reproduce, requirements, search, setting
 from harness.bisect.answer import Answer
 from harness.bisect.page import page
 from harness.bisect.search import Edge
@@ -58,6 +58,8 @@ def markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
         yield from _first_failure(state.record(answer.second.seen), folder)
     yield from ("## Cost", "", cost(state), "")
     yield from ("## Where", "", f"- {platform.platform()}, Python {platform.python_version()}")
+    if not question.options.environments:
+        yield f"- {setting.store_of(question.options).shown()}"
     yield from (
         f"- {'an NVIDIA GPU' if has_gpu() else 'no GPU: SGLang in its CPU mode, with the stand-ins of harness/rollout/cpu'}",
         "",

@@ -226,6 +226,8 @@ def _conduct(state: State, folder: Path) -> tuple[State, Answer]:
 def _introduce(state: State, folder: Path, show: Show) -> None:
     question, count = state.question, len(state.candidates)
     show.say(f"{count} candidates from {state.candidates[0].shown} to {state.candidates[-1].shown}; state in {folder}")
+    if not question.options.environments:
+        show.say(setting.store_of(question.options).shown())
     for candidate in state.candidates:
         if candidate.yanked:
             show.say(f"{candidate.shown} was yanked by its publisher; it is run as it was asked for")

@@ -61,11 +61,10 @@ def provider(question: Question, folder: Path, no_gpu: bool) -> Provider:
         raise WrongQuestion(f"--python {options.python} is not there.")
     if options.environments:
         return Prepared(python)
-    root = Path(options.store).absolute() if options.store else default_root()
-    store = Store(root, int(options.store_gib * (1 << 30)))
+    store = store_of(options)
     if options.git:
         return Commits(Path(options.git), python, store)
-    environment = uv.environment(root)
+    environment = uv.environment(store.root)
     sources = tuple(["--no-index", "--find-links", options.wheels] if options.wheels else registry.sources())
     if options.only_package:
         return Overlay(options.package, python, store, sources, environment)
@@ -84,6 +83,12 @@ def provider(question: Question, folder: Path, no_gpu: bool) -> Provider:
         locks=folder / "resolutions",
         dated=not options.wheels,
     )
+
+
+def store_of(options: Options) -> Store:
+    """Where environments are kept, made or not; those of --environments are not in it."""
+    root = Path(options.store).absolute() if options.store else default_root()
+    return Store(root, int(options.store_gib * (1 << 30)))
 
 
 def _held(question: Question) -> tuple[str, ...]:

@@ -94,6 +94,12 @@ class Store:
             return None
         return facts
 
+    def shown(self) -> str:
+        """Where it is and how big."""
+        sizes = self._sizes()
+        used, limit = (each / (1 << 30) for each in (sum(sizes.values()), self.limit_bytes))
+        return f"environments in {self.root} (--store): {len(sizes)}, {used:.1f} GiB of at most {limit:g} GiB (--store-gib)"
+
     def release(self, key: str) -> None:
         """It may be removed from now on."""
         if lock := self._held.pop(key, None):

@@ -80,6 +80,8 @@ def test_a_checkout_says_what_it_is_and_its_ends_are_hashes(tmp_path: Path, meta
         return
     assert run.returncode == 0, run.stdout + run.stderr
     assert bench.report().startswith("# Bisect of moving, ")
+    store = f"environments in {tmp_path / 'cache' / 'harness-bisect'} (--store): "
+    assert f"{store}0, 0.0 GiB of at most 60 GiB" in run.stdout and f"{store}2, 0.0 GiB of" in bench.report()
     ends = [git(folder, "rev-parse", name) for name in ("main~1", "main")]
     log = bench.bisect("log", "found").stdout
     assert all(end in log.splitlines()[1] and end in bench.report() for end in ends)
