@@ -86,6 +86,11 @@ def commits(checkout: Path, older: str, newer: str, find_fix: bool = False) -> l
     return [Candidate(name=sha, time=time, title=title) for sha, time, title in lines]
 
 
+def subjects(checkout: Path, before: str, after: str) -> list[str]:
+    """Return a line, HASH SUBJECT, for each commit that `after` has and `before` lacks, newest first."""
+    return _git(checkout, "log", "--format=%h %s", f"{before}..{after}").stdout.splitlines()
+
+
 def export(checkout: Path, commit: str, folder: Path) -> None:
     """The files of a commit, without git's own. Raises OSError."""
     folder.mkdir(parents=True)

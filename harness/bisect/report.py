@@ -29,6 +29,7 @@ UPSTREAM = {
 }
 """Whose tags are v and the version."""
 _LOG_LINES, _LINES_AFTER = 30, 8
+_MOST_SUBJECTS = 30
 
 
 def write(state: State, answer: Answer, folder: Path) -> str:
@@ -38,7 +39,7 @@ def write(state: State, answer: Answer, folder: Path) -> str:
             reproduce.write_freeze(folder, record)
     text = redact.text("\n".join(markdown(state, answer, folder)) + "\n")
     (folder / "report.md").write_text(text, encoding="utf-8")
-    (folder / "report.html").write_text(page(text), encoding="utf-8")
+    (folder / "report.html").write_text(redact.text(page(text, state, folder)), encoding="utf-8")
     return redact.text("\n".join([*sentences(state, answer), cost(state)]))
 
 
@@ -111,18 +112,30 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
     yield from (f"## What changed from {names[0]} to {names[1]}", "")
     if address := compare_address(state, edge):
         yield from (f"- {address}", "")
+    if state.question.options.git:
+        yield from _subjects(Path(state.question.options.git), before.name, after.name)
     yield from _packages(state, before, after, bad, folder)
     for record in (before, after):
         yield from requirements.table(state, record)
     yield from differences.section(before, after, bad, state.question.options.package, folder)
     yield from changes.api(before, after)
     yield from _first_failure(bad, folder)
-    yield from ("## Reproduce with", "", "```")
+    lines: list[str] = []
     for index, record in ((edge.before, before), (edge.after, after)):
         if record.freeze:
-            yield f"# {record.verdict}: {state.candidates[index].shown}"
-            yield from reproduce.commands(state, record, state.candidates[index], folder, no_gpu=not has_gpu())
-    yield from ("```", "")
+            lines.append(f"# {record.verdict}: {state.candidates[index].shown}")
+            lines += reproduce.commands(state, record, state.candidates[index], folder, no_gpu=not has_gpu())
+    if lines:
+        yield from ("## Reproduce with", "", "```", *lines, "```", "")
+
+
+def _subjects(checkout: Path, before: str, after: str) -> Iterator[str]:
+    """The commits of the newer one that the older one lacks, those that were merged too."""
+    found = commits.subjects(checkout, before, after)
+    yield from (f"- {each}" for each in found[:_MOST_SUBJECTS])
+    if len(found) > _MOST_SUBJECTS:
+        yield f"- and {len(found) - _MOST_SUBJECTS} more: git log --oneline {before[:12]}..{after[:12]}"
+    yield ""
 
 
 def _packages(state: State, before: Record, after: Record, bad: Record, folder: Path) -> Iterator[str]:

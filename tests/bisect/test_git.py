@@ -1,5 +1,6 @@
 """Commits of a local checkout, and one run as the script of `git bisect run`."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,8 @@ def test_a_planted_regression_among_commits_of_which_a_fifth_does_not_import(
     assert len(bench.state()["records"]) <= 9  # of those that can be imported
     assert git(checkout, "status", "--porcelain") == "" and git(checkout, "worktree", "list").count("\n") == 0
     assert "cannot run here, the probe fails: SyntaxError" in bench.report()
+    assert re.search(rf"(?m)^- [0-9a-f]{{7,}} commit {FIRST_BAD}$", bench.report())
+    assert "```\n```" not in bench.report(), "nothing is in an empty block"
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
