@@ -1,7 +1,7 @@
 """How many logs of the corpus launch/diagnose.py names rightly.
 
-python tests/failures/corpus/score.py            both halves, or those that are here
-python tests/failures/corpus/score.py FOLDER     a half elsewhere: FOLDER, and FOLDER.toml beside it
+python tests/failures/corpus/score.py            every set that is here
+python tests/failures/corpus/score.py FOLDER     a set elsewhere: FOLDER, and FOLDER.toml beside it
 """
 
 import sys
@@ -16,7 +16,7 @@ from harness.failures.diagnose import LEVELS, Confidence, diagnose
 from harness.failures.entries import UNKNOWN
 
 FOLDER = Path(__file__).parent
-HALVES = ("signatures", "measure")
+SETS = ("signatures", "measure", "fresh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class Answer:
         return self.named not in (UNKNOWN, self.cause)
 
 
-def answers(half: Path) -> list[Answer]:
-    """Diagnose each log of the half. Raises OSError, and AssertionError where logs and index differ."""
-    index = tomllib.loads(half.with_suffix(".toml").read_text(encoding="utf-8"))["logs"]
-    files = {file.stem: file for file in half.glob("*.log")}
-    assert set(files) == set(index), f"{half}: index and logs differ: {sorted(set(files) ^ set(index))}"
+def answers(logs: Path) -> list[Answer]:
+    """Diagnose each log of the set. Raises OSError, and AssertionError where logs and index differ."""
+    index = tomllib.loads(logs.with_suffix(".toml").read_text(encoding="utf-8"))["logs"]
+    files = {file.stem: file for file in logs.glob("*.log")}
+    assert set(files) == set(index), f"{logs}: index and logs differ: {sorted(set(files) ^ set(index))}"
     return [_answer(file, index[log]["cause"]) for log, file in sorted(files.items())]
 
 
@@ -68,13 +68,13 @@ def named_share(found: Sequence[Answer]) -> float:
     return sum(each.is_right for each in known) / len(known)
 
 
-def as_text(half: str, found: Sequence[Answer]) -> str:
+def as_text(name: str, found: Sequence[Answer]) -> str:
     known = [each for each in found if each.cause != UNKNOWN]
     unknown = [each for each in found if each.cause == UNKNOWN]
     missed = [each for each in known if each.named == UNKNOWN]
     wrong = {confidence: false_names(found, confidence) for confidence in reversed(LEVELS)}
     lines = [
-        f"{half}: {len(found)} logs, {len(known)} known, {len(unknown)} unknown",
+        f"{name}: {len(found)} logs, {len(known)} known, {len(unknown)} unknown",
         f"  known:   {sum(each.is_right for each in known)} named ({named_share(found):.0%}), {len(missed)} missed",
         f"  unknown: {sum(each.is_right for each in unknown)} rightly unknown",
         "  false names: " + ", ".join(f"{len(each)} at {confidence}" for confidence, each in wrong.items()),
@@ -85,9 +85,9 @@ def as_text(half: str, found: Sequence[Answer]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    given = [Path(each) for each in arguments] or [FOLDER / half for half in HALVES if (FOLDER / half).is_dir()]
-    for half in given:
-        print(as_text(half.name, answers(half)))
+    given = [Path(each) for each in arguments] or [FOLDER / name for name in SETS if (FOLDER / name).is_dir()]
+    for each in given:
+        print(as_text(each.name, answers(each)))
 
 
 if __name__ == "__main__":
