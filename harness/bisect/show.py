@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from harness import redact
 from harness.bisect import search
 from harness.bisect.candidates import Candidate
 from harness.bisect.state import Record, State
@@ -36,8 +37,8 @@ class Show:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """One line that stays."""
-        line = f"[{time.monotonic() - self.started:7.1f} s] {text}"
+        """One line that stays, without secrets."""
+        line = f"[{time.monotonic() - self.started:7.1f} s] {redact.text(text)}"
         if self._live:
             self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:

@@ -104,7 +104,10 @@ def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench, capsys:
     assert "SKIP  1.1: it kills the process that watches it" in run.stdout and "cannot be used" not in run.stderr
     assert bench.ran().count("1.1") == 2
     found = bench.folder / "found"
-    assert secret not in bench.report() + (found / "report.html").read_text() and "[redacted " in bench.report()
+    assert (
+        secret not in run.stdout + bench.report() + (found / "report.html").read_text()
+        and "[redacted " in bench.report()
+    )
     assert [(found / name).stat().st_mode & 0o777 for name in (".", "runs/1.0/1")] == [0o700, 0o700]
     session.status([str(found), "--json"])
     told = json.loads(said := capsys.readouterr().out)
