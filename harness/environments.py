@@ -254,7 +254,9 @@ def _make(folder: Path, wanted: Wanted, missing: tuple[Path, ...]) -> None:
     if anew and wanted.files[0].stem == "cpu":
         _run([*install, "-c", str(missing[0]), *_torch(install, wanted.pin("torch"))], "install torch")
     requirements = [part for file in missing for part in ("-r", str(file))]
-    _run([*install, "--no-deps", *([] if anew else ["--reinstall"]), *requirements], "install the packages")
+    # Where Python writes no bytecode, each process of each run would compile SGLang and torch anew, for seconds.
+    compiled = ["--compile-bytecode"] if sys.dont_write_bytecode else []
+    _run([*install, "--no-deps", *compiled, *([] if anew else ["--reinstall"]), *requirements], "install the packages")
     installed = {} if anew else json.loads((folder / _STAMP).read_text())["files"]
     stamp = {"python": wanted.python, "files": {**installed, **todo.digests()}}
     (folder / f"{_STAMP}.new").write_text(json.dumps(stamp, indent=2) + "\n")

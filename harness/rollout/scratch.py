@@ -1,5 +1,6 @@
 """A private folder for the temporary files of a run, or of one engine: SGLang makes its sockets there and removes none."""
 
+import multiprocessing
 import os
 import shutil
 import stat
@@ -36,6 +37,13 @@ def remove(name: str) -> None:
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_what_exit_would() -> None:
+    """Remove the folder in which multiprocessing has this process's sockets, for a process that leaves without Python's exit."""
+    folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def shared() -> Path:

@@ -31,7 +31,7 @@ from harness.rollout.engine_log import EngineLog, described
 from harness.rollout.errors import EngineFailed
 from harness.rollout.group import Group
 from harness.rollout.processes import STOP_SECONDS, ChildWatch, children, end, is_tracker, output_to, started_processes
-from harness.rollout.scratch import engine_folder, temporary_files_in, variables
+from harness.rollout.scratch import engine_folder, remove_what_exit_would, temporary_files_in, variables
 from harness.rollout.seating import Seating, engine_device
 from harness.rollout.signals import TAKEN, OwnHandlers, ignore_signal, sigquit_raises
 from harness.rollout.stages import await_stages, update_stages
@@ -312,6 +312,7 @@ class VerlEngine:
         self._end_processes(patience_seconds=0)  # of no use without one of them, and they hold a GPU
         self._scratch.cleanup()
         if not self._on_death:
+            remove_what_exit_would()
             os._exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes
 
     def _stop(self) -> None:
