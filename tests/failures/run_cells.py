@@ -28,7 +28,7 @@ from harness.phases import MEET, PHASES, RUN, STEP_PHASES
 from harness.run import run
 
 RANKS, AT_ONCE = 2, 4
-GIVEN_UP_SECONDS, LINGER_SECONDS = 60.0, 3.0
+GIVEN_UP_SECONDS, LINGER_SECONDS = 60.0, 8.0  # a report of the failed run may take 5 s
 LOOK_SECONDS = 0.1
 """How often torchrun looks after its ranks."""
 
