@@ -63,8 +63,8 @@ def dropped_expert(stand: Stand, broken: bool) -> list[str]:
 
 
 def expert_dropped_from_the_plan(stand: Stand, broken: bool) -> list[str]:
-    def planned(model: Any, live: Mapping[str, torch.Tensor]) -> tuple[CheckpointTensor, ...]:
-        layout = checkpoint_layout(model, live)
+    def planned(*given: Any) -> tuple[CheckpointTensor, ...]:
+        layout = checkpoint_layout(*given)
         return tuple(tensor for tensor in layout if not tensor.name.startswith(f"{EXPERTS}.0."))
 
     return stand.refused(layout=planned if broken else None)
@@ -88,8 +88,8 @@ def swapped_experts(stand: Stand, broken: bool) -> list[str]:
 
 
 def experts_swapped_in_the_plan(stand: Stand, broken: bool) -> list[str]:
-    def planned(model: Any, live: Mapping[str, torch.Tensor]) -> tuple[CheckpointTensor, ...]:
-        layout = {tensor.name: tensor for tensor in checkpoint_layout(model, live)}
+    def planned(*given: Any) -> tuple[CheckpointTensor, ...]:
+        layout = {tensor.name: tensor for tensor in checkpoint_layout(*given)}
         for name in [name for name in layout if name.startswith(f"{EXPERTS}.0.")]:
             other = name.replace(f"{EXPERTS}.0.", f"{EXPERTS}.4.")
             layout[name], layout[other] = replace(layout[other], name=name), replace(layout[name], name=other)
