@@ -209,7 +209,7 @@ def _told(path: Path) -> Iterator[tuple[int, bytes]]:
         try:
             value = json.loads(chunk) if chunk.lstrip().startswith((b"{", b"[")) else None
             told = [line for text in _strings(value) for line in text.splitlines()]
-        except (ValueError, RecursionError):  # no JSON, or nobody's: it is read as text
+        except (ValueError, RecursionError):  # not JSON: it is read as text
             value, told = None, []
         if told or (isinstance(value, Mapping) and "event" in value):
             yield from ((number, uncoloured(line.encode(errors="replace"))) for line in told)

@@ -27,7 +27,7 @@ class OwnHandlers:
 
 @contextmanager
 def sigquit_raises() -> Iterator[None]:
-    """While open, whoever sets a handler for SIGQUIT sets one that raises ChildProcessError in the main thread.
+    """While open, a handler that is set for SIGQUIT is replaced by one that raises ChildProcessError in the main thread.
 
     For releases without custom_sigquit_handler (before 0.5.7): their handler SIGKILLs this process when a scheduler
     fails at start, without a word; without any handler they would wait for it for ever.
