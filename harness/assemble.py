@@ -11,24 +11,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils.logging import disable_progress_bar
 
-from harness.background import in_background
 from harness.cluster.mesh import ParallelDims, build_mesh
 from harness.cluster.world import World
 from harness.config.layers import ConfigError
 from harness.config.rules import warnings
 from harness.config.schema import Config
-from harness.events import EventLog
-from harness.models.names import ARCHITECTURES
 from harness.parts import import_sglang, make_model_folder, start_engine, trainer_attention, what_was_asked
 from harness.ppo import Ppo
-from harness.report import Report
-from harness.reporting.write import write_reports_of_passed_run
 from harness.rollout import sglang_api
 from harness.rollout.memory import MemoryStages, gpu_free_bytes
 from harness.rollout.verl_engine import VerlEngine
-from harness.run_folder import write_config
+from harness.runtime.background import in_background
+from harness.runtime.events import EventLog
+from harness.runtime.memory_gauge import gather_stages
+from harness.runtime.run_folder import write_config
+from harness.task.architectures import ARCHITECTURES
 from harness.task.data import PromptSampler, load_rows, tokenize_prompts
-from harness.timeline import gather_stages
+from harness.tools.report.run_report import Report
+from harness.tools.report.write import write_reports_of_passed_run
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import AdaptiveKl, FixedKl
 from harness.trainer.critic import Critic

@@ -17,16 +17,16 @@ from harness.cluster.placement import place
 from harness.cluster.world import World, leave
 from harness.config.layers import ConfigError
 from harness.config.schema import Config, TransportName
-from harness.events import EventLog
-from harness.mistake import CannotRunHere
-from harness.models.names import is_tiny
-from harness.models.tiny import save_tiny_model
 from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import require_absorbed_mla
 from harness.rollout.processes import children, end
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
+from harness.runtime.events import EventLog
+from harness.runtime.mistake import CannotRunHere
+from harness.task.architectures import is_tiny
 from harness.task.data import Row
+from harness.task.tiny_models import save_tiny_model
 from harness.trainer.model import Attention, choose_attention
 from harness.weights.devices import check_gpus
 

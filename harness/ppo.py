@@ -13,10 +13,10 @@ import torch
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.world import World, all_gather
 from harness.config.schema import Config
-from harness.events import EventLog
 from harness.rollout.memory import MemoryStages
 from harness.rollout.responses import read_responses
 from harness.rollout.verl_engine import VerlEngine
+from harness.runtime.events import EventLog
 from harness.task.data import Prompt, PromptSampler
 from harness.task.rewards import score
 from harness.trainer import advantages

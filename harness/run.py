@@ -35,19 +35,19 @@ from harness.cluster.world import (
 )
 from harness.config.layers import ConfigError, digest
 from harness.config.schema import Config
-from harness.emulation.knock import phase_observer
-from harness.events import Console, EventLog
-from harness.failures.guard import Guard
-from harness.failures.processes import say
-from harness.inject import Injector
-from harness.mistake import CannotRunHere, say_mistake
-from harness.phases import MEET, RUN, deadline
-from harness.report import installed_versions
 from harness.rollout import scratch
 from harness.rollout.cpu.activate import activate
 from harness.rollout.processes import children, end
-from harness.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
-from harness.timeline import Gauge
+from harness.runtime.events import Console, EventLog
+from harness.runtime.memory_gauge import Gauge
+from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.runtime.phases import MEET, RUN, deadline
+from harness.runtime.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
+from harness.tools.hosts.knock import phase_observer
+from harness.tools.inject import Injector
+from harness.tools.report.run_report import installed_versions
+from harness.tools.watchdog.guard import Guard
+from harness.tools.watchdog.processes import say
 
 FAILED = 1
 FLIGHT_RECORDS = "2000"

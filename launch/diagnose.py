@@ -5,7 +5,7 @@
     python launch/diagnose.py rank*.log.gz --json
     kubectl logs job/ppo | python launch/diagnose.py -
 
-Prints the slug of the first cause with its confidence (the rule is in harness/failures/diagnose.py), the lines that gave it
+Prints the slug of the first cause with its confidence (the rule is in harness/tools/diagnose/diagnose.py), the lines that gave it
 away, how the log ends, cause and fix; or "unknown" with the first line that looks like a failure; or that there is none.
 Prefixes of Ray, torchrun, SGLang, srun, Kubernetes and colours are read over; UTF-16 and compressed files are read, also cut ones. Exit codes: 0 diagnosed, 1 a failure that is not known, 2 a
 mistake in what was asked, 3 no failure seen.
@@ -19,11 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
 from harness.config.options import read_options
-from harness.exit import exit_with
-from harness.failures.diagnose import diagnose
-from harness.failures.diagnosis_text import as_json, as_text
-from harness.failures.log_lines import files_of
-from harness.mistake import say_mistake
+from harness.runtime.exit import exit_with
+from harness.runtime.mistake import say_mistake
+from harness.tools.diagnose.diagnose import diagnose
+from harness.tools.diagnose.diagnosis_text import as_json, as_text
+from harness.tools.diagnose.log_lines import files_of
 
 EXIT_CODES = {"diagnosed": 0, "unknown": 1, "no failure": 3}
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import preflight
 from harness.config.command import parse
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
-from harness.mistake import CannotRunHere, say_mistake
+from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.tools import preflight
 
 JSON = "--json"
 
@@ -56,7 +56,7 @@ def look(config: Config, json: bool) -> int:
     """Raises CannotRunHere without torch. Where the ranks met, the process ends here (see leave)."""
     try:
         from harness.cluster.world import Launch, leave
-        from harness.doctor.examine import examine
+        from harness.tools.doctor.examine import examine
     except ImportError as error:
         raise CannotRunHere(f"{sys.executable} cannot import what the doctor needs: {error}.") from error
     launch = Launch.from_environment(os.environ)

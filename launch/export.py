@@ -16,13 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import environments
-from harness.exit import exit_with
-from harness.export.render import MOST_LINES, render
-from harness.export.subject import read_subject
-from harness.failures.diagnose import diagnose
-from harness.failures.log_lines import files_of
-from harness.mistake import say_mistake
+from harness.runtime.exit import exit_with
+from harness.runtime.mistake import say_mistake
+from harness.tools import environments
+from harness.tools.diagnose.diagnose import diagnose
+from harness.tools.diagnose.log_lines import files_of
+from harness.tools.export.render import MOST_LINES, render
+from harness.tools.export.subject import read_subject
 
 
 def main(arguments: list[str]) -> int:

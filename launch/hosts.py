@@ -17,19 +17,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import environments
 from harness.config.options import read_options
-from harness.exit import exit_with
-from harness.mistake import CannotRunHere, say_mistake
+from harness.runtime.exit import exit_with
+from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.tools import environments
 
 
 def main(arguments: list[str]) -> int:
     """Everything that can be known to be wrong is, before anything starts."""
     environments.need("psutil", "rich")
-    from harness.emulation import kernel
-    from harness.emulation.plan import Options, make_plan
-    from harness.emulation.session import Session, StartError
-    from harness.emulation.skew import library
+    from harness.tools.hosts import kernel
+    from harness.tools.hosts.plan import Options, make_plan
+    from harness.tools.hosts.session import Session, StartError
+    from harness.tools.hosts.skew import library
 
     split = arguments.index("--") if "--" in arguments else len(arguments)
     try:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import environments, preflight
 from harness.config.command import parse
 from harness.config.options import read_options
-from harness.mistake import CannotRunHere, say_mistake
+from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.tools import environments, preflight
 
 if TYPE_CHECKING:
-    from harness.memory_search import Outcome
+    from harness.tools.memory_search import Outcome
 
 
 @dataclass(kw_only=True)
@@ -48,7 +48,7 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Everything before the first trial must be instant."""
     environments.need("psutil", "rich")
-    from harness import memory_search
+    from harness.tools import memory_search
 
     split = arguments.index("--") if "--" in arguments else len(arguments)
     words = arguments[split + 1 :]

@@ -17,17 +17,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import preflight
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.picture import picture
-from harness.cluster.plan import Plan, make_plan, plan_as_json
 from harness.config.command import Command, parse, print_help
 from harness.config.rules import warnings
-from harness.estimate import text
-from harness.estimate.memory import GIB, Estimate, estimate
-from harness.estimate.shapes import UnknownShape
-from harness.exit import exit_with
-from harness.mistake import CannotRunHere, say_mistake
+from harness.runtime.exit import exit_with
+from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.tools import preflight
+from harness.tools.plan import text
+from harness.tools.plan.memory import GIB, Estimate, estimate
+from harness.tools.plan.placement_plan import Plan, make_plan, plan_as_json
+from harness.tools.plan.shapes import UnknownShape
 
 DEFAULT_GPU_GIB = 80.0
 

@@ -2,7 +2,7 @@
 
     python3 launch/quickstart.py [--section.key VALUE ...]
 
-Makes the environment where it is not there (harness/environments.py), checks the overrides, and becomes `torchrun
+Makes the environment where it is not there (harness/tools/environments.py), checks the overrides, and becomes `torchrun
 --nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`, whose exit code is its own; with
 another mesh, as many ranks as it has. Exit code 2: an override is wrong; 125: the environment cannot be made here.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import environments
+from harness.tools import environments
 
 
 def main(overrides: list[str]) -> int:
@@ -33,7 +33,9 @@ def main(overrides: list[str]) -> int:
     os.chdir(environments.REPOSITORY)
     job = ["launch/ppo.py", "configs/cpu/quickstart.toml", *overrides]
     # torchrun answers 1 whatever its ranks answered: a mistake is found before it.
-    checked = subprocess.run([str(python), "-m", "harness.preflight", *job[1:]], stdout=subprocess.PIPE, text=True)
+    checked = subprocess.run(
+        [str(python), "-m", "harness.tools.preflight", *job[1:]], stdout=subprocess.PIPE, text=True
+    )
     if checked.returncode:
         return checked.returncode
     ranks = int(checked.stdout)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import environments
-from harness.exit import exit_with
-from harness.mistake import say_mistake
-from harness.reporting.write import write_reports
+from harness.runtime.exit import exit_with
+from harness.runtime.mistake import say_mistake
+from harness.tools import environments
+from harness.tools.report.write import write_reports
 
 
 def main(arguments: list[str]) -> int:

@@ -25,14 +25,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import environments
 from harness.config.layers import ConfigError
 from harness.config.options import Parser
-from harness.exit import exit_with
-from harness.mistake import say_mistake
-from harness.repro import requirements, telling
-from harness.repro.case import GPUS, Case, UnknownCase, entry_of, load, slugs
-from harness.repro.result import as_seen, read_result, record
+from harness.runtime.exit import exit_with
+from harness.runtime.mistake import say_mistake
+from harness.tools import environments
+from harness.tools.repro import requirements, telling
+from harness.tools.repro.case import GPUS, Case, UnknownCase, entry_of, load, slugs
+from harness.tools.repro.result import as_seen, read_result, record
 
 
 def main(arguments: list[str]) -> int:
@@ -84,7 +84,7 @@ def show_list(asked: argparse.Namespace) -> int:
 
 def run(asked: argparse.Namespace) -> int:
     environments.need("psutil")
-    from harness.repro import one, session
+    from harness.tools.repro import one, session
 
     if bool(asked.slugs) == asked.all:
         raise telling.WrongRequest("run takes either slugs or --all; `list` shows what there is.")

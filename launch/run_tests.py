@@ -2,7 +2,7 @@
 
     python3 launch/run_tests.py [pytest's arguments]
 
-Makes the environment where it is not there (harness/environments.py), tests included, and becomes `python -m pytest -q
+Makes the environment where it is not there (harness/tools/environments.py), tests included, and becomes `python -m pytest -q
 tests` with the arguments passed on; paths among them replace `tests`. Tests marked long, and where there is no GPU those
 marked gpu, are left out unless -m says otherwise. Exit code: pytest's own; 125: the environment cannot be made here.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import environments
+from harness.tools import environments
 
 
 def pytest_arguments(given: list[str], gpu: bool) -> list[str]:

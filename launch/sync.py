@@ -19,11 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
-from harness import preflight
 from harness.config.command import parse
 from harness.config.options import read_known_options
 from harness.config.schema import TransportName
-from harness.mistake import CannotRunHere, say_mistake
+from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.tools import preflight
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     from harness.run import Job, run
 
     def load() -> Job:
-        from harness.sync_job import SyncJob
+        from harness.tools.sync.job import SyncJob
 
         return SyncJob(
             bench=options.bench,

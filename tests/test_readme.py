@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import environments, preflight
 from harness.config.command import parse
 from harness.config.layers import ConfigError
+from harness.tools import environments, preflight
 
 README = (environments.REPOSITORY / "README.md").read_text(encoding="utf-8")
 LINES = [
@@ -64,7 +64,7 @@ def from_anywhere(folder: Path, *command: str) -> subprocess.CompletedProcess[st
 @pytest.mark.slow
 def test_any_module_can_be_imported_first(tmp_path: Path) -> None:
     code = (
-        "from harness.models.tiny import save_tiny_model; save_tiny_model('qwen2', 'm', 0, texts=['a b'])\n"
+        "from harness.task.tiny_models import save_tiny_model; save_tiny_model('qwen2', 'm', 0, texts=['a b'])\n"
         "from harness.trainer.model import load_causal_lm"
     )
     done = from_anywhere(tmp_path, sys.executable, "-c", code)

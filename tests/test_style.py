@@ -21,9 +21,9 @@ MAY_NOT_IMPORT = {
 }
 NO_TORCH = (
     "harness/config/",
-    "harness/failures/",
-    "harness/bisect/",
-    "harness/estimate/",
+    "harness/tools/watchdog/",
+    "harness/tools/bisection/",
+    "harness/tools/plan/",
     "harness/cluster/placement.py",
     "launch/",
 )

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from harness.cluster.placement import host_name
-from harness.cluster.plan import EnginePlan, Plan, RankPlan, plan_of
+from harness.tools.plan.placement_plan import EnginePlan, Plan, RankPlan, plan_of
 
 if TYPE_CHECKING:
     from harness.cluster.mesh import ParallelDims

@@ -13,10 +13,10 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from harness import redact
 from harness.cluster import network
 from harness.cluster.network import ADDRESS_VARIABLES, HostAddress
 from harness.cluster.placement import Seat, parse_visible
+from harness.runtime import redact
 
 # What torchrun sets for its workers. An engine that inherits it takes itself for one of them: with
 # TORCHELASTIC_USE_AGENT_STORE its rank 0 becomes a client of a store that nobody serves.

@@ -4,7 +4,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from harness.phases import MEET, PHASES, RUN, STEP_PHASES
+from harness.runtime.phases import MEET, PHASES, RUN, STEP_PHASES
 
 ANYWHERE = ("exception", "kill", "stop", "hang", "slow", "oom", "full-disk")
 """Kinds that need nothing of a phase but a process in it."""

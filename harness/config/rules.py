@@ -8,8 +8,8 @@ from typing import Any, Literal
 from harness.config.faults import check_faults
 from harness.config.layers import ConfigError
 from harness.config.schema import Config, Run
-from harness.models.names import ARCHITECTURES, is_tiny
-from harness.phases import PHASES
+from harness.runtime.phases import PHASES
+from harness.task.architectures import ARCHITECTURES, is_tiny
 
 GREEDY_BELOW = 1e-6
 """Temperature below which SGLang samples greedily and reports log-probs at temperature 1."""

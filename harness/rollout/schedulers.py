@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from harness.background import in_background
 from harness.cluster.world import all_gather
 from harness.rollout import sglang_api
 from harness.rollout.errors import EngineFailed, SchedulerFailed
 from harness.rollout.group import Group
-from harness.rollout.slots import PeerGone
+from harness.runtime.background import in_background
+from harness.weights.stream.slots import PeerGone
 
 T = TypeVar("T")
 

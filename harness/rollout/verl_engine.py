@@ -34,12 +34,12 @@ from harness.rollout.processes import STOP_SECONDS, ChildWatch, children, end, i
 from harness.rollout.scratch import engine_folder, remove_what_exit_would, temporary_files_in, variables
 from harness.rollout.seating import Seating, engine_device
 from harness.rollout.signals import TAKEN, OwnHandlers, ignore_signal, sigquit_raises
-from harness.rollout.stages import await_stages, update_stages
-from harness.rollout.worker import inspection
-from harness.rollout.worker.fingerprint import FINGERPRINT
-from harness.rollout.worker.poison import POISON
-from harness.rollout.worker.stages import ARRIVED, STAGED
-from harness.rollout.worker.stream import STREAM
+from harness.rollout.stage_loader import ARRIVED, STAGED
+from harness.rollout.stage_payloads import await_stages, update_stages
+from harness.weights.worker import inspection
+from harness.weights.worker.reader import STREAM
+from harness.weights.worker.scheduler_fingerprint import FINGERPRINT
+from harness.weights.worker.sentinel import POISON
 
 T = TypeVar("T")
 

@@ -1,5 +1,5 @@
 """The learner's side: FSDP2 models and the PPO arithmetic."""
 
-from harness import hf
+from harness.runtime import hf
 
 hf.make_importable()  # model.py imports models of transformers

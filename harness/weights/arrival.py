@@ -10,8 +10,8 @@ from math import gcd
 
 import torch
 
-from harness.rollout.slots import Entry
-from harness.rollout.worker.stream import Arrival, Region
+from harness.weights.stream.slots import Entry
+from harness.weights.worker.reader import Arrival, Region
 
 SHOWN = 8
 

@@ -4,8 +4,8 @@ from typing import Literal
 
 from harness.cluster.world import World, all_gather
 from harness.rollout.verl_engine import VerlEngine
-from harness.rollout.worker import inspection
 from harness.weights.held import inspect
+from harness.weights.worker import inspection
 
 
 def engine_devices(engine: VerlEngine) -> dict[int, str]:

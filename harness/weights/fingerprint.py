@@ -13,11 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import World, all_gather
-from harness.rollout.worker.fingerprint import FINGERPRINT, weighted_sum
-from harness.rollout.worker.stream import Arrival, Region
 from harness.weights.gather import Bucket, Chunks, Piece
 from harness.weights.held import inspect
 from harness.weights.sync import WeightSync
+from harness.weights.worker.reader import Arrival, Region
+from harness.weights.worker.scheduler_fingerprint import FINGERPRINT, weighted_sum
 
 Unit = tuple[int, int]
 """Bucket, and the number of a group of entries in it: what may fuse, so that its elements are summed together."""

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from harness.rollout.slots import ALIGNMENT, Entry
 from harness.weights.names import CheckpointTensor
+from harness.weights.stream.slots import ALIGNMENT, Entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

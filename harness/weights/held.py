@@ -9,8 +9,8 @@ import torch.distributed as dist
 from harness.rollout import sglang_api
 from harness.rollout.schedulers import call_schedulers
 from harness.rollout.verl_engine import VerlEngine
-from harness.rollout.worker import inspection
-from harness.rollout.worker.poison import POISON
+from harness.weights.worker import inspection
+from harness.weights.worker.sentinel import POISON
 
 Held = dict[int, dict[str, str]]
 """Engine rank -> the engine's own name of a tensor -> a digest of its bytes."""

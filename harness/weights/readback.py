@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from harness.cluster.world import World, all_gather
-from harness.rollout.slots import typed
-from harness.rollout.weight_link import WeightLink
-from harness.rollout.worker.fingerprint import INTEGER
-from harness.rollout.worker.stream import Region
 from harness.weights.gather import full_tensor
 from harness.weights.names import CheckpointTensor
+from harness.weights.stream.link import WeightLink
+from harness.weights.stream.slots import typed
 from harness.weights.sync import WeightSync
+from harness.weights.worker.reader import Region
+from harness.weights.worker.scheduler_fingerprint import INTEGER
 
 
 @torch.no_grad()

@@ -7,15 +7,13 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.config import schema
-from harness.rollout.update_group import UpdateGroup
 from harness.rollout.verl_engine import VerlEngine
-from harness.rollout.weight_link import WeightLink
-from harness.rollout.worker.stream import Arrival
 from harness.trainer.model import named_tensors
 from harness.weights.arrival import check_arrival
 from harness.weights.gather import gather, plan_buckets
 from harness.weights.names import checkpoint_layout
 from harness.weights.shards import check_covered, check_finite, check_shards
+from harness.weights.stream.link import WeightLink
 from harness.weights.transports import (
     Disk,
     Distributed,
@@ -25,6 +23,8 @@ from harness.weights.transports import (
     Stream,
     Transport,
 )
+from harness.weights.update_group import UpdateGroup
+from harness.weights.worker.reader import Arrival
 
 MIB = 1 << 20
 

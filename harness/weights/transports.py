@@ -22,10 +22,10 @@ from harness.config.rules import check_transport
 from harness.rollout import sglang_api
 from harness.rollout.errors import EngineFailed
 from harness.rollout.sglang_api import SGLangApi
-from harness.rollout.update_group import UpdateGroup
 from harness.rollout.verl_engine import VerlEngine
-from harness.rollout.weight_link import WeightLink
 from harness.weights.gather import Bucket, gather_into
+from harness.weights.stream.link import WeightLink
+from harness.weights.update_group import UpdateGroup
 
 Name = schema.TransportName
 

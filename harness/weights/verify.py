@@ -14,9 +14,9 @@ from pathlib import Path
 from harness.cluster.world import World, all_gather
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
-from harness.events import EventLog
 from harness.rollout.memory import MemoryStages
 from harness.rollout.sglang_api import SGLangApi
+from harness.runtime.events import EventLog
 from harness.weights.fingerprint import Compared, Fingerprints
 from harness.weights.held import Held, held, poison
 from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference

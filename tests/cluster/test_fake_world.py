@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims, build_mesh
 from harness.cluster.placement import Seat, gpu_of, parse_visible, place
-from harness.cluster.plan import Plan, make_plan
+from harness.tools.plan.placement_plan import Plan, make_plan
 
 NNODES, PER_HOST = 64, 8
 WORLD = NNODES * PER_HOST

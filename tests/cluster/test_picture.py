@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.picture import MOST_RANKS, blocks_of, host_names, picture, runs
 from harness.cluster.placement import Seat
-from harness.cluster.plan import Plan, make_plan, plan_as_json, plan_of
+from harness.tools.plan.placement_plan import Plan, make_plan, plan_as_json, plan_of
 
 UUIDS = ",".join(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(8))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.picture import picture
 from harness.cluster.placement import Seat, engine_gpu_of, gpu_of, parse_visible, place
-from harness.cluster.plan import make_plan, plan_as_json
+from harness.tools.plan.placement_plan import make_plan, plan_as_json
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(64))
 

@@ -7,7 +7,7 @@ import torch
 
 from harness.cluster import world
 from harness.cluster.world import Launch, WorldError, by_rank, check_agreement, child_environment, choose_device
-from tests.gloo import on_ranks
+from tests.cluster.gloo import on_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

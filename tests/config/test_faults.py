@@ -5,7 +5,7 @@ import pytest
 from harness.config.command import parse
 from harness.config.faults import AT, KINDS, Fault, parse_fault
 from harness.config.layers import ConfigError
-from harness.phases import PHASES
+from harness.runtime.phases import PHASES
 
 QUICKSTART = "configs/cpu/quickstart.toml"
 

@@ -40,10 +40,10 @@ def main(folder: Path) -> None:
     from safetensors.torch import load_file
     from torch.distributed.device_mesh import init_device_mesh
 
-    from harness.models.tiny import save_tiny_model
     from harness.rollout import sglang_api
     from harness.rollout.memory import MemoryStages, gpu_free_bytes
     from harness.rollout.verl_engine import VerlEngine
+    from harness.task.tiny_models import save_tiny_model
 
     api = sglang_api.probe()
     os.environ.update(sglang_api.common_environment(sglang_api.engine_environment_rules(api), {}, os.environ))

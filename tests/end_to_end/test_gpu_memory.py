@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.timeline import GIB, steady
+from harness.runtime.memory_gauge import GIB, steady
 from tests.end_to_end.launching import REPOSITORY, Job, run
 
 pytestmark = pytest.mark.gpu

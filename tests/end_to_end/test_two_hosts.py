@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.emulation import kernel
+from harness.tools.hosts import kernel
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY
 
 pytestmark = [

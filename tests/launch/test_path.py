@@ -1,4 +1,4 @@
-"""launch/bisect.py has the name of a module of Python's, which whatever else lies in launch/ must still be able to import."""
+"""launch/bisect_versions.py has the name of a module of Python's, which whatever else lies in launch/ must still be able to import."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ LAUNCH = Path(__file__).parents[2] / "launch"
 
 USES = """
 import _bisect, bisect, heapq, random, statistics, tempfile
-assert bisect.__file__.endswith("launch/bisect.py"), bisect.__file__
+assert bisect.__file__.endswith("launch/bisect_versions.py"), bisect.__file__
 for name in ("bisect_left", "bisect_right", "insort_left", "insort_right"):
     assert getattr(bisect, name) is getattr(_bisect, name)
 assert bisect.bisect is _bisect.bisect_right and bisect.insort is _bisect.insort_right

@@ -8,9 +8,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main(folder: Path) -> None:
-    from harness.models.tiny import save_tiny_model
     from harness.rollout.cpu.activate import activate
     from harness.rollout.verl_engine import VerlEngine
+    from harness.task.tiny_models import save_tiny_model
 
     activate()
     import torch

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.rollout.memory import MIB, MemoryDidNotMove, MemoryStages, Move, WrongStage
-from tests.gloo import on_ranks
+from tests.cluster.gloo import on_ranks
 
 SIZES = {"weights": 1000 * MIB, "kv_cache": 3000 * MIB, "cuda_graph": 100 * MIB}
 TAGS = tuple(SIZES)

@@ -25,7 +25,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("engine")
     code = (
         "from pathlib import Path; from harness.rollout.cpu.activate import activate; activate();"
-        "from harness.models.tiny import save_tiny_model;"
+        "from harness.task.tiny_models import save_tiny_model;"
         f"[save_tiny_model('qwen2', Path({str(folder)!r}) / f'model-{{i}}', i, texts=['hello']) for i in range(2)]"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

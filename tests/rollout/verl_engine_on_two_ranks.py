@@ -24,9 +24,9 @@ def failure(call: Any) -> str:
 
 
 def main(folder: Path) -> None:
-    from harness.models.tiny import save_tiny_model
     from harness.rollout.cpu.activate import activate
     from harness.rollout.verl_engine import VerlEngine
+    from harness.task.tiny_models import save_tiny_model
 
     activate()
     dist.init_process_group("gloo")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.environments import uv_sources
+from harness.tools.environments import uv_sources
 from tests.end_to_end.launching import run
 
 SESSIONS = "0.5.22"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.rollout.worker.stream import Reader
+from harness.weights.worker.reader import Reader
 
 SLOW_DOWN = "tests.weights.faults_in_scheduler.slow_down"
 

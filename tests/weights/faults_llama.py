@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from harness.rollout.slots import SLOTS
-from harness.rollout.weight_link import WeightLink
-from harness.weights.bench import push_one_by_one
+from harness.tools.sync.bench import push_one_by_one
 from harness.weights.fingerprint import Compared
 from harness.weights.gather import gather, gather_into
+from harness.weights.stream.link import WeightLink
+from harness.weights.stream.slots import SLOTS
 from tests.weights.faults_stand import Stand, patching, raising, run
 
 LINGER_SECONDS = 0.1
@@ -43,7 +43,7 @@ def stale_prefix_cache(stand: Stand, broken: bool) -> list[str]:
         return call(link, what, meanwhile, flush_cache=False, **details)
 
     before = stand.log_prob_violations()
-    with patching({"harness.rollout.weight_link.WeightLink._call": keep_the_cache if broken else None}):
+    with patching({"harness.weights.stream.link.WeightLink._call": keep_the_cache if broken else None}):
         return [*before, *stand.pushed(stand.sync)]
 
 
@@ -60,7 +60,7 @@ def bucket_reused_before_it_is_read(stand: Stand, broken: bool) -> list[str]:
     stand.slow(LINGER_SECONDS)
     with (
         raising() as raised,
-        patching({"harness.rollout.weight_link.WeightLink._await_read": do_not_wait if broken else None}),
+        patching({"harness.weights.stream.link.WeightLink._await_read": do_not_wait if broken else None}),
     ):
         stand.change()
         stand.sync.push()
@@ -119,7 +119,7 @@ def one_rank_stale(stand: Stand, broken: bool) -> list[str]:
         gather_into(slot, bucket, stand.sync.live)
         old.append(slot)
     small_changes(stand)
-    with patching({"harness.rollout.weight_link.WeightLink._say_filled": deaf}):
+    with patching({"harness.weights.stream.link.WeightLink._say_filled": deaf}):
         stand.sync.push()
     return named(stand.compared())
 

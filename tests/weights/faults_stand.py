@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.cluster.mesh import ParallelDims, build_mesh
 from harness.cluster.world import Launch, World, all_gather, open_world
 from harness.config import schema
-from harness.models.tiny import save_tiny_model
 from harness.rollout.verl_engine import VerlEngine
+from harness.task.tiny_models import save_tiny_model
 from harness.trainer.actor import token_log_probs
 from harness.trainer.batch import from_sequences, scatter_responses
 from harness.trainer.model import load_causal_lm, named_tensors

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.rollout.slots import Entry
-from harness.rollout.worker.stream import Arrival, Region
 from harness.weights.arrival import SHOWN, WeightsRefused, check_arrival, problems
+from harness.weights.stream.slots import Entry
+from harness.weights.worker.reader import Arrival, Region
 
 
 def entry(

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.rollout.worker import fingerprint
-from harness.rollout.worker.fingerprint import BASE, INTEGER, fingerprints, weighted_sum
-from harness.rollout.worker.inspection import WorkerReport
 from harness.weights import fingerprint as trainer_side
 from harness.weights.fingerprint import Compared, Fingerprints
 from harness.weights.gather import plan_buckets
-from tests.rollout.toy_model import SHAPES, Toy
+from harness.weights.worker import scheduler_fingerprint as fingerprint
+from harness.weights.worker.inspection import WorkerReport
+from harness.weights.worker.scheduler_fingerprint import BASE, INTEGER, fingerprints, weighted_sum
 from tests.weights.test_readback import Sync, sync_of
+from tests.weights.toy_model import SHAPES, Toy
 
 
 def by_hand(values: torch.Tensor, stride: tuple[int, ...], offset: int) -> int:

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.rollout.slots import ALIGNMENT, Entry
 from harness.weights import gather as module
 from harness.weights.gather import Bucket, Chunks, _fusing_group, full_tensor, gather, gather_into, plan_buckets
 from harness.weights.names import CheckpointTensor
-from tests.gloo import on_ranks
+from harness.weights.stream.slots import ALIGNMENT, Entry
+from tests.cluster.gloo import on_ranks
 
 MODULES = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
            "mlp.shared_experts.up_proj", "mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj",

@@ -17,7 +17,7 @@ from harness.weights.log_probs import (
     log_prob_difference,
     merge,
 )
-from tests.gloo import on_ranks
+from tests.cluster.gloo import on_ranks
 
 INF = float("inf")
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from harness.weights import perturb as module
 from harness.weights.perturb import VIEWS, perturb
-from tests.gloo import on_ranks
+from tests.cluster.gloo import on_ranks
 
 DTYPES = st.sampled_from(sorted(VIEWS, key=str))
 

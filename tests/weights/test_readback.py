@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from harness.weights.gather import full_tensor
 from harness.weights.names import CheckpointTensor
 from harness.weights.readback import differences, unreadable
-from tests.rollout.test_weight_link import InProcess, filler, link_to
-from tests.rollout.toy_model import SHAPES, Toy, layout_of, sent
+from tests.weights.stream.test_link import InProcess, filler, link_to
+from tests.weights.toy_model import SHAPES, Toy, layout_of, sent
 
 WORLD: Any = SimpleNamespace(rank=0)
 

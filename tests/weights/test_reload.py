@@ -8,7 +8,7 @@ from harness.cluster.placement import Seat
 from harness.cluster.world import World
 from harness.weights.held import changed
 from harness.weights.reload import Output, check_shared, output_difference
-from tests.gloo import on_ranks
+from tests.cluster.gloo import on_ranks
 
 
 def world_of(rank: int) -> World:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from harness.weights.arrival import WeightsRefused
 from harness.weights.names import CheckpointTensor
 from harness.weights.shards import check_covered, check_finite, check_shards
-from tests.gloo import on_ranks
+from tests.cluster.gloo import on_ranks
 
 RANKS = 2
 Live = dict[str, torch.Tensor]

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from harness.config import schema
 from harness.config.layers import ConfigError
-from harness.models.tiny import tiny_config, tiny_model
-from harness.rollout.weight_link import WeightLink
-from harness.rollout.worker.stream import Arrival, Region
+from harness.task.tiny_models import tiny_config, tiny_model
 from harness.weights.arrival import WeightsRefused
 from harness.weights.names import checkpoint_layout
+from harness.weights.stream.link import WeightLink
 from harness.weights.sync import WeightSync
 from harness.weights.transports import resolve_transport
+from harness.weights.worker.reader import Arrival, Region
 
 
 class Notes:

@@ -11,8 +11,8 @@ from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api import SGLangApi, SourceTree
-from harness.rollout.slots import Entry
 from harness.weights.gather import Bucket
+from harness.weights.stream.slots import Entry
 from harness.weights.transports import (
     Disk,
     Distributed,
@@ -21,7 +21,7 @@ from harness.weights.transports import (
     resolve_transport,
     split_by_dtype,
 )
-from tests.gloo import on_ranks
+from tests.cluster.gloo import on_ranks
 
 OLD_RUNNER = (
     "class ModelRunner:\n    def init_weights_update_group(self):\n        dist.barrier(group=g, device_ids=[rank])\n"

@@ -7,8 +7,8 @@ import pytest
 
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
-from harness.events import EventLog
 from harness.rollout import sglang_api
+from harness.runtime.events import EventLog
 from harness.weights.fingerprint import Compared
 from harness.weights.log_probs import LogProbDifference, Part
 from harness.weights.verify import NoBaseline, Verification, WeightsDidNotArrive, check_level

@@ -37,6 +37,7 @@ from harness.rollout.sglang_api.environment import (
     engine_environment_rules,
     memory_imbalance_environment,
 )
+from harness.rollout.sglang_api.group_calls import open_update_group, update_group_ends_in_barrier
 from harness.rollout.sglang_api.loop import (
     await_in_engine,
     for_another_thread,
@@ -54,7 +55,6 @@ from harness.rollout.sglang_api.payload import (
 )
 from harness.rollout.sglang_api.probe import SGLangApi, probe
 from harness.rollout.sglang_api.source import SourceTree
-from harness.rollout.sglang_api.update_group import open_update_group, update_group_ends_in_barrier
 
 __all__ = [
     "Engine",

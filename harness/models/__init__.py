@@ -1,1 +1,0 @@
-"""Tiny random models of real architectures, with a tokenizer."""

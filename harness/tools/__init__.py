@@ -1,0 +1,1 @@
+"""What stands around a run; imports the reference, never the other way."""

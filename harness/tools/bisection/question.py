@@ -1,0 +1,249 @@
+"""What is asked: the two ends, what moves, what counts as bad. Everything of a command line, checked."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["failure", "match", "hang", "metric"]
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?")
+AUTO = "auto"
+_UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(kw_only=True)
+class Options:
+    """A question; its answer is the first bad release, and what changed with it."""
+
+    good: str = ""
+    """An end that works: a version, or with --git a commit. Older than --bad, unless --find-fix."""
+    bad: str = ""
+    """An end that does not."""
+    find_fix: bool = False
+    """The other way round: --bad is the older end, and the first good release is looked for."""
+    package: str = "sglang"
+    """What moves: sglang, torch, transformers, torch_memory_saver, flashinfer-python, or any other package; with --git, what
+    the checkout's pyproject.toml or setup.cfg names, unless it is given."""
+    git: str = ""
+    """A local git checkout whose first-parent commits are the candidates, laid over this Python's packages."""
+    then_git: str = ""
+    """A checkout of the package, with its tags: once the release is found, the commits between the two tags are bisected."""
+    environments: str = ""
+    """A folder with one environment or site-packages folder for each version, made before: no network is needed."""
+    wheels: str = ""
+    """A folder of wheels, from which alone everything is installed: no network is needed."""
+    pre_releases: bool = False
+    """Release candidates too. Post-releases always are candidates, yanked releases only as an end."""
+    only_package: bool = False
+    """Install each candidate alone, without its dependencies, laid over this Python's packages: seconds, not minutes."""
+    hold: tuple[str, ...] = ()
+    """Requirements that all candidates share, such as sglang==0.5.20. When another package than sglang moves, this Python's
+    sglang is held; `none` holds nothing."""
+    python: str = ""
+    """Python of the environments, such as 3.12. Without it, this one where a release allows it, else the nearest."""
+    today: bool = False
+    """Resolve with what is published today, not with what was when the release was."""
+    match: str = ""
+    """Only this failure counts as bad: a slug of launch/diagnose.py, or a regular expression that a line of the log shows.
+    Another failure is "other": skipped and listed."""
+    hang: bool = False
+    """Only running past --timeout counts as bad."""
+    metric: str = ""
+    """A number decides, not a failure: the name of one in metrics.jsonl, or that the script prints as NAME = 0.1."""
+    above: float | None = None
+    """With --metric: its largest value is bad above this."""
+    below: float | None = None
+    """With --metric: its smallest value is bad below this."""
+    worse: str = ""
+    """With --metric: its median is bad above this many times the good end's, such as 1.3x."""
+    repeat: int = 1
+    """Run each candidate up to this often; one bad run makes it bad. For a failure that comes and goes."""
+    confidence: float = 0.95
+    """With --repeat: how sure the answer must be. The bad end, for its rate, and the last good one are run again until then."""
+    confirm: int = 400
+    """With --repeat: the most runs that this may take; where they do not do, the answer is "probably" and the exit code 1."""
+    timeout: str = AUTO
+    """Seconds, or 10m, or 2h, after which a run counts as hanging: bad, or "other" where something else decides. By default 10
+    times what the good end took, and at least 10 minutes; 0: never."""
+    probe: str = "auto"
+    """Python code without which a candidate that fails is skipped, not bad; by default `import PACKAGE`. `none`: no probe."""
+    second_look: int = 0
+    """Runs, beyond those that find an edge, that look for a second one elsewhere."""
+    dir: str = ""
+    """Where state, logs and report are kept; by default a new folder of bisects/."""
+    store: str = ""
+    """Where environments are kept; by default harness-bisect in XDG_CACHE_HOME or ~/.cache."""
+    store_gib: float = 60.0
+    """The store's limit; what was used least recently goes first."""
+    network_waits: tuple[str, ...] = ("1m", "5m", "15m")
+    """Where an index cannot be reached any more: how long to wait before each new attempt. Then, or with `none` at once, the
+    bisect pauses."""
+    installs: int = 2
+    """Installs at a time, in the background of runs; 0, or --metric: none while something runs."""
+
+
+class WrongQuestion(ValueError):
+    """What is asked cannot be answered; one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Options and the command that is run."""
+
+    options: Options
+    command: tuple[str, ...]
+    folder: str
+    """Where the command is run."""
+
+    @property
+    def kind(self) -> Kind:
+        """What decides."""
+        options = self.options
+        return "match" if options.match else "hang" if options.hang else "metric" if options.metric else "failure"
+
+    @property
+    def has_background(self) -> bool:
+        """Whether environments are made while something runs, which would disturb what is measured."""
+        return self.kind != "metric" and self.options.installs > 0
+
+    @property
+    def older(self) -> str:
+        """The older end, as it was written."""
+        return self.options.bad if self.options.find_fix else self.options.good
+
+    @property
+    def newer(self) -> str:
+        return self.options.good if self.options.find_fix else self.options.bad
+
+    @property
+    def timeout(self) -> float:
+        """Seconds; 0: none, or not known yet."""
+        return seconds(self.options.timeout)
+
+    @property
+    def has_own_timeout(self) -> bool:
+        """Whether it was given; else it follows from the good end."""
+        return self.options.timeout != AUTO
+
+    @property
+    def network_waits(self) -> tuple[float, ...]:
+        """Seconds."""
+        given = self.options.network_waits
+        return () if given == ("none",) else tuple(map(seconds, given))
+
+    @property
+    def ratio(self) -> float | None:
+        """Of --worse."""
+        return float(self.options.worse.rstrip("x")) if self.options.worse else None
+
+    def digest(self) -> str:
+        """The same for the same question, wherever state and environments are kept."""
+        told = self.as_dict()
+        for name in ("dir", "store", "store_gib", "installs", "second_look", "then_git", "network_waits"):
+            told["options"].pop(name)
+        return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"options": asdict(self.options), "command": list(self.command), "folder": self.folder}
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> "Question":
+        """The inverse of as_dict, of JSON."""
+        options: dict[str, Any] = dict(told["options"])
+        for name in ("hold", "network_waits"):
+            if name in options:
+                options[name] = tuple(options[name])
+        return cls(options=Options(**options), command=tuple(told["command"]), folder=told["folder"])
+
+    def words(self) -> list[str]:
+        """The command line that asks it, after launch/bisect_versions.py."""
+        words = []
+        for field in fields(Options):
+            value = getattr(self.options, field.name)
+            if value == field.default:
+                continue
+            words.append(f"--{field.name.replace('_', '-')}")
+            if value is not True:
+                words += list(value) if isinstance(value, tuple) else [str(value)]
+        return [*words, "--", *self.command]
+
+
+def seconds(text: str) -> float:
+    """Of "90", "90s", "10m" or "2h"; 0 of "auto". Raises WrongQuestion."""
+    if text == AUTO:
+        return 0.0
+    match = _SECONDS.fullmatch(text.strip())
+    if not match:
+        raise WrongQuestion(f"timeout = {text!r} must be a time such as 600, 90s, 10m or 2h.")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
+    """Check what can be checked without looking at versions. Raises WrongQuestion."""
+    for name in ("good", "bad"):
+        if not getattr(options, name):
+            raise WrongQuestion(f"--{name} is missing; give both ends, such as --good 0.5.9 --bad 0.5.23.")
+    check_judgement(options)
+    if not command:
+        raise WrongQuestion("there is nothing to run; give a command after --, such as: -- launch/ppo.py CONFIG.toml.")
+    sources = [name for name in ("git", "environments", "wheels") if getattr(options, name)]
+    if len(sources) > 1:
+        raise WrongQuestion(f"--{sources[0]} and --{sources[1]} cannot go together; give one of them.")
+    if options.only_package and (options.hold or options.git or options.environments):
+        other = "hold" if options.hold else sources[0]
+        raise WrongQuestion(f"--only-package holds all but {options.package} as it is: it cannot go with --{other}.")
+    if options.then_git and options.git:
+        raise WrongQuestion("--then-git is for releases: with --git, commits are bisected already.")
+    for name in [*sources, *(["then_git"] if options.then_git else [])]:
+        folder_given = Path(getattr(options, name)).expanduser()
+        if not folder_given.is_dir():
+            flag = name.replace("_", "-")
+            raise WrongQuestion(f"--{flag} {folder_given} is no folder; give one that is there.")
+        setattr(options, name, str(folder_given.resolve()))
+    for name, least in (("repeat", 1), ("installs", 0), ("second_look", 0)):
+        if getattr(options, name) < least:
+            raise WrongQuestion(f"--{name.replace('_', '-')} {getattr(options, name)} must be {least} or more.")
+    if not 0.5 <= options.confidence <= 0.999:
+        raise WrongQuestion(f"--confidence {options.confidence} must be from 0.5 to 0.999, such as 0.95.")
+    if options.confirm < 0:
+        raise WrongQuestion(f"--confirm {options.confirm} must be 0 or more.")
+    if options.store_gib <= 0:
+        raise WrongQuestion(f"--store-gib {options.store_gib} must be above 0.")
+    question = Question(options=options, command=tuple(command), folder=str(folder))
+    if AUTO in options.network_waits:
+        raise WrongQuestion(f"--network-waits {AUTO} must be times such as 1m 5m 15m, or none.")
+    _ = question.network_waits  # raises
+    return question
+
+
+def check_judgement(options: Options) -> None:
+    """What counts as bad: one thing. Raises WrongQuestion."""
+    chosen = [name for name in ("match", "hang", "metric") if getattr(options, name)]
+    if len(chosen) > 1:
+        raise WrongQuestion(f"--{chosen[0]} and --{chosen[1]} cannot both decide; give one of them.")
+    limits = [name for name in ("above", "below", "worse") if getattr(options, name) not in (None, "")]
+    if options.metric and len(limits) != 1:
+        given = " and ".join(f"--{name}" for name in limits) or "none"
+        raise WrongQuestion(f"--metric {options.metric} needs one of --above, --below and --worse; given was {given}.")
+    if limits and not options.metric:
+        raise WrongQuestion(f"--{limits[0]} says nothing without --metric NAME.")
+    if options.worse:
+        try:
+            ratio = float(options.worse.rstrip("x"))
+        except ValueError:
+            ratio = math.nan
+        if not ratio > 0:
+            raise WrongQuestion(f"--worse {options.worse} must be a ratio above 0, such as 1.3x.")
+    limit = seconds(options.timeout)
+    if options.hang and not limit:
+        raise WrongQuestion("--hang needs --timeout, such as --timeout 10m.")
+    try:
+        re.compile(options.match)
+    except re.error as error:
+        raise WrongQuestion(
+            f"--match {options.match!r} is neither a known slug nor a regular expression: {error}."
+        ) from error

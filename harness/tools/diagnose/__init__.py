@@ -1,0 +1,1 @@
+"""Name the known failure behind a log."""

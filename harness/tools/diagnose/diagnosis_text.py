@@ -1,0 +1,128 @@
+"""A diagnosis for people, and as JSON for programs."""
+
+import json
+import textwrap
+from typing import Any
+
+from harness.tools.diagnose.diagnose import Diagnosis, Finding
+from harness.tools.diagnose.entries import Affected, Entry
+from harness.tools.diagnose.log_lines import Line
+
+WIDTH = 110
+LONGEST = 300
+"""Characters of a log's line that are shown."""
+OTHERS = 4
+
+
+def as_text(found: Diagnosis) -> str:
+    """Several lines; the first has the slug, or "unknown", or says that there is none."""
+    if found.verdict == "no failure":
+        return "no failure seen: no exception, no crash, and no line of a known failure"
+    if not found.finding:
+        assert found.suspicious
+        return "\n".join(
+            [
+                "unknown: no known failure explains what this log shows",
+                f"  first suspicious line: {_shown(found.suspicious)}",
+                *_ending(found),
+                *_also(found),
+            ]
+        )
+    entry = found.finding.entry
+    lines = [f"{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
+    lines += [f"  {each.role + ':':<7} {_shown(each.line)}" for each in found.finding.evidence]
+    if entry.consequence:
+        lines.append("  A consequence: it follows from something that this log does not name.")
+    if found.suspicious:
+        lines.append(f"  before it, and not known: {_shown(found.suspicious)}")
+    lines += _ending(found)
+    lines += [_paragraph("cause", entry.cause), _paragraph("fix", entry.fix)]
+    lines += [_paragraph("versions", "; ".join(map(_affected, entry.affected)))]
+    if entry.seen:
+        lines.append(_paragraph("measured", "; ".join(_seen(entry))))
+    if entry.links:
+        lines.append(_paragraph("links", " ".join(entry.links)))
+    return "\n".join([*lines, *_also(found)])
+
+
+def in_brief(found: Diagnosis) -> list[str]:
+    """For a verdict that says itself what happened: the entry with cause, versions, fix and link; nothing where there is none."""
+    if not found.finding:
+        return ["no known failure of the catalogue"] if found.verdict == "unknown" else []
+    entry = found.finding.entry
+    known = "follows from something unknown, as" if entry.consequence else "known as"
+    lines = [f"{known} {entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
+    for name, text in (
+        ("cause", entry.cause),
+        ("fix", entry.fix),
+        ("versions", "; ".join(map(_affected, entry.affected))),
+    ):
+        lines += _paragraph(name, text).splitlines()
+    return [*lines, *(_paragraph("link", link) for link in entry.links[:1])]
+
+
+def as_json(found: Diagnosis) -> str:
+    """Keys: verdict, slug (null where unknown), confidence, evidence, suspicious, ending, also, and what the catalogue has."""
+    finding = found.finding
+    values: dict[str, Any] = {
+        "verdict": found.verdict,
+        "slug": finding.entry.slug if finding else None,
+        "confidence": finding.confidence if finding else None,
+        "consequence": finding.entry.consequence if finding else None,
+        "evidence": _evidence(finding) if finding else [],
+        "suspicious": _line(found.suspicious) if found.suspicious else None,
+        "ending": _line(found.ending) if found.ending else None,
+        "also": [{"slug": each.entry.slug, "evidence": _evidence(each)} for each in found.others],
+    }
+    if finding:
+        entry = finding.entry
+        values |= {"title": entry.title, "cause": entry.cause, "fix": entry.fix, "links": list(entry.links)}
+        values["phases"] = list(entry.phases)
+    return json.dumps(values, indent=1)
+
+
+def _evidence(finding: Finding) -> list[dict[str, Any]]:
+    return [{"role": each.role, **_line(each.line)} for each in finding.evidence]
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return {"file": line.file, "line": line.number, "text": line.whole[:LONGEST], "process": line.source or None}
+
+
+def _shown(line: Line) -> str:
+    text = line.whole.strip()
+    return f"{line.place}: {text if len(text) <= LONGEST else text[:LONGEST] + '...'}"
+
+
+def _ending(found: Diagnosis) -> list[str]:
+    return [f"  ends with: {_shown(found.ending)}"] if found.ending else []
+
+
+def _also(found: Diagnosis) -> list[str]:
+    lines = [
+        f"  {'consequence' if each.entry.consequence else 'seen as well'}: {each.entry.slug}, {_shown(each.line)}"
+        for each in found.others[:OTHERS]
+    ]
+    more = len(found.others) - OTHERS
+    return [*lines, f"  and {more} more"] if more > 0 else lines
+
+
+def _paragraph(name: str, text: str) -> str:
+    return textwrap.fill(
+        text, WIDTH, initial_indent=f"  {name + ':':<10}", subsequent_indent=" " * 12, break_long_words=False
+    )
+
+
+def _affected(affected: Affected) -> str:
+    note = f" ({affected.note})" if affected.note else ""
+    if affected.first == affected.last == "unknown":
+        return f"{affected.package}: first and last unknown{note}"
+    return f"{affected.package} {affected.first} to {affected.last}{note}"
+
+
+def _seen(entry: Entry) -> list[str]:
+    return [
+        f"{', '.join(f'{name} {version}' for name, version in each.versions.items())}, {each.device}, {each.date}:"
+        f" {each.result}"
+        for each in entry.seen
+    ]

@@ -1,0 +1,255 @@
+"""Does what run.inject asks for: one rank fails on purpose when it begins a phase, as real ranks have failed.
+
+Kinds that need a process alone act on this one. What acts on weights or gradients reaches only into what the trainer
+and the sync have anyway: a gradient after its backward, the tensors that a sync is about to gather, the line to a scheduler.
+"""
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from harness.config.faults import Fault, parse_fault
+from harness.runtime.mistake import CannotRunHere
+from harness.trainer.offload import local
+
+if TYPE_CHECKING:
+    from harness.trainer.learner import Learner
+    from harness.weights.gather import Bucket
+    from harness.weights.sync import WeightSync
+    from harness.weights.transports import Gather, Transport
+
+SLOW_SECONDS = 4.0
+"""How much later than it could the slow rank comes."""
+BALLAST_BYTES = 256 << 20
+"""What oom leaves a rank to grow by, and then takes, on a CPU."""
+CHUNK_BYTES = 32 << 20
+LARGEST_DISK = 1 << 30
+"""Free bytes of a disk that may be filled on purpose."""
+
+
+class InjectedFault(RuntimeError):
+    """The exception that was asked for."""
+
+
+@dataclass(slots=True)
+class Injector:
+    """The faults of one rank. Each happens once."""
+
+    pending: list[Fault]
+    flush: Callable[[], None]
+    """Returns once the other hosts know where this rank is."""
+    folder: Path | None = None
+    """The run directory, once there is one."""
+    announce: Callable[[str], None] | None = None
+    """Called with each fault before it happens: the verdict says that it was asked for."""
+    fact: Callable[..., None] | None = None
+    """EventLog.fact, once there is one."""
+    learners: dict[str, "Learner"] = field(default_factory=dict)
+    """By the phase that updates them."""
+    sync: "WeightSync | None" = None
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _held: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, texts: Sequence[str], rank: int, flush: Callable[[], None]) -> "Injector":
+        """Those of run.inject that are meant for this rank."""
+        return cls([fault for fault in map(parse_fault, texts) if fault.rank == rank], flush)
+
+    def built(self, name: str, part: Any) -> None:
+        """An observer of the run's parts."""
+        if name == "sync":
+            self.sync = part
+        elif name in ("actor", "critic"):
+            self.learners[f"update_{name}"] = part
+
+    def come_late(self, phase: str, step: int | None) -> None:
+        """An observer for the very start of a phase, when nobody has been told of it."""
+        for fault in self._due(phase, step, "slow"):
+            self._happens(fault)
+            time.sleep(SLOW_SECONDS)
+
+    def begins(self, phase: str, step: int | None) -> None:
+        """An observer for the start of a phase, after all others."""
+        for fault in self._due(phase, step):
+            if self.announce:
+                self.announce(str(fault))
+            self.flush()
+            self._happens(fault)
+            getattr(self, "_" + fault.kind.replace("-", "_"))(fault)
+
+    def ends(self, phase: str, step: int | None) -> None:
+        """An observer for the end of a phase: what was changed for one phase is as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def check_disk(self, folder: Path) -> None:
+        """Raises CannotRunHere where a disk would have to be filled that others need."""
+        self.folder = folder
+        disk = os.statvfs(folder)
+        free = disk.f_bavail * disk.f_frsize
+        if any(fault.kind == "full-disk" for fault in self.pending) and free > LARGEST_DISK:
+            raise CannotRunHere(
+                f"run.inject has full-disk, but the disk of run.dir = {folder} has {free >> 20} MiB free, and no more than"
+                f" {LARGEST_DISK >> 20} are filled on purpose; give a run.dir on a small one (mount -t tmpfs -o size=64m)."
+            )
+
+    def _due(self, phase: str, step: int | None, kind: str = "") -> list[Fault]:
+        due = [fault for fault in self.pending if fault.matches(phase, step) and kind in ("", fault.kind)]
+        self.pending = [fault for fault in self.pending if fault not in due]
+        return due
+
+    def _happens(self, fault: Fault) -> None:
+        if self.fact:
+            self.fact("injected", fault=str(fault))
+
+    def _exception(self, fault: Fault) -> None:
+        raise InjectedFault(f"{fault} was asked for")
+
+    def _kill(self, fault: Fault) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _stop(self, fault: Fault) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _hang(self, fault: Fault) -> None:
+        while True:
+            time.sleep(3600)
+
+    def _slow(self, fault: Fault) -> None:
+        time.sleep(SLOW_SECONDS)  # of meet, which comes before there is an observer
+
+    def _oom(self, fault: Fault) -> None:
+        """On a GPU the phase finds no memory; on a CPU, where the kernel would kill whom it likes, this rank gets no more."""
+        if torch.cuda.is_initialized():
+            free, _ = torch.cuda.mem_get_info()
+            self._held.append(torch.empty(max(0, free - CHUNK_BYTES), dtype=torch.uint8, device="cuda"))
+            return
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        ballast: list[bytearray] = []
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BALLAST_BYTES, before[1]))
+        try:
+            for _ in range(1 + BALLAST_BYTES // CHUNK_BYTES):
+                try:
+                    ballast.append(bytearray(CHUNK_BYTES))
+                except MemoryError as error:
+                    raise MemoryError(f"{len(ballast) * CHUNK_BYTES >> 20} MiB of ballast took all memory") from error
+        finally:
+            ballast.clear()
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+    def _full_disk(self, fault: Fault) -> None:
+        """The file has no name, and its bytes are free again once this process has ended."""
+        assert self.folder is not None
+        file = os.open(self.folder, os.O_TMPFILE | os.O_WRONLY)
+        self._held.append(file)
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    os.write(file, bytes(size))
+            except OSError:
+                continue  # full, but for less than that
+        raise OSError(28, "No space left on device", str(self.folder))
+
+    def _nan_gradient(self, fault: Fault) -> None:
+        learner = self.learners[fault.phase]
+
+        def spoil() -> None:
+            learner.after_backward.clear()
+            parameter = next(each for each in learner.model.parameters() if each.grad is not None and _holds(each))
+            local(parameter.grad).view(-1)[0] = float("nan")  # type: ignore[arg-type]
+
+        learner.after_backward.append(spoil)
+
+    def _nan_weight(self, fault: Fault) -> None:
+        _, tensor = self._sent(fault)
+        with torch.no_grad():
+            local(tensor).view(-1)[0] = float("nan")
+
+    def _wrong_shape(self, fault: Fault) -> None:
+        name, tensor = self._sent(fault)
+        self._replace(
+            name, torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+        )
+
+    def _dropped_bucket(self, fault: Fault) -> None:
+        """From now on this rank's rows of the last bucket arrive as zeros: what loses a bucket does so again, when it is
+        searched for."""
+        assert self.sync is not None
+        self.sync.transport = _Dropping(self.sync.transport, self.sync.live)
+
+    def _lost_message(self, fault: Fault) -> None:
+        """The scheduler beside this rank never hears that a bucket lies in its slot."""
+        from harness.weights.transports import Stream
+
+        sync = self.sync
+        assert sync is not None
+        if not isinstance(sync.transport, Stream):
+            raise CannotRunHere(f"run.inject = {fault} needs weights.transport = stream, which this sglang has not.")
+        opened = sync.transport
+
+        def link() -> Any:
+            real = opened.link()
+            real.link = cast(Any, _Deaf(real.link))
+            return real
+
+        sync.transport = replace(opened, link=link)
+
+    def _sent(self, fault: Fault) -> tuple[str, torch.Tensor]:
+        """Name and tensor of the first that a sync gathers, and of which this rank holds a part."""
+        assert self.sync is not None
+        return next((name, each) for name, each in self.sync.live.items() if each.is_floating_point() and _holds(each))
+
+    def _replace(self, name: str, tensor: torch.Tensor) -> None:
+        assert self.sync is not None
+        live, before = self.sync.live, self.sync.live[name]
+        live[name] = tensor
+        self._undo.append(lambda: live.__setitem__(name, before))
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropping:
+    """A transport on whose way the last bucket is lost, and nowhere else."""
+
+    transport: "Transport"
+    live: dict[str, torch.Tensor]
+
+    def push(self, buckets: "Sequence[Bucket]", gather: "Gather") -> None:
+        lost = {piece.live_name: self.live[piece.live_name] for piece in buckets[-1].pieces}
+        self.live.update({name: torch.zeros_like(tensor) for name, tensor in lost.items()})
+        try:
+            self.transport.push(buckets, gather)
+        finally:
+            self.live.update(lost)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class _Deaf:
+    """A line of which the next message is lost."""
+
+    def __init__(self, line: Any) -> None:
+        self._line = line
+        self._has_lost = False
+
+    def send(self, message: Any) -> None:
+        if self._has_lost or not isinstance(message, int):
+            self._line.send(message)
+        self._has_lost = self._has_lost or isinstance(message, int)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._line, name)
+
+
+def _holds(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds elements of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() > 0

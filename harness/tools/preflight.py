@@ -1,0 +1,248 @@
+"""Mistakes that can be known without other ranks, found before any starts: by --check and --dry-run, by the quickstart, and
+by the first rank of each host before torch is imported.
+
+Reads config.json, rows and the source of installed packages; imports no torch, no transformers and no SGLang. On a Python
+without these packages what needs their source is not checked.
+"""
+
+import difflib
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.cluster.mesh import ParallelDims
+from harness.config.command import parse
+from harness.config.layers import ConfigError
+from harness.config.rules import check_transport, check_unquantized
+from harness.config.schema import Config
+from harness.rollout import sglang_api
+from harness.rollout.cpu.activate import torch_is_for_cpu
+from harness.rollout.cpu.limits import cpu_refusals
+from harness.rollout.sglang_api import source
+from harness.runtime import hub
+from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.task.architectures import ARCHITECTURES, is_tiny
+from harness.task.data import check_rows, check_template, is_hub_id
+from harness.task.tiny_models import CONFIG_CLASSES, NOT_A_SHAPE, tiny_fields
+from harness.tools import environments
+from harness.tools.plan.refusals import padded, refusals
+from harness.tools.plan.shapes import Fields, UnknownShape, model_fields, model_shape
+
+Device = Literal["cpu", "cuda"]
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
+"""In /dev: NVIDIA's, those of Windows' Linux, AMD's."""
+WEIGHTS = ("*.safetensors", "*.bin")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+
+
+def check_plan(config: Config) -> None:
+    """Raise ValueError, one sentence, for what cannot work wherever it runs, CannotRunHere for what the CPU cannot.
+
+    engine.device = "auto" counts as CUDA, which refuses more. Without network: a hub id is not looked up.
+    """
+    _check(config, "cpu" if config.engine.device == "cpu" else "cuda")
+
+
+def check_here(config: Config) -> list[str]:
+    """Raise ValueError or CannotRunHere, one sentence, for what cannot work on this host; look a hub id up. Return
+    warnings, sentences."""
+    device = device_here(config)
+    check_transport(config, device)
+    fields = _check(config, device)
+    if is_hub_model(config.model.name):
+        fields = _of_hub(lambda: hub.model_fields(config.model.name), "model.name", config.model.name)
+        _check_cpu(config, fields, device)
+        _check_sizes(config, fields, device)
+    if is_hub_id(config.task.source):
+        _of_hub(lambda: hub.look_up("dataset", config.task.source), "task.source", config.task.source)
+    return padded(fields, config) if fields and device == "cpu" else []
+
+
+def check_started(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Before a rank imports torch: torchrun started it, with as many ranks as the mesh has. Raise ValueError."""
+    dims = ParallelDims.of(config.parallel)
+    if "RANK" not in environment:
+        command = torchrun_line(dims.world_size, script, arguments)
+        raise ConfigError(f"RANK is not in the environment; start this with: {command}")
+    world_size = environment.get("WORLD_SIZE", "")
+    if world_size.isdecimal() and environment.get("LOCAL_RANK", "0") == "0":
+        dims.validate(int(world_size))
+
+
+def check_rank(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """check_started; and, on the first rank of each host, check_here, whose warnings rank 0 prints. Raise ValueError."""
+    check_started(config, script, arguments, environment)
+    if environment.get("LOCAL_RANK", "0") != "0":
+        return
+    warnings = check_here(config)
+    if environment["RANK"] == "0":
+        for sentence in warnings:
+            print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def torchrun_line(ranks: int, script: str, arguments: Sequence[str]) -> str:
+    """The command that starts so many ranks on this host, to paste; that of this Python, or of the checkout's .venv."""
+    python = environments.made() or Path(sys.executable)
+    start = [
+        str(Path(word).relative_to(Path.cwd())) if word.startswith(f"{Path.cwd()}/") else word
+        for word in environments.torchrun(python)
+    ]
+    words = [*start, "--nnodes=1", f"--nproc-per-node={ranks}", script, *arguments]
+    return shlex.join(words)
+
+
+def device_here(config: Config, environment: Mapping[str, str] = os.environ) -> Device:
+    """What engine.device means on this host. Raise ConfigError where it asks for a GPU that is not there.
+
+    Looks at device files and at torch's build; what a driver refuses shows once torch is imported.
+    """
+    wanted = config.engine.device
+    if wanted == "cpu":
+        return "cpu"
+    reason = no_gpu(environment)
+    if wanted == "cuda" and reason:
+        raise ConfigError(f'engine.device = "cuda", but {reason}; set engine.device = "cpu".')
+    return "cpu" if reason else "cuda"
+
+
+def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
+    """Why there is no GPU to use on this host, as a part of a sentence; empty where there may be one."""
+    if environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES = {environment['CUDA_VISIBLE_DEVICES']!r} hides every GPU"
+    if not any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES):
+        return "this host has no GPU"
+    return "the torch that is installed here is built for the CPU" if torch_is_for_cpu() else ""
+
+
+def is_hub_model(name: str) -> bool:
+    """Whether a model's name is neither a tiny model's nor a folder here, but can be a hub's OWNER/NAME."""
+    return not is_tiny(name) and not Path(name).exists() and HUB_ID.fullmatch(name) is not None
+
+
+def _check(config: Config, device: Device) -> Fields:
+    """What needs neither this host's devices nor a network. Return the fields of the model's config; none of a hub's."""
+    _check_engine_arguments(config)
+    fields = _model_fields(config, device)
+    _check_cpu(config, fields, device)
+    if fields:
+        _check_sizes(config, fields, device)
+    check_template(config.task.template)
+    rows = check_rows(config.task.source, config.task.split, config.task.rows)
+    prompts = config.rollout.prompts_per_step
+    if rows is not None and rows < prompts:
+        raise ConfigError(
+            f"rollout.prompts_per_step = {prompts} is more than the {rows} rows of task.source ="
+            f' "{config.task.source}": a step takes no prompt twice.'
+        )
+    return fields
+
+
+def _check_engine_arguments(config: Config) -> None:
+    if config.engine.args:
+        with suppress(ModuleNotFoundError):  # without SGLang: --check on a laptop
+            sglang_api.check_arguments(sglang_api.probe(), config.engine.args, {})
+
+
+def _model_fields(config: Config, device: Device) -> Fields:
+    name = config.model.name
+    if is_tiny(name):
+        _check_shape_fields(config)
+        fields = model_fields(name, config.model.shape, device)
+        try:
+            model_shape(fields)
+        except UnknownShape as error:
+            raise ConfigError(f"model.shape cannot work: {error}.") from error
+        return fields
+    folder = Path(name)
+    if is_hub_model(name):
+        found = hub.cached_config(name)
+        return _read(found) if found else {}
+    if not folder.is_dir():
+        nearest = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)[0]
+        hint = f"nor a hub id (OWNER/NAME), nor a tiny model; the nearest of these is {nearest}"
+        raise ConfigError(f'model.name = "{name}" is no folder here{"" if "/" in name else ", " + hint}.')
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f'model.name = "{name}" has no config.json: give the folder of a model as transformers saves it.'
+        )
+    needed = [("tokenizer", TOKENIZERS)] + ([("weights", WEIGHTS)] if config.model.weights == "checkpoint" else [])
+    for what, patterns in needed:
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            raise ConfigError(f'model.name = "{name}" has no {what}: none of {", ".join(patterns)} is in this folder.')
+    return _read(folder / "config.json")
+
+
+def _read(file: Path) -> Fields:
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}.") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{file} is a JSON {type(fields).__name__}; it must be an object.")
+    return fields
+
+
+def _check_shape_fields(config: Config) -> None:
+    known = shape_fields(config.model.name) if config.model.shape else set()
+    for key, value in config.model.shape.items() if known else ():
+        if key not in known:
+            nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"model.shape.{key} = {value!r} is no field of {config.model.name}'s config: did you mean {nearest}?"
+            )
+
+
+def shape_fields(name: str) -> set[str]:
+    """Fields of a tiny model's config, read from transformers' source; none where that is not installed."""
+    try:
+        tree = source.installed("transformers")
+    except ModuleNotFoundError:
+        return set()
+    folder, name_of_class = CONFIG_CLASSES[name]
+    own = tree.find_class(name_of_class, f"models/{folder}/configuration_{folder}.py")
+    base = tree.find_class("PreTrainedConfig", "configuration_utils.py")
+    found = set(tiny_fields(name, "cpu"))
+    for each in (own, base):
+        found |= set(source.annotated_fields(each)) | set(source.methods(each).get("__init__", ()))
+    return found - NOT_A_SHAPE
+
+
+def _check_sizes(config: Config, fields: Fields, device: Device) -> None:
+    check_unquantized(fields, config.model.name)
+    for sentence in refusals(fields, config, device):
+        raise ConfigError(sentence)
+
+
+def _check_cpu(config: Config, fields: Fields, device: Device) -> None:
+    """Raise CannotRunHere for what SGLang's CPU mode cannot serve."""
+    for sentence in cpu_refusals(fields.get("model_type"), config.engine.args) if device == "cpu" else ():
+        raise CannotRunHere(sentence)
+
+
+def _of_hub(ask: Callable[[], Any], key: str, name: str) -> Any:
+    try:
+        return ask()
+    except ValueError as error:
+        raise ConfigError(f'{key} = "{name}" is no folder here, and as a hub id cannot be loaded: {error}.') from error
+
+
+def main(words: Sequence[str]) -> int:
+    """`python -m harness.tools.preflight CONFIG.toml ...`, for the quickstart: check_here; print how many ranks to start."""
+    try:
+        config = parse(words).config
+        check_here(config)
+    except (ValueError, CannotRunHere) as error:
+        return say_mistake(error, rank=0)
+    print(ParallelDims.of(config.parallel).world_size)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

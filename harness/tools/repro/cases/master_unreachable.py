@@ -1,0 +1,35 @@
+"""Rank 1 is told an address of the master at which nobody answers: a closed port, as behind a firewall that rejects."""
+
+import datetime
+import os
+
+from harness.tools.repro import ranks, variant
+from harness.tools.repro.case import Case
+
+CASE = Case(
+    title="nobody answers at the master's address that a rank was given",
+    needs="cpu",
+    broken="rank 1 has another MASTER_PORT than rank 0",
+    healthy="both have the same",
+    signature=(r"client socket has timed out after \d+ ?ms|timed out after \d+ ?(s|ms|seconds)",),
+    failure="multinode-tp-init-timeout",
+)
+TIMEOUT = datetime.timedelta(seconds=2)
+
+
+def program(broken: bool) -> None:
+    closed = ranks.free_port()
+
+    def work(rank: int) -> None:
+        import torch.distributed as dist
+
+        if broken and rank == 1:
+            os.environ["MASTER_PORT"] = str(closed)
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        print(f"rank {rank}: the group is up", flush=True)
+
+    ranks.start(work)
+
+
+if __name__ == "__main__":
+    variant.main(program)

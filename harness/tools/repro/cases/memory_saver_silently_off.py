@@ -1,0 +1,33 @@
+"""release_memory_occupation of an engine that was started without enable_memory_saver: it answers, and frees nothing."""
+
+from harness.tools.repro import variant
+from harness.tools.repro.case import Case, Number
+from harness.tools.repro.engine import prepare_process, tiny_engine
+from harness.tools.repro.gpu import GIB, free_bytes
+
+CASE = Case(
+    title="a release without the memory saver answers success and frees nothing",
+    needs="one_gpu",
+    broken="enable_memory_saver=False",
+    healthy="enable_memory_saver=True",
+    number=Number(name="share of the engine's memory held after the release", broken_above=0.9, healthy_below=0.5),
+    requires=("torch_memory_saver",),
+    engine=True,
+    seconds=150,
+)
+
+
+def program(broken: bool) -> None:
+    prepare_process()
+    before = free_bytes()
+    with tiny_engine(enable_memory_saver=not broken) as engine:
+        engine.generate()
+        awake = before - free_bytes()
+        engine.release()
+        asleep = before - free_bytes()
+        print(f"the engine held {awake / GIB:.2f} GiB, and {asleep / GIB:.2f} GiB after the release")
+        print(f"share of the engine's memory held after the release: {asleep / awake:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    variant.main(program)

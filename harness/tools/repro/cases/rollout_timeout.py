@@ -1,0 +1,35 @@
+"""While TP rank 0 generates, the other ranks already wait for its answer in a collective; they wait no longer than the
+group's time-out, 30 minutes by default, here 2 s."""
+
+import datetime
+import time
+
+from harness.tools.repro import ranks, variant
+from harness.tools.repro.case import Case
+
+CASE = Case(
+    title="generating takes longer than the time-out of the group in which the other ranks wait",
+    needs="cpu",
+    broken="generating takes 5 s, the time-out is 2 s",
+    healthy="generating takes 0.5 s",
+    signature=(r"[Tt]imed out waiting 2000ms for recv operation to complete",),
+)
+
+
+def program(broken: bool) -> None:
+    def work(rank: int) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+        answers = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+        told = [None]
+        if rank == 0:
+            time.sleep(5 if broken else 0.5)
+        dist.broadcast_object_list(told, src=0, group=answers)
+        print(f"rank {rank}: has the answers", flush=True)
+
+    ranks.start(work)
+
+
+if __name__ == "__main__":
+    variant.main(program)

@@ -1,0 +1,31 @@
+"""The import with which every script of spring 2025 began."""
+
+from harness.tools.repro import variant
+from harness.tools.repro.case import Case
+
+CASE = Case(
+    title="sglang ships no VerlEngine any more",
+    needs="cpu",
+    broken="VerlEngine is imported from sglang",
+    healthy="VerlEngine is imported from this harness",
+    signature=(r"No module named 'sglang.srt.entrypoints.verl_engine'",),
+    requires=("sglang",),
+)
+
+
+def program(broken: bool) -> None:
+    from harness.rollout.cpu.activate import activate
+
+    activate()
+    if broken:
+        from harness.rollout.sglang_api import source
+
+        print(source.load("srt/entrypoints/verl_engine.py", "VerlEngine"))
+    else:
+        from harness.rollout.verl_engine import VerlEngine
+
+        print(VerlEngine)
+
+
+if __name__ == "__main__":
+    variant.main(program)

@@ -1,0 +1,1 @@
+"""The weight sync alone: verified, or timed."""

@@ -1,0 +1,1 @@
+"""The fast transport: buffers shared with the schedulers, and the plan that fills them."""

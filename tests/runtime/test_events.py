@@ -1,0 +1,122 @@
+import io
+import json
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.runtime import events
+from harness.runtime.events import Console, EventLog
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def log_at(path: Path, console: Console | None = None) -> EventLog:
+    return EventLog(path / "events" / "rank3.jsonl", 3, "here", console, memory=lambda: {"rss": 7})
+
+
+def test_a_fact_is_one_line_with_time_rank_and_host(tmp_path: Path) -> None:
+    log = log_at(tmp_path)
+    before = time.time()
+    log.fact("sample", text="two\nlines", folder=tmp_path)
+    log.close()
+    log.fact("again")
+    log.close()
+    first, second = lines(log.path)
+    assert before <= first.pop("time") <= time.time()
+    assert first == {"rank": 3, "host": "here", "event": "sample", "text": "two\nlines", "folder": str(tmp_path)}
+    assert second["event"] == "again"
+
+
+def test_facts_are_on_disk_at_once(tmp_path: Path) -> None:
+    log = log_at(tmp_path)
+    log.fact("one")
+    assert [line["event"] for line in lines(log.path)] == ["one"]
+    log.close()
+
+
+def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
+    log = log_at(tmp_path)
+
+    def write(thread: int) -> None:
+        for number in range(200):
+            log.fact("n", thread=thread, number=number, padding="x" * 500)
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    seen = [(line["thread"], line["number"]) for line in lines(log.path)]
+    assert len(seen) == 800
+    for index in range(4):
+        assert [number for thread, number in seen if thread == index] == list(range(200))
+
+
+def test_a_phase_has_a_start_an_end_seconds_and_memory(tmp_path: Path) -> None:
+    log = log_at(tmp_path)
+    for step in range(2):
+        with log.phase("sync", step):
+            time.sleep(0.02)
+    log.close()
+    start, end, *_ = lines(log.path)
+    assert (start["event"], start["phase"], start["step"]) == ("phase_start", "sync", 0)
+    assert (end["event"], end["phase"], end["step"], end["memory"]) == ("phase_end", "sync", 0, {"rss": 7})
+    assert end["seconds"] >= 0.02
+    assert log.seconds["sync"][0] == end["seconds"] and len(log.seconds["sync"]) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt("no")])
+def test_a_failed_phase_says_so_and_does_not_end(error: BaseException, tmp_path: Path) -> None:
+    log = log_at(tmp_path)
+    with pytest.raises(type(error)), log.phase("sync", 1):
+        raise error
+    log.close()
+    assert [line["event"] for line in lines(log.path)] == ["phase_start", "phase_failed"]
+    assert lines(log.path)[1]["error"] == f"{type(error).__name__}: no"
+    assert log.seconds == {}
+
+
+def test_a_long_phase_says_what_it_waits_for_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "PATIENCE_SECONDS", 0.1)
+    stream = io.StringIO()
+    log = log_at(tmp_path, Console(stream, launched=time.time() - 100))
+    with log.phase("sync", 0, waiting_for="all ranks"):
+        time.sleep(0.35)
+    log.close()
+    said = stream.getvalue().splitlines()
+    time.sleep(0.25)
+    assert 2 <= len(said) <= 3
+    assert all(re.fullmatch(r"\[ 100\.\d s\] sync: waiting for all ranks \(0 s so far\)", line) for line in said)
+    assert stream.getvalue().splitlines() == said
+
+
+def test_what_is_said_is_a_fact_on_every_rank_and_on_the_console_of_one(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    log = log_at(tmp_path, Console(stream, launched=time.time()))
+    log.say("hello")
+    log_at(tmp_path).say("quiet")
+    log.close()
+    assert [(line["event"], line["text"]) for line in lines(log.path)] == [("say", "hello"), ("say", "quiet")]
+    assert re.fullmatch(r"\[   0\.\d s\] hello\n", stream.getvalue())
+
+
+def test_a_block_is_shown_without_a_time() -> None:
+    stream = io.StringIO()
+    Console(stream, launched=0.0).show("a table\n\n")
+    assert stream.getvalue() == "a table\n"
+
+
+def test_a_rank_that_ends_leaves_the_reason_and_tells_whoever_wants_to_know(tmp_path: Path) -> None:
+    log, told = log_at(tmp_path), list[str]()
+    log.endings += [lambda error, traceback: told.append(error)] * 2
+    log.fail("ValueError: no", traceback="where")
+    assert told == ["ValueError: no"] * 2
+    (line,) = lines(log.path)
+    assert (line["event"], line["error"], line["traceback"]) == ("failed", "ValueError: no", "where")

@@ -1,0 +1,43 @@
+"""Commands whose output nobody reads on, as in `... | head`: real processes, real pipes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.runtime.exit import READER_GONE
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+COMMANDS = {
+    "dry run": ("launch/ppo.py", "configs/cpu/quickstart.toml", "--parallel.tp", "1", "--dry-run"),
+    "repros": ("launch/repro.py", "list"),
+    "export": ("launch/export.py", "configs/cpu/quickstart.toml"),
+    "diagnose": ("launch/diagnose.py", "README.md"),
+    "bisect": ("launch/bisect_versions.py", "--help"),
+    "hosts": ("launch/hosts.py", "--help"),
+    "report": ("launch/report.py", "--help"),
+}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_reader_that_leaves_is_no_failure_to_speak_of(name: str, unbuffered: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *COMMANDS[name]],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    assert (process.wait(60), process.stderr.read()) == (READER_GONE, b"")
+    process.stderr.close()
+
+
+def test_a_command_that_is_read_ends_with_its_own_code() -> None:
+    words = [sys.executable, "launch/diagnose.py", "setup.cfg"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "") and done.stdout

@@ -1,0 +1,46 @@
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from harness.runtime import mistake
+from harness.runtime.mistake import say_mistake
+
+
+def test_rank_0_says_one_sentence_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    assert say_mistake(ValueError("run.steps = 0: it must be at least 1"), rank=0) == 2
+    assert time.monotonic() - started < mistake.SPEAK_FIRST_SECONDS / 2
+    assert capsys.readouterr() == ("", "error: run.steps = 0: it must be at least 1\n")
+
+
+def test_other_ranks_let_rank_0_speak_first(capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    assert say_mistake(ValueError("no"), rank=1) == 2
+    assert time.monotonic() - started >= mistake.SPEAK_FIRST_SECONDS
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_rank_that_may_be_alone_speaks_after_rank_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mistake, "SPEAK_ALONE_SECONDS", 0.1)
+    assert say_mistake(ValueError("no"), rank=3, alone=True) == 2
+    assert capsys.readouterr() == ("", "error on rank 3: no\n")
+
+
+def test_it_is_said_again_once_the_launcher_has_ended() -> None:
+    """A real process stands for torchrun; its last line must not be the last on the screen."""
+    rank = "from harness.runtime.mistake import say_mistake; raise SystemExit(say_mistake(ValueError('no'), rank=0))"
+    launcher = f"""
+import os, subprocess, sys, time
+ranks = os.environ | {{"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}}
+assert subprocess.run([sys.executable, "-c", {rank!r}], env=ranks).returncode == 2
+time.sleep(0.3)
+print("report", file=sys.stderr, flush=True)
+"""
+    clean = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    done = subprocess.run([sys.executable, "-c", launcher], env=clean, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines() == ["error: no", "report", "error: no"]

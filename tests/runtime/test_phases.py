@@ -1,0 +1,35 @@
+"""One list of phases: what the code begins is in it, and the other way round."""
+
+import ast
+from pathlib import Path
+
+from harness.runtime.phases import MEET, PHASES, RUN, deadline
+
+HARNESS = Path(__file__).resolve().parents[2] / "harness"
+
+
+def phases_in_the_code() -> set[str]:
+    """First arguments of phase(...), and of timed(...) on a Verification, whose phases are verify_<part>."""
+    found = set()
+    for file in HARNESS.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+                continue
+            called = ast.unparse(node.func)
+            if called == "phase" or called.endswith("events.phase"):
+                found.add(str(node.args[0].value))
+            elif called.endswith(("self.timed", "verification.timed")):
+                found.add(f"verify_{node.args[0].value}")
+    return found
+
+
+def test_every_phase_can_have_a_deadline() -> None:
+    assert phases_in_the_code() | {RUN, MEET} == set(PHASES)
+    assert len(set(PHASES)) == len(PHASES)
+
+
+def test_phases_that_are_not_named_have_the_common_deadline_and_the_whole_job_none() -> None:
+    assert deadline("sync", {"sync": 7}, 600) == 7
+    assert deadline("generate", {"sync": 7}, 600) == 600
+    assert deadline(RUN, {}, 600) is None
+    assert deadline(RUN, {RUN: 9}, 600) == 9

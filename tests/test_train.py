@@ -1,0 +1,39 @@
+"""What every job builds before its own parts, where it needs no engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma2Config, PretrainedConfig, Qwen2Config
+
+from harness.config.command import parse
+from harness.parts import trainer_attention
+from harness.runtime.mistake import CannotRunHere
+
+
+class Said:
+    """In place of an EventLog."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def attention(config: PretrainedConfig, folder: Path, device: str) -> tuple[str, list[str]]:
+    config.save_pretrained(folder)
+    said: Any = Said()
+    return trainer_attention(parse([]).config, folder, device, said), said.lines
+
+
+def test_attention_that_is_not_sdpa_is_said_with_its_reason(tmp_path: Path) -> None:
+    assert attention(Qwen2Config(), tmp_path / "qwen2", "cuda") == ("sdpa", [])
+    found, [line] = attention(Gemma2Config(), tmp_path / "gemma2", "cuda")
+    assert found == "eager" and 'model.attention = "eager": gemma2 caps attention logits' in line
+
+
+def test_a_cap_that_the_engine_leaves_out_on_the_cpu_cannot_run_there(tmp_path: Path) -> None:
+    with pytest.raises(CannotRunHere, match="gemma2 caps attention logits .* torch_native"):
+        attention(Gemma2Config(), tmp_path, "cpu")
+    assert attention(Gemma2Config(attn_logit_softcapping=None), tmp_path / "without", "cpu") == ("sdpa", [])

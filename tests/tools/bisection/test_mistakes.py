@@ -1,0 +1,182 @@
+"""What is asked wrongly ends in one sentence and exit code 2; what is missing for a while, in a pause."""
+
+import http.server
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tools.bisection.bisecting import Bench, bare_python
+from tests.tools.bisection.wheels import make_wheel
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    made = Bench(tmp_path_factory.mktemp("mistakes"))
+    made.sites(["code = 0", "code = 0", "code = 1", "code = 1"])
+    made.script("import moving, sys; sys.exit(moving.code)")
+    (made.folder / "plain.sh").write_text("exit 0")
+    return made
+
+
+SITES = ["--package", "moving", "--environments", "sites"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([*SITES, "--good", "1.0", "--bad", "1.9", "--", "script.py"], "has no version 1.9; nearest are 1.2, 1.3."),
+        ([*SITES, "--good", "1.3", "--bad", "1.0", "--", "script.py"], "good = 1.3 is newer than bad = 1.0"),
+        ([*SITES, "--good", "1.0", "--bad", "1.0", "--", "script.py"], "good and bad are both 1.0"),
+        ([*SITES, "--good", "one", "--bad", "1.0", "--", "script.py"], "'one'; give a version such as"),
+        ([*SITES, "--good", "1.0", "--bad", "1.1", "--", "script.py"], "the bad end 1.1 is good as well"),
+        ([*SITES, "--good", "1.2", "--bad", "1.3", "--", "script.py"], "the good end 1.2 is bad already"),
+        ([*SITES, "--good", "1.0", "--bad", "1.3", "--", "nowhere.py"], "the script nowhere.py is not there."),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--", "no-such-program"],
+            "the command no-such-program is not there.",
+        ),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--", "./plain.sh"],
+            "./plain.sh is not executable; make it so with",
+        ),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--repeat", "4", "--confidence", "1.5", "--", "script.py"],
+            "from 0.5 to",
+        ),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--then-git", "no", "--", "script.py"],
+            "--then-git no is no folder",
+        ),
+        ([*SITES, "--good", "1.0", "--bad", "1.3"], "there is nothing to run"),
+        ([*SITES, "--bad", "1.3", "--", "script.py"], "--good is missing"),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--match", "(", "--", "script.py"],
+            "neither a known slug nor a regular",
+        ),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--metric", "x", "--", "script.py"],
+            "needs one of --above, --below and",
+        ),
+        ([*SITES, "--good", "1.0", "--bad", "1.3", "--hang", "--", "script.py"], "--hang needs --timeout"),
+        (
+            [*SITES, "--good", "1.0", "--bad", "1.3", "--timeout", "soon", "--", "script.py"],
+            "timeout = 'soon' must be a time",
+        ),
+        (["--good", "1.0", "--bad", "1.3", "--git", ".", "--", "script.py"], "is no git checkout"),
+        (["--good", "1.0", "--bad", "1.3", "--wheels", "sites", "--", "script.py"], "has no wheel of sglang"),
+        (["--resume", "sites"], "holds no bisect"),
+        (["status", "sites"], "sites holds no bisect"),
+        (["replay", "script.py"], "script.py:1 begins with 'import'"),
+    ],
+)
+def test_one_sentence_and_exit_code_2(bench: Bench, words: list[str], sentence: str) -> None:
+    own = ["--python", bare_python(), "--probe", "none"] if "--" in words else []
+    run = bench.bisect(*own, *words)
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert sentence in run.stderr and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+
+
+class SlowIndex(http.server.BaseHTTPRequestHandler):
+    """Has two releases of `moving`, whose files cannot be had while `broken` is set."""
+
+    broken = True
+    wheels: Path
+
+    def do_GET(self) -> None:
+        name = self.path.rsplit("/", 1)[-1]
+        if name.endswith(".whl"):
+            if SlowIndex.broken:
+                self.close_connection = True
+                return self.connection.close()
+            body, kind = (self.wheels / name).read_bytes(), "application/octet-stream"
+        else:
+            files = [
+                {"filename": file.name, "url": f"/{file.name}", "hashes": {}, "upload-time": "2026-01-01T00:00:00Z"}
+                for file in sorted(self.wheels.glob("*.whl"))
+            ]
+            body = json.dumps({"meta": {"api-version": "1.1"}, "name": "moving", "files": files}).encode()
+            kind = "application/vnd.pypi.simple.v1+json"
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        return None
+
+    def log_message(self, *words: object) -> None:
+        """Nothing is said."""
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[str]:
+    SlowIndex.wheels, SlowIndex.broken = tmp_path / "wheels", True
+    for minor in range(4):
+        make_wheel(SlowIndex.wheels, "moving", f"1.{minor}", f"code = {int(minor > 1)}")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), SlowIndex)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.mark.slow
+def test_an_index_that_is_lost_pauses_and_is_gone_on_from(tmp_path: Path, index: str) -> None:
+    bench = Bench(tmp_path)
+    bench.environment |= {
+        "PIP_INDEX_URL": index,
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_FIND_LINKS": "",
+        "UV_HTTP_RETRIES": "0",
+        "UV_CACHE_DIR": str(tmp_path / "uv"),
+        "NO_PROXY": "127.0.0.1",
+    }
+    words = [
+        "--package",
+        "moving",
+        "--only-package",
+        "--python",
+        bare_python(),
+        "--dir",
+        "found",
+        "--network-waits",
+        "0.1s",
+        "--good",
+        "1.0",
+        "--bad",
+        "1.3",
+    ]
+    run = bench.bisect(*words, "--", bench.script("import moving, sys; sys.exit(moving.code)"))
+    assert run.returncode == 4 and "paused: a package index could not be reached" in run.stderr, run.stdout + run.stderr
+    assert "Trying again in 0 s (1 of 1 attempts)" in run.stdout
+    SlowIndex.broken = False
+    run = bench.bisect("--resume", "found")
+    assert run.returncode == 0 and "The first bad release is 1.2" in run.stdout, run.stdout + run.stderr
+    assert "published" not in run.stderr and sys.executable not in run.stderr
+
+
+def test_no_index_at_all(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.environment |= {
+        "PIP_INDEX_URL": "http://127.0.0.1:9",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_EXTRA_INDEX_URL": "",
+    }
+    run = bench.bisect("--good", "1.0", "--bad", "1.1", "--", bench.script(""))
+    assert run.returncode == 4 and "the index http://127.0.0.1:9/sglang/ could not be read" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_no_disk_for_the_store_pauses(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    make_wheel(tmp_path / "wheels", "moving", "1.0", "")
+    make_wheel(tmp_path / "wheels", "moving", "1.1", "")
+    (tmp_path / "store").symlink_to("/dev/full")  # a file, on which nothing can be made
+    words = ["--package", "moving", "--only-package", "--wheels", "wheels", "--store", "store", "--dir", "found"]
+    run = bench.bisect(*words, "--good", "1.0", "--bad", "1.1", "--", bench.script(""))
+    assert run.returncode in (2, 4) and "Traceback" not in run.stderr, run.stderr

@@ -1,0 +1,82 @@
+"""A network that is lost in the middle: the project's own Conductor over an index that does not answer for a while."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from harness.tools.bisection.candidates import Candidate
+from harness.tools.bisection.environment import Environment
+from harness.tools.bisection.question import Options, WrongQuestion, ask
+from harness.tools.bisection.store import Unreachable
+from harness.tools.bisection.uv import problem
+from tests.tools.bisection.test_repeat import Anything, Drawn, Silent, state_of
+
+
+@dataclass
+class Telling(Silent):
+    """Keeps what it says."""
+
+    said: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@dataclass
+class Losing(Anything):
+    """Environments from an index that does not answer the next `losses` times, once `begins` were made."""
+
+    step: str
+    begins: int
+    losses: int
+
+    def resolve(self, candidate: Candidate) -> None:
+        self._ask("resolve")
+
+    def make(self, candidate: Candidate) -> Environment:
+        self._ask("make")
+        return super().make(candidate)
+
+    def _ask(self, step: str) -> None:
+        if step != self.step:
+            return
+        self.begins -= 1
+        if self.begins < 0 < self.losses:
+            self.losses -= 1
+            raise problem("error: error sending request for url (http://localhost/simple/moving/)")
+
+
+def conductor_of(provider: Losing) -> tuple[Drawn, Telling]:
+    waits = ("0.01s", "0.02s")
+    options = Options(good="1.0", bad="1.9", package="moving", probe="none", installs=0, network_waits=waits)
+    show = Telling()
+    conductor = Drawn(state_of(options), Path("/nowhere"), provider, show, 0, True)
+    conductor.first_bad, conductor.rate, conductor.chance = 4, 1.0, random.Random(0)
+    return conductor, show
+
+
+@pytest.mark.parametrize("step", ["make", "resolve"])
+def test_a_short_loss_does_not_end_the_night(step: str) -> None:
+    conductor, show = conductor_of(Losing(step, begins=3, losses=2))
+    answer = conductor.run()
+    assert answer.kind == "found" and answer.edges[0].after == 4
+    assert not conductor.state.closed
+    assert sum("could not be reached" in each and "Trying again in" in each for each in show.said) in (1, 2)
+
+
+@pytest.mark.parametrize("step", ["make", "resolve"])
+def test_a_long_one_pauses_with_its_verdicts(step: str) -> None:
+    conductor, show = conductor_of(Losing(step, begins=3, losses=1000))
+    with pytest.raises(Unreachable, match="could not be reached"):
+        conductor.run()
+    assert sum("Trying again in" in each for each in show.said) in (2, 3)
+    assert len(conductor.state.records) == (3 if step == "make" else 0)
+
+
+def test_waits_that_are_no_times_are_a_mistake() -> None:
+    for given in ("soon", "auto"):
+        with pytest.raises(WrongQuestion, match="must be"):
+            ask(Options(good="1.0", bad="1.1", network_waits=(given,)), ["true"], Path("/"))
+    assert ask(Options(good="1.0", bad="1.1", network_waits=("none",)), ["true"], Path("/")).network_waits == ()

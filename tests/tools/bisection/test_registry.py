@@ -1,0 +1,53 @@
+import json
+
+from packaging.version import Version
+
+from harness.tools.bisection.candidates import Candidate, between
+from harness.tools.bisection.registry import File, parse_html, parse_json, releases_of
+
+PAGE = """<!DOCTYPE html><html><body>
+<a href="https://files/sglang-0.5.9-py3-none-any.whl#sha256=aa" data-requires-python="&gt;=3.10" data-upload-time="2026-02-23T10:00:00Z">x</a>
+<a href="sglang-0.5.9.tar.gz#sha256=bb" data-upload-time="2026-02-23T10:05:00Z">x</a>
+<a href="sglang-0.5.10rc0-py3-none-any.whl">x</a>
+<a href="sglang-0.5.10-py3-none-any.whl" data-yanked="broken">x</a>
+<a href="sglang-0.5.10.post1-cp311-cp311-manylinux_2_34_x86_64.whl">x</a>
+<a href="sglang-0.5.11-py3-none-any.whl">x</a> <a href="sglang_router-0.9-py3-none-any.whl">x</a> <a href="README">x</a>
+</body></html>"""
+
+
+def found() -> dict[Version, Candidate]:
+    return releases_of("sglang", parse_html(PAGE))
+
+
+def test_a_page_in_html() -> None:
+    releases = found()
+    kept = [str(version) for version in sorted(releases) if not releases[version].yanked]
+    assert kept == ["0.5.9", "0.5.10rc0", "0.5.10.post1", "0.5.11"] and releases[Version("0.5.10")].yanked
+    assert releases[Version("0.5.9")].time == "2026-02-23T10:05:00Z"
+    assert releases[Version("0.5.9")].requires_python == ">=3.10"
+
+
+def test_a_page_in_json() -> None:
+    file = {
+        "filename": "a_b-1.0-py3-none-any.whl",
+        "upload-time": "2026-01-01T00:00:00Z",
+        "yanked": "bad",
+        "url": "",
+        "hashes": {},
+    }
+    assert parse_json(json.dumps({"files": [file]})) == [
+        File("a_b-1.0-py3-none-any.whl", "2026-01-01T00:00:00Z", "", True)
+    ]
+    whole = [File("a_b-1.0-py3-none-any.whl", "", "", True), File("a_b-1.0.tar.gz", "", "", False)]
+    assert not releases_of("A.b", whole)[Version("1.0")].yanked  # yanked only when all its files are
+    assert releases_of("A.b", whole[:1])[Version("1.0")].yanked
+
+
+def test_release_candidates_by_flag_or_as_an_end() -> None:
+    def names(older: str, newer: str, pre: bool) -> list[str]:
+        return [each.name for each in between(found(), older, newer, pre_releases=pre, of="sglang")]
+
+    assert names("0.5.9", "0.5.11", False) == ["0.5.9", "0.5.10.post1", "0.5.11"]
+    assert names("0.5.9", "0.5.11", True) == ["0.5.9", "0.5.10rc0", "0.5.10.post1", "0.5.11"]
+    assert names("0.5.10", "0.5.11", False) == ["0.5.10", "0.5.10.post1", "0.5.11"]  # yanked, and asked for
+    assert names("0.5.10rc0", "0.5.11", False) == ["0.5.10rc0", "0.5.10.post1", "0.5.11"]

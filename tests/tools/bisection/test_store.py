@@ -1,0 +1,112 @@
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.tools.bisection.store import NoDisk, Pause, Store
+
+
+def filling(count: int) -> Any:
+    def make(folder: Path, lock: int) -> dict[str, Any]:
+        (folder / "file").write_bytes(b"x" * count)
+        return {"seconds": 0.0}
+
+    return make
+
+
+def test_what_was_cut_off_is_made_anew_and_what_is_whole_is_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 20)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "half").write_text("left by a killed install")
+    folder, facts = store.ensure("a", filling(10))
+    assert not (folder / "half").exists() and facts["bytes"] == 10
+    (folder / "mine").touch()
+    store.release("a")
+    assert (store.ensure("a", filling(20))[0] / "mine").exists()
+
+
+def test_an_install_that_fails_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 20)
+
+    def fails(folder: Path, lock: int) -> dict[str, Any]:
+        (folder / "half").touch()
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(Pause, match="cannot be written: No space left"):
+        store.ensure("a", fails)
+    assert store.facts("a") is None
+
+
+def test_the_least_recently_used_goes_and_what_is_in_use_stays(tmp_path: Path) -> None:
+    store = Store(tmp_path, 250)
+    for name in "abc":
+        store.ensure(name, filling(100))
+        if name != "a":
+            store.release(name)  # a stays in use
+        time.sleep(0.02)
+    assert [store.facts(name) is not None for name in "abc"] == [True, False, True]
+    store.release("a")
+    store.ensure("d", filling(100))
+    assert [store.facts(name) is not None for name in "acd"] == [False, True, True]
+
+
+def test_two_processes_do_not_make_the_same_at_once(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 20)
+    started = time.monotonic()
+    with (tmp_path / "a.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        if not (pid := os.fork()):
+            time.sleep(0.4)
+            os._exit(0)  # the child holds the lock as well, as an installer whose parent was killed does
+        other.close()
+        store.ensure("a", filling(1))
+        assert time.monotonic() - started >= 0.35
+        os.waitpid(pid, 0)
+
+
+def test_a_limit_that_links_count_once(tmp_path: Path) -> None:
+    def linked(folder: Path, lock: int) -> dict[str, Any]:
+        (folder / "one").write_bytes(b"x" * 100)
+        os.link(folder / "one", folder / "two")
+        return {}
+
+    assert Store(tmp_path, 1000).ensure("a", linked)[1]["bytes"] == 100
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), NoDisk("no space is left")])
+def test_a_full_disk_takes_what_no_run_needs_before_it_pauses(tmp_path: Path, error: Exception) -> None:
+    store = Store(tmp_path, 1 << 20)
+    for name in "ab":
+        store.ensure(name, filling(10))
+    store.release("a")
+
+    def make(folder: Path, lock: int) -> dict[str, Any]:
+        (folder / "half").touch()
+        if (tmp_path / "a").exists():
+            raise error
+        return {}
+
+    folder, _ = store.ensure("c", make)
+    assert [each.name for each in folder.iterdir() if each.suffix != ".json"] == ["half"]
+    assert [store.facts(name) is not None for name in "abc"] == [False, True, True]
+
+
+def test_room_is_made_on_the_disk_for_as_much_as_the_largest_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, 1 << 20)
+    for name, count in (("a", 100), ("b", 300), ("c", 50)):
+        store.ensure(name, filling(count))
+        store.release(name)
+        time.sleep(0.02)
+
+    def usage(path: Path) -> Any:
+        return SimpleNamespace(free=500 - sum(store._sizes().values()))  # a disk of 500 bytes
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    store.ensure("d", filling(250))
+    assert [store.facts(name) is not None for name in "abcd"] == [False, False, True, True]

@@ -1,0 +1,143 @@
+"""The catalogue of known failures: read strictly, complete, and each entry's example its own."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from harness.runtime.phases import PHASES
+from harness.tools.diagnose.diagnose import diagnose
+from harness.tools.diagnose.entries import FOLDER, CatalogueError, Entry, catalogue, read_entry, surroundings
+from harness.tools.diagnose.patterns import Pattern
+
+ENTRIES = list(catalogue().values())
+EXAMPLES = [(entry, index) for entry in ENTRIES for index in range(len(entry.examples))]
+SOURCES = ("measured: ", "reported: ", "source: ", "harness: ", "signature: ")
+
+GOOD = """
+slug = "good"
+title = "A title"
+phases = ["sync"]
+context = ["engine"]
+cause = "A cause."
+fix = "A fix."
+signatures = [{ role = "cause", pattern = "some words" }]
+affected = [{ package = "sglang", first = "unknown", last = "unknown" }]
+repro = { needs = "cpu", does = "Something." }
+examples = [{ source = "harness: x", log = "some words" }]
+"""
+
+
+def written(folder: Path, text: str, name: str = "good") -> Path:
+    file = folder / f"{name}.toml"
+    file.write_text(text)
+    return file
+
+
+def test_there_are_at_least_as_many_entries_as_known_failures() -> None:
+    assert len(ENTRIES) >= 57
+    assert sorted(entry.slug for entry in ENTRIES) == sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.slug)
+def test_an_entry_is_sound(entry: Entry) -> None:
+    assert set(entry.phases) <= set(PHASES)
+    assert len(set(entry.signatures)) == len(entry.signatures)
+    assert len(set(entry.links)) == len(entry.links)
+    assert all(example.source.startswith(SOURCES) for example in entry.examples)
+    assert all(seen.versions and seen.date and seen.device and seen.result for seen in entry.seen)
+    # A measurement is of a release, never of "some".
+    assert all(version[0].isdigit() for seen in entry.seen for version in seen.versions.values())
+
+
+@pytest.mark.parametrize(("entry", "index"), EXAMPLES, ids=[f"{entry.slug}-{index}" for entry, index in EXAMPLES])
+def test_an_example_is_diagnosed_as_its_entry_and_as_no_other_cause(entry: Entry, index: int, tmp_path: Path) -> None:
+    log = tmp_path / "example.log"
+    log.write_text(entry.examples[index].log)
+    found = diagnose([str(log)])
+    assert found.finding and found.finding.entry.slug == entry.slug
+    assert [other.entry.slug for other in found.others if not other.entry.consequence] == []
+
+
+def test_no_cause_signature_matches_an_example_of_another_entry() -> None:
+    wrong = [
+        f"{entry.slug}: {signature.pattern.text} matches an example of {other.slug}"
+        for entry in ENTRIES
+        for signature in entry.signatures
+        if signature.role == "cause" and signature.near is None
+        for other in ENTRIES
+        # Of one sentence a consequence names the general case, and its cause the special one.
+        if other is not entry and not entry.consequence and not other.consequence
+        for example in other.examples
+        if any(signature.pattern.regex.search(line) for line in example.log.splitlines())
+    ]
+    assert wrong == []
+
+
+def test_a_good_file_is_read(tmp_path: Path) -> None:
+    entry = read_entry(written(tmp_path, GOOD))
+    assert (entry.slug, entry.signatures[0].pattern.text, entry.consequence) == ("good", "some words", False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('title = "A title"', 'titel = "A title"', "titel is unknown"),
+        ('title = "A title"', "", "title is missing"),
+        ('context = ["engine"]', "", "context is missing"),
+        ('context = ["engine"]', "context = []", "context is empty"),
+        ('pattern = "some words"', 'pattern = "some words", anywhere = ""', "anywhere is empty"),
+        ('title = "A title"', 'title = ""', "title is empty"),
+        ('title = "A title"', "title = 3", "must be of type str"),
+        ('slug = "good"', 'slug = "better"', "must be the file's name"),
+        ('role = "cause"', 'role = "reason"', "must be one of cause, likely, hint, excludes"),
+        ('role = "cause"', 'role = "hint"', "it would never be named"),
+        ('"some words"', '"some (words"', "unterminated subpattern"),
+        ('"some words"', '"[0-9]+"', "has no whole word"),
+        ('"some words"', '"some|words"', "outside of a group"),
+        ('needs = "cpu"', 'needs = "tpu"', "must be one of cpu, one_gpu"),
+        ('phases = ["sync"]', "phases = []", "phases is empty"),
+        ('fix = "A fix."', 'fix = "A fix."\nlinks = ["sglang#1"]', "must be https:// addresses"),
+        ('fix = "A fix."', "fix = ", "Invalid value"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_sentence(old: str, new: str, said: str, tmp_path: Path) -> None:
+    assert old in GOOD
+    with pytest.raises(CatalogueError, match="good.toml") as caught:
+        read_entry(written(tmp_path, GOOD.replace(old, new, 1)))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_context_must_be_known(tmp_path: Path) -> None:
+    written(tmp_path, GOOD.replace('context = ["engine"]', 'context = ["moon"]'))
+    with pytest.raises(CatalogueError, match="moon"):
+        catalogue(tmp_path)
+
+
+def test_the_surroundings_are_read() -> None:
+    assert set(surroundings().contexts) == {"engine", "trainer", "rollout", "harness", "distributed"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (r"Connection closed by peer \[", {"connection", "closed", "by", "peer"}),
+        (r"KeyError: '(?:kv_cache|weights)'", {"keyerror"}),
+        (r"\bin update_weights\b", {"in", "update_weights"}),
+        (r"timed out after \d+ ?ms while", {"timed", "out", "after", "while"}),
+        (r"Duplicate GPU detected ?: rank \d+", {"duplicate", "gpu", "rank"}),
+        (r"\w+Error: The memory", {"the", "memory"}),
+        (r"a.*bcd[e]fgh", {"a"}),
+        (r"versions? of", {"of"}),
+        (r"\W{1,4}abc x{0,2} de{1,2}", {"abc"}),
+    ],
+)
+def test_words_that_every_match_has(pattern: str, words: set[str]) -> None:
+    found = {word.decode() for word in Pattern(pattern).words}
+    assert found == words
+
+
+def test_every_file_is_toml_without_a_tab() -> None:
+    for file in FOLDER.glob("*.toml"):
+        tomllib.loads(file.read_text(encoding="utf-8"))
+        assert "\t" not in file.read_text(encoding="utf-8")

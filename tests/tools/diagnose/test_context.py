@@ -1,0 +1,211 @@
+"""What makes a name wrong: a warning, another engine, a failure that came later and has nothing to do with it."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.tools.diagnose.diagnose import Diagnosis, diagnose
+from harness.tools.diagnose.diagnosis_text import as_text
+
+USER = """Traceback (most recent call last):
+  File "/app/my_reward.py", line 31, in score
+    return table[answer]
+KeyError: 'answer'
+"""
+SGLANG = '  File "/env/site-packages/sglang/srt/managers/scheduler.py", line 9, in run_scheduler_process\n'
+VLLM = '  File "/env/site-packages/vllm/model_executor/models/qwen2.py", line 9, in load_weights\n'
+HEALTHY = "[2026-11-21 05:44:00 TP0] Decode batch. #running-req: 4, #token: 20480, token usage: 0.13\n"
+OWN_ERROR = "RuntimeError: Cannot pause allocation that is not active\n"
+
+
+def diagnosed(folder: Path, text: str) -> Diagnosis:
+    (folder / "a.log").write_text(text, encoding="utf-8")
+    return diagnose([str(folder / "a.log")])
+
+
+def name(found: Diagnosis) -> str:
+    return f"{found.finding.entry.slug} {found.finding.confidence}" if found.finding else found.verdict
+
+
+WARNINGS = (
+    "[2026-11-21 05:00:00 TP0] `pause` will not save memory because torch_memory_saver is not enabled.",
+    "[2026-11-21 05:00:00 TP0] Cache not flushed because there are pending requests. #queue-req: 0, #running-req: 3",
+    "WARNING:torch_memory_saver:TorchMemorySaver is disabled for the current process because invalid LD_PRELOAD",
+    "(WorkerDict pid=3) WARNING resume_memory_occupation timed out, sglang: out of memory in resume_memory_occupation",
+    "env of sglang workers: CUDA_VISIBLE_DEVICES=0,0",
+    "sglang 0.5.20: libcudart.so.12: cannot open shared object file, falling back",
+)
+
+
+@pytest.mark.parametrize("line", WARNINGS)
+def test_a_warning_before_a_users_exception_is_no_cause(line: str, tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, f"{line}\n{HEALTHY}{USER}")
+    assert found.verdict == "unknown"
+    assert found.suspicious and found.suspicious.text == "KeyError: 'answer'"
+
+
+STRANGERS = (
+    "AttributeError: 'Parameter' object has no attribute 'weight_loader'",
+    "AssertionError: Attempted to load weight (torch.Size([3])) into parameter (torch.Size([4]))",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.02 GiB. in update_weights",
+    "RuntimeError: CUDA error: an illegal memory access was encountered",
+)
+
+
+@pytest.mark.parametrize("line", STRANGERS)
+def test_a_traceback_of_another_engine_is_not_of_sglang(line: str, tmp_path: Path) -> None:
+    text = f"verl 0.5\nfp8\nTraceback (most recent call last):\n{VLLM}    in update_weights(\n{line}\n"
+    assert diagnosed(tmp_path, text).verdict == "unknown"
+    assert diagnosed(tmp_path, f"pip list: sglang 0.5.20\nsglang==0.5.20\n{text}").verdict == "unknown"
+
+
+PLAIN_TORCH = (
+    "RuntimeError: [enforce fail at gloo/transport/tcp/device.cc:83] ifa != nullptr. Unable to find address for: eth9",
+    "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
+    "node1:1:1 [0] NCCL WARN Bootstrap : no socket interface found\nRuntimeError: NCCL error",
+    "RuntimeError: nonce == returnedNonce INTERNAL ASSERT FAILED, Ping failed, invalid nonce returned",
+    "torch.distributed.DistNetworkError: The server socket has failed to listen. code: -98, name: EADDRINUSE",
+    "AssertionError: dp_size must be 1",
+    "AttributeError: 'Booster' object has no attribute 'scoring_func'",
+    "OSError: libcudart.so.12: cannot open shared object file: No such file or directory",
+)
+
+
+@pytest.mark.parametrize("line", PLAIN_TORCH)
+def test_the_same_sentence_of_another_program_is_unknown(line: str, tmp_path: Path) -> None:
+    frame = '  File "/env/site-packages/torch/distributed/distributed_c10d.py", line 9, in init_process_group\n'
+    text = f'Traceback (most recent call last):\n  File "train_ddp.py", line 3, in <module>\n{frame}{line}\n'
+    assert diagnosed(tmp_path, f"torchrun --nproc-per-node 8\n{text}").verdict == "unknown"
+
+
+def test_a_traceback_without_engine_and_trainer_gives_low_confidence(tmp_path: Path) -> None:
+    error = "RuntimeError: nonce == returnedNonce INTERNAL ASSERT FAILED\n"
+    strangers = f'Traceback (most recent call last):\n  File "/app/mine.py", line 3, in <module>\n{error}'
+    own = f"Traceback (most recent call last):\n{SGLANG}{error}"
+    assert name(diagnosed(tmp_path, f"{HEALTHY}{strangers}")) == "port-collision-same-seed low"
+    assert name(diagnosed(tmp_path, own)) == "port-collision-same-seed medium"
+
+
+def test_a_schedulers_own_exception_is_the_first_failure(tmp_path: Path) -> None:
+    # The line that opens its traceback says that there is one; that it is known does not explain the exception.
+    text = f"[2026-11-21 05:44:01 TP0] Scheduler hit an exception: Traceback (most recent call last):\n{SGLANG}"
+    found = diagnosed(tmp_path, f"{text}torch.OutOfMemoryError: CUDA out of memory.\n\nKilled\n")
+    assert found.verdict == "unknown" and found.suspicious and found.suspicious.text.startswith("torch.OutOfMemory")
+    assert found.ending and found.ending.text == "Killed"
+
+
+def test_an_error_that_was_survived_is_not_what_ended_the_log(tmp_path: Path) -> None:
+    near = diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY * 20}{USER}")
+    assert name(near) == "double-resume-or-release high"
+    assert near.ending and near.ending.text == "KeyError: 'answer'"
+    assert "ends with: " in as_text(near) and "KeyError: 'answer'" in as_text(near)
+    far = diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY * 300}{USER}")
+    assert far.verdict == "unknown" and far.suspicious and far.suspicious.text == "KeyError: 'answer'"
+    assert [each.entry.slug for each in far.others] == ["double-resume-or-release"]
+    assert "seen as well: double-resume-or-release" in as_text(far)
+
+
+def test_failures_in_between_connect_a_cause_with_the_end(tmp_path: Path) -> None:
+    gap = HEALTHY * 150
+    text = f"{OWN_ERROR}{gap}RuntimeError: Connection closed by peer [10.0.0.2]:38032\n{gap}{USER}"
+    assert name(diagnosed(tmp_path, text)) == "double-resume-or-release high"
+
+
+def test_high_confidence_needs_all_conditions(tmp_path: Path) -> None:
+    loader = "python: error while loading shared libraries: libcudart.so.13: cannot open shared object file\n"
+    after = "RuntimeError: Rank 0 scheduler died during initialization (exit code: {}).\n"
+    assert name(diagnosed(tmp_path, loader + after.format(127))) == "tms-missing-libcudart high"
+    assert name(diagnosed(tmp_path, loader + after.format(1))) == "tms-missing-libcudart medium"
+
+
+def test_a_config_that_names_each_engine_is_no_context(tmp_path: Path) -> None:
+    config = "{'engine_kwargs': {'vllm': {'seed': 1}, 'sglang': {'attention_backend': None}}}\n"
+    error = "ValueError: signal only works in main thread of the main interpreter\n"
+    assert diagnosed(tmp_path, config + error).verdict == "unknown"
+    assert name(diagnosed(tmp_path, f"{config}{SGLANG}{error}")) == "signal-outside-main-thread high"
+
+
+FAILURES = (
+    "[rank2]:[E ProcessGroupNCCL.cpp:754] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)",
+    "[E ProcessGroupNCCL.cpp:475] Some NCCL operations have failed or timed out.",
+    "Failed to update parameter online: Downcasting not allowed; weights are partially updated",
+    "Exception in callback: Invalid object: UpdateWeightReqInput(model_path='x')",
+    "sh: line 1:  4242 Aborted                 python train.py",
+    "./run.sh: line 3: 99 Bus error               (core dumped) python train.py",
+    "Aborted",
+    "Unable to open the model folder",
+    "gpu4:22:27 [3] misc/socket.cc:49 NCCL WARN Socket recv failed while polling for opId=0x7f47",
+    "Exception raised from throwTimeoutError at ../torch/csrc/distributed/c10d/socket.cpp:1013 (most recent call first):",
+    "Current thread 0x00007f95ca716740 (most recent call first):",
+    "pynvml.NVMLError_LibraryNotFound: NVML Shared Library Not Found",
+)
+
+
+@pytest.mark.parametrize("line", FAILURES)
+def test_a_log_with_a_failure_is_never_without_one(line: str, tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, f"epoch 1\n{line}\n")
+    assert found.verdict == "unknown" and found.suspicious and found.suspicious.number == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[2026-11-21 22:27:18 TP0] Failed to load NCCL library from x . It is expected if you are not running on GPUs.",
+        "[2026-11-21 22:27:24 TP1] multimem all-gather disabled (Torch not compiled with CUDA enabled)",
+        "Failed to import flash_attn, falling back to eager",
+    ],
+)
+def test_what_a_program_does_without_is_no_failure(line: str, tmp_path: Path) -> None:
+    assert diagnosed(tmp_path, f"{HEALTHY}{line}\n{HEALTHY}").verdict == "no failure"
+
+
+def test_a_message_of_the_next_process_is_not_of_the_exception(tmp_path: Path) -> None:
+    text = f"{HEALTHY}{USER}[2026-11-21 05:44:02] Received sigquit from a child process. It usually means the child failed.\n"
+    found = diagnosed(tmp_path, text)
+    assert found.verdict == "unknown" and found.suspicious and found.suspicious.text == "KeyError: 'answer'"
+
+
+WORDINGS = {
+    "port-collision-same-seed": "(SGLangHttpServer pid=1) DistNetworkError: The server socket has failed to listen on any local"
+    " network address. port: 30437, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    "multinode-tp-init-timeout": "(WorkerDict pid=3) torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for"
+    " clients. 16/32 clients joined.",
+    "ipv6-dist-init-addr": "(WorkerDict pid=3) ValueError: Port could not be cast to integer value as 'db8:1f::12:37221'",
+    "verl-engine-removed": "ImportError: cannot import name 'VerlEngine' from 'sglang.srt.entrypoints.verl_engine' (/x)",
+    "cache-not-flushed": "(RolloutManager pid=2) TimeoutError: Timeout while flushing cache.",
+    "peer-vanished": "(SGLangHttpServer pid=1) SIGQUIT received. signum=None, frame=None. It usually means one child failed.\n"
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+    "resume-before-empty-cache": f"Traceback (most recent call last):\n{SGLANG}  File 'x', line 1, in resume_memory_occupation\n"
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "unknown-engine-argument": "error: engine.args.log_levle: sglang 0.5.20 has no such engine argument.",
+    "gpu-code-without-gpu": f"Traceback (most recent call last):\n{SGLANG}AssertionError: Torch not compiled with CUDA enabled",
+}
+
+
+@pytest.mark.parametrize("slug", WORDINGS)
+def test_wordings_of_other_releases_and_trainers(slug: str, tmp_path: Path) -> None:
+    assert name(diagnosed(tmp_path, WORDINGS[slug])).split()[0] == slug
+
+
+def test_a_port_of_a_url_with_a_password_is_no_ipv6_address(tmp_path: Path) -> None:
+    text = "(WorkerDict pid=3) ValueError: Port could not be cast to integer value as 'word@proxy:80'"
+    assert diagnosed(tmp_path, text).verdict == "unknown"
+
+
+def test_the_frame_must_be_of_the_same_traceback(tmp_path: Path) -> None:
+    resumed = "(WorkerDict pid=3)   at 10:00:01 in resume_memory_occupation: all is well\n"
+    text = f"{resumed}[2026-11-21 05:44:00 TP0] Traceback (most recent call last):\n{SGLANG}torch.OutOfMemoryError: CUDA out of memory.\n"
+    assert diagnosed(tmp_path, text).verdict == "unknown"
+
+
+def test_a_bare_exception_is_no_message_of_the_one_before_it(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(
+        "Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "sglang/srt/managers/scheduler.py", line 1, in run_scheduler_process\n'
+        "ValueError: something new\n"
+        "Exception: Server process terminated unexpectedly.\n"
+    )
+    found = diagnose([str(log)])
+    assert found.verdict == "unknown"
+    assert found.suspicious and found.suspicious.number == 3

@@ -1,0 +1,263 @@
+"""Any log: known failures through every prefix and noise, unrelated ones never named, real reports."""
+
+import gzip
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from harness.tools.diagnose.diagnose import Diagnosis, diagnose
+from harness.tools.diagnose.entries import Entry, catalogue
+from harness.tools.diagnose.log_lines import files_of, read
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+LOGS = Path(__file__).with_name("logs")
+REPORTS = tomllib.loads((LOGS / "reported.toml").read_text(encoding="utf-8"))["reports"]
+UNRELATED = sorted((LOGS / "unrelated").glob("*.log"))
+ENTRIES = list(catalogue().values())
+
+PREFIXES: dict[str, Callable[[str], str]] = {
+    "ray": lambda line: f"\x1b[36m(WorkerDict pid=123, ip=10.0.0.1)\x1b[0m {line}",
+    "ray_repeated": lambda line: f"(WorkerDict pid=123) {line} [repeated 7x across cluster]",
+    "torchrun": lambda line: f"[rank0]: {line}",
+    "ray_torchrun": lambda line: f"(TaskRunner pid=9) [rank3]: {line}",
+    "kubernetes": lambda line: f"2025-11-21T05:44:03.123456789Z stdout F {line}",
+    "logging": lambda line: f"2025-11-21 05:44:03,123 - {line}",
+    "srun": lambda line: f"12: {line}",
+    "compose": lambda line: f"worker-1  | {line}",
+    "pasted": lambda line: f"[36m(WorkerDict pid=123)[0m {line}",
+}
+NOISE = (
+    "[2025-11-21 05:44:00 TP1] Decode batch. #running-req: 4, #token: 20480, token usage: 0.13, cuda graph: True",
+    "(TaskRunner pid=1) step:3 - actor/entropy:0.41 - critic/score/mean:0.2 - errors:0",
+    'INFO:     10.0.0.1:5000 - "POST /generate HTTP/1.1" 200 OK',
+    "Loading safetensors checkpoint shards:  25% Completed | 1/4 [00:00<00:01,  2.04it/s]",
+    "/usr/lib/python3/torch/library.py:356: UserWarning: overriding a previously registered kernel",
+    "[Gloo] Rank 0 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7",
+    "",
+    "[rank2]:[W1121 05:44:00.1 ProcessGroupNCCL.cpp:4718] Warning: using GPU 2 to perform barrier",
+    "wandb: Syncing run colocated-7b",
+    "\ufffd\ufffd \u2588\u2588\u2588 100%",
+)
+CONSEQUENCES = (
+    "[2025-11-21 05:44:02] Received sigquit from a child process. It usually means the child failed.",
+    "(WorkerDict pid=92) RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:38032",
+    "RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).",
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+    "ray.exceptions.RayTaskError(RuntimeError): ray::WorkerDict.generate_sequences()",
+)
+
+
+def diagnosed(folder: Path, text: str, name: str = "a.log") -> Diagnosis:
+    (folder / name).write_text(text, encoding="utf-8")
+    return diagnose([str(folder / name)])
+
+
+def slug(found: Diagnosis) -> str:
+    return found.finding.entry.slug if found.finding else found.verdict
+
+
+@pytest.mark.parametrize("number", range(len(ENTRIES)), ids=lambda number: ENTRIES[number].slug)
+def test_an_example_is_known_behind_prefixes(number: int, tmp_path: Path) -> None:
+    entry = ENTRIES[number]
+    for index, example in enumerate(entry.examples):
+        prefix = list(PREFIXES.values())[(number + index) % len(PREFIXES)]  # each entry one, each prefix several
+        lines = [prefix(line) for line in example.log.splitlines()]
+        assert slug(diagnosed(tmp_path, "\n".join(lines))) == entry.slug
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_traceback_is_known_behind_each_prefix(prefix: str, tmp_path: Path) -> None:
+    lines = [PREFIXES[prefix](line) for line in catalogue()["port-collision-same-seed"].examples[0].log.splitlines()]
+    assert slug(diagnosed(tmp_path, "\n".join(lines))) == "port-collision-same-seed"
+
+
+@pytest.mark.parametrize("entry", [each for each in ENTRIES if not each.consequence], ids=lambda entry: entry.slug)
+def test_consequences_before_and_after_do_not_hide_the_cause(entry: Entry, tmp_path: Path) -> None:
+    for example in entry.examples:
+        text = "\n".join([*NOISE, *CONSEQUENCES, *NOISE, example.log, *NOISE, *CONSEQUENCES])
+        assert slug(diagnosed(tmp_path, text)) == entry.slug
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_noise_never_changes_the_slug(data: st.DataObject, tmp_path: Path) -> None:
+    entry = data.draw(st.sampled_from(ENTRIES))
+    lines = data.draw(st.sampled_from(entry.examples)).log.splitlines()
+    before = slug(diagnosed(tmp_path, "\n".join(lines)))
+    for noise in data.draw(st.lists(st.sampled_from(NOISE), max_size=60)):
+        # Not below a frame's code: Python writes it together with the exception that follows.
+        places = [at for at in range(len(lines) + 1) if not at or not lines[at - 1].startswith("    ")]
+        lines.insert(data.draw(st.sampled_from(places)), noise)
+    assert slug(diagnosed(tmp_path, "\n".join(lines))) == before == entry.slug
+
+
+def test_there_are_enough_unrelated_logs() -> None:
+    assert len(UNRELATED) >= 25
+
+
+@pytest.mark.parametrize("file", UNRELATED, ids=lambda file: file.stem)
+def test_an_unrelated_failure_is_unknown(file: Path) -> None:
+    found = diagnose([str(file)])
+    assert found.verdict == "unknown"
+    assert found.suspicious and found.suspicious.whole.strip()
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report["url"].removeprefix("https://github.com/"))
+def test_a_public_report(report: dict[str, str], tmp_path: Path) -> None:
+    assert slug(diagnosed(tmp_path, report["log"])) == report["slug"]
+
+
+def test_the_reports_are_no_examples() -> None:
+    examples = {line for entry in ENTRIES for each in entry.examples for line in each.log.splitlines()}
+    assert not [
+        line
+        for report in REPORTS
+        for line in report["log"].splitlines()
+        if line and line in examples and len(line) > 99
+    ]
+
+
+def test_noise_alone_is_no_failure(tmp_path: Path) -> None:
+    assert diagnosed(tmp_path, "\n".join(NOISE * 20)).verdict == "no failure"
+
+
+def test_the_earliest_cause_wins(tmp_path: Path) -> None:
+    first = "[torch_memory_saver.cpp] CUresult error: 2 (out of memory)  file=csrc/utils.h func=cu_mem_create line=194"
+    second = "TypeError: ServerArgs.__init__() got an unexpected keyword argument 'x'"
+    assert slug(diagnosed(tmp_path, f"{first}\n{second}")) == "tms-cumemcreate-oom"
+    found = diagnosed(tmp_path, f"{second}\n{first}")
+    assert slug(found) == "unknown-engine-argument"
+    assert [each.entry.slug for each in found.others] == ["tms-cumemcreate-oom"]
+
+
+def test_of_several_files_the_earliest_in_time_wins(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text(
+        "2025-11-21 05:44:09 [torch_memory_saver.cpp] CUresult error: 2 func=cu_mem_create\n"
+    )
+    (tmp_path / "rank1.log").write_text(
+        "2025-11-21 05:44:03 AssertionError: dp_size must be 1 for update weights from distributed\n"
+    )
+    files = [str(tmp_path / "rank0.log"), str(tmp_path / "rank1.log")]
+    assert slug(diagnose(files)) == slug(diagnose(files[::-1])) == "dp-attention-update"
+
+
+def test_an_exception_that_nobody_knows_is_not_hidden_by_its_consequence(tmp_path: Path) -> None:
+    text = "\n".join(
+        ["sglang", *CONSEQUENCES[:2], "Traceback (most recent call last):", "mine.Broken: no", CONSEQUENCES[3]]
+    )
+    found = diagnosed(tmp_path, text)
+    assert found.verdict == "unknown"
+    assert found.suspicious and found.suspicious.text == "mine.Broken: no"
+    assert "peer-vanished" in [each.entry.slug for each in found.others]
+
+
+def test_an_exception_before_the_cause_lowers_the_confidence(tmp_path: Path) -> None:
+    cause = "AssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor"
+    before = diagnosed(tmp_path, cause).finding
+    after = diagnosed(tmp_path, f"ZeroDivisionError: division by zero\n{cause}").finding
+    assert before and after and (before.confidence, after.confidence) == ("high", "low")
+
+
+def test_an_exception_that_python_ignored_is_none(tmp_path: Path) -> None:
+    text = "Exception ignored in: <function f>\nTraceback (most recent call last):\n  File 'x'\nKeyError: 3\n"
+    assert diagnosed(tmp_path, text).verdict == "no failure"
+
+
+def test_gzip_invalid_utf8_and_long_lines(tmp_path: Path) -> None:
+    line = b"\xff\xfe [torch_memory_saver.cpp] CUresult error: 2 (out of memory) func=cu_mem_create\n"
+    (tmp_path / "a.log.gz").write_bytes(gzip.compress(b"x" * 300_000 + b"\n" + line))
+    found = diagnose([str(tmp_path / "a.log.gz")])
+    assert slug(found) == "tms-cumemcreate-oom"
+    assert found.finding and found.finding.line.number == 2
+
+
+def test_a_run_directory(tmp_path: Path) -> None:
+    for name in ("engines", "events"):
+        (tmp_path / name).mkdir()
+    failed = {
+        "time": 1.0,
+        "rank": 1,
+        "event": "failed",
+        "error": "RuntimeError: Connection closed by peer [::1]:9 gloo",
+    }
+    (tmp_path / "events" / "rank1.jsonl").write_text(json.dumps(failed) + "\n")
+    (tmp_path / "engines" / "engine-rank0.log").write_text("sglang\nKeyError: 'weights', in resume_memory_occupation\n")
+    assert files_of([str(tmp_path)])[0].endswith("engine-rank0.log")
+    found = diagnose(files_of([str(tmp_path)]))
+    assert slug(found) == "double-resume-or-release"
+    assert [each.entry.slug for each in found.others] == ["peer-vanished"]
+
+
+def test_a_traceback_in_our_events_is_read_line_by_line(tmp_path: Path) -> None:
+    error = "WeightsRefused: lm_head.weight: a parameter of the engine that nothing sent would fill"
+    event = {"time": 1.0, "rank": 0, "event": "failed", "error": error, "traceback": f"Traceback\n  File\n{error}"}
+    assert slug(diagnosed(tmp_path, json.dumps(event) + "\n", "rank0.jsonl")) == "tied-embeddings"
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "source"),
+    [
+        (
+            "(WorkerDict pid=12, ip=10.0.0.1) [rank3]: KeyError: 1",
+            "KeyError: 1",
+            "WorkerDict pid=12, ip=10.0.0.1 rank3",
+        ),
+        ("[2025-11-21 05:44:00 DP0 TP1] ValueError", "ValueError", "DP0 TP1"),
+        ("\x1b[31m2025-11-21T05:44:00.1Z stderr F x\x1b[0m", "x", ""),
+        ("[rank7]:[E1121 05:44:00.1 ProcessGroupNCCL.cpp:632] [Rank 7] x", "[Rank 7] x", "rank7"),
+        ("(EngineCore_1 pid=1) ERROR 07-13 10:41:52 [core.py:588] x", "x", "EngineCore_1 pid=1"),
+        ("rank 1 FAILED: EngineFailed: x", "EngineFailed: x", "rank 1"),
+        ("[  12.5 s] x", "x", ""),
+        ("  File x", "  File x", ""),
+    ],
+)
+def test_prefixes_are_read_over(line: str, text: str, source: str) -> None:
+    found = read("a.log", 0, 1, line.encode())
+    assert (found.text, found.source) == (text, source)
+
+
+def launch(*arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "launch" / "diagnose.py"), *arguments]
+    return subprocess.run(command, input=given, capture_output=True, text=True, cwd=REPOSITORY)
+
+
+def test_the_command_and_its_exit_codes(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(
+        "ok\nAssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor\n"
+    )
+    run = launch(str(log))
+    assert run.returncode == 0 and run.stdout.startswith("dp-attention-update (confidence: high)")
+    assert f"{log}:2: AssertionError: dp_size" in run.stdout
+    values = json.loads(launch(str(log), "--json").stdout)
+    assert (values["slug"], values["confidence"], values["evidence"][0]["line"]) == ("dp-attention-update", "high", 2)
+    unknown = launch("-", given="ZeroDivisionError: division by zero\n")
+    assert unknown.returncode == 1 and "-:1: ZeroDivisionError" in unknown.stdout
+    assert launch("-", given="all is well\n").returncode == 3
+    missing = launch(str(tmp_path / "none.log"))
+    assert missing.returncode == 2 and len(missing.stderr.splitlines()) == 1
+    (tmp_path / "empty").mkdir()
+    assert launch(str(tmp_path / "empty")).returncode == 2
+
+
+def test_a_large_log_is_read_in_seconds(tmp_path: Path) -> None:
+    lines = "\n".join(NOISE) + "\n"
+    large = tmp_path / "large.log"
+    large.write_text(
+        lines * 15_000
+        + "AssertionError: dp_size must be 1 or dp attention must be enabled for update weights from tensor\n"
+    )
+    started = time.process_time()
+    found = diagnose([str(large)])
+    seconds = time.process_time() - started
+    assert slug(found) == "dp-attention-update"
+    # Measured: 5.7 MB a second of these lines, which nearly all have words of a signature; 33 MB of ordinary ones.
+    assert large.stat().st_size / seconds > 3.7e6

@@ -1,0 +1,111 @@
+"""Files as people have them: other encodings, colours, pipes, cut archives, deep JSON; and consoles that know ASCII only."""
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from harness.tools.diagnose.diagnose import Diagnosis, diagnose
+from harness.tools.diagnose.log_lines import raw_lines
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+ERROR = "[torch_memory_saver.cpp] CUresult error: 2 (out of memory)  file=csrc/utils.h func=cu_mem_create line=194"
+SLUG = "tms-cumemcreate-oom"
+
+
+def slug(found: Diagnosis) -> str:
+    return found.finding.entry.slug if found.finding else found.verdict
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "latin-1"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_other_encodings(encoding: str, packed: bool, tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    data = f"epoch 1: caf\u00e9\r\n{'x' * 3000}\r\n{ERROR}\r\n".encode(encoding)
+    log.write_bytes(gzip.compress(data) if packed else data)
+    found = diagnose([str(log)])
+    assert slug(found) == SLUG
+    assert found.finding and found.finding.line.number == 3
+
+
+COLOURED = (
+    ERROR.replace("error", "\x1b[01;31m\x1b[Kerror\x1b[m\x1b[K").replace("func=", "func=\x1b[1;35m"),  # grep --color
+    ERROR.replace("cu_mem_create", "[35mcu_mem_create[0m"),  # pasted: the escape characters are lost
+    f"\x1b]0;title\x07\x1b[2K\r{ERROR}",
+)
+
+
+@pytest.mark.parametrize("line", COLOURED)
+def test_colours_hide_no_word(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(line)
+    assert slug(diagnose([str(tmp_path / "a.log")])) == SLUG
+
+
+def test_a_coloured_traceback_of_python(tmp_path: Path) -> None:
+    frame = '  File \x1b[35m"/x/sglang/srt/managers/scheduler.py"\x1b[0m, line \x1b[35m7\x1b[0m, in \x1b[35mresume_memory_occupation\x1b[0m'
+    text = f"Traceback (most recent call last):\n{frame}\n\x1b[1;35mKeyError\x1b[0m: \x1b[35m'weights'\x1b[0m\n"
+    (tmp_path / "a.log").write_text(text)
+    assert slug(diagnose([str(tmp_path / "a.log")])) == "double-resume-or-release"
+
+
+def test_a_cut_archive_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    noise = "".join(f"step {number} {os.urandom(40).hex()}\n" for number in range(5000))
+    whole = gzip.compress(f"{ERROR}\n{noise}".encode())
+    (tmp_path / "a.log.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "b.log.gz").write_bytes(whole[: len(whole) // 2] + b"\0" * 1000)
+    for name in ("a", "b"):
+        assert slug(diagnose([str(tmp_path / f"{name}.log.gz")])) == SLUG
+
+
+def launch(*arguments: str, **values: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "launch" / "diagnose.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, **values)  # type: ignore[call-overload,no-any-return]
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(f"{ERROR}\n".encode())))
+    writer.start()
+    run = launch(str(pipe), timeout=60)
+    writer.join()
+    assert run.returncode == 0 and run.stdout.startswith(SLUG), run.stderr
+
+
+def test_a_console_that_knows_ascii_only(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("RuntimeError: caf\u00e9 \u2588\n", encoding="utf-8")
+    run = launch(str(tmp_path / "a.log"), env={**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
+    assert run.returncode == 1 and "RuntimeError: caf\\xe9" in run.stdout, run.stderr
+
+
+def test_deep_json_is_text(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    for name in ("a.jsonl", "b.json"):
+        (tmp_path / name).write_text(f'{deep}\n{{"log": "{ERROR}"}}\n')
+        assert slug(diagnose([str(tmp_path / name)])) == SLUG
+
+
+def test_a_traceback_within_a_value_of_foreign_json(tmp_path: Path) -> None:
+    trace = f"Traceback (most recent call last):\n  File 'x'\n{ERROR}"
+    (tmp_path / "a.json").write_text(json.dumps({"jobs": [{"notes": trace}]}, indent=1))
+    found = diagnose([str(tmp_path / "a.json")])
+    assert slug(found) == SLUG
+
+
+def test_json_lines_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text('{"event": "ok"}\n' * 3 + json.dumps({"event": "failed", "error": ERROR}) + "\n")
+    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("it is read whole"))
+    monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("it is read whole"))
+    assert [number for number, _ in raw_lines(str(tmp_path / "a.jsonl"))] == [4]
+
+
+def test_standard_input_may_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = io.TextIOWrapper(io.BufferedReader(io.BytesIO(gzip.compress(f"{ERROR}\n".encode("utf-16")))))
+    monkeypatch.setattr(sys, "stdin", given)
+    assert slug(diagnose(["-"])) == SLUG

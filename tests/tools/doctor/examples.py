@@ -1,0 +1,136 @@
+"""A healthy job of two hosts, as facts; tests plant one fault in it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from harness.cluster.mesh import ParallelDims
+from harness.cluster.network import HostAddress
+from harness.cluster.placement import Seat
+from harness.config.schema import Config, Parallel
+from harness.tools.doctor.examination import GIB, Examination, groups_of
+from harness.tools.doctor.facts import Input, Interface, Network, RankFacts, Space
+from harness.tools.doctor.gpu import Gpu
+from harness.tools.doctor.links import Clock, Collective, Ipc, RankLinks, Reach
+
+Change = Callable[[RankFacts], RankFacts]
+
+
+def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
+    """Of a rank of a job with so many ranks a host; nothing is wrong with it."""
+    host, local = divmod(rank, per_host)
+    uuids = [f"GPU-{host}{index}" for index in range(per_host)]
+    return RankFacts(
+        rank=rank,
+        local_rank=local,
+        local_world_size=per_host,
+        pid=100 + rank,
+        host=f"host{host}/boot/net:[{host}]",
+        machine=f"boot{host}/net:[{host}]",
+        config="0123456789abcdef",
+        seat=Seat(rank, f"host{host}/boot/net:[{host}]", local, None, per_host if gpus else None),
+        device="cuda" if gpus else "cpu",
+        problem="",
+        gpu=Gpu(
+            uuid=uuids[local],
+            name="NVIDIA H200",
+            total=140 * GIB,
+            free=139 * GIB,
+            processes=(),
+            nvlink={uuid: True for uuid in uuids if uuid != uuids[local]},
+        )
+        if gpus
+        else None,
+        gpu_reason="" if gpus else "this torch is built without CUDA",
+        gpu_devices=per_host if gpus else 0,
+        network=Network(
+            route=f"10.0.0.{host + 1}",
+            master="10.0.0.1",
+            problem="",
+            interfaces=(
+                Interface(name="lo", up=True, addresses=("127.0.0.1", "::1")),
+                Interface(name="eth0", up=True, addresses=(f"10.0.0.{host + 1}",)),
+                Interface(name="eth1", up=True, addresses=(f"10.1.0.{host + 1}",)),
+            ),
+        ),
+        shared_memory=Space(path="/dev/shm", total=64 * GIB, free=60 * GIB, identity=(1, 1), writable=True),
+        temp=Space(path="/tmp", total=64 * GIB, free=60 * GIB, identity=(2, host), writable=True),
+        limits={"nofile": (65536, 65536), "memlock": (-1, -1), "nproc": (-1, -1), "core": (0, -1)},
+        memory=(512 * GIB, 500 * GIB),
+        cores=64,
+        infiniband=True,
+        engines=(),
+        versions={"python": "3.11.9", "torch": "2.9.1", "sglang": "0.5.8", "transformers": "4.57.1",
+                  "torch_memory_saver": "0.0.9", "nccl": "2.27.5"},
+        environment={"NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"},
+        inputs=(Input(key="model.name", path="/models/DeepSeek-V3", exists=True),
+                Input(key="task.source", path="openai/gsm8k", exists=False)),
+    )  # fmt: skip
+
+
+def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool = True) -> Examination:
+    """A job of which there is nothing to say."""
+    dims = ParallelDims(dp=dp, tp=tp, pp=pp)
+    facts = tuple(facts_of(rank, per_host, gpus) for rank in range(dims.world_size))
+    bare = Examination(config=Config(parallel=Parallel(dp=dp, tp=tp, pp=pp)), dims=dims, facts=facts, links=())
+    groups = groups_of(dims, bare.hosts.values())
+    links = []
+    for each in facts:
+        host = each.rank // per_host
+        first = each.local_rank == 0
+        others = [ranks[0] for ranks in bare.hosts.values() if each.rank not in ranks]
+        backends = ("gloo", "nccl") if gpus else ("gloo",)
+        links.append(
+            RankLinks(
+                rank=each.rank,
+                address=HostAddress("eth0", f"10.0.0.{host + 1}", "it routes to MASTER_ADDR"),
+                ports=30000 if first else None,
+                clock=Clock(offset=0.002 * host, uncertainty=0.001) if first else None,
+                reaches=tuple(
+                    Reach(to=other, address=f"10.0.0.{other // per_host + 1}", port=30008, seconds=0.001)
+                    for other in others
+                )
+                if first
+                else (),
+                collectives=tuple(
+                    Collective(backend=backend, group=kind, ranks=group, latency=1e-4, bandwidth=2e10)  # type: ignore[arg-type]
+                    for backend in backends
+                    for kind, found in groups.items()
+                    for group in found
+                    if each.rank in group
+                ),
+                ipc=Ipc(visible="0,1", uuid=each.gpu.uuid) if each.gpu else None,
+                sees_folder=True if first else None,
+            )
+        )
+    return replace(bare, links=tuple(links))
+
+
+def with_facts(view: Examination, rank: int, **changes: Any) -> Examination:
+    """One rank's facts changed."""
+    facts = list(view.facts)
+    facts[rank] = replace(facts[rank], **changes)
+    return replace(view, facts=tuple(facts))
+
+
+def with_links(view: Examination, rank: int, **changes: Any) -> Examination:
+    """One rank's measurements changed."""
+    links = list(view.links)
+    own = links[rank]
+    assert own is not None
+    links[rank] = replace(own, **changes)
+    return replace(view, links=tuple(links))
+
+
+def with_variable(view: Examination, rank: int, name: str, value: str) -> Examination:
+    return with_facts(view, rank, environment={**view.facts[rank].environment, name: value})
+
+
+def with_gpu(view: Examination, rank: int, **changes: Any) -> Examination:
+    gpu = view.facts[rank].gpu
+    assert gpu is not None
+    return with_facts(view, rank, gpu=replace(gpu, **changes))
+
+
+def with_network(view: Examination, rank: int, **changes: Any) -> Examination:
+    return with_facts(view, rank, network=replace(view.facts[rank].network, **changes))

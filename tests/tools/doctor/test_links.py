@@ -1,0 +1,63 @@
+import socket
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from harness.tools.doctor.links import Collective, all_reduces, clock_of_host, open_port, reach_all, sees, token_in
+from harness.tools.doctor.meeting import Deadline, Meeting
+
+
+def test_a_leased_port_is_reached_and_says_whose_it_is() -> None:
+    with open_port(31000, "3") as ports:
+        here = (3, "127.0.0.1", ports.dist_init_port, "3")
+        other = (4, "127.0.0.1", ports.dist_init_port, "4")
+        closed = (5, "127.0.0.1", ports.nccl_port, "5")
+        found = reach_all([here, other, closed], 3)
+    assert [each.to for each in found] == [3, 4, 5]
+    assert found[0].error == "" and found[0].seconds > 0
+    assert found[1].error == "3 answered in its place"  # as behind an address that is this host itself
+    assert "refused" in found[2].error.lower() or "Connect call failed" in found[2].error
+
+
+def test_a_port_that_never_answers_ends_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        began = time.monotonic()
+        (found,) = reach_all([(0, "127.0.0.1", deaf.getsockname()[1], "0")], 0.5)
+    assert found.error == "no answer within 0 s" or found.error == "no answer within 1 s"
+    assert time.monotonic() - began < 3
+
+
+def test_two_engines_of_a_host_never_have_one_block() -> None:
+    with open_port(31000, "a") as one, open_port(31000, "b") as two:
+        assert one.port != two.port
+
+
+def test_a_host_without_its_peer_gives_up_on_the_clock() -> None:
+    store = dist.HashStore()
+    assert clock_of_host(Meeting(store, 2, 4), [0, 2], Deadline.after(0.3)) is None
+
+
+def test_clocks_of_one_machine_agree() -> None:
+    store = dist.HashStore()
+    serve = threading.Thread(target=clock_of_host, args=(Meeting(store, 0, 4), [0, 2], Deadline.after(10)))
+    serve.start()
+    clock = clock_of_host(Meeting(store, 2, 4), [0, 2], Deadline.after(10))
+    serve.join()
+    assert clock and abs(clock.offset) <= clock.uncertainty + 0.005
+
+
+def test_a_file_of_rank_0_is_seen_where_the_folder_is_shared(tmp_path: Path) -> None:
+    with token_in(str(tmp_path / "runs" / "not-yet")) as token:
+        assert Path(token).parent == tmp_path and sees(token)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_all_reduce_without_the_other_rank_is_an_error_and_no_hang() -> None:
+    found: list[Collective] = []
+    began = time.monotonic()
+    groups = {"engine": (0, 1), "world": (0, 1)}
+    all_reduces(Meeting(dist.HashStore(), 0, 2), groups, list(groups), None, Deadline.after(1.5), found)
+    assert time.monotonic() - began < 8
+    assert [(each.group, bool(each.error)) for each in found] == [("engine", True), ("world", True)]

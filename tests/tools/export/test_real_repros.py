@@ -1,0 +1,94 @@
+"""Repros that run: with real sglang, from a folder and an environment in which this package is not.
+
+The ends are compared with those of the runs that they were made of: the catalogue's name and the exit code of the rank.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.tools.diagnose.diagnose import diagnose
+from tests.end_to_end.launching import QUICKSTART, REPOSITORY, run
+
+ROOT_CAUSE = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+SLUG = {"missing": "weights-did-not-arrive", "unknown_argument": "unknown-engine-argument"}
+
+
+def slug_of(*files: Path) -> str | None:
+    found = diagnose([str(file) for file in files]).finding
+    return found.entry.slug if found else None
+
+
+def exit_code(output: str, code: int) -> int:
+    """That of the rank which torchrun says failed first."""
+    found = ROOT_CAUSE.search(output)
+    return int(found[1]) if found else code
+
+
+def export(folder: Path, *words: str) -> Path:
+    """The repro, in a folder of its own."""
+    done = subprocess.run(
+        [sys.executable, "launch/export.py", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    folder.mkdir()
+    file = folder / "repro.py"
+    file.write_text(done.stdout)
+    return file
+
+
+def run_repro(file: Path, seconds: float = 500) -> tuple[int, Path]:
+    """By its own first line, with no way to this package; the exit code, and the output."""
+    hidden = file.parent / "hidden"  # before the checkout that the environment knows of
+    hidden.mkdir(exist_ok=True)
+    (hidden / "harness.py").write_text("raise ImportError('a repro imports nothing of the harness')")
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(hidden)}
+    assert subprocess.run(
+        [sys.executable, "-c", "import harness"], cwd=file.parent, env=environment, capture_output=True
+    ).returncode
+    words = file.read_text().splitlines()[0].removeprefix("# torchrun ").split()
+    log = file.with_suffix(".log")
+    with log.open("w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *words],
+            cwd=file.parent, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=seconds,
+        )  # fmt: skip
+    return exit_code(log.read_text(errors="replace"), done.returncode), log
+
+
+def make(case: str, folder: Path) -> tuple[Path, int, Path]:
+    """A run that ends so: its run directory, exit code and output."""
+    script = {
+        "missing": "tests/end_to_end/ppo_without_one_tensor.py",
+        "bad_rank": "tests/end_to_end/ppo_with_one_bad_rank.py",
+    }.get(case, "launch/ppo.py")
+    words: dict[str, Sequence[str]] = {
+        "missing": ("--weights.transport", "tensor"),
+        "unknown_argument": ("--engine.args.mem_fraction_statics", "0.1"),
+        "deadline": ("--run.deadlines.start_engine", "1"),
+        "deepseek_v3": ("--model.name", "deepseek_v3"),
+    }
+    job = run(folder, 2, QUICKSTART, *words.get(case, ()), script=script)
+    return job.folder, exit_code(job.output(), job.process.returncode), job.log
+
+
+@pytest.mark.slow
+def test_an_unknown_engine_argument_ends_a_repro_as_it_ends_a_run(tmp_path: Path) -> None:
+    words = (QUICKSTART, "--engine.device", "cpu", "--engine.args.mem_fraction_statics", "0.1")
+    code, log = run_repro(export(tmp_path / "elsewhere", *words))
+    assert (code, slug_of(log)) == (2, "unknown-engine-argument"), log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["healthy", "deepseek_v3", "missing", "bad_rank", "unknown_argument", "deadline"])
+def test_a_repro_ends_as_its_run_did(case: str, tmp_path: Path) -> None:
+    folder, code, log = make(case, tmp_path / "run")
+    repro_code, repro_log = run_repro(export(tmp_path / "elsewhere", str(folder)))
+    assert repro_code == code, repro_log.read_text()[-4000:]
+    assert slug_of(repro_log) == slug_of(log) == SLUG.get(case), repro_log.read_text()[-4000:]
+    assert ("PASSED: 3 steps, 4 weight syncs" in repro_log.read_text()) == (code == 0)

@@ -1,0 +1,151 @@
+"""What tests run on an emulated host: `on_host.py INDEX WHAT [ARGUMENTS]`. Answers with one line of JSON."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from harness.tools.hosts.knock import phase_observer
+
+PORT = 5000
+SECONDS = 20.0
+
+
+def say(**values: object) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def identity(index: int) -> None:
+    Path("/dev/shm/mine").write_text(str(index))
+    time.sleep(0.5)  # the other host has written too
+    say(
+        hostname=socket.gethostname(),
+        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        shm={file.name: file.read_text() for file in Path("/dev/shm").iterdir()},
+        processes=sum(name.isdigit() for name in os.listdir("/proc")),
+        interfaces=[name for _, name in socket.if_nameindex()],
+        sysfs=sorted(os.listdir("/sys/class/net")),
+        hosts=Path("/etc/hosts").read_text(),
+        tmpdir=os.environ["TMPDIR"],
+        own=sorted({str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), 1)}),
+    )
+
+
+def connection(index: int, name: str) -> socket.socket:
+    """Host0's side and host1's of one TCP connection to host0's name."""
+    family = socket.getaddrinfo(name, PORT)[0][0]
+    if index == 0:
+        with socket.create_server(("::" if family == socket.AF_INET6 else "", PORT), family=family) as listener:
+            listener.settimeout(SECONDS)
+            return listener.accept()[0]
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            return socket.create_connection((name, PORT), timeout=SECONDS)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def ping(index: int, name: str) -> None:
+    """Round trips, in seconds."""
+    with connection(index, name) as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        trips = []
+        for _ in range(5):
+            started = time.monotonic()
+            if index:
+                peer.sendall(b"?")
+                assert peer.recv(1) == b"!"
+                trips.append(time.monotonic() - started)
+            else:
+                assert peer.recv(1) == b"?"
+                peer.sendall(b"!")
+        if index:
+            say(trips=trips, peer=peer.getpeername()[0], own=peer.getsockname()[0])
+
+
+def stream(index: int, name: str, size: str) -> None:
+    """So many bytes from host1 to host0, and the seconds between the first and the last."""
+    with connection(index, name) as peer:
+        if index:
+            peer.sendall(bytes(int(size)))
+            return
+        count, started = len(peer.recv(1)), time.monotonic()
+        while data := peer.recv(1 << 16):
+            count += len(data)
+        say(bytes=count, seconds=time.monotonic() - started)
+
+
+def datagrams(index: int, name: str, count: str, pause: str) -> None:
+    """Numbered datagrams from host1 to host0, which says which came."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+        if index == 0:
+            peer.bind(("", PORT))
+            peer.settimeout(1.5)
+            came = []
+            while True:
+                try:
+                    came.append(int(peer.recv(16)))
+                except TimeoutError:
+                    say(came=came)
+                    return
+        time.sleep(0.5)
+        for number in range(int(count)):
+            peer.sendto(str(number).encode(), (name, PORT))
+            time.sleep(float(pause))
+
+
+def phases(index: int, name: str) -> None:
+    """Two steps of one phase with a knock each, under an open connection: what does host0 see of host1's end?"""
+    knock = phase_observer(os.environ, index)
+    assert knock
+    with connection(index, name) as peer:
+        for step in range(2):
+            if index:
+                knock("sync", step)
+                peer.sendall(b"%d" % step)
+            else:
+                peer.settimeout(2.0)
+                try:
+                    say(got=peer.recv(1).decode())
+                except TimeoutError:
+                    say(got="silence")
+
+
+def wait(index: int, marker: str) -> None:
+    """Wait, with a daemon that left its parent and its session."""
+    code = f"import time; time.sleep(600); {marker!r}"
+    subprocess.run(["setsid", "--fork", sys.executable, "-c", code], check=True)
+    say(waiting=marker)
+    time.sleep(600)
+
+
+def leave(index: int, marker: str) -> None:
+    """End at once, and leave a process behind on host1."""
+    if index:
+        subprocess.Popen(["sleep", "600"])
+    say(left=marker)
+
+
+def fail(index: int) -> None:
+    """Host1 fails; host0 would go on."""
+    if index:
+        sys.exit(3)
+    time.sleep(600)
+
+
+def clock(index: int) -> None:
+    """Both clocks around a sleep."""
+    started = time.time(), time.monotonic()
+    time.sleep(0.3)
+    say(time=started[0], real=time.time() - started[0], monotonic=time.monotonic() - started[1])
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[2]](int(sys.argv[1]), *sys.argv[3:])

@@ -1,0 +1,44 @@
+"""All phases of a PPO run with an all-reduce in each, under the product's own harness.run, without SGLang: a job that
+starts in seconds and can be hurt at any phase. Arguments as for launch/ppo.py, and RANK@PHASE after --hang: that rank
+hangs where it should have left the phase, alone."""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from harness.config.command import parse
+from harness.runtime.phases import MEET, PHASES, RUN
+
+IN_PHASE_SECONDS = 0.05
+words = sys.argv[1:]
+hang = ""
+if "--hang" in words:
+    at = words.index("--hang")
+    hang = words[at + 1]
+    del words[at : at + 2]
+
+
+def phases_only(config, world, dims, events, folder, launched) -> int:  # type: ignore[no-untyped-def]
+    """A job of harness.run."""
+    import torch
+    import torch.distributed as dist
+
+    for step in range(config.run.steps):
+        for name in PHASES:
+            if name not in (MEET, RUN):
+                with events.phase(name, step):
+                    dist.all_reduce(torch.ones(1))
+                    time.sleep(IN_PHASE_SECONDS)
+                    dist.all_reduce(torch.ones(1))
+                    if hang == f"{world.rank}@{name}":
+                        time.sleep(600)
+    events.say("all phases done")
+    return 0
+
+
+if __name__ == "__main__":
+    from harness.run import run
+
+    sys.exit(run(parse(words).config, lambda: phases_only))

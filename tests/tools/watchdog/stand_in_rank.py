@@ -1,0 +1,78 @@
+"""A stand-in for a rank, without torch: speaks to its watchdog through the real Guard, and does as it is told.
+
+Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, meet (all ranks), child (start a
+process that would outlive us), raise:TEXT, injected:FAULT (as the injector says it), kill:SIGNAL, exit:CODE, mistake, wait:SECONDS, hang, bye.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from harness.tools.watchdog.guard import Guard
+
+SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+
+
+def meet(guard: Guard, folder: Path, world_size: int, address: str) -> None:
+    """Gather every rank's post, as all_gather would."""
+    part = folder / f"post-{guard.post.rank}.part"
+    part.write_bytes(pickle.dumps(guard.post_at(address)))
+    part.rename(folder / f"post-{guard.post.rank}")
+    files = [folder / f"post-{rank}" for rank in range(world_size)]
+    while not all(file.exists() for file in files):
+        time.sleep(0.01)
+    guard.meet([pickle.loads(file.read_bytes()) for file in files], folder)
+
+
+def main() -> None:
+    said, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
+    folder, deadlines = Path(said["folder"]), said.get("deadlines", {})
+    guard = Guard.open(
+        rank=rank,
+        world_size=said["world_size"],
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        local_world_size=len(said["ranks"]),
+        host=said["host"],
+        deadline=lambda phase: deadlines.get(phase, 600.0),
+        idle_seconds=said.get("idle_seconds", 600.0),
+        lost_host_seconds=said.get("lost_host_seconds", 2.5),
+    )
+    for word in said["orders"][str(rank)].split():
+        name, _, argument = word.partition(":")
+        if name == "begin":
+            phase, step = argument.split(":")
+            guard.begins(phase, int(step))
+        elif name == "end":
+            guard.ends(argument)
+        elif name == "meet":
+            meet(guard, folder, said["world_size"], said.get("address", "127.0.0.1"))
+        elif name == "child":
+            child = subprocess.Popen(SLEEP, start_new_session=True)
+            (folder / f"child-{rank}").write_text(str(child.pid))
+        elif name == "raise":
+            guard.failed(argument.replace("_", " "))
+            os._exit(1)
+        elif name == "injected":
+            guard.injected(argument)
+        elif name == "kill":
+            os.kill(os.getpid(), int(argument))
+        elif name == "exit":
+            os._exit(int(argument))
+        elif name == "wait":
+            time.sleep(float(argument))
+        elif name == "hang":
+            (folder / f"hangs-{rank}").touch()
+            time.sleep(600)
+        elif name == "bye":
+            guard.bye(int(argument or 0))
+            os._exit(int(argument or 0))
+
+
+if __name__ == "__main__":
+    main()

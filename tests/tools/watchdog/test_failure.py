@@ -1,0 +1,72 @@
+"""Which failure is the first, and what errors of real runs count as: causes, or consequences of another's end."""
+
+import json
+
+import pytest
+
+from harness.tools.watchdog.failure import Failure, Kind, Place, first, is_echo
+
+ECHOES = [
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:37912",
+    "RuntimeError: [../gloo/transport/tcp/pair.cc:525] Read error [10.0.0.2]:41: Connection reset by peer",
+    "RuntimeError: [enforce fail at ../gloo/transport/tcp/unbound_buffer.cc:81] . Timed out waiting 600000ms for recv operation to complete",
+    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error",
+    "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (host0, 29500).",
+    "BrokenPipeError: [Errno 32] Broken pipe",
+    "EOFError: Ran out of input",
+    "WeightsRefused: 1 tensor(s) hold a NaN or an infinity: lm_head.weight (rank 0); nothing was sent.",
+    "FloatingPointError: the gradient norm of the actor is nan, but must be finite: it is not on rank 0",
+    "OSError: [Errno 113] No route to host",
+    "EngineFailed: on rank 0: EngineRefused: update_weights_from_disk: the engine refused",
+    "EngineFailed: engine start failed on rank 0: AssertionError: no (whole log: engine-rank0.log)",
+    "EngineFailed: engine start failed on rank 1: RuntimeError: Connection closed by peer (whole log: engine-rank1.log)",
+]
+CAUSES = [
+    "EngineFailed: engine start failed on rank 1: AssertionError: no (whole log: engine-rank1.log)",
+    "ArithmeticError: planted on rank 1",
+    "WeightsRefused: lm_head.weight: rank 1 holds 3 of the 4 rows of its shard",
+    "FloatingPointError: the gradient norm of the actor is nan, but must be finite: it is not on ranks 0, 1",
+    "ConsoleGone: nobody reads this run's output any more: standard output is a closed pipe.",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "EngineFailed: engine process sglang::scheduler_TP1 (pid 17) died: it printed nothing (whole log: engine-rank0.log)",
+    "WeightsDidNotArrive: step 0: the engine's log-probs are off by 0.3 in the mean",
+    "RuntimeError: The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1",
+    "OSError: [Errno 28] No space left on device",
+]
+
+
+@pytest.mark.parametrize("error", ECHOES)
+def test_an_error_of_a_broken_connection_names_no_cause(error: str) -> None:
+    assert is_echo(error, rank=1)
+
+
+@pytest.mark.parametrize("error", CAUSES)
+def test_an_error_of_a_ranks_own_is_a_cause(error: str) -> None:
+    assert not is_echo(error, rank=1)
+
+
+def failure(kind: Kind, time: float) -> Failure:
+    return Failure(kind=kind, time=time, host="host0", ranks=(0,), place=Place(3, "sync", 1, True), detail=kind)
+
+
+def test_the_earliest_cause_is_first_and_a_consequence_only_if_there_is_none() -> None:
+    assert first([failure("echo", 1), failure("died", 3), failure("exception", 2)]).kind == "exception"
+    assert first([failure("echo", 2), failure("echo", 1)]).time == 1
+
+
+def test_whose_end_torchrun_alone_knows_comes_before_those_that_it_then_ended() -> None:
+    assert first([failure("ended", 10.0), failure("vanished", 10.3)]).kind == "vanished"
+    assert first([failure("echo", 10.0), failure("ended", 10.3)]).kind == "ended"
+    assert first([failure("vanished", 10.0), failure("exception", 12.0)]).kind == "exception"
+
+
+def test_a_stopped_rank_comes_before_those_that_wait_for_it() -> None:
+    assert first([failure("deadline", 10.0), failure("stopped", 10.2)]).kind == "stopped"
+    assert first([failure("died", 8.0), failure("stopped", 10.2)]).kind == "died"
+
+
+def test_a_failure_survives_the_way_to_another_host() -> None:
+    sent = failure("deadline", 1000.0)
+    heard = Failure.from_json(json.loads(json.dumps(sent.as_json())), clock_ahead=60.0)
+    assert heard.time == 940.0
+    assert (heard.kind, heard.ranks, heard.place) == (sent.kind, sent.ranks, sent.place)

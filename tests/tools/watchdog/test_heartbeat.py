@@ -1,0 +1,141 @@
+"""Beats over real UDP sockets on loopback, with clocks of our own."""
+
+import hmac
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from harness.tools.watchdog.failure import Failure, Node, Place
+from harness.tools.watchdog.heartbeat import Heartbeats, open_for_beats
+
+PLACE = Place(7, "sync", 1, True)
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def doors() -> Iterator[list[socket.socket]]:
+    made = [open_for_beats(), open_for_beats()]
+    yield made
+    for door in made:
+        door.close()
+
+
+def pair(doors: list[socket.socket], clocks: list[Callable[[], float]], lost_seconds: float = 5) -> list[Heartbeats]:
+    nodes = [
+        Node(host=f"host{index}", ranks=(index,), address=("127.0.0.1", "::1")[index], port=door.getsockname()[1])
+        for index, door in enumerate(doors)
+    ]
+    return [
+        Heartbeats(socket=door, nodes=nodes, own=own, key=KEY, lost_seconds=lost_seconds, now=clock)
+        for own, (door, clock) in enumerate(zip(doors, clocks, strict=True))
+    ]
+
+
+def exchange(
+    speaker: Heartbeats, hearer: Heartbeats, failures: list[Failure] | None = None, left: bool = False
+) -> None:
+    speaker.beat({speaker.own: PLACE}, failures or [], left)
+    time.sleep(0.02)
+    hearer.listen()
+
+
+def test_a_beat_tells_where_ranks_are_over_ipv4_and_ipv6(doors: list[socket.socket]) -> None:
+    first, second = pair(doors, [time.time, time.time])
+    assert [str(node) for node in first.silent()] == ["host1 (rank 1)"]
+    exchange(first, second)
+    exchange(second, first)
+    assert first.peers[1].places == {1: PLACE}
+    assert second.peers[0].places == {0: PLACE}
+    assert first.silent() == []
+
+
+def test_times_are_compared_on_one_clock(doors: list[socket.socket]) -> None:
+    ahead = 137.0
+    first, second = pair(doors, [time.time, lambda: time.time() + ahead])
+    for _ in range(3):
+        exchange(first, second)
+        exchange(second, first)
+    assert first.peers[1].clock_ahead == pytest.approx(ahead, abs=0.05)
+    assert second.peers[0].clock_ahead == pytest.approx(-ahead, abs=0.05)
+    happened = time.time()
+    failure = Failure(kind="died", time=happened + ahead, host="host1", ranks=(1,), place=PLACE)
+    exchange(second, first, [failure])
+    assert first.peers[1].failures[0].time == pytest.approx(happened, abs=0.05)
+    assert first.peers[1].failures[0].place == PLACE
+
+
+def test_only_a_host_that_was_heard_can_be_lost_and_only_once(doors: list[socket.socket]) -> None:
+    now = [100.0, 100.0]
+    first, second = pair(doors, [lambda: now[0], lambda: now[1]])
+    now[0] = 200
+    assert first.newly_lost() == []
+    exchange(second, first)
+    now[0] += 4.9
+    assert first.newly_lost() == []
+    assert not first.all_heard_since(200.5)
+    now[0] += 0.2
+    assert [peer.node.host for peer in first.newly_lost()] == ["host1"]
+    assert first.newly_lost() == []
+    assert first.all_heard_since(200.5)
+
+
+def test_a_host_that_says_it_leaves_is_not_lost(doors: list[socket.socket]) -> None:
+    now = [100.0]
+    first, second = pair(doors, [lambda: now[0], time.time])
+    exchange(second, first, left=True)
+    now[0] += 60
+    assert first.newly_lost() == []
+
+
+def send(door: socket.socket, data: bytes) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(data, ("127.0.0.1", door.getsockname()[1]))
+    time.sleep(0.01)
+
+
+def signed(beat: object, key: bytes = KEY) -> bytes:
+    said = json.dumps(beat).encode()
+    return hmac.digest(key, said, "sha256") + said
+
+
+BEAT = {
+    **{"node": 1, "to": 0, "count": 1, "sent": 1.0, "echo": None, "places": {}, "failures": []},
+    **{"left": True},
+}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"\xff\xfe", b"[" * 50_000, json.dumps(BEAT).encode(), signed(BEAT, b"guessed")),
+        *(signed(BEAT)[:-1], signed(BEAT | {"to": 1}), signed(BEAT | {"node": 0}), signed(BEAT | {"node": []})),
+        *(signed([]), signed(7), signed({}), signed(BEAT | {"places": []}), signed(BEAT | {"count": float("inf")})),
+    ],
+    ids=range(14),
+)
+def test_what_is_no_beat_of_this_run_is_not_heard(doors: list[socket.socket], data: bytes) -> None:
+    first, second = pair(doors, [time.time, time.time])
+    send(doors[0], data)
+    first.listen()
+    assert not first.peers[1].left
+    exchange(second, first)
+    exchange(second, first)
+    assert first.peers[1].places == {1: PLACE}
+
+
+def test_a_beat_that_is_sent_again_is_not_heard_again(doors: list[socket.socket]) -> None:
+    now = [100.0]
+    first, second = pair(doors, [lambda: now[0], time.time])
+    second.beat({1: PLACE}, [])
+    time.sleep(0.02)
+    recorded = doors[0].recv(60_000)
+    send(doors[0], recorded)
+    first.listen()
+    assert first.peers[1].heard == 100.0
+    now[0] = 106.0
+    send(doors[0], recorded)
+    first.listen()
+    assert [peer.node.host for peer in first.newly_lost()] == ["host1"]

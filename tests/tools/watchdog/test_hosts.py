@@ -1,0 +1,133 @@
+"""Hosts cut off and killed in every phase: harness.run as it is, torchrun on emulated hosts, a job of all-reduces."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.runtime.phases import MEET, PHASES
+from harness.tools.hosts import kernel
+from tests.end_to_end.launching import MARK, QUICKSTART, REPOSITORY
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(kernel.refusal()), reason=f"no namespaces here: {kernel.refusal()}"),
+]
+
+JOB = "tests/tools/watchdog/phases_with_gloo.py"
+AT_ONCE = {("cut", "host1", "sync"), ("kill", "host0", "generate")}
+"""Cells that every run of the tests has; the others are marked long."""
+LOST_SECONDS = 5
+END_SECONDS = LOST_SECONDS + 15
+"""From the harm to the end of the surviving hosts, torchrun's included."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    output: str
+    code: int
+    folder: Path
+    left: list[str]
+
+    def verdict(self, host: str) -> str:
+        (line,) = {line for line in self.output.splitlines() if line.startswith(f"{host} | FIRST FAILURE: ")}
+        return line.split("FIRST FAILURE: ")[1]
+
+    def happened(self, words: str) -> float:
+        """Seconds since launch of the emulator's line that has these words."""
+        times = [re.search(r"\((\d+\.\d) s\)$", line) for line in self.output.splitlines() if words in line]
+        assert times and times[-1], self.output
+        return float(times[-1][1])
+
+
+def run(folder: Path, harm: list[str], *arguments: str, script: str = JOB, ranks: int = 1) -> Ended:
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "launch/hosts.py", "--hosts", "2", "--ranks-per-host", str(ranks), *harm, "--", script]
+    done = subprocess.run(
+        [*command, QUICKSTART, "--run.dir", str(folder), "--run.lost_host_seconds", str(LOST_SECONDS), *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return Ended(done.stdout, done.returncode, folder, left_with(mark))
+
+
+def left_with(mark: str) -> list[str]:
+    """Processes that have the mark, 2 s later at most."""
+    end = time.monotonic() + 2
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == mark:
+                    found.append(" ".join(process.cmdline()))
+            except psutil.Error:
+                continue  # it has just ended, or is not ours
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
+
+
+def cells() -> list[object]:
+    every = [
+        (harm, host, phase)
+        for harm in ("cut", "kill")
+        for host in ("host0", "host1")
+        for phase in PHASES
+        if phase != MEET
+    ]
+    return [pytest.param(*cell, id="-".join(cell), marks=() if cell in AT_ONCE else pytest.mark.long) for cell in every]
+
+
+@pytest.mark.parametrize(("harm", "host", "phase"), cells())
+def test_a_host_that_goes_in_a_phase_is_named_and_the_other_ends(
+    tmp_path: Path, harm: str, host: str, phase: str
+) -> None:
+    at = f"{host}@{phase}" + ("" if phase == "run" else ":0")
+    ended = run(tmp_path / "run", [f"--{harm}", at], "--run.steps", "2")
+    other = {"host0": "host1", "host1": "host0"}[host]
+    rank = int(host[-1])
+    # The other's first beat with the phase in it may be the one that is not sent any more.
+    assert re.fullmatch(
+        rf"{host} \(rank {rank}\) is gone: last heard \d\d:\d\d:\d\d UTC, \d+\.\d s ago, when its rank was .*",
+        ended.verdict(other),
+    )
+    if phase != "run":
+        assert f"in {phase} of step 0" in ended.verdict(other)
+    harmed = ended.happened("cut host" if harm == "cut" else "killed host")
+    assert ended.happened(f"hosts: {other}: torchrun FAILED") - harmed < END_SECONDS
+    assert ended.code == 1
+    assert "left behind" not in ended.output
+    assert ended.left == []
+    assert json.loads((ended.folder / f"failure-{other}.json").read_text())["first"]["host"] == host
+
+
+def test_a_deadline_ends_both_hosts_with_124_and_says_who_was_waited_for(tmp_path: Path) -> None:
+    ended = run(
+        tmp_path / "run", [], "--run.deadlines.values", "3", "--hang", "1@values", "--parallel.tp", "4", ranks=2
+    )
+    assert "124" in ended.output
+    for host in ("host0", "host1"):
+        assert "deadline of 3 s passed in values of step 0: rank 1 on host0 was still there" in ended.verdict(host)
+    assert ended.left == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("harm", ["--cut=host1@start_engine", "--cut=host1@generate:1", "--kill=host0@sync:1"])
+def test_the_same_with_real_engines(tmp_path: Path, harm: str) -> None:
+    ended = run(tmp_path / "run", [harm], script="launch/ppo.py")
+    gone, other = ("host1", "host0") if "host1" in harm else ("host0", "host1")
+    assert f"{gone} (rank {gone[-1]}) is gone: last heard " in ended.verdict(other)
+    assert f"in {harm.split('@')[1].split(':')[0]}" in ended.verdict(other)
+    assert ended.left == []

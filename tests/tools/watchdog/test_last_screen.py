@@ -1,0 +1,130 @@
+"""Real torchrun, real gloo ranks: the watchdog's verdict is the last thing on the screen, whatever ended the run."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = "tests/tools/watchdog/phases_with_gloo.py"
+TORCHRUNS_OWN = "ChildFailedError"
+
+
+def start(folder: Path, *arguments: str) -> Job:
+    return Job(folder=folder, ranks=2, arguments=[QUICKSTART, *arguments], script=SCRIPT).start()
+
+
+def screen(job: Job) -> list[str]:
+    """All lines, once nothing of the job is left that could write another."""
+    job.wait(120)
+    assert job.left_behind() == []
+    return job.output().splitlines()
+
+
+def last(lines: list[str]) -> list[str]:
+    """From the verdict that came last to the end."""
+    at = max(index for index, line in enumerate(lines) if line.startswith("FIRST FAILURE: "))
+    assert not any(TORCHRUNS_OWN in line for line in lines[at:])
+    assert lines[-1].startswith("  so says the watchdog of ")
+    return lines[at:]
+
+
+def test_an_exception_is_last_with_its_traceback(tmp_path: Path) -> None:
+    lines = screen(start(tmp_path / "run", "--inject", "exception@values:1:1"))
+    first, *rest = last(lines)
+    assert re.match(
+        r"FIRST FAILURE: rank 1 on \S+ failed in values of step 1 at .*: InjectedFault: exception@values:1:1", first
+    )
+    trace = [line for line in rest if line.startswith("  | ")]
+    assert len(trace) <= 10
+    assert trace[-1] == "  | harness.tools.inject.InjectedFault: exception@values:1:1 was asked for"
+    assert any(TORCHRUNS_OWN in line for line in lines)
+    # Also before torchrun's own, for whoever only has what was written when torchrun ended.
+    assert sum(line.startswith("FIRST FAILURE: ") for line in lines) == 2
+
+
+@pytest.mark.long
+def test_a_killed_rank_is_last_with_what_followed(tmp_path: Path) -> None:
+    first, *rest = last(screen(start(tmp_path / "run", "--inject", "kill@values:1:1")))
+    assert re.match(r"FIRST FAILURE: rank 1 on \S+ (was killed by SIGKILL|died) in values of step 1 at ", first)
+    assert any(re.match(r"  \+\d\.\d s: rank 0 on ", line) for line in rest)
+
+
+@pytest.mark.long
+def test_a_hang_is_last_with_stacks(tmp_path: Path) -> None:
+    lines = last(screen(start(tmp_path / "run", "--inject", "hang@values:1:1", "--run.deadlines.values", "3")))
+    assert "rank 1 on " in lines[0] and "was in it and waited for no other rank (waited for by rank 0)" in lines[0]
+    assert lines[1].startswith("  rank 0 waits in all_reduce (torch/distributed/distributed_c10d.py:")
+    assert lines[2].startswith("  rank 1 was in Injector._hang (harness/tools/inject.py:")
+    assert "clock_nanosleep" in next((tmp_path / "run").glob("stacks-*-rank1.txt")).read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.Signals) -> None:
+    job = start(tmp_path / "run", "--run.steps", "400")
+    job.wait_for_phase("generate")
+    # Ctrl-C reaches all of the terminal's processes; a job scheduler tells its own child.
+    os.killpg(job.process.pid, number) if number is signal.SIGINT else job.process.send_signal(number)
+    told = time.monotonic()
+    first, *_ = last(screen(job))
+    assert time.monotonic() - told < 30
+    rank = rf"ranks? \d on \S+ (was (killed|interrupted) by {number.name}|died) (in|after) "
+    assert re.match(rf"FIRST FAILURE: (torchrun of ranks 0, 1 on \S+ \(pid \d+\) got {number.name}, |{rank})", first), (
+        first
+    )
+
+
+@pytest.mark.long
+def test_without_its_launcher_all_ends(tmp_path: Path) -> None:
+    job = start(tmp_path / "run", "--run.steps", "400")
+    job.wait_for_phase("generate")
+    job.look()
+    job.process.send_signal(signal.SIGKILL)
+    told = time.monotonic()
+    first, *_ = last(screen(job))
+    assert time.monotonic() - told < 15 + 5
+    assert re.match(r"FIRST FAILURE: torchrun of ranks 0, 1 on \S+ \(pid \d+\) is gone at ", first), first
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("read_until", "folder_line"),
+    [
+        ("", None),  # before the ranks met, who agree on a run directory
+        ("mesh dp=", "  run directory, with report.md in a moment: {}"),
+    ],
+)
+def test_a_console_that_nobody_reads_is_named(tmp_path: Path, read_until: str, folder_line: str | None) -> None:
+    errors = tmp_path / "errors"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT, QUICKSTART]
+    with errors.open("w") as stream:
+        process = subprocess.Popen(
+            [*command, "--run.dir", str(tmp_path / "run")], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stream
+        )
+        assert process.stdout
+        with process.stdout as console:
+            while read_until and read_until not in console.readline().decode():
+                assert process.poll() is None
+    assert process.wait(120) == 1
+    wait_for(lambda: "".join(errors.read_text().splitlines()[-1:]).startswith("  so says the watchdog of "))
+    first, *rest = last(errors.read_text().splitlines())
+    assert "ConsoleGone: nobody reads this run's output any more" in first
+    named = [line for line in rest if "run directory" in line]
+    assert named == ([folder_line.format(tmp_path / "run")] if folder_line else [])
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)

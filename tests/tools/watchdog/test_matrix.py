@@ -1,0 +1,161 @@
+"""Faults on purpose, kinds by phases: each ends in time, names the rank and the phase, and leaves nothing behind."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.faults import ANYWHERE
+from harness.rollout.processes import shared_memory_files
+from harness.runtime.phases import MEET, RUN, STEP_PHASES
+from harness.tools.hosts import kernel
+from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_SECONDS = 3
+END_SECONDS = 15
+"""From the fault, or the deadline that it makes others pass, to the end of everything."""
+START_SECONDS = 25
+"""From the start to the fault, on a busy machine."""
+SOME_PHASES = (
+    *(MEET, RUN, "inputs", "start_engine", "build_trainer", "wake_weights", "sync", "generate", "old_log_probs"),
+    *("update_actor", "verify_push", "shutdown"),
+)
+AT_ONCE: dict[str, tuple[str, ...]] = {
+    "exception": (MEET, "inputs", "sync", "update_actor", "shutdown"),
+    "kill": (MEET, RUN, "start_engine", "generate"),
+    "stop": ("wake_weights", "verify_push"),
+    "hang": (MEET, "sync", "old_log_probs"),
+    "slow": ("generate",),
+    "oom": ("update_actor", "build_trainer"),
+    "full-disk": ("old_log_probs",),
+}
+"""Cells that every run of the tests has; the others are marked long."""
+
+
+def cells() -> list[Any]:
+    every = [(kind, phase) for kind in ANYWHERE for phase in SOME_PHASES if (kind, phase) != ("full-disk", MEET)]
+    every.remove(("slow", RUN))  # which is no phase of a step, and meet has nobody who could wait
+    every.remove(("slow", MEET))
+    marks = {cell: [] if cell[1] in AT_ONCE[cell[0]] else [pytest.mark.long] for cell in every}
+    return [pytest.param(*cell, id="@".join(cell), marks=marks[cell]) for cell in every]
+
+
+def words_of(kind: str, phase: str) -> list[str]:
+    step = ":1" if phase in STEP_PHASES else ""
+    deadline = ["--run.deadlines", f"{{{phase} = {DEADLINE_SECONDS}}}"] if kind in ("hang", "stop") else []
+    return ["--run.steps", "2", "--inject", f"{kind}@{phase}:1{step}", *deadline]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of all cells that were asked for, run side by side: most of the time each of them waits."""
+    folder = tmp_path_factory.mktemp("cells")
+    cells = []
+    for item in request.session.items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path == request.path and "kind" in params:
+            kind, phase = params["kind"], params["phase"]
+            name = f"{kind}@{phase}"
+            if kind == "full-disk" and kernel.refusal():
+                continue
+            disk = "size=16m" if kind == "full-disk" else ""
+            cells.append({"name": name, "folder": str(folder / name), "words": words_of(kind, phase), "disk": disk})
+    (folder / "cells.json").write_text(json.dumps(cells))
+    script = Path(__file__).with_name("run_cells.py")
+    subprocess.run(
+        [sys.executable, str(script), str(folder / "cells.json"), str(folder / "results.json")],
+        cwd=REPOSITORY,
+        check=True,
+        timeout=60 + 12 * len(cells),
+    )
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(("kind", "phase"), cells())
+def test_a_fault_ends_the_run_in_time_and_is_named(results: dict[str, Any], kind: str, phase: str) -> None:
+    if f"{kind}@{phase}" not in results:
+        pytest.skip(f"no disk of its own here: {kernel.refusal()}")
+    cell = results[f"{kind}@{phase}"]
+    said = cell["said"]
+    # Of the whole job's start: a file that a rank made a moment before it was killed may have been seen by nobody.
+    assert [each for each in cell["left"] if phase != RUN or "harness-test" not in each] == [], said
+    at = expected_place(phase)
+    if kind == "slow":
+        assert cell["code"] == 0, said
+        if phase in STEP_PHASES:
+            assert re.search(
+                rf"^slow: rank 1 came [4-9]\.\d s after the others on \S+ to {phase} of step 1$", said, re.M
+            ), said
+        return
+    deadline = kind in ("hang", "stop")
+    assert cell["seconds"] < START_SECONDS + END_SECONDS + (DEADLINE_SECONDS if deadline else 0)
+    assert cell["code"] == (124 if deadline else 0xF7 if kind == "kill" else 1), said
+    verdicts = {line for line in said.splitlines() if line.startswith("FIRST FAILURE: ")}
+    assert len(verdicts) == 1, said
+    (verdict,) = verdicts
+    named = {
+        "exception": rf"rank 1 on \S+ failed {at} at .*: InjectedFault: ",
+        "kill": rf"rank 1 on \S+ (was killed by SIGKILL|died) {at} at ",
+        "stop": rf"rank 1 on \S+ was stopped {at} \(SIGSTOP",
+        "hang": rf"deadline of 3 s passed {at}: rank 1 on \S+ was ",
+        "oom": rf"rank 1 on \S+ failed {at} at .*: MemoryError: ",
+        "full-disk": rf"rank [01] on \S+ failed {at} at .*: OSError: \[Errno 28\] No space left on device",
+    }
+    assert re.match(f"FIRST FAILURE: {named[kind]}", verdict), said
+    assert said.rstrip().splitlines()[-1].startswith("  so says the watchdog of ")
+
+
+def expected_place(phase: str) -> str:
+    """As a verdict says it; of the whole job the phase is not known, but which one ended last."""
+    if phase == RUN:
+        return "after meet"
+    return f"in {phase} of step 1" if phase in STEP_PHASES else f"in {phase}"
+
+
+REAL = {
+    "nan-gradient@update_actor:1:1": r"rank 1 on \S+ failed in update_actor of step 1 at .*: FloatingPointError: .*not on rank 1",
+    "nan-gradient@update_critic:0:0": r"rank 0 on \S+ failed in update_critic of step 0 at .*: FloatingPointError: .*not on rank 0",
+    "nan-weight@wake_weights:1:1": r"rank 1 on \S+ failed in sync of step 1 at .*: WeightsRefused: .*\(rank 1\)",
+    "nan-weight@sync:0:1": r"rank 0 on \S+ failed in sync of step 1 at .*: WeightsRefused: .*\(rank 0\)",
+    "wrong-shape@sync:1:1": r"rank 1 on \S+ failed in sync of step 1 at .*: WeightsRefused: model.embed_tokens.weight: .* on rank 1",
+    "dropped-bucket@sync:1:1": r"rank [01] on \S+ failed (in|after) \w+ of step 1 at .*: WeightsDidNotArrive: step 1: .*",
+    "lost-message@sync:1:1": r"deadline of 20 s passed in sync of step 1: ",
+    "exception@import_sglang:1": r"rank 1 on \S+ failed in import_sglang at .*: InjectedFault",
+    "kill@start_engine:1": r"rank 1 on \S+ (was killed by SIGKILL|died) in start_engine at ",
+    "kill@generate:0:1": r"rank 0 on \S+ (was killed by SIGKILL|died) in generate of step 1 at ",
+    "hang@sync:1:1": r"deadline of 20 s passed in sync of step 1: rank 1 on \S+ was in it and waited for no other rank",
+    "stop@update_actor:1:1": r"rank 1 on \S+ was stopped in update_actor of step 1 ",
+}
+"""Real engines: who is named, and where. A weight that is spoiled before a sync shows in it."""
+REAL_DEADLINE = "{sync = 20, update_actor = 20}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", REAL)
+def test_the_same_with_real_engines(tmp_path: Path, fault: str) -> None:
+    arguments = [QUICKSTART, "--run.steps", "2", "--run.deadlines", REAL_DEADLINE, "--inject", fault]
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments).start()
+    memory: set[Path] = set()
+    end = time.monotonic() + 500
+    while job.process.poll() is None:
+        assert time.monotonic() < end, job.output()
+        job.look()
+        memory |= shared_memory_files(process.pid for process in job.seen)
+        time.sleep(0.5)
+    assert job.left_behind() == []
+    said = job.output().splitlines()
+    verdict = max(index for index, line in enumerate(said) if line.startswith("FIRST FAILURE: "))
+    assert re.match(f"FIRST FAILURE: {REAL[fault]}", said[verdict]), job.output()
+    assert said[-1].startswith("  so says the watchdog of ")
+    assert not any("ChildFailedError" in line for line in said[verdict:])
+    assert [file for file in memory if file.exists()] == []
+    code = json.loads(next(job.folder.glob("failure-*.json")).read_text())["code"]
+    assert code == (124 if fault.startswith(("hang", "stop", "lost")) else 1)

@@ -1,0 +1,96 @@
+"""Evidence that the kernel's out-of-memory killer ended a process; files as kernels write them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.tools.watchdog.memory_kills import FIRST_PID_NAMESPACE, MemoryKills
+
+RANK, OTHER = 555, 777
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A machine on which rank 555 runs in one cgroup, and 777 in that of another job."""
+    write(tmp_path / f"proc/{RANK}/cgroup", "0::/slurm/job7\n")
+    write(tmp_path / f"proc/{OTHER}/cgroup", "0::/slurm/job8\n")
+    for group in ("job7", "job8"):
+        count(tmp_path, group, 0)
+    return tmp_path
+
+
+def count(root: Path, group: str, kills: int) -> None:
+    write(root / f"sys/fs/cgroup/slurm/{group}/memory.events", f"low 0\nmax 12\noom 1\noom_kill {kills}\n")
+
+
+def test_a_kill_in_the_cgroup_explains_one_death_of_it(job: Path) -> None:
+    kills = MemoryKills(job)
+    kills.look([RANK])
+    assert kills.killed(RANK) == ""
+    count(job, "job7", 1)
+    assert kills.killed(RANK) == "the out-of-memory killer has just struck in its cgroup /slurm/job7"
+    assert kills.killed(RANK) == ""
+
+
+def test_a_kill_elsewhere_on_the_machine_explains_nothing(job: Path) -> None:
+    kills = MemoryKills(job)
+    write(job / "proc/vmstat", "oom_kill 3\n")
+    kills.look([RANK])
+    write(job / "proc/vmstat", "oom_kill 4\n")
+    count(job, "job8", 1)
+    assert kills.killed(RANK) == ""
+
+
+def test_a_kill_of_long_ago_explains_nothing(job: Path) -> None:
+    now = [100.0]
+    kills = MemoryKills(job, now=lambda: now[0])
+    kills.look([RANK])
+    count(job, "job7", 1)
+    for _ in range(3):
+        now[0] += 4
+        kills.look([RANK])
+    assert kills.killed(RANK) == ""
+
+
+def test_a_cgroup_that_is_removed_with_its_process_is_not_taken_for_the_whole_machine(job: Path) -> None:
+    kills = MemoryKills(job)
+    kills.look([RANK])
+    (job / "sys/fs/cgroup/slurm/job7/memory.events").unlink()
+    write(job / "sys/fs/cgroup/memory.events", "oom_kill 9\n")
+    assert kills.killed(RANK) == ""
+
+
+def test_in_a_container_of_the_first_version_its_own_group_is_at_the_top(tmp_path: Path) -> None:
+    write(tmp_path / f"proc/{RANK}/cgroup", "5:cpu:/x\n4:memory:/docker/abc\n0::/\n")
+    control = tmp_path / "sys/fs/cgroup/memory/memory.oom_control"
+    write(control, "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    kills = MemoryKills(tmp_path)
+    kills.look([RANK])
+    write(control, "oom_kill 3\n")
+    assert "/docker/abc" in kills.killed(RANK)
+
+
+@pytest.mark.parametrize(("namespace", "is_ours"), [(FIRST_PID_NAMESPACE, True), ("pid:[4026532999]", False)])
+def test_the_kernels_log_counts_where_its_pids_are_ours(tmp_path: Path, namespace: str, is_ours: bool) -> None:
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    os.symlink(namespace, tmp_path / "proc/self/ns/pid")
+    record = "3,1,2,-;Memory cgroup out of memory: Killed process {} (python) total-vm:1kB\n"
+    write(tmp_path / "dev/kmsg", record.format(RANK))
+    kills = MemoryKills(tmp_path)
+    assert kills.killed(RANK) == ""  # an earlier process of that pid
+    with (tmp_path / "dev/kmsg").open("a") as log:
+        log.write(record.format(RANK))
+    assert (str(RANK) in kills.killed(RANK)) == is_ours
+    assert kills.killed(OTHER) == ""
+
+
+def test_what_cannot_be_read_is_not_counted(tmp_path: Path) -> None:
+    kills = MemoryKills(tmp_path)
+    kills.look([RANK])
+    assert kills.killed(RANK) == ""

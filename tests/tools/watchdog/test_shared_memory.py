@@ -1,0 +1,98 @@
+"""Files in /dev/shm: those of our processes go, and no others."""
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.tools.watchdog.shared_memory import SharedMemory
+
+SCRIPT = """
+import mmap, os, sys
+file = os.open("/dev/shm/" + sys.argv[1], os.O_CREAT | os.O_RDWR)
+os.ftruncate(file, 4096)
+if sys.argv[2] == "mapped":
+    memory = mmap.mmap(file, 4096)
+    os.close(file)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    made = f"harness-test-{uuid.uuid4().hex}"
+    yield made
+    Path("/dev/shm", made).unlink(missing_ok=True)
+
+
+def owner(name: str, how: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", SCRIPT, name, how]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "there\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("how", ["mapped", "open"])
+def test_a_killed_process_leaves_no_file(name: str, how: str) -> None:
+    memory = SharedMemory()
+    process = owner(name, how)
+    memory.look([process.pid])
+    end(process)
+    assert name in memory.remove()
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_what_others_made_or_still_use_stays(name: str) -> None:
+    memory = SharedMemory()
+    theirs = owner(name, "mapped")
+    memory.look([])
+    memory.look([])
+    assert name not in memory.remove()
+    mine = owner(name, "mapped")  # the same file, which is theirs
+    memory.look([mine.pid])
+    end(mine)
+    assert name not in memory.remove()
+    end(theirs)
+
+
+def test_what_was_there_before_stays_even_if_we_use_it(name: str) -> None:
+    end(owner(name, "mapped"))
+    memory = SharedMemory()
+    mine = owner(name, "mapped")
+    memory.look([mine.pid])
+    end(mine)
+    assert name not in memory.remove()
+
+
+def test_a_file_that_two_of_ours_map_goes(name: str) -> None:
+    memory = SharedMemory()
+    first, second = owner(name, "mapped"), owner(name, "mapped")
+    memory.look([first.pid, second.pid])
+    end(first)
+    end(second)
+    assert name in memory.remove()
+
+
+def test_torch_names_its_files_after_their_makers(name: str) -> None:
+    memory = SharedMemory()
+    process = owner(name, "mapped")
+    memory.look([process.pid])
+    file, other = Path(f"/dev/shm/torch_{process.pid}_{name}_0"), Path(f"/dev/shm/torch_1_{name}_0")
+    file.touch()
+    other.touch()
+    try:
+        end(process)
+        assert file.name in memory.remove()
+        assert other.exists()
+    finally:
+        file.unlink(missing_ok=True)
+        other.unlink()

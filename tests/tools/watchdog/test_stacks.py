@@ -1,0 +1,91 @@
+"""Where processes are: real ones, through py-spy and through their own faulthandler."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.tools.watchdog import stacks
+from harness.tools.watchdog.stacks import Asked, look
+
+SCRIPT = """
+import sys, threading, time
+from harness.tools.watchdog.stacks import offer_own_stack
+def hang_here():
+    time.sleep(600)
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+print(offer_own_stack(), flush=True)
+hang_here()
+"""
+NATIVE = """Process 7: python x.py
+Thread 8 (idle): "guard"
+    recv (libc.so.6)
+Thread 7 (idle): "MainThread"
+    pthread_cond_wait (libc.so.6)
+    c10d::Work::wait (libtorch_cpu.so)
+    all_reduce (torch/distributed/distributed_c10d.py:3252)
+    wrapper (torch/distributed/c10d_logger.py:83)
+    all_sum (harness/trainer/learner.py:31)
+"""
+
+
+@pytest.fixture
+def hanging() -> Iterator[Asked]:
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        yield Asked(name="rank0", pid=process.pid, handler=int(process.stdout.readline()))
+        process.kill()
+
+
+def test_a_process_that_hangs_is_seen(hanging: Asked) -> None:
+    time.sleep(0.2)
+    (stack,) = look([hanging])
+    assert any(frame.startswith("hang_here") for frame in stack.frames), stack
+    assert not stack.waits
+
+
+def test_a_stopped_process_is_seen_where_pyspy_may_look(hanging: Asked) -> None:
+    os.kill(hanging.pid, signal.SIGSTOP)
+    (stack,) = look([hanging])
+    assert stack.text == "" or "hang_here" in stack.text  # without py-spy's permission nobody sees it
+
+
+def test_without_pyspy_a_rank_tells_itself(hanging: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks.sys, "executable", "/nonexistent/python")
+    monkeypatch.setenv("PATH", "")
+    time.sleep(0.2)
+    (stack,) = look([hanging])
+    assert stack.frames[0].startswith("hang_here (<string>:")
+
+
+def test_who_is_gone_has_no_stack() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (stack,) = look([Asked(name="rank0", pid=ended.pid, handler=3)])
+    assert (stack.frames, stack.text) == ((), "")
+    assert stacks.said({0: stack}) == ["rank 0: its stack could not be read"]
+
+
+def test_a_rank_in_a_collective_waits() -> None:
+    stack = stacks._stack("rank1", NATIVE)
+    assert stack.waits
+    assert stacks.said({1: stack}) == [
+        "rank 1 waits in all_reduce (torch/distributed/distributed_c10d.py:3252) < all_sum (harness/trainer/learner.py:31)"
+    ]
+    assert not stacks._stack(
+        "rank1", NATIVE.replace("c10d::Work::wait", "recv").replace("torch/distributed", "x")
+    ).waits
+
+
+def test_gpus_are_asked_only_where_there_is_a_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert stacks.gpu_memory() == ""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "$1"\n')
+    tool.chmod(0o755)
+    assert "--query-gpu=index,uuid,memory.used" in stacks.gpu_memory()

@@ -1,0 +1,200 @@
+"""Loaders in the styles that SGLang has, each traced: nothing changes, and the copies that were noted are the load."""
+
+import concurrent.futures
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.weights.stream.slots import Entry
+from harness.weights.worker.loader_trace import Traced, element_index, trace
+from tests.weights.worker.loading_styles import STYLES, Loader, Model, Sizes, Weights, sizes, slot_of
+
+
+def same(one: Model, other: Model) -> bool:
+    return all(torch.equal(one.held[name], other.held[name]) for name in one.held)
+
+
+def replay(traced: Traced, slot: torch.Tensor) -> None:
+    """What Reader does with copies whose source is a view; elements by index are only read back."""
+    for copy in traced.copies:
+        source = copy.source
+        if source is None:
+            typed = slot[: slot.numel() // copy.dtype.itemsize * copy.dtype.itemsize].view(copy.dtype)
+            source = typed[copy.index]
+        assert source.shape == copy.target.shape and source.dtype == copy.dtype
+        copy.target.copy_(source)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@given(sizes)
+@settings(max_examples=15, deadline=None)
+def test_tracing_changes_nothing_and_the_copies_are_the_load(style: str, s: Sizes) -> None:
+    case = STYLES[style](s)
+    slot, entries = slot_of(case.sent)
+    loaded, traced_model = case.model.fresh(), case.model.fresh()
+    loaded.load_weights([(entry.name, entry.view(slot).clone()) for entry in entries])
+
+    traced = trace(traced_model.load_weights, entries, slot)
+    assert not traced.error
+    assert same(traced_model, case.model)
+    assert traced.used == set(case.sent)
+    assert not traced.opaque
+    assert traced.only_copies == case.only_copies
+    assert {name for copy in traced.copies for name in copy.names} == set(case.sent)
+    replay(traced, slot)
+    assert same(traced_model, loaded)
+    assert not same(loaded, case.model)
+
+
+def only(name: str, load: Loader) -> tuple[Model, Traced]:
+    """A model of one tensor of ones, sent twos under `name`, after the trace."""
+    model = Model({"a": torch.ones(3, 2)}, load)
+    slot, entries = slot_of({name: torch.full((3, 2), 2.0)})
+    return model, trace(model.load_weights, entries, slot)
+
+
+def test_a_name_that_the_loader_ignores_is_not_used() -> None:
+    _, traced = only("b", lambda model, weights: None)
+    assert (traced.used, traced.copies, traced.error, traced.only_copies) == (set(), [], "", True)
+
+
+def test_what_the_loader_raises_is_kept() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        for name, loaded in weights:
+            model.held["a"].copy_(loaded)
+            raise KeyError(name)
+
+    model, traced = only("b", load)
+    assert traced.error == "KeyError: 'b'"
+    assert torch.equal(model.held["a"], torch.ones(3, 2))
+
+
+def test_a_thread_that_raises_raises_where_its_result_is_asked_for() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        with concurrent.futures.ThreadPoolExecutor() as executor:
+            executor.submit(lambda: model.held["b"].zero_()).result()
+
+    assert only("a", load)[1].error.startswith("KeyError")
+    assert concurrent.futures.ThreadPoolExecutor is ThreadPoolExecutor  # as it was
+
+
+def test_a_shape_that_does_not_fit_is_an_error() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        for name, loaded in weights:
+            model.held[name].T.copy_(loaded)
+
+    _, traced = only("a", load)
+    assert "RuntimeError" in traced.error and "size" in traced.error
+
+
+def test_a_reshape_that_copies_is_followed() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        for name, loaded in weights:
+            model.held[name].view(-1).copy_(loaded.T.reshape(-1))
+
+    assert only("a", load)[1].opaque == set()
+
+
+def test_a_value_that_is_read_is_opaque() -> None:
+    seen: list[float] = []
+    _, traced = only("a", lambda model, weights: seen.extend(float(loaded[0, 0].item()) for _, loaded in weights))
+    assert seen == [2.0]
+    assert (traced.used, traced.opaque, traced.only_copies) == ({"a"}, {"a"}, False)
+
+
+def test_what_a_loader_derives_makes_it_run_itself() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        for name, loaded in weights:
+            model.held[name].copy_(loaded)
+        model.held["derived"] = model.held["a"] * 3
+
+    model, traced = only("a", load)
+    assert (traced.used, traced.opaque, traced.does_more) == ({"a"}, set(), True)
+    assert torch.equal(model.held["derived"], torch.full((3, 2), 3.0))  # of what the model holds, not of the slot
+
+
+def converted(model: Model, weights: Weights) -> None:
+    for name, loaded in weights:
+        model.held[name].copy_(loaded.to(torch.bfloat16))
+
+
+def computed(model: Model, weights: Weights) -> None:
+    for name, loaded in weights:
+        model.held[name].copy_(loaded + 1)
+
+
+def by_way_of_a_temporary(model: Model, weights: Weights) -> None:
+    for name, loaded in weights:
+        temporary = torch.zeros(3, 2)
+        temporary.copy_(loaded)
+        model.held[name].copy_(temporary)
+
+
+def beside_padding(model: Model, weights: Weights) -> None:
+    for name, loaded in weights:
+        model.held[name].copy_(torch.cat([loaded[:2], torch.zeros(1, 2)]))
+
+
+def by_value(model: Model, weights: Weights) -> None:
+    for name, loaded in weights:
+        model.held[name].fill_(loaded[0, 0].item())
+
+
+CHANGING = (converted, computed, by_way_of_a_temporary, beside_padding, by_value)
+
+
+@pytest.mark.parametrize("load", CHANGING, ids=lambda load: load.__name__)
+def test_a_load_that_cannot_be_followed_changes_nothing_either(load: Loader) -> None:
+    model, traced = only("a", load)
+    assert not traced.only_copies
+    assert torch.equal(model.held["a"], torch.ones(3, 2))
+
+
+def test_of_tensors_that_lie_side_by_side_the_right_one_is_named() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        for _, loaded in weights:
+            model.held["a"].copy_(loaded[1:])
+
+    left, right = (
+        Entry(name=name, dtype=torch.float32, shape=(4, 2), stride=(4, 1), offset=offset, group=0)
+        for name, offset in (("left", 0), ("right", 8))
+    )
+    slot = torch.zeros(512, dtype=torch.uint8)
+    traced = trace(Model({"a": torch.ones(3, 2)}, load).load_weights, [left, right], slot)
+    assert [copy.names for copy in traced.copies] == [("left",), ("right",)]
+
+
+@st.composite
+def strided_views(draw: st.DrawFn) -> torch.Tensor:
+    """Any view of a storage whose elements are their own positions."""
+    view = torch.arange(3 * 4 * 5 * 6).view(3, 4, 5, 6)
+    for _ in range(draw(st.integers(0, 5))):
+        if not view.ndim:
+            break
+        axes = st.integers(0, view.ndim - 1)
+        axis = draw(axes)
+        kind = draw(st.sampled_from(["narrow", "transpose", "select", "step", "expand"]))
+        size = view.shape[axis]
+        if kind == "transpose":
+            view = view.transpose(axis, draw(axes))
+        elif kind == "expand":
+            view = view.unsqueeze(axis).expand(*view.shape[:axis], 2, *view.shape[axis:])
+        elif size == 0:
+            continue
+        elif kind == "narrow":
+            start = draw(st.integers(0, size - 1))
+            view = view.narrow(axis, start, draw(st.integers(0, size - start)))
+        elif kind == "select":
+            view = view.select(axis, draw(st.integers(0, size - 1)))
+        else:
+            view = view[(slice(None),) * axis + (slice(None, None, 2),)]
+    return view
+
+
+@given(strided_views())
+@settings(deadline=None)
+def test_an_element_index_is_the_place_in_the_storage(view: torch.Tensor) -> None:
+    assert torch.equal(element_index(view), view)
