@@ -16,7 +16,7 @@ from harness.cluster.world import World
 from harness.config.layers import ConfigError
 from harness.config.rules import warnings
 from harness.config.schema import Config
-from harness.parts import import_sglang, make_model_folder, start_engine, trainer_attention, what_was_asked
+from harness.parts import as_config_error, import_sglang, make_model_folder, start_engine, trainer_attention
 from harness.ppo import Ppo
 from harness.rollout import sglang_api
 from harness.rollout.memory import MemoryStages, gpu_free_bytes
@@ -83,7 +83,7 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
 def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, report: Report) -> Ppo:
     """Every part of the run on this rank. The trainer's models are built while the engine's schedulers start."""
     api = sglang_api.probe()
-    with what_was_asked(), events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"):
+    with as_config_error(), events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"):
         sglang_api.check_arguments(api, config.engine.args, {})
         check_level(config, api)
         transport = choose_transport(config, api, world.device_type)
@@ -94,7 +94,7 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
         attention = trainer_attention(config, model_folder, world.device_type, events)
         prompts = PromptSampler(
             tokenize_prompts(
-                rows, tokenizer, config.task.template, config.task.max_prompt_tokens, config.task.overlong
+                rows, tokenizer, config.task.template, config.task.max_prompt_tokens, config.task.long_prompts
             ),
             config.rollout.prompts_per_step,
             config.run.seed,
@@ -125,8 +125,8 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
         engine = start_engine(config, world, mesh, events, folder, model_folder)
     memory = make_memory_stages(config, world, events, engine)
     if engine.has_memory_saver and config.engine.initial_weights == "dummy":
-        with events.phase("first_sleep", waiting_for="the engine to free its memory for the trainer"):
-            memory.sleep()
+        with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):
+            memory.release_all()
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = (trainer or start_trainer()).result()
     sync = WeightSync(engine, actor.model, config.weights, transport, folder, getattr(torch, config.model.dtype))
@@ -164,7 +164,7 @@ def make_memory_stages(config: Config, world: World, events: EventLog, engine: V
     return MemoryStages(
         engine,
         free_bytes=None if gpu is None else gpu_free_bytes(gpu),
-        wake=config.memory.wake,
+        resume_mode=config.memory.resume,
         say=events.say,
         fact=events.fact,
     )

@@ -22,8 +22,8 @@ from harness.rollout.cpu.activate import require_absorbed_mla
 from harness.rollout.processes import children, end
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.events import EventLog
-from harness.runtime.mistake import CannotRunHere
 from harness.task.architectures import is_tiny
 from harness.task.data import Row
 from harness.task.tiny_models import save_tiny_model
@@ -32,7 +32,7 @@ from harness.weights.devices import check_gpus
 
 
 @contextmanager
-def what_was_asked() -> Iterator[None]:
+def as_config_error() -> Iterator[None]:
     """A ValueError in here is the user's mistake: data, model or engine arguments that are not there or not right."""
     try:
         yield
@@ -43,14 +43,14 @@ def what_was_asked() -> Iterator[None]:
 def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row]) -> Path:
     """The folder that trainer and engine load: for a tiny model made here, once on each host; else as configured.
 
-    Raises CannotRunHere for a model that this sglang's CPU mode cannot serve.
+    Raises UnsupportedEnvironment for a model that this sglang's CPU mode cannot serve.
     """
     if not is_tiny(config.model.name):
         target = Path(config.model.name)
         _check_mla(target, world)
         return target
     target = folder / f"model-host{world.hosts.index(world.host)}"
-    first_on_host = next(seat.rank for seat in world.seats if seat.host == world.host)
+    first_on_host = next(location.rank for location in world.locations if location.host == world.host)
     if world.rank == first_on_host:
         texts = [row.question + row.answer for row in rows]
         save_tiny_model(
@@ -70,14 +70,14 @@ def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row
 
 def trainer_attention(config: Config, model_folder: Path, device: str, events: EventLog) -> Attention:
     """The trainer's attention implementation; the console says why it is not sdpa. Raises ValueError where it cannot be
-    what was asked, and CannotRunHere for one that SGLang's CPU mode does not compute."""
+    what was asked, and UnsupportedEnvironment for one that SGLang's CPU mode does not compute."""
     model_config = AutoConfig.from_pretrained(str(model_folder))
     attention, why = choose_attention(model_config, config.model.attention)
     if why:
         events.say(f'model.attention = "{attention}": {why}')
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     if capped and device == "cpu" and "attention_backend" not in config.engine.args:
-        raise CannotRunHere(
+        raise UnsupportedEnvironment(
             f"{model_config.model_type} caps attention logits (attn_logit_softcapping), which SGLang's torch_native attention on"
             " the CPU leaves out: it would compute another model."
         )
@@ -85,7 +85,7 @@ def trainer_attention(config: Config, model_folder: Path, device: str, events: E
 
 
 def _check_mla(model_folder: Path, world: World) -> None:
-    """Raise CannotRunHere for a model with MLA (DeepSeek) where this sglang's CPU mode cannot serve it."""
+    """Raise UnsupportedEnvironment for a model with MLA (DeepSeek) where this sglang's CPU mode cannot serve it."""
     config = model_folder / "config.json"
     if (
         world.device.type == "cpu"
@@ -95,7 +95,7 @@ def _check_mla(model_folder: Path, world: World) -> None:
         try:
             require_absorbed_mla()
         except NotImplementedError as error:
-            raise CannotRunHere(str(error)) from error
+            raise UnsupportedEnvironment(str(error)) from error
 
 
 def import_sglang(
@@ -106,7 +106,7 @@ def import_sglang(
     On the CPU only where this rank uses it: the others would take the cores of those that do.
     """
     with events.phase("import_sglang", waiting_for="SGLang's import"):
-        placements = place(dims, world.seats, world.device_type)
+        placements = place(dims, world.locations, world.device_type)
         builds = any(world.rank == node.builder for placement in placements for node in placement.nodes)
         shipped = config.engine.implementation == "sglang"
         if builds or shipped or world.device_type == "cuda" or "bucket" in transports:

@@ -1,6 +1,6 @@
 """One PPO step, read from top to bottom.
 
-wake weights -> sync -> wake KV cache -> generate -> sleep -> scores -> old log-probs -> reference log-probs, values ->
+resume weights -> sync -> resume KV cache -> generate -> release -> scores -> old log-probs -> reference log-probs, values ->
 advantages -> updates of critic and actor -> metrics. What of it proves that the weights arrived: verification.
 """
 
@@ -73,7 +73,7 @@ class Ppo:
             batches = [self.generate(0)[0]]
             tokens = self.all_sum(batches[0].response_mask.sum())
             batches += [self.generate(index)[0] for index in range(1, -(-BASELINE_TOKENS // int(tokens)))]
-            self.memory.sleep()
+            self.memory.release_all()
             with self.actor.on_device():
                 log_probs = [self.actor.log_probs(batch, self.config.actor.microbatch_size)[0] for batch in batches]
         self.verification.set_baseline(merge([self.difference(*each) for each in zip(batches, log_probs, strict=True)]))
@@ -81,8 +81,8 @@ class Ppo:
     def rollout(self, index: int) -> tuple[Batch, Metrics]:
         """Sync the weights, generate with them, and check at the configured level that they arrived."""
         phase = self.events.phase
-        with phase("wake_weights", index, "the engine to take its weights' memory back"):
-            self.memory.wake_weights()
+        with phase("resume_weights", index, "the engine to take its weights' memory back"):
+            self.memory.resume_weights()
         with self.actor.on_device():
             self.verification.rehearse(index)
             with phase("sync", index, "all ranks to gather the weights and the engine to load them"):
@@ -90,14 +90,14 @@ class Ppo:
             self.verification.check_fingerprints(index)
             self.verification.check_bytes(index)
             self.verification.check_first_sync(index)
-        with phase("wake_kv_cache", index, "the engine to take its KV cache's memory back"):
-            self.memory.wake_kv_cache()
+        with phase("resume_kv_cache", index, "the engine to take its KV cache's memory back"):
+            self.memory.resume_kv_cache()
         with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
             batch, scores = self.generate(index)
         self.first_token_at = self.first_token_at or time.time()
         self.show_sample(index, batch, float(scores[0]))
-        with phase("sleep", index, "the engine to free its memory"):
-            self.memory.sleep()
+        with phase("release", index, "the engine to free its memory"):
+            self.memory.release_all()
         with self.actor.on_device():
             with phase("old_log_probs", index, "the actor's log-probs of the responses"):
                 old, entropy = self.actor.log_probs(batch, self.config.actor.microbatch_size)

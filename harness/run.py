@@ -31,19 +31,19 @@ from harness.cluster.world import (
     host_identity,
     leave,
     open_world,
-    own_seat,
+    own_location,
 )
 from harness.config.layers import ConfigError, digest
 from harness.config.schema import Config
 from harness.rollout import scratch
 from harness.rollout.cpu.activate import activate
 from harness.rollout.processes import children, end
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.runtime.events import Console, EventLog
 from harness.runtime.memory_gauge import Gauge
-from harness.runtime.mistake import CannotRunHere, say_mistake
 from harness.runtime.phases import MEET, RUN, deadline
 from harness.runtime.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
-from harness.tools.hosts.knock import phase_observer
+from harness.tools.hosts.phase_client import phase_observer
 from harness.tools.inject import Injector
 from harness.tools.report.run_report import installed_versions
 from harness.tools.watchdog.guard import Guard
@@ -71,18 +71,18 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     try:
         launch = Launch.from_environment(os.environ)
     except WorldError as error:
-        return say_mistake(error, rank=0)
+        return report_user_error(error, rank=0)
     try:
         ParallelDims.of(config.parallel).validate(launch.world_size)
     except ValueError as error:
-        return say_mistake(error, launch.rank)
+        return report_user_error(error, launch.rank)
     try:
         apart = config.parallel.engine_gpus == "apart"
         device = choose_device(config.engine.device, launch, apart)
-        own_seat(device.type == "cpu", apart)
+        own_location(device.type == "cpu", apart)
         check_interface(config.network.interface, os.environ)
     except ValueError as error:
-        return say_mistake(error, launch.rank, alone=True)  # rank 0 may know nothing of it
+        return report_user_error(error, launch.rank, alone=True)  # rank 0 may know nothing of it
     console = _console(launched) if launch.rank == 0 else None
     stand_ins = activate() if device.type == "cpu" else []
     _agree_with_engine(config, device)
@@ -121,13 +121,13 @@ def _in_world(
     if folder is None:
         given = Path(config.run.dir).resolve()
         error = ConfigError(f"run.dir = {given} holds an earlier run; give another folder, or remove it.")
-        return say_mistake(error, world.rank)
+        return report_user_error(error, world.rank)
     guard.meet(all_gather(guard.post_at(own_address(os.environ))), folder)
     if config.run.inject:
         try:
             injector.check_disk(folder)
-        except CannotRunHere as error:
-            return say_mistake(error, world.rank)
+        except UnsupportedEnvironment as error:
+            return report_user_error(error, world.rank)
     gauge = _gauge(world)
     events = EventLog(folder / EVENTS / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge.end)
     injector.fact = events.fact
@@ -140,16 +140,16 @@ def _in_world(
     guard.on_leave.append(events.close)
     if world.device.type == "cuda":
         guard.on_deadline.append(lambda folder: _dump_flight_records(folder, world.rank))
-    if knock := phase_observer(os.environ, world.rank):
-        events.phase_begins += [guard.flush, knock]
+    if phase_client := phase_observer(os.environ, world.rank):
+        events.phase_begins += [guard.flush, phase_client]
     events.phase_begins.append(injector.begins)
     events.phase_ends.append(injector.ends)
     try:
         differences = check_agreement(digest(config), os.environ)
         dims = ParallelDims.of(config.parallel)
-        placements = place(dims, world.seats, world.device_type)
+        placements = place(dims, world.locations, world.device_type)
     except ValueError as error:
-        return say_mistake(error, world.rank)
+        return report_user_error(error, world.rank)
     for sentence in differences:
         events.say(f"warning: {sentence}")
     facts = all_gather(_rank_facts(world))
@@ -166,8 +166,8 @@ def _in_world(
         with events.phase(RUN):
             code = job(config, world, dims, events, folder, launched)
         return code or _all_happened(config, world, injector)
-    except (ConfigError, CannotRunHere) as error:
-        return say_mistake(error, world.rank, alone=True)
+    except (ConfigError, UnsupportedEnvironment) as error:
+        return report_user_error(error, world.rank, alone=True)
     except Exception as error:
         _tell_failure(world.rank, error, events)
         _end_early(events.fail, error)
@@ -186,7 +186,7 @@ def _all_happened(config: Config, world: World, injector: Injector) -> int:
     if not never:
         return 0
     error = ConfigError(f"run.inject: {', '.join(never)} never happened, because this run has no such phase.")
-    return say_mistake(error, world.rank)
+    return report_user_error(error, world.rank)
 
 
 def _rank_facts(world: World) -> dict[str, Any]:
@@ -236,9 +236,9 @@ def _guard(config: Config, launch: Launch) -> Guard:
         local_rank=launch.local_rank,
         local_world_size=launch.local_world_size,
         host=host_name(host_identity()),
-        deadline=lambda phase: deadline(phase, limits.deadlines, limits.timeout_seconds),
+        deadline=lambda phase: deadline(phase, limits.phase_timeouts, limits.timeout_seconds),
         idle_seconds=limits.timeout_seconds,
-        lost_host_seconds=limits.lost_host_seconds,
+        heartbeat_timeout=limits.heartbeat_timeout,
     )
 
 

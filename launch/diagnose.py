@@ -19,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
 from harness.config.options import read_options
+from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
-from harness.runtime.mistake import say_mistake
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.diagnosis_text import as_json, as_text
 from harness.tools.diagnose.log_lines import files_of
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
             raise ValueError("there is nothing to read; give a log, a run directory, or - for standard input.")
         found = diagnose(files_of(logs))
     except (ValueError, OSError) as error:
-        return say_mistake(error, rank=0)
+        return report_user_error(error, rank=0)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a log may have what the console's encoding has not
     print(as_json(found) if options.json else as_text(found))

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from harness.config.command import parse
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
-from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
 
 JSON = "--json"
@@ -36,8 +36,8 @@ def main(arguments: list[str]) -> int:
         config = read([word for word in arguments if word != JSON], os.environ.get("WORLD_SIZE", ""))
         preflight.check_started(config, "launch/doctor.py", arguments, os.environ)
         return look(config, json)
-    except (ValueError, CannotRunHere) as error:
-        return say_mistake(error, rank)
+    except (ValueError, UnsupportedEnvironment) as error:
+        return report_user_error(error, rank)
 
 
 def read(words: list[str], world_size: str) -> Config:
@@ -53,12 +53,12 @@ def read(words: list[str], world_size: str) -> Config:
 
 
 def look(config: Config, json: bool) -> int:
-    """Raises CannotRunHere without torch. Where the ranks met, the process ends here (see leave)."""
+    """Raises UnsupportedEnvironment without torch. Where the ranks met, the process ends here (see leave)."""
     try:
         from harness.cluster.world import Launch, leave
         from harness.tools.doctor.examine import examine
     except ImportError as error:
-        raise CannotRunHere(f"{sys.executable} cannot import what the doctor needs: {error}.") from error
+        raise UnsupportedEnvironment(f"{sys.executable} cannot import what the doctor needs: {error}.") from error
     launch = Launch.from_environment(os.environ)
     leave(examine(config, launch, os.environ, json))
 

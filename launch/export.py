@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
+from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
-from harness.runtime.mistake import say_mistake
 from harness.tools import environments
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.log_lines import files_of
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         finding = diagnose(files_of([arguments[0]])).finding if subject.seen and subject.seen.code else None
         text = render(subject, finding.entry.slug if finding else "")
     except (ValueError, OSError) as error:
-        return say_mistake(error, rank=0)
+        return report_user_error(error, rank=0)
     lines = len(text.splitlines())
     if lines > MOST_LINES:
         print(

@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
 from harness.config.options import read_options
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.runtime.exit import exit_with
-from harness.runtime.mistake import CannotRunHere, say_mistake
 from harness.tools import environments
 
 
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> int:
         if options.skew:
             library()
         return Session(plan).run()
-    except (ValueError, CannotRunHere) as error:
-        return say_mistake(error, rank=0)
+    except (ValueError, UnsupportedEnvironment) as error:
+        return report_user_error(error, rank=0)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

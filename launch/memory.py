@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from harness.config.command import parse
 from harness.config.options import read_options
-from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import environments, preflight
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Options:
     """Largest fraction to try."""
     resolution: float = 0.02
     """Steps between the fractions that may be tried."""
-    wake: tuple[Literal["at_once", "staged"], ...] = ("at_once", "staged")
+    wake: tuple[Literal["all", "staged"], ...] = ("all", "staged")
     """Which ways of waking to search."""
     timeout: float = 900.0
     """Seconds after which a run counts as failed."""
@@ -59,10 +59,10 @@ def main(arguments: list[str]) -> int:
         command = parse(words)
         memory_search.candidates(options.low, options.high, options.resolution)
         if reason := preflight.no_gpu():
-            raise CannotRunHere(f"{reason}, and without one there is no memory to release: nothing to search.")
+            raise UnsupportedEnvironment(f"{reason}, and without one there is no memory to release: nothing to search.")
         preflight.check_here(command.config)
-    except (ValueError, CannotRunHere) as error:
-        return say_mistake(error, rank=0)
+    except (ValueError, UnsupportedEnvironment) as error:
+        return report_user_error(error, rank=0)
     parallel = command.config.parallel
     ranks = options.nproc_per_node or parallel.dp * parallel.tp * parallel.pp
     folder = Path(options.folder).resolve() if options.folder else memory_search.trial_folder()
@@ -95,7 +95,7 @@ def show(found: dict[str, float | None], outcomes: "list[Outcome]") -> None:
     from rich.table import Table
 
     table = Table(title="Largest engine.args.mem_fraction_static that passes")
-    for column in ("memory.wake", "largest", "runs", "least that failed", "its first error"):
+    for column in ("memory.resume", "largest", "runs", "least that failed", "its first error"):
         table.add_column(column)
     for wake, fraction in found.items():
         mine = [each for each in outcomes if each.wake == wake]

@@ -21,8 +21,8 @@ from harness.cluster.mesh import ParallelDims
 from harness.cluster.picture import picture
 from harness.config.command import Command, parse, print_help
 from harness.config.rules import warnings
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.runtime.exit import exit_with
-from harness.runtime.mistake import CannotRunHere, say_mistake
 from harness.tools import preflight
 from harness.tools.plan import text
 from harness.tools.plan.memory import GIB, Estimate, estimate
@@ -43,12 +43,12 @@ def main(arguments: list[str]) -> int:
         command = parse(arguments)
         if command.options.dry_run or command.options.check:
             return show(command)
-    except (ValueError, CannotRunHere) as error:
-        return say_mistake(error, rank)
+    except (ValueError, UnsupportedEnvironment) as error:
+        return report_user_error(error, rank)
     try:
         preflight.check_rank(command.config, "launch/ppo.py", arguments, os.environ)
-    except (ValueError, CannotRunHere) as error:  # only the first rank of each host looks
-        return say_mistake(error, rank=0)
+    except (ValueError, UnsupportedEnvironment) as error:  # only the first rank of each host looks
+        return report_user_error(error, rank=0)
     from harness.run import run
 
     return run(command.config)

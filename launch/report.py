@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
+from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
-from harness.runtime.mistake import say_mistake
 from harness.tools import environments
 from harness.tools.report.write import write_reports
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"{len(arguments)} run directories are given; give one.")
         markdown, page = write_reports(Path(arguments[0]))
     except (ValueError, OSError) as error:
-        return say_mistake(error, rank=0)
+        return report_user_error(error, rank=0)
     print(f"report {markdown} and {page}")
     return 0
 

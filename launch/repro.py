@@ -1,16 +1,16 @@
-"""Have a known failure on purpose: the smallest real thing that fails that way, beside a twin that passes.
+"""Have a known failure on purpose: the smallest real thing that fails that way, beside a control that passes.
 
     python launch/repro.py list [--needs cpu one_gpu several_gpus hosts] [--no-engine] [--names]
     python launch/repro.py show SLUG
-    python launch/repro.py run SLUG... | --all [--needs CLASS...] [--no-engine] [--twin] [--seconds N] [--json FOLDER]
+    python launch/repro.py run SLUG... | --all [--needs CLASS...] [--no-engine] [--control] [--seconds N] [--json FOLDER]
     python launch/repro.py record FOLDER [--date YYYY-MM-DD]
 
 The two variants differ in one thing, which is printed, and run one after the other in sessions of their own; whatever
-they started is ended. --twin runs the healthy one alone. Several cases run side by side as far as there are GPUs for
+they started is ended. --control runs the healthy one alone. Several cases run side by side as far as there are GPUs for
 them. record writes what was seen into the catalogue of failures.
 
-Exit codes of run: 1 the failure was reproduced (--twin: the twin failed); 0 it was not, since this version has it fixed,
-or never had it (--twin: the twin passed); 125 it cannot run here, or what ran proves nothing (the twin failed as well), with
+Exit codes of run: 1 the failure was reproduced (--control: the control failed); 0 it was not, since this version has it fixed,
+or never had it (--control: the control passed); 125 it cannot run here, or what ran proves nothing (the control failed as well), with
 the reason; 2 a mistake in what was asked. Of several cases: 1 if any was reproduced, else 125 if any could not run or proved
 nothing, else 0. On a machine with GPUs, all that is worth a run there:
 
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from harness.config.layers import ConfigError
 from harness.config.options import Parser
+from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
-from harness.runtime.mistake import say_mistake
 from harness.tools import environments
 from harness.tools.repro import requirements, telling
 from harness.tools.repro.case import GPUS, Case, UnknownCase, entry_of, load, slugs
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         asked = parser().parse_args(arguments)
         return int(asked.do(asked))
     except (UnknownCase, telling.WrongRequest, ConfigError) as error:
-        return say_mistake(error, rank=0)
+        return report_user_error(error, rank=0)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     running = commands.add_parser("run", parents=[chosen], help="have failures")
     running.add_argument("slugs", nargs="*", metavar="SLUG")
     running.add_argument("--all", action="store_true", help="all cases, or those of --needs and --no-engine")
-    running.add_argument("--twin", action="store_true", help="run the healthy variant alone")
+    running.add_argument("--control", action="store_true", help="run the healthy variant alone")
     running.add_argument("--seconds", type=float, help="end each variant after so many, if the case does not earlier")
     running.add_argument("--json", type=Path, metavar="FOLDER", help="write SLUG.json there for each case")
     running.set_defaults(do=run)
@@ -90,8 +90,8 @@ def run(asked: argparse.Namespace) -> int:
         raise telling.WrongRequest("run takes either slugs or --all; `list` shows what there is.")
     cases = chosen_cases(asked) if asked.all else {slug: load(slug) for slug in asked.slugs}
     if len(cases) == 1:
-        return one.run(*next(iter(cases.items())), twin=asked.twin, seconds=asked.seconds, folder=asked.json)
-    options = [*(["--twin"] if asked.twin else []), *(["--seconds", str(asked.seconds)] if asked.seconds else [])]
+        return one.run(*next(iter(cases.items())), control=asked.control, seconds=asked.seconds, folder=asked.json)
+    options = [*(["--control"] if asked.control else []), *(["--seconds", str(asked.seconds)] if asked.seconds else [])]
     with tempfile.TemporaryDirectory(prefix="repro-results-") as unasked:
         results = session.run_all(cases, asked.json or Path(unasked), requirements.gpus(), options)
     print(session.counted(results))

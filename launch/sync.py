@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from harness.config.command import parse
 from harness.config.options import read_known_options
 from harness.config.schema import TransportName
-from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
 
 
@@ -60,11 +60,11 @@ def main(arguments: list[str]) -> int:
                 "--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out."
             )
     except ValueError as error:
-        return say_mistake(error, rank)
+        return report_user_error(error, rank)
     try:
         preflight.check_rank(command.config, "launch/sync.py", arguments, os.environ)
-    except (ValueError, CannotRunHere) as error:
-        return say_mistake(error, rank=0)
+    except (ValueError, UnsupportedEnvironment) as error:
+        return report_user_error(error, rank=0)
     from harness.run import Job, run
 
     def load() -> Job:

@@ -8,7 +8,7 @@ from transformers import Gemma2Config, PretrainedConfig, Qwen2Config
 
 from harness.config.command import parse
 from harness.parts import trainer_attention
-from harness.runtime.mistake import CannotRunHere
+from harness.runtime.errors import UnsupportedEnvironment
 
 
 class Said:
@@ -34,6 +34,6 @@ def test_attention_that_is_not_sdpa_is_said_with_its_reason(tmp_path: Path) -> N
 
 
 def test_a_cap_that_the_engine_leaves_out_on_the_cpu_cannot_run_there(tmp_path: Path) -> None:
-    with pytest.raises(CannotRunHere, match="gemma2 caps attention logits .* torch_native"):
+    with pytest.raises(UnsupportedEnvironment, match="gemma2 caps attention logits .* torch_native"):
         attention(Gemma2Config(), tmp_path, "cpu")
     assert attention(Gemma2Config(attn_logit_softcapping=None), tmp_path / "without", "cpu") == ("sdpa", [])

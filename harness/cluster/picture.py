@@ -49,7 +49,7 @@ def picture(plan: Plan, addresses: Mapping[str, str] | None = None) -> list[str]
 def picture_of(world: "World", dims: "ParallelDims") -> list[str]:
     """The picture of a run whose ranks have met; the ports that its engines lease are not in it."""
     addresses = {host: known.address for host, known in world.addresses.items()}
-    return picture(plan_of(dims, world.seats, world.device_type), addresses)
+    return picture(plan_of(dims, world.locations, world.device_type), addresses)
 
 
 def blocks_of(plan: Plan) -> list[Block]:

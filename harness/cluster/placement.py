@@ -23,7 +23,7 @@ _TOKEN_KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankLocation:
     """What a rank reports of itself.
 
     host: opaque identity; equal for two ranks exactly if they share a host. visible: CUDA_VISIBLE_DEVICES as
@@ -41,7 +41,7 @@ class Seat:
 
 
 def host_name(identity: str) -> str:
-    """A host's name for people, of the identity in a seat."""
+    """A host's name for people, of the identity in a location."""
     return identity.partition("/")[0]
 
 
@@ -105,30 +105,34 @@ def parse_visible(value: str | None) -> tuple[str, ...] | None:
     return tuple(tokens)
 
 
-def gpu_of(seat: Seat) -> str:
+def gpu_of(location: RankLocation) -> str:
     """The physical GPU (index or UUID) that the rank's trainer uses: its only visible one, else the local_rank-th.
 
     Raises ValueError where there is no such GPU, and where apart leaves none for the engine.
     """
-    alone = seat.visible is not None and len(seat.visible) == 1 and seat.engine_offset == 0
-    return _gpu_at(seat, 0 if alone else seat.local_rank)
+    alone = location.visible is not None and len(location.visible) == 1 and location.engine_offset == 0
+    return _gpu_at(location, 0 if alone else location.local_rank)
 
 
-def engine_gpu_of(seat: Seat) -> str:
+def engine_gpu_of(location: RankLocation) -> str:
     """The physical GPU (index or UUID) that the rank's engine rank uses; raises as `gpu_of`."""
-    return _gpu_at(seat, seat.local_rank + seat.engine_offset) if seat.engine_offset else gpu_of(seat)
+    return (
+        _gpu_at(location, location.local_rank + location.engine_offset) if location.engine_offset else gpu_of(location)
+    )
 
 
-def place(dims: ParallelDims, seats: Sequence[Seat], device: Literal["cpu", "cuda"]) -> tuple[EnginePlacement, ...]:
-    """Where each engine goes, one placement for each dp index; seats may come in any order.
+def place(
+    dims: ParallelDims, locations: Sequence[RankLocation], device: Literal["cpu", "cuda"]
+) -> tuple[EnginePlacement, ...]:
+    """Where each engine goes, one placement for each dp index; locations may come in any order.
 
     Raises ValueError for missing or repeated ranks, for two ranks on one GPU, and for an engine whose ranks lie on
     their hosts in a way that SGLang cannot reproduce.
     """
-    by_rank = _seats_by_rank(dims, seats)
+    by_rank = _seats_by_rank(dims, locations)
     if device == "cuda":
         _check_gpus(by_rank)
-    gpus = [engine_gpu_of(seat) for seat in by_rank] if device == "cuda" else None
+    gpus = [engine_gpu_of(location) for location in by_rank] if device == "cuda" else None
     return tuple(_place_engine(dims, dp, by_rank, gpus) for dp in range(dims.dp))
 
 
@@ -136,104 +140,106 @@ def _kind(token: str) -> str | None:
     return next((kind for kind, pattern in _TOKEN_KINDS if pattern.fullmatch(token)), None)
 
 
-def _seats_by_rank(dims: ParallelDims, seats: Sequence[Seat]) -> list[Seat]:
-    by_rank: dict[int, Seat] = {}
-    for seat in seats:
-        if seat.rank in by_rank:
-            other = by_rank[seat.rank]
+def _seats_by_rank(dims: ParallelDims, locations: Sequence[RankLocation]) -> list[RankLocation]:
+    by_rank: dict[int, RankLocation] = {}
+    for location in locations:
+        if location.rank in by_rank:
+            other = by_rank[location.rank]
             raise ValueError(
-                f"rank {seat.rank} is reported twice, by host {other.host} (local rank {other.local_rank}) and host "
-                f"{seat.host} (local rank {seat.local_rank}): give every process its own RANK, as torchrun does"
+                f"rank {location.rank} is reported twice, by host {other.host} (local rank {other.local_rank}) and host "
+                f"{location.host} (local rank {location.local_rank}): give every process its own RANK, as torchrun does"
             )
-        by_rank[seat.rank] = seat
-    # Here the ranks are distinct, so some rank in 0..len - 1 is missing exactly if some seat is outside that range.
-    missing = next((rank for rank in range(len(seats)) if rank not in by_rank), None)
+        by_rank[location.rank] = location
+    # Here the ranks are distinct, so some rank in 0..len - 1 is missing exactly if some location is outside that range.
+    missing = next((rank for rank in range(len(locations)) if rank not in by_rank), None)
     if missing is not None:
         last = by_rank[max(by_rank)]
         raise ValueError(
-            f"rank {missing} is missing: {len(seats)} ranks report, the last of them rank {last.rank} on host "
+            f"rank {missing} is missing: {len(locations)} ranks report, the last of them rank {last.rank} on host "
             f"{last.host}, and they must be 0, 1, 2, ... without a gap, as one torchrun numbers them"
         )
-    dims.validate(len(seats))
-    return [by_rank[rank] for rank in range(len(seats))]
+    dims.validate(len(locations))
+    return [by_rank[rank] for rank in range(len(locations))]
 
 
-def _gpu_at(seat: Seat, index: int) -> str:
-    """The index-th visible GPU of a seat, after checking that it sees as many as it must."""
-    who = f"rank {seat.rank} on host {seat.host}"
-    if seat.visible == ():
+def _gpu_at(location: RankLocation, index: int) -> str:
+    """The index-th visible GPU of a location, after checking that it sees as many as it must."""
+    who = f"rank {location.rank} on host {location.host}"
+    if location.visible == ():
         raise ValueError(
             f"{who} has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it, or list the GPUs of this host's ranks"
         )
-    shown = "unset" if seat.visible is None else f"'{','.join(seat.visible)}'"
-    counts = [seat.gpu_count, None if seat.visible is None else len(seat.visible)]
+    shown = "unset" if location.visible is None else f"'{','.join(location.visible)}'"
+    counts = [location.gpu_count, None if location.visible is None else len(location.visible)]
     count = min((known for known in counts if known is not None), default=None)
-    if count is not None and seat.engine_offset and count < 2 * seat.engine_offset:
+    if count is not None and location.engine_offset and count < 2 * location.engine_offset:
         raise ValueError(
             f'{who} sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}), but parallel.engine_gpus = "apart" needs '
-            f"{2 * seat.engine_offset}, two for each of its torchrun's {seat.engine_offset} ranks: make all of them "
+            f"{2 * location.engine_offset}, two for each of its torchrun's {location.engine_offset} ranks: make all of them "
             "visible to every rank, without a wrapper that gives each rank its own, or set it to shared"
         )
     if count is not None and index >= count:
         raise ValueError(
-            f"{who} has local rank {seat.local_rank} but sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}): make "
+            f"{who} has local rank {location.local_rank} but sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}): make "
             "one GPU visible for each rank of the host, or start fewer ranks with --nproc-per-node"
         )
-    return str(index) if seat.visible is None else seat.visible[index]
+    return str(index) if location.visible is None else location.visible[index]
 
 
-def _check_gpus(seats: Sequence[Seat]) -> None:
+def _check_gpus(locations: Sequence[RankLocation]) -> None:
     """Raise ValueError where two ranks of a host, or a rank and another's engine rank, would use one GPU."""
-    gpus = [gpu_of(seat) for seat in seats]
-    first_on_host: dict[str, Seat] = {}
-    owner: dict[tuple[str, str], Seat] = {}
-    for seat, gpu in zip(seats, gpus, strict=True):
-        first = first_on_host.setdefault(seat.host, seat)
+    gpus = [gpu_of(location) for location in locations]
+    first_on_host: dict[str, RankLocation] = {}
+    owner: dict[tuple[str, str], RankLocation] = {}
+    for location, gpu in zip(locations, gpus, strict=True):
+        first = first_on_host.setdefault(location.host, location)
         if _kind(gpu) != _kind(gpus[first.rank]):
             raise ValueError(
-                f"rank {first.rank} uses GPU {gpus[first.rank]} and rank {seat.rank} uses GPU {gpu} of host "
-                f"{seat.host}, which may be the same one: set CUDA_VISIBLE_DEVICES in one form, all indices or all "
+                f"rank {first.rank} uses GPU {gpus[first.rank]} and rank {location.rank} uses GPU {gpu} of host "
+                f"{location.host}, which may be the same one: set CUDA_VISIBLE_DEVICES in one form, all indices or all "
                 "UUIDs, for every rank of a host"
             )
-        other = owner.setdefault((seat.host, gpu), seat)
-        if other is not seat:
+        other = owner.setdefault((location.host, gpu), location)
+        if other is not location:
             raise ValueError(
-                f"rank {other.rank} and rank {seat.rank} (local ranks {other.local_rank} and {seat.local_rank}) both "
-                f"use GPU {gpu} of host {seat.host}: set CUDA_VISIBLE_DEVICES to one list of distinct GPUs for the "
+                f"rank {other.rank} and rank {location.rank} (local ranks {other.local_rank} and {location.local_rank}) both "
+                f"use GPU {gpu} of host {location.host}: set CUDA_VISIBLE_DEVICES to one list of distinct GPUs for the "
                 "whole host, or to a GPU of its own for each rank"
             )
-    for seat in seats:
-        gpu = engine_gpu_of(seat)
-        taken = owner.setdefault((seat.host, gpu), seat)
-        if taken is not seat:
+    for location in locations:
+        gpu = engine_gpu_of(location)
+        taken = owner.setdefault((location.host, gpu), location)
+        if taken is not location:
             raise ValueError(
-                f"rank {taken.rank} and rank {seat.rank}'s engine both use GPU {gpu} of host {seat.host}, though "
+                f"rank {taken.rank} and rank {location.rank}'s engine both use GPU {gpu} of host {location.host}, though "
                 'parallel.engine_gpus = "apart": give each torchrun of a host a CUDA_VISIBLE_DEVICES of its own GPUs'
             )
 
 
-def _place_engine(dims: ParallelDims, dp: int, seats: Sequence[Seat], gpus: Sequence[str] | None) -> EnginePlacement:
+def _place_engine(
+    dims: ParallelDims, dp: int, locations: Sequence[RankLocation], gpus: Sequence[str] | None
+) -> EnginePlacement:
     ranks = dims.engine_ranks(dp)
-    _check_hosts(dims, dp, seats)
+    _check_hosts(dims, dp, locations)
     nodes = []
-    for node_rank, (host, group) in enumerate(groupby(ranks, key=lambda rank: seats[rank].host)):
+    for node_rank, (host, group) in enumerate(groupby(ranks, key=lambda rank: locations[rank].host)):
         own = tuple(group)
         nodes.append(EngineNode(node_rank, host, own, None if gpus is None else tuple(gpus[rank] for rank in own)))
     return EnginePlacement(dp, tuple(nodes))
 
 
-def _check_hosts(dims: ParallelDims, dp: int, seats: Sequence[Seat]) -> None:
+def _check_hosts(dims: ParallelDims, dp: int, locations: Sequence[RankLocation]) -> None:
     """SGLang gives node n the n-th equal share of the engine order; refuse what differs.
 
     Its rule (tp_per_node = tp // max(nnodes // pp, 1), pp_per_node = max(pp // nnodes, 1)) does that only where one
     of pp and nnodes divides the other; elsewhere it leaves ranks unplaced or places them twice.
     """
     ranks = dims.engine_ranks(dp)
-    share = Counter(seats[rank].host for rank in ranks)
+    share = Counter(locations[rank].host for rank in ranks)
     engine = f"engine {dp} (ranks {min(ranks)} to {max(ranks)}, tp = {dims.tp}, pp = {dims.pp})"
     if len(set(share.values())) > 1:
         (most, n_most), (least, n_least) = share.most_common()[0], share.most_common()[-1]
-        example = next(rank for rank in ranks if seats[rank].host == least)
+        example = next(rank for rank in ranks if locations[rank].host == least)
         raise ValueError(
             f"{engine} has {n_most} ranks on host {most} but {n_least} on host {least} (rank {example}): SGLang needs "
             "equal shares, so choose parallel.tp * parallel.pp to divide --nproc-per-node or to be a multiple of it"
@@ -241,29 +247,29 @@ def _check_hosts(dims: ParallelDims, dp: int, seats: Sequence[Seat]) -> None:
     nnodes = len(share)
     if dims.pp % nnodes != 0 and nnodes % dims.pp != 0:
         raise ValueError(
-            f"{engine} spans {nnodes} hosts, from rank {ranks[0]} on host {seats[ranks[0]].host}, and SGLang cannot "
+            f"{engine} spans {nnodes} hosts, from rank {ranks[0]} on host {locations[ranks[0]].host}, and SGLang cannot "
             f"split {dims.pp} stages over {nnodes} hosts: choose parallel.pp so that one of the two numbers divides "
             "the other"
         )
-    broken = _first_return(ranks, seats)
+    broken = _first_return(ranks, locations)
     if broken is None:
         return
     back, before = broken
     told = (
         f"{engine} is not contiguous by host in SGLang's order (pp, then tp): rank {back} is on host "
-        f"{seats[back].host} again after rank {before} on host {seats[before].host}"
+        f"{locations[back].host} again after rank {before} on host {locations[before].host}"
     )
-    if _first_return(sorted(ranks), seats) is None:
+    if _first_return(sorted(ranks), locations) is None:
         raise ValueError(f'{told}: set parallel.rank_order = "dp,pp,tp"')
     raise ValueError(f"{told}, and its hosts are not adjacent: number the ranks host by host, as torchrun does")
 
 
-def _first_return(ranks: Sequence[int], seats: Sequence[Seat]) -> tuple[int, int] | None:
+def _first_return(ranks: Sequence[int], locations: Sequence[RankLocation]) -> tuple[int, int] | None:
     """The first rank whose host had ranks before the previous rank's host, with that previous rank."""
     left: set[str] = set()
     for before, rank in pairwise(ranks):
-        if seats[rank].host != seats[before].host:
-            left.add(seats[before].host)
-            if seats[rank].host in left:
+        if locations[rank].host != locations[before].host:
+            left.add(locations[before].host)
+            if locations[rank].host in left:
                 return rank, before
     return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.cluster import network
 from harness.cluster.network import ADDRESS_VARIABLES, HostAddress
-from harness.cluster.placement import Seat, parse_visible
+from harness.cluster.placement import RankLocation, parse_visible
 from harness.runtime import redact
 
 # What torchrun sets for its workers. An engine that inherits it takes itself for one of them: with
@@ -52,7 +52,7 @@ class World:
     host: str
     """Identity of the host: hostname, boot id and network namespace."""
     device: torch.device
-    seats: tuple[Seat, ...]
+    locations: tuple[RankLocation, ...]
     """What every rank said of itself, by rank."""
     addresses: Mapping[str, HostAddress] = field(default_factory=dict)
     """How the others reach each host, by host."""
@@ -60,7 +60,7 @@ class World:
     @property
     def hosts(self) -> tuple[str, ...]:
         """Distinct hosts, in the order of their first ranks."""
-        return tuple(dict.fromkeys(seat.host for seat in self.seats))
+        return tuple(dict.fromkeys(location.host for location in self.locations))
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
@@ -70,7 +70,7 @@ class World:
     @property
     def engine_gpu(self) -> int | None:
         """Visible index of the GPU that this rank's engine rank runs on; None on the CPU."""
-        return None if self.device.index is None else self.device.index + self.seats[self.rank].engine_offset
+        return None if self.device.index is None else self.device.index + self.locations[self.rank].engine_offset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,13 +114,13 @@ def host_identity() -> str:
     return f"{os.environ.get('HARNESS_HOST') or socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/net')}"
 
 
-def own_seat(on_cpu: bool, apart: bool = False) -> Seat:
+def own_location(on_cpu: bool, apart: bool = False) -> RankLocation:
     """What this rank says of itself; on the CPU no GPU matters. Needs torchrun's environment.
 
     apart: engine ranks have GPUs of their own (parallel.engine_gpus).
     """
     launch = Launch.from_environment(os.environ)
-    return Seat(
+    return RankLocation(
         rank=launch.rank,
         host=host_identity(),
         local_rank=launch.local_rank,
@@ -166,7 +166,7 @@ def open_world(
 ) -> Iterator[World]:
     """Open the default process group (gloo, and NCCL beside it on CUDA); destroy it at the end.
 
-    apart: see own_seat. interface: see network.choose. With several hosts, the variables that make gloo, NCCL and SGLang
+    apart: see own_location. interface: see network.choose. With several hosts, the variables that make gloo, NCCL and SGLang
     use the chosen interfaces are set in this process's environment. Raises NetworkError where an interface does not fit,
     TimeoutError where ranks do not come.
     """
@@ -177,10 +177,10 @@ def open_world(
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    seat = own_seat(device.type == "cpu", apart)
-    addresses = network.agree(dist.PrefixStore("harness-network", store), rank, world_size, seat.host, interface)
+    location = own_location(device.type == "cpu", apart)
+    addresses = network.agree(dist.PrefixStore("harness-network", store), rank, world_size, location.host, interface)
     if len(addresses) > 1:
-        os.environ.update(network.variables(addresses[seat.host], os.environ))
+        os.environ.update(network.variables(addresses[location.host], os.environ))
     group_store = dist.PrefixStore("harness-world", store)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
     try:
@@ -188,9 +188,9 @@ def open_world(
             rank=launch.rank,
             world_size=launch.world_size,
             local_rank=launch.local_rank,
-            host=seat.host,
+            host=location.host,
             device=device,
-            seats=tuple(all_gather(seat)),
+            locations=tuple(all_gather(location)),
             addresses=addresses,
         )
     finally:

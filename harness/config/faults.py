@@ -10,7 +10,7 @@ ANYWHERE = ("exception", "kill", "stop", "hang", "slow", "oom", "full-disk")
 """Kinds that need nothing of a phase but a process in it."""
 AT = {
     "nan-gradient": ("update_actor", "update_critic"),
-    "nan-weight": ("wake_weights", "sync"),
+    "nan-weight": ("resume_weights", "sync"),
     "wrong-shape": ("sync",),
     "dropped-bucket": ("sync",),
     "lost-message": ("sync",),

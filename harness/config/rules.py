@@ -144,9 +144,7 @@ def _check_ranges(config: Config) -> None:
     _require(task.rows >= 0, "task.rows", task.rows, "it must be 0 (all rows) or more")
     _require(task.max_prompt_tokens >= 1, "task.max_prompt_tokens", task.max_prompt_tokens, "it must be at least 1")
     _require("{question}" in task.template, "task.template", task.template, "it must contain {question}")
-    _require(
-        weights.bucket_megabytes >= 1, "weights.bucket_megabytes", weights.bucket_megabytes, "it must be at least 1"
-    )
+    _require(weights.bucket_size_mib >= 1, "weights.bucket_size_mib", weights.bucket_size_mib, "it must be at least 1")
     for section in ("actor", "critic"):
         values = getattr(config, section)
         for name in ("minibatch_size", "microbatch_size", "ppo_epochs"):
@@ -160,14 +158,16 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_deadlines(run: Run) -> None:
-    seconds = run.lost_host_seconds
-    _require(seconds >= 3, "run.lost_host_seconds", seconds, "hosts beat once a second; it must be at least 3")
-    for phase, value in run.deadlines.items():
+    seconds = run.heartbeat_timeout
+    _require(seconds >= 3, "run.heartbeat_timeout", seconds, "hosts beat once a second; it must be at least 3")
+    for phase, value in run.phase_timeouts.items():
         nearest = difflib.get_close_matches(phase, PHASES, n=1)
         hint = f"the nearest is {nearest[0]}" if nearest else f"the phases are {', '.join(PHASES)}"
-        _require(phase in PHASES, f"run.deadlines.{phase}", value, f"there is no such phase; {hint}")
+        _require(phase in PHASES, f"run.phase_timeouts.{phase}", value, f"there is no such phase; {hint}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        _require(is_number and value > 0, f"run.deadlines.{phase}", value, "it must be a number of seconds above 0")
+        _require(
+            is_number and value > 0, f"run.phase_timeouts.{phase}", value, "it must be a number of seconds above 0"
+        )
 
 
 def _check_inject(config: Config) -> None:

@@ -25,10 +25,10 @@ class Run:
     seed: int = 0
     """Seeds the model, the data order and the engine's sampling."""
     timeout_seconds: float = 600.0
-    """How long a collective, the engine's start, and any phase not in run.deadlines may take before the run fails."""
-    deadlines: dict[str, float] = field(default_factory=dict)
+    """How long a collective, the engine's start, and any phase not in run.phase_timeouts may take before the run fails."""
+    phase_timeouts: dict[str, float] = field(default_factory=dict)
     """Seconds that a phase may take, by its name, such as sync = 60; past it the run ends with 124."""
-    lost_host_seconds: float = 10.0
+    heartbeat_timeout: float = 10.0
     """How long a host may be silent before it counts as gone. Hosts beat once a second."""
     inject: tuple[str, ...] = ()
     """Faults on purpose, KIND@PHASE[:rank][:step] each, such as kill@sync:1:2; of rank 0, and of the first step, where not said. Kinds: exception, kill, stop, hang, slow, oom, full-disk at any phase; nan-gradient, nan-weight, wrong-shape, dropped-bucket, lost-message where they have something to act on. Also --inject, as often as wanted."""
@@ -107,9 +107,9 @@ class Task:
     template: str = "Question: {question}\nAnswer: "
     """The prompt; {question} is replaced by the row's question."""
     max_prompt_tokens: int = 256
-    """Longer prompts are overlong."""
-    overlong: Literal["filter", "error"] = "filter"
-    """filter: leave overlong prompts out. error: fail, naming the row."""
+    """Longer prompts are long_prompts."""
+    long_prompts: Literal["filter", "error"] = "filter"
+    """filter: leave long_prompts prompts out. error: fail, naming the row."""
     reward: Literal["gsm8k", "digits"] = "gsm8k"
     """gsm8k: 1 if the number after #### is right. digits: the share of the response's characters that are digits."""
 
@@ -232,20 +232,20 @@ class Weights:
 
     transport: Literal["auto", TransportName] = "auto"
     """stream: through two buffers that the engine keeps open, gathered and loaded side by side (sglang 0.4.8 and newer). tensor: a list of named tensors a call. bucket: one flattened buffer a call (0.5.1 and newer). distributed: broadcast from each engine's first rank. disk: through a checkpoint folder. auto: stream where this sglang can, else tensor; with parallel.engine_gpus = apart, distributed."""
-    bucket_megabytes: int = 512
+    bucket_size_mib: int = 512
     """Bytes of one call or buffer, in MiB. The largest tensor, and tensors that fuse on arrival, stay whole even beyond it."""
     folder: str = ""
     """disk, and verify = full: where checkpoints are written. All hosts must see it; empty means the run directory."""
     verify: Literal["off", "log_probs", "bytes", "full"] = "log_probs"
-    """off: trust. log_probs: the engine's against the trainer's, at every step. bytes: also read back what the engine holds after each sync. full: also change every tensor first, start from poison, and compare with a reload from disk."""
+    """off: trust. log_probs: the engine's against the trainer's, at every step. bytes: also read back what the engine holds after each sync. full: also change every tensor first, start from sentinel, and compare with a reload from disk."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Memory:
     """How trainer and engine share a GPU."""
 
-    wake: Literal["staged", "at_once"] = "staged"
-    """staged: the engine's weights before the sync, its KV cache after the trainer's copies are freed. at_once: both before the sync, as a comparison."""
+    resume: Literal["staged", "all"] = "staged"
+    """staged: the engine's weights before the sync, its KV cache after the trainer's copies are freed. all: both before the sync, as a comparison."""
     offload_parameters: tuple[Literal["actor", "critic", "reference"], ...] = ()
     """Whose parameters wait in host memory while they are not used."""
     offload_gradients: tuple[Literal["actor", "critic"], ...] = ()

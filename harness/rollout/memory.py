@@ -1,4 +1,4 @@
-"""Sleep and wake in stages, so that trainer and engine can share a GPU: weights first, the KV cache when it is needed.
+"""Release and resume in stages, so that trainer and engine can share a GPU: weights first, the KV cache when it is needed.
 
 Woken all at once, the KV cache would claim its memory while the trainer's gathered copies still hold it. What a stage
 says it did proves nothing, so each one is measured: the free bytes of every rank's engine GPU before and after.
@@ -29,7 +29,7 @@ FreeBytes = Callable[[], int]
 
 
 class WrongStage(ValueError):
-    """A release of what is asleep, or a resume of what is awake: sglang's scheduler would die of it."""
+    """A release of what is released, or a resume of what is resumed: sglang's scheduler would die of it."""
 
 
 class MemoryDidNotMove(RuntimeError):
@@ -94,7 +94,7 @@ def _no_fact(name: str, **values: Any) -> None:
 
 @dataclass(slots=True)
 class MemoryStages:
-    """What of one engine is asleep. Every method is a collective call of the engine's ranks.
+    """What of one engine is released. Every method is a collective call of the engine's ranks.
 
     Without the memory saver (on CPU, or turned off) every stage does nothing, and the first one says so.
     """
@@ -102,63 +102,63 @@ class MemoryStages:
     engine: VerlEngine
     free_bytes: FreeBytes | None = None
     """Needed with the memory saver."""
-    wake: Literal["staged", "at_once"] = "staged"
+    resume_mode: Literal["staged", "all"] = "staged"
     say: Callable[[str], None] = lambda _: None
     fact: Callable[..., None] = _no_fact
     """fact("memory_moved", **values) after each release and resume."""
     patience_seconds: float = 10.0
     """How long the bytes of a release or resume may take to show on a rank: only rank 0's scheduler answers for all."""
-    asleep: dict[str, int] = field(default_factory=dict)
+    released: dict[str, int] = field(default_factory=dict)
     """Tag -> the least that a release of it freed on this rank, in bytes."""
     _freed: dict[str, int] = field(default_factory=dict)
     _has_said: bool = False
 
-    def sleep(self) -> None:
-        """Free KV cache and weights, what of them is awake; their contents are lost. Raises WrongStage if both sleep."""
+    def release_all(self) -> None:
+        """Free KV cache and weights, what of them is resumed; their contents are lost. Raises WrongStage if both are released."""
         stage = (KV_CACHE, WEIGHTS) if self._has_tags else (ALL,)
-        self.release(*([tag for tag in stage if tag not in self.asleep] or stage))
+        self.release(*([tag for tag in stage if tag not in self.released] or stage))
 
-    def wake_weights(self) -> None:
-        """Take the weights' memory back, and with wake = "at_once" the KV cache's too; what it holds is garbage until the
-        next sync. Does nothing where they are awake."""
+    def resume_weights(self) -> None:
+        """Take the weights' memory back, and with memory.resume = "all" the KV cache's too; what it holds is garbage until the
+        next sync. Does nothing where they are resumed."""
         self.free_trainer_cache()
-        stage = (WEIGHTS,) if self.wake == "staged" else (WEIGHTS, KV_CACHE)
-        self._resume_asleep(stage if self._has_tags else (ALL,))
+        stage = (WEIGHTS,) if self.resume_mode == "staged" else (WEIGHTS, KV_CACHE)
+        self._resume_released(stage if self._has_tags else (ALL,))
 
-    def wake_kv_cache(self) -> None:
+    def resume_kv_cache(self) -> None:
         """Free what the trainer's allocator keeps, on every rank, then take the KV cache's memory back."""
         self.free_trainer_cache()
-        self._resume_asleep((KV_CACHE,))
+        self._resume_released((KV_CACHE,))
 
     def release(self, *tags: str) -> None:
         """Free these tags, one after the other, and check on every rank that each gave bytes back.
 
-        Raises WrongStage for a tag that is asleep or that this sglang does not have, MemoryDidNotMove on every rank of
+        Raises WrongStage for a tag that is released or that this sglang does not have, MemoryDidNotMove on every rank of
         the engine if one rank's GPU did not get the bytes back.
         """
         if not self._is_possible(tags):
             return
-        if asleep := [tag for tag in tags if tag in self.asleep]:
+        if released := [tag for tag in tags if tag in self.released]:
             raise WrongStage(
-                f"release of {', '.join(tags)}: {asleep[0]} is asleep; resume it before it is released again."
+                f"release of {', '.join(tags)}: {released[0]} is released; resume it before it is released again."
             )
         for tag in tags:
             known = self._freed.get(tag)
             moved = self._measured("release", (tag,), known)
-            self.asleep[tag] = self._freed[tag] = moved if known is None else min(moved, known)
+            self.released[tag] = self._freed[tag] = moved if known is None else min(moved, known)
 
     def resume(self, *tags: str) -> None:
         """Take these tags back in one call, and check on every rank that as many bytes are taken as were freed.
 
-        Raises WrongStage for a tag that is awake or that this sglang does not have, MemoryDidNotMove as `release`.
+        Raises WrongStage for a tag that is resumed or that this sglang does not have, MemoryDidNotMove as `release`.
         """
         if not self._is_possible(tags):
             return
-        if awake := [tag for tag in tags if tag not in self.asleep]:
-            raise WrongStage(f"resume of {', '.join(tags)}: {awake[0]} is awake; release it before it is resumed.")
-        self._measured("resume", tags, sum(self.asleep[tag] for tag in tags))
+        if resumed := [tag for tag in tags if tag not in self.released]:
+            raise WrongStage(f"resume of {', '.join(tags)}: {resumed[0]} is resumed; release it before it is resumed.")
+        self._measured("resume", tags, sum(self.released[tag] for tag in tags))
         for tag in tags:
-            del self.asleep[tag]
+            del self.released[tag]
 
     def free_trainer_cache(self) -> None:
         """Give the GPU what torch's allocator of this process only keeps for later, on every rank."""
@@ -178,12 +178,12 @@ class MemoryStages:
                 f"tags = {list(tags)}: sglang {self.engine.api.version} has {', '.join(known)}; name one or more, each once."
             )
         if not self.engine.has_memory_saver and not self._has_said:
-            self.say("no memory saver here: sleep and wake do nothing, the engine keeps its memory")
+            self.say("no torch_memory_saver: release and resume are no-ops, the engine keeps its memory")
             self._has_said = True
         return self.engine.has_memory_saver
 
-    def _resume_asleep(self, stage: tuple[str, ...]) -> None:
-        if tags := tuple(tag for tag in stage if tag in self.asleep):
+    def _resume_released(self, stage: tuple[str, ...]) -> None:
+        if tags := tuple(tag for tag in stage if tag in self.released):
             self.resume(*tags)
 
     def _measured(self, action: Literal["release", "resume"], tags: tuple[str, ...], expected: int | None) -> int:

@@ -28,18 +28,18 @@ from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import activate, cores_by_tp_rank, engine_environment
 from harness.rollout.defaults import Defaults, engine_defaults
 from harness.rollout.engine_log import EngineLog, described
+from harness.rollout.engine_ranks import EngineRanks, engine_device
 from harness.rollout.errors import EngineFailed
 from harness.rollout.group import Group
 from harness.rollout.processes import STOP_SECONDS, ChildWatch, children, end, is_tracker, output_to, started_processes
 from harness.rollout.scratch import engine_folder, remove_what_exit_would, temporary_files_in, variables
-from harness.rollout.seating import Seating, engine_device
 from harness.rollout.signals import TAKEN, OwnHandlers, ignore_signal, sigquit_raises
 from harness.rollout.stage_loader import ARRIVED, STAGED
 from harness.rollout.stage_payloads import await_stages, update_stages
 from harness.weights.worker import inspection
 from harness.weights.worker.reader import STREAM
 from harness.weights.worker.scheduler_fingerprint import FINGERPRINT
-from harness.weights.worker.sentinel import POISON
+from harness.weights.worker.sentinel import SENTINEL
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class VerlEngine:
         self.engine_args = dict(engine_args)
         self.has_memory_saver = not self._cpu and bool(engine_args.get("enable_memory_saver"))
         self.group = Group.of(device_mesh_cpu)
-        self._seating = Seating.of(self.group, self.device_type, engine_gpus == "apart", nnodes)
+        self._seating = EngineRanks.of(self.group, self.device_type, engine_gpus == "apart", nnodes)
         self.node, self.nnodes = self._seating.node, self._seating.nnodes
         self.device = self._seating.engine_device(self.device_type, self.group.rank)
         self._own_log_dir = Path(mkdtemp(prefix="harness-engine-")) if log_dir is None and self.is_builder else None
@@ -271,7 +271,7 @@ class VerlEngine:
                 *arguments.get("custom_weight_loader", ()),
                 *inspection.LOADERS,
                 FINGERPRINT,
-                POISON,
+                SENTINEL,
                 ARRIVED,
                 STAGED,
                 STREAM,

@@ -1,17 +1,17 @@
-"""The names of all phases: what run.deadlines can name, and what `--cut` and `--kill` of emulated hosts can aim at."""
+"""The names of all phases: what run.phase_timeouts can name, and what `--cut` and `--kill` of emulated hosts can aim at."""
 
 MEET = "meet"
-"""From before the ranks meet until they have compared config, environment and seats."""
+"""From before the ranks meet until they have compared config, environment and locations."""
 RUN = "run"
 """All of the job; the other phases are inside."""
 
-_ENGINE = ("inputs", "import_sglang", "start_engine", "first_sleep", "build_trainer", "load_baseline")
+_ENGINE = ("inputs", "import_sglang", "start_engine", "first_release", "build_trainer", "load_baseline")
 _STEP = (
-    "wake_weights", "sync", "wake_kv_cache", "generate", "sleep", "old_log_probs", "reference_log_probs", "values",
+    "resume_weights", "sync", "resume_kv_cache", "generate", "release", "old_log_probs", "reference_log_probs", "values",
     "advantages", "update_critic", "update_actor", "free_caches",
 )  # fmt: skip
 _VERIFY = (
-    "baseline", "perturb", "poison", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
+    "baseline", "perturb", "sentinel", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
     "movement",
 )  # fmt: skip
 _SYNC_JOB = ("readback", "bench")
@@ -25,6 +25,6 @@ PHASES = (
 )
 
 
-def deadline(phase: str, deadlines: dict[str, float], otherwise: float) -> float | None:
+def deadline(phase: str, phase_timeouts: dict[str, float], otherwise: float) -> float | None:
     """Seconds that a phase may take; None for no limit, which is what the whole job has unless it is given one."""
-    return deadlines.get(phase, None if phase == RUN else otherwise)
+    return phase_timeouts.get(phase, None if phase == RUN else otherwise)

@@ -129,26 +129,26 @@ def tokenize_prompts(
     tokenizer: Encoder,
     template: str,
     max_prompt_tokens: int,
-    overlong: Literal["filter", "error"] = "filter",
+    long_prompts: Literal["filter", "error"] = "filter",
 ) -> list[Prompt]:
     """One prompt a row, in order, each of at most `max_prompt_tokens` tokens (special tokens counted).
 
-    overlong "filter" leaves longer ones out: len(rows) - len(prompts) of them, which is also logged.
-    Raises ValueError: an overlong prompt where overlong is "error", a bad template, no prompts left.
+    long_prompts "filter" leaves longer ones out: len(rows) - len(prompts) of them, which is also logged.
+    Raises ValueError: an long_prompts prompt where long_prompts is "error", a bad template, no prompts left.
     """
     check_template(template)
-    if overlong not in ("filter", "error"):
-        raise ValueError(f"overlong is {overlong!r}: it must be filter or error")
+    if long_prompts not in ("filter", "error"):
+        raise ValueError(f"long_prompts is {long_prompts!r}: it must be filter or error")
     prompts = []
     for index, row in enumerate(rows):
         text = template.format(question=row.question)
         input_ids = tokenizer.encode(text)
         if len(input_ids) <= max_prompt_tokens:
             prompts.append(Prompt(index, text, input_ids, row.answer, row.where))
-        elif overlong == "error":
+        elif long_prompts == "error":
             raise ValueError(
                 f"the prompt of {row.where} has {len(input_ids)} tokens: task.max_prompt_tokens = {max_prompt_tokens} "
-                "must be at least that, or task.overlong = filter"
+                "must be at least that, or task.long_prompts = filter"
             )
     if not prompts:
         raise ValueError(

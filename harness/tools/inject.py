@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from harness.config.faults import Fault, parse_fault
-from harness.runtime.mistake import CannotRunHere
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.trainer.offload import local
 
 if TYPE_CHECKING:
@@ -91,12 +91,12 @@ class Injector:
             self._undo.pop()()
 
     def check_disk(self, folder: Path) -> None:
-        """Raises CannotRunHere where a disk would have to be filled that others need."""
+        """Raises UnsupportedEnvironment where a disk would have to be filled that others need."""
         self.folder = folder
         disk = os.statvfs(folder)
         free = disk.f_bavail * disk.f_frsize
         if any(fault.kind == "full-disk" for fault in self.pending) and free > LARGEST_DISK:
-            raise CannotRunHere(
+            raise UnsupportedEnvironment(
                 f"run.inject has full-disk, but the disk of run.dir = {folder} has {free >> 20} MiB free, and no more than"
                 f" {LARGEST_DISK >> 20} are filled on purpose; give a run.dir on a small one (mount -t tmpfs -o size=64m)."
             )
@@ -193,7 +193,9 @@ class Injector:
         sync = self.sync
         assert sync is not None
         if not isinstance(sync.transport, Stream):
-            raise CannotRunHere(f"run.inject = {fault} needs weights.transport = stream, which this sglang has not.")
+            raise UnsupportedEnvironment(
+                f"run.inject = {fault} needs weights.transport = stream, which this sglang has not."
+            )
         opened = sync.transport
 
         def link() -> Any:

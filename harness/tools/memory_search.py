@@ -19,7 +19,7 @@ from typing import IO
 
 import psutil
 
-MODES = ("at_once", "staged")
+MODES = ("all", "staged")
 GRACE_SECONDS = 10.0  # how long processes that were asked to end may take
 POLL_SECONDS = 0.2
 
@@ -75,7 +75,7 @@ class Search:
     """Trials of one config, both ways of waking. Whatever ends the search, nothing that it started lives on."""
 
     command: Sequence[str]
-    """Runs the config once; --engine.args.mem_fraction_static, --memory.wake and --run.dir are appended."""
+    """Runs the config once; --engine.args.mem_fraction_static, --memory.resume and --run.dir are appended."""
     timeout_seconds: float
     folder: Path
     """Receives one log and one run directory a trial."""
@@ -95,7 +95,7 @@ class Search:
     def try_one(self, fraction: float, wake: str) -> Outcome:
         """One run to its end, or to the timeout."""
         name = f"{wake}-{fraction:g}"
-        overrides = ["--engine.args.mem_fraction_static", f"{fraction:g}", "--memory.wake", wake]
+        overrides = ["--engine.args.mem_fraction_static", f"{fraction:g}", "--memory.resume", wake]
         command = [*self.command, *overrides, "--run.dir", str(self.folder / name)]
         log = self.folder / f"{name}.log"
         started = time.monotonic()

@@ -26,7 +26,7 @@ from harness.rollout.cpu.activate import torch_is_for_cpu
 from harness.rollout.cpu.limits import cpu_refusals
 from harness.rollout.sglang_api import source
 from harness.runtime import hub
-from harness.runtime.mistake import CannotRunHere, say_mistake
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.architectures import ARCHITECTURES, is_tiny
 from harness.task.data import check_rows, check_template, is_hub_id
 from harness.task.tiny_models import CONFIG_CLASSES, NOT_A_SHAPE, tiny_fields
@@ -43,7 +43,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 
 def check_plan(config: Config) -> None:
-    """Raise ValueError, one sentence, for what cannot work wherever it runs, CannotRunHere for what the CPU cannot.
+    """Raise ValueError, one sentence, for what cannot work wherever it runs, UnsupportedEnvironment for what the CPU cannot.
 
     engine.device = "auto" counts as CUDA, which refuses more. Without network: a hub id is not looked up.
     """
@@ -51,7 +51,7 @@ def check_plan(config: Config) -> None:
 
 
 def check_here(config: Config) -> list[str]:
-    """Raise ValueError or CannotRunHere, one sentence, for what cannot work on this host; look a hub id up. Return
+    """Raise ValueError or UnsupportedEnvironment, one sentence, for what cannot work on this host; look a hub id up. Return
     warnings, sentences."""
     device = device_here(config)
     check_transport(config, device)
@@ -221,9 +221,9 @@ def _check_sizes(config: Config, fields: Fields, device: Device) -> None:
 
 
 def _check_cpu(config: Config, fields: Fields, device: Device) -> None:
-    """Raise CannotRunHere for what SGLang's CPU mode cannot serve."""
+    """Raise UnsupportedEnvironment for what SGLang's CPU mode cannot serve."""
     for sentence in cpu_refusals(fields.get("model_type"), config.engine.args) if device == "cpu" else ():
-        raise CannotRunHere(sentence)
+        raise UnsupportedEnvironment(sentence)
 
 
 def _of_hub(ask: Callable[[], Any], key: str, name: str) -> Any:
@@ -238,8 +238,8 @@ def main(words: Sequence[str]) -> int:
     try:
         config = parse(words).config
         check_here(config)
-    except (ValueError, CannotRunHere) as error:
-        return say_mistake(error, rank=0)
+    except (ValueError, UnsupportedEnvironment) as error:
+        return report_user_error(error, rank=0)
     print(ParallelDims.of(config.parallel).world_size)
     return 0
 

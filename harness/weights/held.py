@@ -10,7 +10,7 @@ from harness.rollout import sglang_api
 from harness.rollout.schedulers import call_schedulers
 from harness.rollout.verl_engine import VerlEngine
 from harness.weights.worker import inspection
-from harness.weights.worker.sentinel import POISON
+from harness.weights.worker.sentinel import SENTINEL
 
 Held = dict[int, dict[str, str]]
 """Engine rank -> the engine's own name of a tensor -> a digest of its bytes."""
@@ -65,9 +65,9 @@ def changed(before: Held, after: Held) -> set[str]:
     }
 
 
-def poison(engine: VerlEngine, seed: str) -> None:
+def sentinel(engine: VerlEngine, seed: str) -> None:
     """Fill the engine's weights with garbage drawn from seed. Raises ValueError where there is no door. Collective."""
-    call_schedulers(engine, POISON, seed, _nothing, flush_cache=True)
+    call_schedulers(engine, SENTINEL, seed, _nothing, flush_cache=True)
 
 
 def _nothing(ended: object) -> None:

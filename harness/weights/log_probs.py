@@ -23,7 +23,7 @@ FLOOR = {"float32": 84 * EPSILON["float32"], "bfloat16": EPSILON["bfloat16"]}
 # models had up to 0.011, mixtures of experts up to 0.020 in the mean.
 FLOOR_WITHOUT_BASELINE = {"float32": FLOOR["float32"], "bfloat16": 0.05}
 # Healthy means of one run stayed within a factor of 2 of each other; silent failures were 4.8 times and more above their
-# healthy twins (0.0145 against 0.0030, 0.0139 against 0.0029).
+# healthy controls (0.0145 against 0.0030, 0.0139 against 0.0029).
 FACTOR = 3.0
 # exp(0.1) is half of PPO's usual clip range: with a baseline above it nothing could be learnt, and nothing be proven.
 LARGEST_BASELINE = 0.1

@@ -56,7 +56,7 @@ class WeightSync:
         self.layout = checkpoint_layout(model, self.live, dtype)
         check_shards(self.live)
         check_covered(self.layout, self.live)
-        self.buckets = plan_buckets(self.layout, self.live, config.bucket_megabytes * MIB)
+        self.buckets = plan_buckets(self.layout, self.live, config.bucket_size_mib * MIB)
         self._link: WeightLink | None = None
         self.arrivals: tuple[Arrival, ...] = ()
         """What each scheduler's loader makes of the buckets, as it said when a link was last opened."""

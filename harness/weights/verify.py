@@ -1,7 +1,7 @@
 """Did the weights arrive? Asked at the level that weights.verify sets; each level does all that those below it do.
 
 off: only the metrics. log_probs: what the engine computes, against a baseline, and fingerprints of all that it holds. bytes:
-what it holds, read back after every sync. full: a rehearsal before every sync: each tensor changed, the engine poisoned, synced, read back, reloaded from disk.
+what it holds, read back after every sync. full: a rehearsal before every sync: each tensor changed, the engine filled, synced, read back, reloaded from disk.
 """
 
 import math
@@ -18,7 +18,7 @@ from harness.rollout.memory import MemoryStages
 from harness.rollout.sglang_api import SGLangApi
 from harness.runtime.events import EventLog
 from harness.weights.fingerprint import Compared, Fingerprints
-from harness.weights.held import Held, held, poison
+from harness.weights.held import Held, held, sentinel
 from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
 from harness.weights.perturb import perturb
 from harness.weights.readback import differences
@@ -64,7 +64,7 @@ class Verification:
     why_no_baseline: str = ""
     own_checkpoint: Held | None = None
     """bytes: what the engine held when SGLang itself had loaded the model's own checkpoint, until a sync has matched it."""
-    poison_next: bool = False
+    sentinel_next: bool = False
     """The engine holds right weights that no sync brought; whatever the next one leaves out would not show."""
     fingerprints: Fingerprints = field(init=False)
     compared: Compared | None = None
@@ -89,7 +89,7 @@ class Verification:
         return Allowed.of(self.config.model.dtype, self.baseline)
 
     def load_baseline(self) -> bool:
-        """Bring the engine, awake or asleep as it started, onto the model's own checkpoint, by SGLang's own disk loader.
+        """Bring the engine, resumed or released as it started, onto the model's own checkpoint, by SGLang's own disk loader.
 
         False where none is wanted (level off), or none can be taken; the console says why.
         """
@@ -102,10 +102,10 @@ class Verification:
             self.events.say(f"no baseline of the log-prob difference ({self.why_no_baseline}): allowed is {floor:.2g}")
             return False
         if self.config.engine.initial_weights == "dummy":
-            self.memory.wake_weights()
-            self.memory.wake_kv_cache()
+            self.memory.resume_weights()
+            self.memory.resume_kv_cache()
             self.sync.engine.update_weights_from_disk(str(self.reload.source))
-            self.poison_next = True
+            self.sentinel_next = True
         if self.reaches("bytes"):
             self.own_checkpoint = held(self.sync.engine)
         return True
@@ -126,13 +126,13 @@ class Verification:
             )
 
     def rehearse(self, index: int) -> None:
-        """full: sync changed weights onto poison, read them back and compare with a reload from disk.
+        """full: sync changed weights onto sentinel, read them back and compare with a reload from disk.
 
-        The engine's weights are awake before and after; after, what they hold is of no use until the next sync. In between
-        the KV cache is awake too, beside the trainer's parameters.
+        The engine's weights are resumed before and after; after, what they hold is of no use until the next sync. In between
+        the KV cache is resumed too, beside the trainer's parameters.
         """
         if not self.reaches("full"):
-            if self.poison_next:
+            if self.sentinel_next:
                 self._poison(index)
             return
         seed = self.config.run.seed * 1_000_003 + index
@@ -140,9 +140,9 @@ class Verification:
             perturb(self.sync.live, seed)
         try:
             self._poison(index)
-            with self.timed("push", index, "all ranks to sync changed weights onto poison"):
+            with self.timed("push", index, "all ranks to sync changed weights onto sentinel"):
                 self.sync.push()
-            self.check_bytes(index, "a sync of changed weights onto poison")
+            self.check_bytes(index, "a sync of changed weights onto sentinel")
             with self.timed("save", index, "rank 0 to write the changed weights to disk"):
                 self.reload.save()
         finally:
@@ -221,7 +221,7 @@ class Verification:
     def find_suspects(self, index: int) -> str:
         """The first engine tensors that are not the trainer's, each with its checkpoint names, or "none found"."""
         with self.events.phase("find_suspects", index, "the engine to reload the weights from disk, for comparison"):
-            self.memory.wake_weights()
+            self.memory.resume_weights()
             self.sync.push()  # what the engine held is gone if it slept; the same sync goes wrong the same way
             return _some(self.reload.suspects())
 
@@ -252,7 +252,7 @@ class Verification:
         if self.config.engine.initial_weights == "checkpoint":
             return ""
         if not engine.api.custom_weight_loader:
-            return f"sglang {engine.api.version} cannot be poisoned after it, and a lost tensor would not show"
+            return f"sglang {engine.api.version} cannot be filled after it, and a lost tensor would not show"
         # Every scheduler reads the path that its engine's head gives; a hub id is no path on any host.
         seen = all_gather((self.world.host, Path(engine.on_head(lambda _: str(self.reload.source))).exists()))
         blind = sorted({host for host, found in seen if not found})
@@ -261,19 +261,19 @@ class Verification:
         return ""
 
     def _poison(self, index: int) -> None:
-        with self.timed("poison", index, "the engine to fill its weights with garbage"):
-            poison(self.sync.engine, f"{self.config.run.seed}/{index}")
-        self.poison_next = False
+        with self.timed("sentinel", index, "the engine to fill its weights with garbage"):
+            sentinel(self.sync.engine, f"{self.config.run.seed}/{index}")
+        self.sentinel_next = False
 
     def _check_reload(self, index: int) -> None:
         engine = self.sync.engine
-        self.memory.wake_kv_cache()
+        self.memory.resume_kv_cache()
         first, before = greedy(engine, self.prompts), held(engine)
         self.reload.load()
         wrong, second = self.reload.described(before, held(engine)), greedy(engine, self.prompts)
         self.reload.remove()
-        self.memory.sleep()
-        self.memory.wake_weights()
+        self.memory.release_all()
+        self.memory.resume_weights()
         if wrong:
             raise WeightsDidNotArrive(
                 f"step {index}: a reload of the same weights from disk changed what the engine holds: {_some(wrong)}"

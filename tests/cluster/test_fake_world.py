@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims, build_mesh
-from harness.cluster.placement import Seat, gpu_of, parse_visible, place
+from harness.cluster.placement import RankLocation, gpu_of, parse_visible, place
 from harness.tools.plan.placement_plan import Plan, make_plan
 
 NNODES, PER_HOST = 64, 8
@@ -42,10 +42,10 @@ def visible_by_host(kind: str) -> tuple[str | None, ...]:
     return {"unset": (), "orders": tuple(orders), "uuids": tuple(uuids), "mixed": tuple(mixed)}[kind]
 
 
-def seats_of(plan: Plan, visible: tuple[str | None, ...]) -> list[Seat]:
+def seats_of(plan: Plan, visible: tuple[str | None, ...]) -> list[RankLocation]:
     """What the ranks would report of themselves, in no order."""
-    seats = [
-        Seat(
+    locations = [
+        RankLocation(
             rank,
             f"host{rank // PER_HOST}",
             rank % PER_HOST,
@@ -54,8 +54,8 @@ def seats_of(plan: Plan, visible: tuple[str | None, ...]) -> list[Seat]:
         )
         for rank in range(plan.dims.world_size)
     ]
-    Random(1).shuffle(seats)
-    return seats
+    Random(1).shuffle(locations)
+    return locations
 
 
 @pytest.mark.parametrize("dims", SHAPES)
@@ -83,8 +83,8 @@ def _same_but(one: object, other: object, axis: str) -> bool:
 def test_the_placement_is_the_plan_s(dims: ParallelDims, kind: str) -> None:
     visible = visible_by_host(kind)
     plan = make_plan(dims, NNODES, PER_HOST, "cuda", 30000, visible)
-    seats = seats_of(plan, visible)
-    for placement, engine in zip(place(dims, seats, "cuda"), plan.engines, strict=True):
+    locations = seats_of(plan, visible)
+    for placement, engine in zip(place(dims, locations, "cuda"), plan.engines, strict=True):
         assert placement.dp == engine.dp
         assert [(n.node_rank, n.host, n.ranks, n.builder, n.base_gpu_id) for n in placement.nodes] == [
             (n.node_rank, n.host, n.ranks, n.builder, n.base_gpu_id) for n in engine.nodes
@@ -92,13 +92,13 @@ def test_the_placement_is_the_plan_s(dims: ParallelDims, kind: str) -> None:
         assert [",".join(n.visible_devices or ()) for n in placement.nodes] == [
             n.cuda_visible_devices for n in engine.nodes
         ]
-    assert {seat.rank: gpu_of(seat) for seat in seats} == {rank.rank: rank.gpu for rank in plan.ranks}
+    assert {location.rank: gpu_of(location) for location in locations} == {rank.rank: rank.gpu for rank in plan.ranks}
 
 
 def test_a_mesh_that_placement_refuses_the_plan_refuses_too() -> None:
     dims = ParallelDims(dp=16, tp=16, pp=2)  # tensor-parallel ranks of one stage on every other GPU of four hosts
     with pytest.raises(ValueError, match='set parallel.rank_order = "dp,pp,tp"'):
         make_plan(dims, NNODES, PER_HOST, "cuda", 30000)
-    seats = [Seat(rank, f"host{rank // PER_HOST}", rank % PER_HOST, None) for rank in range(WORLD)]
+    locations = [RankLocation(rank, f"host{rank // PER_HOST}", rank % PER_HOST, None) for rank in range(WORLD)]
     with pytest.raises(ValueError, match='set parallel.rank_order = "dp,pp,tp"'):
-        place(dims, seats, "cuda")
+        place(dims, locations, "cuda")

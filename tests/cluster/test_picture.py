@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.picture import MOST_RANKS, blocks_of, host_names, picture, runs
-from harness.cluster.placement import Seat
+from harness.cluster.placement import RankLocation
 from harness.tools.plan.placement_plan import Plan, make_plan, plan_as_json, plan_of
 
 UUIDS = ",".join(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(8))
@@ -60,8 +60,8 @@ def test_an_engine_over_two_hosts_with_addresses() -> None:
 
 
 def test_a_run_on_the_cpu_has_neither_gpus_nor_ports() -> None:
-    seats = [Seat(rank, f"box/boot/net:[{rank}]", 0, None) for rank in range(2)]
-    assert picture(plan_of(ParallelDims(dp=2, tp=1, pp=1), seats, "cpu"), {seats[1].host: "10.0.0.2"}) == [
+    locations = [RankLocation(rank, f"box/boot/net:[{rank}]", 0, None) for rank in range(2)]
+    assert picture(plan_of(ParallelDims(dp=2, tp=1, pp=1), locations, "cpu"), {locations[1].host: "10.0.0.2"}) == [
         "2 ranks on 2 hosts (cpu), mesh dp=2 tp=1 pp=1, rank order dp,tp,pp",
         "  box#1  rank 0 dp0 tp0 pp0",
         "    engine 0 node 0 on box#1: ranks 0, builder rank 0",

@@ -1,11 +1,11 @@
 """Properties of place, for random shapes, hosts and visible lists (10 and more GPUs a host among them):
 
 - every rank is on exactly one node of exactly one engine, and nodes follow each other in engine order;
-- visible_devices[i] is gpu_of(the seat of ranks[i]), so engine rank i shares its GPU with the trainer's (tp, pp);
+- visible_devices[i] is gpu_of(the location of ranks[i]), so engine rank i shares its GPU with the trainer's (tp, pp);
 - where SGLang's own arithmetic, restated here, puts (tp, pp) is the node and the index in visible_devices that it has;
 - no GPU of a host belongs to two engines, nor twice to one;
 - permuting the visible lists permutes the GPUs alike, and leaves ranks and nodes as they are;
-- the form of the lists (one for the host, one GPU for each rank) and the order of the seats do not matter;
+- the form of the lists (one for the host, one GPU for each rank) and the order of the locations do not matter;
 - of contiguous equal host shares, exactly the shapes that SGLang's arithmetic covers are accepted.
 """
 
@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cluster.mesh import RANK_ORDERS, ParallelDims
-from harness.cluster.placement import EngineNode, EnginePlacement, Seat, gpu_of, parse_visible, place
+from harness.cluster.placement import EngineNode, EnginePlacement, RankLocation, gpu_of, parse_visible, place
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(80))
 MIG = "MIG-12345678-1111-2222-3333-444444444444"
 
 
-def seats_of(per_host: int, visible: list[tuple[str, ...] | None]) -> list[Seat]:
+def seats_of(per_host: int, visible: list[tuple[str, ...] | None]) -> list[RankLocation]:
     """Ranks numbered host by host, as torchrun does."""
     return [
-        Seat(host * per_host + local_rank, f"h{host}", local_rank, shown)
+        RankLocation(host * per_host + local_rank, f"h{host}", local_rank, shown)
         for host, shown in enumerate(visible)
         for local_rank in range(per_host)
     ]
@@ -38,7 +38,7 @@ def sglang_seats(nnodes: int, tp: int, pp: int) -> dict[tuple[int, int], list[tu
 
     Restated from sglang 0.5.20, entrypoints/engine.py, _calculate_rank_ranges and the loop that starts schedulers.
     """
-    seats: dict[tuple[int, int], list[tuple[int, int]]] = {(t, p): [] for t in range(tp) for p in range(pp)}
+    locations: dict[tuple[int, int], list[tuple[int, int]]] = {(t, p): [] for t in range(tp) for p in range(pp)}
     pp_per_node, nnodes_per_pp = max(pp // nnodes, 1), max(nnodes // pp, 1)
     tp_per_node = tp // nnodes_per_pp
     for node in range(nnodes):
@@ -46,18 +46,18 @@ def sglang_seats(nnodes: int, tp: int, pp: int) -> dict[tuple[int, int], list[tu
         for pp_rank in range(pp_per_node * stage, pp_per_node * (stage + 1)):
             for tp_rank in range(tp_per_node * part, tp_per_node * (part + 1)):
                 gpu_id = (pp_rank % pp_per_node) * tp_per_node + tp_rank % tp_per_node
-                seats.setdefault((tp_rank, pp_rank), []).append((node, gpu_id))
-    return seats
+                locations.setdefault((tp_rank, pp_rank), []).append((node, gpu_id))
+    return locations
 
 
 def sglang_covers(nnodes: int, tp: int, pp: int) -> bool:
     """Whether SGLang's arithmetic starts every scheduler exactly once, and no other."""
-    seats = sglang_seats(nnodes, tp, pp)
-    return len(seats) == tp * pp and all(len(found) == 1 for found in seats.values())
+    locations = sglang_seats(nnodes, tp, pp)
+    return len(locations) == tp * pp and all(len(found) == 1 for found in locations.values())
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[ParallelDims, list[Seat]]:
+def worlds(draw: st.DrawFn) -> tuple[ParallelDims, list[RankLocation]]:
     """Shapes that must be placed: one or several engines a host, or one engine over several hosts."""
     tp, pp = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     nnodes = draw(st.sampled_from([n for n in range(1, tp * pp + 1) if sglang_covers(n, tp, pp)]))
@@ -77,59 +77,62 @@ def worlds(draw: st.DrawFn) -> tuple[ParallelDims, list[Seat]]:
 
 @settings(deadline=None)
 @given(worlds())
-def test_every_rank_is_on_one_node_in_engine_order(world: tuple[ParallelDims, list[Seat]]) -> None:
-    dims, seats = world
-    placements = place(dims, seats, "cuda")
+def test_every_rank_is_on_one_node_in_engine_order(world: tuple[ParallelDims, list[RankLocation]]) -> None:
+    dims, locations = world
+    placements = place(dims, locations, "cuda")
     assert [placement.dp for placement in placements] == list(range(dims.dp))
     for placement in placements:
         assert tuple(rank for node in placement.nodes for rank in node.ranks) == dims.engine_ranks(placement.dp)
         assert [node.node_rank for node in placement.nodes] == list(range(placement.nnodes))
         assert len({node.host for node in placement.nodes}) == placement.nnodes
         for node in placement.nodes:
-            assert {seats[rank].host for rank in node.ranks} == {node.host}
+            assert {locations[rank].host for rank in node.ranks} == {node.host}
             assert node.builder == node.ranks[0]
             assert node.base_gpu_id == 0
 
 
 @settings(deadline=None)
 @given(worlds())
-def test_visible_devices_are_the_trainers_gpus(world: tuple[ParallelDims, list[Seat]]) -> None:
-    dims, seats = world
+def test_visible_devices_are_the_trainers_gpus(world: tuple[ParallelDims, list[RankLocation]]) -> None:
+    dims, locations = world
     used = []
-    for placement in place(dims, seats, "cuda"):
+    for placement in place(dims, locations, "cuda"):
         for node in placement.nodes:
-            assert node.visible_devices == tuple(gpu_of(seats[rank]) for rank in node.ranks)
+            assert node.visible_devices == tuple(gpu_of(locations[rank]) for rank in node.ranks)
             used += [(node.host, gpu) for gpu in node.visible_devices]
     assert len(used) == len(set(used)) == dims.world_size
 
 
 @settings(deadline=None)
 @given(worlds())
-def test_sglang_agrees_on_the_gpu_of_every_tp_and_pp(world: tuple[ParallelDims, list[Seat]]) -> None:
-    dims, seats = world
-    for placement in place(dims, seats, "cuda"):
+def test_sglang_agrees_on_the_gpu_of_every_tp_and_pp(world: tuple[ParallelDims, list[RankLocation]]) -> None:
+    dims, locations = world
+    for placement in place(dims, locations, "cuda"):
         theirs = sglang_seats(placement.nnodes, dims.tp, dims.pp)
         for rank in dims.engine_ranks(placement.dp):
             at = dims.coordinates(rank)
             [(node_rank, gpu_id)] = theirs[at.tp, at.pp]
             node = placement.nodes[node_rank]
-            assert node.host == seats[rank].host
+            assert node.host == locations[rank].host
             assert node.visible_devices is not None
-            assert node.visible_devices[node.base_gpu_id + gpu_id] == gpu_of(seats[rank])
+            assert node.visible_devices[node.base_gpu_id + gpu_id] == gpu_of(locations[rank])
 
 
 @settings(deadline=None)
 @given(worlds(), st.randoms(use_true_random=False))
-def test_permuting_visible_permutes_gpus(world: tuple[ParallelDims, list[Seat]], rng: random.Random) -> None:
-    dims, seats = world
+def test_permuting_visible_permutes_gpus(world: tuple[ParallelDims, list[RankLocation]], rng: random.Random) -> None:
+    dims, locations = world
     renaming: dict[tuple[str, str], str] = {}
-    for seat in {seat.host: seat for seat in seats}.values():
-        names = _names(seat, seats)
-        renaming |= {(seat.host, name): new for name, new in zip(names, rng.sample(names, len(names)), strict=True)}
+    for location in {location.host: location for location in locations}.values():
+        names = _names(location, locations)
+        renaming |= {(location.host, name): new for name, new in zip(names, rng.sample(names, len(names)), strict=True)}
     permuted = [
-        replace(seat, visible=tuple(renaming[seat.host, name] for name in _names(seat, seats))) for seat in seats
+        replace(location, visible=tuple(renaming[location.host, name] for name in _names(location, locations)))
+        for location in locations
     ]
-    for before, after in zip(_nodes(place(dims, seats, "cuda")), _nodes(place(dims, permuted, "cuda")), strict=True):
+    for before, after in zip(
+        _nodes(place(dims, locations, "cuda")), _nodes(place(dims, permuted, "cuda")), strict=True
+    ):
         assert before.visible_devices is not None
         renamed = tuple(renaming[before.host, gpu] for gpu in before.visible_devices)
         assert after == replace(before, visible_devices=renamed)
@@ -138,19 +141,19 @@ def test_permuting_visible_permutes_gpus(world: tuple[ParallelDims, list[Seat]],
 @settings(deadline=None)
 @given(worlds(), st.randoms(use_true_random=False))
 def test_form_of_lists_and_order_of_seats_do_not_matter(
-    world: tuple[ParallelDims, list[Seat]], rng: random.Random
+    world: tuple[ParallelDims, list[RankLocation]], rng: random.Random
 ) -> None:
-    dims, seats = world
-    each_its_own = [replace(seat, visible=(gpu_of(seat),)) for seat in seats]
-    assert place(dims, rng.sample(each_its_own, len(seats)), "cuda") == place(dims, seats, "cuda")
+    dims, locations = world
+    each_its_own = [replace(location, visible=(gpu_of(location),)) for location in locations]
+    assert place(dims, rng.sample(each_its_own, len(locations)), "cuda") == place(dims, locations, "cuda")
 
 
 @settings(deadline=None)
 @given(worlds())
-def test_cpu_is_placed_alike_but_without_gpus(world: tuple[ParallelDims, list[Seat]]) -> None:
-    dims, seats = world
-    hidden = [replace(seat, visible=()) for seat in seats]
-    expected = [replace(node, visible_devices=None) for node in _nodes(place(dims, seats, "cuda"))]
+def test_cpu_is_placed_alike_but_without_gpus(world: tuple[ParallelDims, list[RankLocation]]) -> None:
+    dims, locations = world
+    hidden = [replace(location, visible=()) for location in locations]
+    expected = [replace(node, visible_devices=None) for node in _nodes(place(dims, locations, "cuda"))]
     assert _nodes(place(dims, hidden, "cpu")) == expected
 
 
@@ -160,14 +163,14 @@ def test_exactly_the_shapes_that_sglang_covers_are_accepted() -> None:
         for pp in range(1, 9):
             dims = ParallelDims(dp=1, tp=tp, pp=pp, rank_order="dp,pp,tp")
             for nnodes in (n for n in range(1, tp * pp + 1) if tp * pp % n == 0):
-                seats = seats_of(tp * pp // nnodes, [None] * nnodes)
+                locations = seats_of(tp * pp // nnodes, [None] * nnodes)
                 covered = sglang_covers(nnodes, tp, pp)
                 verdicts.add(covered)
                 if covered:
-                    assert place(dims, seats, "cuda")[0].nnodes == nnodes
+                    assert place(dims, locations, "cuda")[0].nnodes == nnodes
                 else:
                     with pytest.raises(ValueError, match=rf"engine 0 .* {pp} stages over {nnodes} hosts: choose"):
-                        place(dims, seats, "cuda")
+                        place(dims, locations, "cuda")
     assert verdicts == {True, False}
 
 
@@ -215,35 +218,35 @@ def test_parse_visible_refuses(value: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seat", "gpu"),
+    ("location", "gpu"),
     [
-        (Seat(5, "h", 1, None), "1"),
-        (Seat(5, "h", 1, None, gpu_count=2), "1"),
-        (Seat(5, "h", 3, ("7",)), "7"),
-        (Seat(5, "h", 3, ("7",), gpu_count=1), "7"),
-        (Seat(5, "h", 2, ("7", "10", "2")), "2"),
-        (Seat(5, "h", 1, UUIDS[:4]), UUIDS[1]),
+        (RankLocation(5, "h", 1, None), "1"),
+        (RankLocation(5, "h", 1, None, gpu_count=2), "1"),
+        (RankLocation(5, "h", 3, ("7",)), "7"),
+        (RankLocation(5, "h", 3, ("7",), gpu_count=1), "7"),
+        (RankLocation(5, "h", 2, ("7", "10", "2")), "2"),
+        (RankLocation(5, "h", 1, UUIDS[:4]), UUIDS[1]),
     ],
 )
-def test_gpu_of(seat: Seat, gpu: str) -> None:
-    assert gpu_of(seat) == gpu
+def test_gpu_of(location: RankLocation, gpu: str) -> None:
+    assert gpu_of(location) == gpu
 
 
 @pytest.mark.parametrize(
-    ("seat", "message"),
+    ("location", "message"),
     [
-        (Seat(5, "h", 1, ()), "rank 5 on host h has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it"),
+        (RankLocation(5, "h", 1, ()), "rank 5 on host h has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it"),
         (
-            Seat(5, "h", 2, ("4", "6")),
+            RankLocation(5, "h", 2, ("4", "6")),
             r"rank 5 on host h has local rank 2 but sees 2 GPUs \(CUDA_VISIBLE_DEVICES '4,6'\): make one GPU visible",
         ),
-        (Seat(5, "h", 4, None, gpu_count=4), r"sees 4 GPUs \(CUDA_VISIBLE_DEVICES unset\)"),
-        (Seat(5, "h", 1, ("0", "9"), gpu_count=1), r"sees 1 GPUs \(CUDA_VISIBLE_DEVICES '0,9'\)"),
+        (RankLocation(5, "h", 4, None, gpu_count=4), r"sees 4 GPUs \(CUDA_VISIBLE_DEVICES unset\)"),
+        (RankLocation(5, "h", 1, ("0", "9"), gpu_count=1), r"sees 1 GPUs \(CUDA_VISIBLE_DEVICES '0,9'\)"),
     ],
 )
-def test_gpu_of_refuses(seat: Seat, message: str) -> None:
+def test_gpu_of_refuses(location: RankLocation, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gpu_of(seat)
+        gpu_of(location)
 
 
 def test_the_second_tp_group_of_a_host_has_its_own_gpus() -> None:
@@ -288,9 +291,9 @@ def test_pp_in_the_default_rank_order_reorders_the_list() -> None:
     ],
 )
 def test_undecidable_or_shared_gpus_are_refused(lists: list[str | None], message: str) -> None:
-    seats = [Seat(rank, "h0", rank, parse_visible(value)) for rank, value in enumerate(lists)]
+    locations = [RankLocation(rank, "h0", rank, parse_visible(value)) for rank, value in enumerate(lists)]
     with pytest.raises(ValueError, match=message):
-        place(ParallelDims(dp=2, tp=2, pp=1), seats, "cuda")
+        place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda")
 
 
 def test_the_raw_repeated_list_is_refused_too() -> None:
@@ -315,25 +318,25 @@ def test_unequal_shares_are_refused() -> None:
 def test_a_rank_order_that_interleaves_hosts_is_refused_with_the_one_that_works(
     device: Literal["cpu", "cuda"],
 ) -> None:
-    seats = seats_of(2, [None, None])
+    locations = seats_of(2, [None, None])
     message = r'rank 1 is on host h0 again after rank 2 on host h1: set parallel.rank_order = "dp,pp,tp"$'
     with pytest.raises(ValueError, match=message):
-        place(ParallelDims(dp=1, tp=2, pp=2), seats, device)
-    assert place(ParallelDims(dp=1, tp=2, pp=2, rank_order="dp,pp,tp"), seats, device)[0].nnodes == 2
+        place(ParallelDims(dp=1, tp=2, pp=2), locations, device)
+    assert place(ParallelDims(dp=1, tp=2, pp=2, rank_order="dp,pp,tp"), locations, device)[0].nnodes == 2
 
 
 def test_hosts_that_are_not_adjacent_are_refused() -> None:
-    seats = [Seat(rank, f"h{rank % 2}", rank // 2, None) for rank in range(4)]
+    locations = [RankLocation(rank, f"h{rank % 2}", rank // 2, None) for rank in range(4)]
     with pytest.raises(
         ValueError, match="rank 2 is on host h0 again after rank 1 on host h1, and its hosts are not adj"
     ):
-        place(ParallelDims(dp=1, tp=4, pp=1), seats, "cuda")
+        place(ParallelDims(dp=1, tp=4, pp=1), locations, "cuda")
 
 
 def test_engines_may_alternate_between_hosts() -> None:
     hosts = ["h0", "h0", "h1", "h1", "h0", "h0"]
-    seats = [Seat(rank, host, rank % 2 + 2 * (rank >= 4), None) for rank, host in enumerate(hosts)]
-    placements = place(ParallelDims(dp=3, tp=2, pp=1), seats, "cuda")
+    locations = [RankLocation(rank, host, rank % 2 + 2 * (rank >= 4), None) for rank, host in enumerate(hosts)]
+    placements = place(ParallelDims(dp=3, tp=2, pp=1), locations, "cuda")
     found = [(node.host, node.visible_devices) for node in _nodes(placements)]
     assert found == [("h0", ("0", "1")), ("h1", ("0", "1")), ("h0", ("2", "3"))]
 
@@ -349,19 +352,19 @@ def test_engines_may_alternate_between_hosts() -> None:
     ],
 )
 def test_missing_and_repeated_ranks_are_refused(ranks: list[int], message: str) -> None:
-    seats = [Seat(rank, "h", rank, None) for rank in ranks]
+    locations = [RankLocation(rank, "h", rank, None) for rank in ranks]
     with pytest.raises(ValueError, match=message):
-        place(ParallelDims(dp=2, tp=2, pp=1), seats, "cuda")
+        place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda")
 
 
 def test_the_very_same_seat_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 0 is reported twice"):
-        place(ParallelDims(dp=1, tp=2, pp=1), [Seat(0, "h", 0, None)] * 2, "cpu")
+        place(ParallelDims(dp=1, tp=2, pp=1), [RankLocation(0, "h", 0, None)] * 2, "cpu")
 
 
-def _names(seat: Seat, seats: list[Seat]) -> tuple[str, ...]:
-    """The visible list of a seat; where it is unset, the indices that the host's ranks use."""
-    return seat.visible or tuple(str(other.local_rank) for other in seats if other.host == seat.host)
+def _names(location: RankLocation, locations: list[RankLocation]) -> tuple[str, ...]:
+    """The visible list of a location; where it is unset, the indices that the host's ranks use."""
+    return location.visible or tuple(str(other.local_rank) for other in locations if other.host == location.host)
 
 
 def _nodes(placements: tuple[EnginePlacement, ...]) -> list[EngineNode]:

@@ -8,51 +8,53 @@ from hypothesis import strategies as st
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.picture import picture
-from harness.cluster.placement import Seat, engine_gpu_of, gpu_of, parse_visible, place
+from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, parse_visible, place
 from harness.tools.plan.placement_plan import make_plan, plan_as_json
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(64))
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[ParallelDims, list[Seat]]:
+def worlds(draw: st.DrawFn) -> tuple[ParallelDims, list[RankLocation]]:
     """Engines within a host, each host with two visible GPUs a rank and perhaps more."""
     tp, engines, hosts = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     local = tp * engines
-    seats = []
+    locations = []
     for host in range(hosts):
         names = draw(st.sampled_from([tuple(map(str, range(64))), UUIDS]))
         visible = draw(st.sampled_from([None, tuple(draw(st.permutations(names[: 2 * local + 1])))]))
-        seats += [Seat(host * local + rank, f"h{host}", rank, visible, None, local) for rank in range(local)]
-    return ParallelDims(dp=engines * hosts, tp=tp, pp=1), seats
+        locations += [
+            RankLocation(host * local + rank, f"h{host}", rank, visible, None, local) for rank in range(local)
+        ]
+    return ParallelDims(dp=engines * hosts, tp=tp, pp=1), locations
 
 
 @settings(deadline=None)
 @given(worlds())
-def test_every_trainer_and_engine_rank_has_a_gpu_of_its_own(world: tuple[ParallelDims, list[Seat]]) -> None:
-    dims, seats = world
-    nodes = [node for placement in place(dims, seats, "cuda") for node in placement.nodes]
-    used = [(seat.host, gpu_of(seat)) for seat in seats]
+def test_every_trainer_and_engine_rank_has_a_gpu_of_its_own(world: tuple[ParallelDims, list[RankLocation]]) -> None:
+    dims, locations = world
+    nodes = [node for placement in place(dims, locations, "cuda") for node in placement.nodes]
+    used = [(location.host, gpu_of(location)) for location in locations]
     used += [(node.host, gpu) for node in nodes for gpu in node.visible_devices or ()]
     assert len(used) == len(set(used)) == 2 * dims.world_size
     for node in nodes:
         assert node.base_gpu_id == 0
-        assert node.visible_devices == tuple(engine_gpu_of(seats[rank]) for rank in node.ranks)
+        assert node.visible_devices == tuple(engine_gpu_of(locations[rank]) for rank in node.ranks)
         for rank, gpu in zip(node.ranks, node.visible_devices or (), strict=True):
-            visible = seats[rank].visible or tuple(map(str, range(64)))
-            assert visible.index(gpu) == visible.index(gpu_of(seats[rank])) + seats[rank].engine_offset
+            visible = locations[rank].visible or tuple(map(str, range(64)))
+            assert visible.index(gpu) == visible.index(gpu_of(locations[rank])) + locations[rank].engine_offset
 
 
 @settings(deadline=None)
 @given(worlds())
-def test_ranks_and_nodes_are_those_of_shared_gpus(world: tuple[ParallelDims, list[Seat]]) -> None:
-    dims, seats = world
-    shared = [replace(seat, engine_offset=0) for seat in seats]
+def test_ranks_and_nodes_are_those_of_shared_gpus(world: tuple[ParallelDims, list[RankLocation]]) -> None:
+    dims, locations = world
+    shared = [replace(location, engine_offset=0) for location in locations]
 
-    def without_gpus(seats: list[Seat]) -> list[object]:
-        return [replace(node, visible_devices=None) for each in place(dims, seats, "cuda") for node in each.nodes]
+    def without_gpus(locations: list[RankLocation]) -> list[object]:
+        return [replace(node, visible_devices=None) for each in place(dims, locations, "cuda") for node in each.nodes]
 
-    assert without_gpus(seats) == without_gpus(shared)
+    assert without_gpus(locations) == without_gpus(shared)
 
 
 @pytest.mark.parametrize(
@@ -70,19 +72,19 @@ def test_ranks_and_nodes_are_those_of_shared_gpus(world: tuple[ParallelDims, lis
     ],
 )
 def test_too_few_visible_gpus_are_refused(visible: str | None, count: int | None, message: str) -> None:
-    seat = Seat(1, "h", 1, parse_visible(visible), count, 2)
+    location = RankLocation(1, "h", 1, parse_visible(visible), count, 2)
     for asked in (gpu_of, engine_gpu_of):
         with pytest.raises(ValueError, match=message):
-            asked(seat)
+            asked(location)
 
 
 def test_two_torchruns_of_a_host_may_not_overlap() -> None:
-    seats = [Seat(0, "h", 0, ("0", "1"), None, 1), Seat(1, "h", 0, ("1", "2"), None, 1)]
+    locations = [RankLocation(0, "h", 0, ("0", "1"), None, 1), RankLocation(1, "h", 0, ("1", "2"), None, 1)]
     with pytest.raises(
         ValueError, match=r"rank 1 and rank 0's engine both use GPU 1 of host h, though parallel.engine"
     ):
-        place(ParallelDims(dp=2, tp=1, pp=1), seats, "cuda")
-    apart = [seats[0], replace(seats[1], visible=("2", "3"))]
+        place(ParallelDims(dp=2, tp=1, pp=1), locations, "cuda")
+    apart = [locations[0], replace(locations[1], visible=("2", "3"))]
     assert [each.nodes[0].visible_devices for each in place(ParallelDims(dp=2, tp=1, pp=1), apart, "cuda")] == [
         ("1",),
         ("3",),

@@ -79,14 +79,14 @@ def test_apart_needs_two_visible_gpus_a_local_rank(monkeypatch: pytest.MonkeyPat
 
 
 def own_seat_offsets(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
-    """engine_offset of this rank's seat: apart, shared, and apart on the CPU, where it means nothing."""
+    """engine_offset of this rank's location: apart, shared, and apart on the CPU, where it means nothing."""
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return (
-        world.own_seat(on_cpu=False, apart=True).engine_offset,
-        world.own_seat(on_cpu=False).engine_offset,
-        world.own_seat(on_cpu=True, apart=True).engine_offset,
+        world.own_location(on_cpu=False, apart=True).engine_offset,
+        world.own_location(on_cpu=False).engine_offset,
+        world.own_location(on_cpu=True, apart=True).engine_offset,
     )
 
 
@@ -96,8 +96,14 @@ def _open(rank: int, ranks: int) -> tuple[int, str, tuple[str, ...], list[int], 
     world.dist.destroy_process_group()
     try:
         with world.open_world(launch, torch.device("cpu"), timeout_seconds=30) as found:
-            seats = found.seats
-            answer = (found.rank, found.host, found.hosts, [s.rank for s in seats], [s.local_rank for s in seats])
+            locations = found.locations
+            answer = (
+                found.rank,
+                found.host,
+                found.hosts,
+                [s.rank for s in locations],
+                [s.local_rank for s in locations],
+            )
         assert not world.dist.is_initialized()
     finally:
         world.dist.init_process_group("gloo", store=world.dist.HashStore(), rank=0, world_size=1)

@@ -49,20 +49,20 @@ MISTAKES = [
         'memory.offload_parameters = ["critic", "actor", "critic"] (command line) has "critic" twice; give it once.',
     ),
     (
-        "--memory.wake later",
-        'memory.wake = "later" (command line) is not one of "staged", "at_once".',
+        "--memory.resume later",
+        'memory.resume = "later" (command line) is not one of "staged", "all".',
     ),
     (
-        "--run.deadlines.sycn 60",
-        "run.deadlines.sycn = 60 cannot work: there is no such phase; the nearest is sync.",
+        "--run.phase_timeouts.sycn 60",
+        "run.phase_timeouts.sycn = 60 cannot work: there is no such phase; the nearest is sync.",
     ),
     (
-        "--run.deadlines.sync soon",
-        'run.deadlines.sync = "soon" cannot work: it must be a number of seconds above 0.',
+        "--run.phase_timeouts.sync soon",
+        'run.phase_timeouts.sync = "soon" cannot work: it must be a number of seconds above 0.',
     ),
     (
-        "--run.lost_host_seconds 1",
-        "run.lost_host_seconds = 1.0 cannot work: hosts beat once a second; it must be at least 3.",
+        "--run.heartbeat_timeout 1",
+        "run.heartbeat_timeout = 1.0 cannot work: hosts beat once a second; it must be at least 3.",
     ),
     (
         "--run.dir runs/12:30",
@@ -185,7 +185,7 @@ MISTAKES = [
         'model.shape.num_hidden_layers has no use with model.name = "some/folder": only the tiny models (qwen2, qwen3,'
         " llama, qwen3_moe, deepseek_v3, moonlight) are made on the spot.",
     ),
-    ("--weights.bucket_megabytes 0", "weights.bucket_megabytes = 0 cannot work: it must be at least 1."),
+    ("--weights.bucket_size_mib 0", "weights.bucket_size_mib = 0 cannot work: it must be at least 1."),
     (
         "--weights.tolerance_float32 1e-5",
         "weights.tolerance_float32 (command line) is not a key; the nearest is weights.transport.",

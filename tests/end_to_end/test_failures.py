@@ -107,9 +107,7 @@ def test_read_back_it_is_named_exactly_before_anything_is_generated(tmp_path: Pa
     job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_without_one_tensor.py")
     assert job.process.returncode == 1
     (line,) = {each for each in job.output().splitlines() if "rank 0 FAILED" in each}
-    found = (
-        "step 0: after a sync of changed weights onto poison the engine holds other weights: model.layers.1.mlp.up_proj"
-    )
+    found = "step 0: after a sync of changed weights onto sentinel the engine holds other weights: model.layers.1.mlp.up_proj"
     assert found in line
     assert line.count("model.") == 1
     assert not any(event.get("phase") == "generate" for event in job.events())

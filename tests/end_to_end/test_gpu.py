@@ -20,8 +20,8 @@ def test_three_steps_with_the_memory_saver(tmp_path: Path, name: str, dp: int, t
     assert job.process.returncode == 0, job.output()
     steps = job.metrics()
     assert all(step["log_prob_difference_mean"] < 5e-2 for step in steps[:3])
-    slept = [event for event in job.events() if event["event"] == "phase_end" and event["phase"] == "sleep"]
-    woken = [event for event in job.events() if event["event"] == "phase_end" and event["phase"] == "wake_kv_cache"]
+    slept = [event for event in job.events() if event["event"] == "phase_end" and event["phase"] == "release"]
+    woken = [event for event in job.events() if event["event"] == "phase_end" and event["phase"] == "resume_kv_cache"]
     assert all(
         after["memory"]["free"] > before["memory"]["free"] + (1 << 30)
         for before, after in zip(woken, slept, strict=True)

@@ -57,18 +57,18 @@ def test_each_stage_moves_its_bytes_on_every_rank(staged: Job) -> None:
 
 def test_the_timeline_shows_the_engine_come_and_go(staged: Job) -> None:
     first = staged.metrics()[0]
-    engine = {phase: first[f"memory/{phase}/engine"] for phase in ("wake_weights", "wake_kv_cache", "sleep")}
-    assert engine["wake_kv_cache"] > engine["wake_weights"] + GIB
-    assert engine["sleep"] < engine["wake_weights"] < engine["wake_kv_cache"]
+    engine = {phase: first[f"memory/{phase}/engine"] for phase in ("resume_weights", "resume_kv_cache", "release")}
+    assert engine["resume_kv_cache"] > engine["resume_weights"] + GIB
+    assert engine["release"] < engine["resume_weights"] < engine["resume_kv_cache"]
     assert first["memory/sync/extra"] >= 0 and first["memory/free_caches/used"] > 0
     assert "## Memory" in (staged.folder / "report.md").read_text()
     page = (staged.folder / "report.html").read_text()
-    assert "wake_kv_cache of step 0, GiB: used" in page and ">rank 1: " in page
+    assert "resume_kv_cache of step 0, GiB: used" in page and ">rank 1: " in page
 
 
 def test_at_once_wakes_both_in_one_call(tmp_path: Path) -> None:
     need(2)
-    job = run(tmp_path / "run", 2, TINY, "--memory.wake", "at_once", seconds=400)
+    job = run(tmp_path / "run", 2, TINY, "--memory.resume", "all", seconds=400)
     assert job.process.returncode == 0, job.output()
     assert [event["tags"] for event in moves(job, 0)][:3] == [["kv_cache"], ["weights"], ["weights", "kv_cache"]]
 
@@ -91,7 +91,7 @@ def test_without_the_saver_nothing_moves_and_the_run_says_so(tmp_path: Path) -> 
     job = run(tmp_path / "run", 2, TINY, "--engine.args.enable_memory_saver", "false", seconds=400)
     assert job.process.returncode == 0, job.output()
     assert moves(job, 0) == []
-    assert job.output().count("no memory saver here") == 1
+    assert job.output().count("no torch_memory_saver") == 1
 
 
 def test_any_order_of_tags_and_what_is_refused(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_qwen2_7b_fits_in_stages_and_not_at_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("NCCL_DEBUG", "WARN")  # else a rank may only hear that a CUDA call of NCCL's has failed
     job = run(tmp_path / "staged", ranks, *words, seconds=580)
     assert job.process.returncode == 0, job.output()
-    control = run(tmp_path / "at_once", ranks, *words, "--memory.wake", "at_once", seconds=580)
+    control = run(tmp_path / "all", ranks, *words, "--memory.resume", "all", seconds=580)
     assert control.process.returncode != 0
     logs = control.output() + "".join(file.read_text(errors="replace") for file in control.folder.rglob("*.log"))
     said = "\n".join(line for line in logs.splitlines() if "FIRST FAILURE" in line or "Error" in line)

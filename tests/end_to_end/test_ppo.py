@@ -78,7 +78,7 @@ def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart:
     job = run(tmp_path / "run", 2, QUICKSTART, "--weights.verify", "full")
     assert job.process.returncode == 0, job.output()
     assert "4 weight syncs: each rehearsed on garbage with changed weights, compared with a reload" in job.output()
-    parts = ("perturb", "poison", "push", "readback", "save", "reload", "log_probs")
+    parts = ("perturb", "sentinel", "push", "readback", "save", "reload", "log_probs")
     prefixes = ("", "", "", "final/")
     for step, prefix in zip(job.metrics(), prefixes, strict=True):
         assert all(step[f"{prefix}verify/{part}_seconds"] > 0 for part in parts)

@@ -76,13 +76,13 @@ def failure(kind: type[Exception], work: Callable[[], None]) -> str:
 def three_steps(rank: int, wake: Any) -> Any:
     engine = FakeEngine(late=rank * 3)
     facts: list[dict[str, Any]] = []
-    stages = stages_of(engine, wake=wake, fact=lambda name, **values: facts.append(values))
+    stages = stages_of(engine, resume_mode=wake, fact=lambda name, **values: facts.append(values))
     free = []
     for _ in range(3):
-        stages.wake_weights()  # the first one finds the engine awake
+        stages.resume_weights()  # the first one finds the engine resumed
         free.append(engine.free)
-        stages.wake_kv_cache()
-        stages.sleep()
+        stages.resume_kv_cache()
+        stages.release_all()
     return engine.calls, free, facts
 
 
@@ -95,7 +95,7 @@ def test_staged_wakes_the_weights_first(seen: Seen) -> None:
 
 
 def test_at_once_wakes_both_before_the_sync(seen: Seen) -> None:
-    for calls, free, _ in seen("at_once"):
+    for calls, free, _ in seen("all"):
         assert calls[2:5] == ["resume weights kv_cache", "release kv_cache", "release weights"]
         assert free == [10_000 * MIB] * 3
 
@@ -104,9 +104,9 @@ def without_tags(rank: int) -> Any:
     engine = FakeEngine(tags=None)
     stages = stages_of(engine)
     for _ in range(2):
-        stages.sleep()
-        stages.wake_weights()
-        stages.wake_kv_cache()
+        stages.release_all()
+        stages.resume_weights()
+        stages.resume_kv_cache()
     return engine.calls, failure(WrongStage, lambda: stages.release("kv_cache"))
 
 
@@ -123,7 +123,7 @@ def any_order(rank: int) -> Any:
     stages.release("cuda_graph", "kv_cache")
     stages.resume("kv_cache", "weights")
     stages.release("weights")
-    stages.sleep()  # what is left
+    stages.release_all()  # what is left
     stages.resume("cuda_graph")
     stages.resume("weights", "kv_cache")
     before = list(engine.calls)
@@ -135,10 +135,10 @@ def any_order(rank: int) -> Any:
         failure(WrongStage, lambda: stages.resume("kv_cache", "weights")),
         failure(WrongStage, lambda: stages.resume("kv_cache", "kv_cache")),
         failure(WrongStage, lambda: stages.release("wieghts")),
-        failure(WrongStage, lambda: stages.release()),
+        failure(WrongStage, lambda: stages.release_all()),
     ]
     stages.release("weights")
-    said.append(failure(WrongStage, stages.sleep))
+    said.append(failure(WrongStage, stages.release_all))
     return before, engine.calls[len(before) :], said, engine.free
 
 
@@ -146,13 +146,13 @@ def test_any_order_of_tags_and_what_is_refused(seen: Seen) -> None:
     for before, after, said, free in seen("any_order"):
         assert before[-3:] == ["release kv_cache", "resume cuda_graph", "resume weights kv_cache"]
         assert after == ["release kv_cache", "release weights"], "nothing that is refused reaches the engine"
-        assert said[0] == "release of kv_cache: kv_cache is asleep; resume it before it is released again."
-        assert said[1] == "release of weights, kv_cache: kv_cache is asleep; resume it before it is released again."
-        assert said[2] == "resume of weights: weights is awake; release it before it is resumed."
-        assert said[3] == "resume of kv_cache, weights: weights is awake; release it before it is resumed."
+        assert said[0] == "release of kv_cache: kv_cache is released; resume it before it is released again."
+        assert said[1] == "release of weights, kv_cache: kv_cache is released; resume it before it is released again."
+        assert said[2] == "resume of weights: weights is resumed; release it before it is resumed."
+        assert said[3] == "resume of kv_cache, weights: weights is resumed; release it before it is resumed."
         known = "sglang 0.0 (fake) has weights, kv_cache, cuda_graph; name one or more, each once."
         assert said[4:7] == [f"tags = {tags}: {known}" for tags in (["kv_cache"] * 2, ["wieghts"], [])]
-        assert "kv_cache is asleep" in said[7]
+        assert "kv_cache is released" in said[7]
         assert free == 14_000 * MIB
 
 
@@ -187,9 +187,9 @@ def nothing_to_do(rank: int) -> Any:
     engine = FakeEngine(has_memory_saver=False)
     stages = MemoryStages(engine, say=said.append)  # type: ignore[arg-type]
     for _ in range(2):
-        stages.wake_weights()
-        stages.wake_kv_cache()
-        stages.sleep()
+        stages.resume_weights()
+        stages.resume_kv_cache()
+        stages.release_all()
     return engine.calls, said
 
 
@@ -198,7 +198,7 @@ def everything(rank: int) -> dict[str, Any]:
     freed_nothing = {"release kv_cache": SIZES["kv_cache"]}
     return {
         "staged": three_steps(rank, "staged"),
-        "at_once": three_steps(rank, "at_once"),
+        "all": three_steps(rank, "all"),
         "without_tags": without_tags(rank),
         "any_order": any_order(rank),
         "nothing_to_do": nothing_to_do(rank),
@@ -217,7 +217,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 def test_without_the_memory_saver_stages_do_nothing_and_say_so_once(seen: Seen) -> None:
     for calls, said in seen("nothing_to_do"):
         assert calls == []
-        assert said == ["no memory saver here: sleep and wake do nothing, the engine keeps its memory"]
+        assert said == ["no torch_memory_saver: release and resume are no-ops, the engine keeps its memory"]
 
 
 SLACKS = [(2 * MIB, 64 * MIB), (1000 * MIB, 64 * MIB), (100_000 * MIB, 5000 * MIB)]

@@ -29,9 +29,9 @@ def on_gpu(used: int, engine: int, peak: int = 0) -> dict[str, int]:
 
 
 STAGES = [
-    Stage(phase="wake_weights", step=2, ranks=(on_gpu(10, 20), on_gpu(11, 20))),
+    Stage(phase="resume_weights", step=2, ranks=(on_gpu(10, 20), on_gpu(11, 20))),
     Stage(phase="sync", step=2, ranks=(on_gpu(10, 20, peak=14), on_gpu(12, 20, peak=13))),
-    Stage(phase="sleep", step=2, ranks=(on_gpu(4, 1), on_gpu(5, 2))),
+    Stage(phase="release", step=2, ranks=(on_gpu(4, 1), on_gpu(5, 2))),
 ]
 ON_CPU = [Stage(phase="sync", step=0, ranks=({"rss": 3 * GIB}, {"rss": 2 * GIB}))]
 
@@ -42,7 +42,7 @@ def test_metrics_have_the_worst_rank_all_ranks_and_the_end() -> None:
     assert metrics["memory/sync/extra"] == 11 * GIB
     assert metrics["memory/end"] == 12 * GIB
     assert metrics["memory/ranks_mib"]["sync"]["used"] == [10 * 1024, 12 * 1024]
-    assert list(metrics["memory/ranks_mib"]) == ["wake_weights", "sync", "sleep"]
+    assert list(metrics["memory/ranks_mib"]) == ["resume_weights", "sync", "release"]
 
 
 def test_metrics_of_a_cpu_are_the_host_memory() -> None:

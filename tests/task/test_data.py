@@ -221,7 +221,7 @@ def test_overlong(caplog):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, length, "error")
     with pytest.raises(ValueError, match="none of 2 prompts has at most task.max_prompt_tokens = 5 tokens"):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, 5)
-    with pytest.raises(ValueError, match="overlong is 'cut': it must be filter or error"):
+    with pytest.raises(ValueError, match="long_prompts is 'cut': it must be filter or error"):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, 5, "cut")
 
 

@@ -15,7 +15,7 @@ SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTER
 def main() -> int:
     file, at_once, staged, hang_at = sys.argv[1:5]
     options = dict(zip(sys.argv[5::2], sys.argv[6::2], strict=True))
-    fraction, wake = float(options["--engine.args.mem_fraction_static"]), options["--memory.wake"]
+    fraction, wake = float(options["--engine.args.mem_fraction_static"]), options["--memory.resume"]
     child = subprocess.Popen(SLEEP, start_new_session=True)
     with Path(file).open("a") as pids:
         pids.write(f"{child.pid}\n")
@@ -23,7 +23,7 @@ def main() -> int:
     time.sleep(0.5)
     if fraction >= float(hang_at):
         time.sleep(600)
-    if fraction <= float(at_once if wake == "at_once" else staged):
+    if fraction <= float(at_once if wake == "all" else staged):
         return 0
     engines = Path(options["--run.dir"]) / "engines"
     engines.mkdir()

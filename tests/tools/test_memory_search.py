@@ -83,7 +83,7 @@ def test_both_ways_are_searched_by_real_runs_that_leave_nothing(tmp_path: Path) 
         tell=lambda outcome: told.append(outcome.fraction),
     )
     found = search.find(0.4, 0.9, 0.1)
-    assert found == {"at_once": 0.5, "staged": 0.8}
+    assert found == {"all": 0.5, "staged": 0.8}
     assert gone(file)
     assert told == [outcome.fraction for outcome in search.outcomes]
     failed = [outcome for outcome in search.outcomes if not outcome.passed]

@@ -32,7 +32,7 @@ MISTAKES = {
     "missing.toml": "is not a file",
     "{dir}/broken.toml": "is not valid TOML",
     "--engine.args.tp_size 2": "the harness derives it from parallel.tp",
-    "--run.deadlines.snyc 9": "the nearest is sync",
+    "--run.phase_timeouts.snyc 9": "the nearest is sync",
     "--inject kil@sync": "the nearest is kill",
     "--inject kill@snyc": "the nearest is sync",
     "--inject kill@sync:7": "the mesh has the ranks 0 to 1",

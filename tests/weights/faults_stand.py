@@ -247,13 +247,13 @@ def run(
         seen["seconds to start"] = round(time.monotonic() - started, 1)
         seen["names"] = [tensor.name for tensor in stand.sync.layout]
         for check in healthy:
-            seen[check.__name__] = timed({"twin": lambda check=check: check(stand)})
+            seen[check.__name__] = timed({"control": lambda check=check: check(stand)})
         for case in cases:
             steps = {
                 "fault": lambda case=case: case(stand, True),
                 "after fault": lambda: stand.pushed(stand.sync),
-                "twin": lambda case=case: case(stand, False),
-                "after twin": lambda: stand.pushed(stand.sync),
+                "control": lambda case=case: case(stand, False),
+                "after control": lambda: stand.pushed(stand.sync),
             }
             seen[case.__name__] = timed(steps)
         stand.sync.close()

@@ -1,5 +1,5 @@
 """Named faults of a weight sync, each put into a real run and caught, with the parameters named; and each one's healthy
-twin, which must not be. The programs behind the fixtures are tests/weights/faults_*.py.
+control, which must not be. The programs behind the fixtures are tests/weights/faults_*.py.
 
 Of what is refused the first sentence is the error, and what names tensors follows; of what is found after a push the
 tensors that were read back come first, then the statistics of the log-probs that are too large.
@@ -68,20 +68,20 @@ def has_wrong_log_probs(sentences: list[str]) -> bool:
 def test_a_healthy_twin_is_not_caught_and_the_engine_serves_on(
     program: str, case: str, request: pytest.FixtureRequest
 ) -> None:
-    """The same without its fault; and after the fault and after the twin a sync of changed weights, read back, and
+    """The same without its fault; and after the fault and after the control a sync of changed weights, read back, and
     the engine's log-probs of what it generates."""
     seen = request.getfixturevalue(program)[case]
     assert seen["fault"]
-    assert {name: seen[name] for name in ("after fault", "twin", "after twin")} == {
+    assert {name: seen[name] for name in ("after fault", "control", "after control")} == {
         "after fault": [],
-        "twin": [],
-        "after twin": [],
+        "control": [],
+        "after control": [],
     }
 
 
 @pytest.mark.parametrize(("program", "check"), [(program, each) for program in HEALTHY for each in HEALTHY[program]])
 def test_what_is_healthy_is_not_caught(program: str, check: str, request: pytest.FixtureRequest) -> None:
-    assert request.getfixturevalue(program)[check]["twin"] == []
+    assert request.getfixturevalue(program)[check]["control"] == []
 
 
 def test_live_names_are_refused(qwen3_moe: Seen) -> None:
@@ -223,7 +223,7 @@ def test_what_the_engine_cannot_take_is_refused_before_it_is_touched(
         ("missing_shard", f"WeightsRefused: {O_PROJ}: rank 1 holds 20 of the 32 rows of its shard"),
         (
             "no_room_for_two_buckets",
-            "MemoryError: weights.bucket_megabytes: two buckets take 6 MiB, but rank 1's GPU has 5 MiB free; make it"
+            "MemoryError: weights.bucket_size_mib: two buckets take 6 MiB, but rank 1's GPU has 5 MiB free; make it"
             " smaller, or leave the engine less (engine.args.mem_fraction_static).",
         ),
     ],

@@ -66,7 +66,7 @@ def test_the_section_has_level_statistics_and_costs(tmp_path: Path) -> None:
     assert lines[0].startswith('weights.verify = "bytes". After every sync all that the engine holds was read back')
     assert "| mean | 4e-06 | 3e-06 | 1.2e-05 |" in lines
     assert "| sync | 2 | 0.500 | 0.750 |" in lines
-    assert "| poison | 3 | 0.500 | 0.500 |" in lines
+    assert "| sentinel | 3 | 0.500 | 0.500 |" in lines
     assert "| readback | 3 | 0.000 | 0.000 |" in lines
 
 

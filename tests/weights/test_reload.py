@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.cluster.placement import Seat
+from harness.cluster.placement import RankLocation
 from harness.cluster.world import World
 from harness.weights.held import changed
 from harness.weights.reload import Output, check_shared, output_difference
@@ -12,8 +12,10 @@ from tests.cluster.gloo import on_ranks
 
 
 def world_of(rank: int) -> World:
-    seats = tuple(Seat(rank=each, host=f"host{each}", local_rank=0, visible=None) for each in range(2))
-    return World(rank=rank, world_size=2, local_rank=0, host=f"host{rank}", device=torch.device("cpu"), seats=seats)
+    locations = tuple(RankLocation(rank=each, host=f"host{each}", local_rank=0, visible=None) for each in range(2))
+    return World(
+        rank=rank, world_size=2, local_rank=0, host=f"host{rank}", device=torch.device("cpu"), locations=locations
+    )
 
 
 def _shared(rank: int, folder: str) -> str:

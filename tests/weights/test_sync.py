@@ -63,7 +63,7 @@ def test_what_is_saved_is_a_checkpoint_even_if_the_source_is_in_shards(name: str
     model = tiny_model(tiny_config(name), seed=1)
     tiny_model(tiny_config(name), seed=2).save_pretrained(tmp_path / "source", max_shard_size="100KB")
     assert (tmp_path / "source" / "model.safetensors.index.json").exists()
-    sync, _ = make(model, tmp_path, bucket_megabytes=1)
+    sync, _ = make(model, tmp_path, bucket_size_mib=1)
     sync.save(tmp_path / "saved", tmp_path / "source", rank=0)
     assert {file.name for file in (tmp_path / "saved").iterdir()} >= {"config.json", "model.safetensors"}
     assert not list((tmp_path / "saved").glob("*.index.json"))
@@ -82,7 +82,7 @@ def test_a_source_that_is_a_hub_id_gives_the_weights_alone_and_only_on_rank_0(tm
 
 def test_the_plan_covers_the_model_in_buckets_of_the_configured_size(tmp_path: Path) -> None:
     model = tiny_model(tiny_config("qwen2"), seed=1)
-    sync, _ = make(model, tmp_path, bucket_megabytes=1)
+    sync, _ = make(model, tmp_path, bucket_size_mib=1)
     assert sync.nbytes == sum(parameter.nbytes for parameter in model.parameters())
     assert sync.largest_bucket == max(bucket.nbytes for bucket in sync.buckets)
     assert sync.transport_name == "stream"
@@ -99,7 +99,7 @@ def test_a_transport_that_this_sglang_lacks_is_refused(tmp_path: Path) -> None:
 
 def test_a_push_sends_every_tensor_once_under_its_checkpoint_name_and_flushes_last(tmp_path: Path) -> None:
     model = tiny_model(tiny_config("qwen3_moe"), seed=1)
-    sync, engine = make(model, tmp_path, transport="tensor", bucket_megabytes=1, verify="off")
+    sync, engine = make(model, tmp_path, transport="tensor", bucket_size_mib=1, verify="off")
     sync.save(tmp_path / "saved", tmp_path, rank=0)
     sync.push()
     from safetensors.torch import load_file
@@ -116,7 +116,7 @@ def test_a_push_sends_every_tensor_once_under_its_checkpoint_name_and_flushes_la
 def test_parameters_are_sent_in_the_engine_s_dtype_and_buffers_in_their_own(transport: Any, tmp_path: Path) -> None:
     model = tiny_model(tiny_config("deepseek_v3"), seed=1)
     engine: Any = Notes()
-    config = schema.Weights(transport=transport, bucket_megabytes=1, verify="off")
+    config = schema.Weights(transport=transport, bucket_size_mib=1, verify="off")
     sync = WeightSync(engine, model, config, transport, tmp_path, torch.bfloat16)
     sync.push()
     sync.save(tmp_path / "saved", tmp_path, rank=0)

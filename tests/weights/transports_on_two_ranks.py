@@ -56,7 +56,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
         compute_dtype=torch.bfloat16,
     )
     world: Any = SimpleNamespace(rank=rank)
-    config = schema.Weights(bucket_megabytes=1, verify="off")
+    config = schema.Weights(bucket_size_mib=1, verify="off")
     seen: dict[str, Any] = {"dummy": difference(engine, model), "buckets": 0}
     for index, name in enumerate(transports):
         change_every_tensor(model, seed=index)

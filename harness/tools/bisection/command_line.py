@@ -6,7 +6,7 @@ import threading
 
 from harness.config.layers import ConfigError
 from harness.config.options import read_options
-from harness.runtime.mistake import say_mistake
+from harness.runtime.errors import report_user_error
 from harness.tools.bisection import session
 from harness.tools.bisection.question import Options, WrongQuestion
 from harness.tools.bisection.registry import NoNetwork
@@ -39,9 +39,9 @@ def _answer(arguments: list[str], description: str) -> int:
             return session.resume(given, parse(rest, description) if rest or command else None, command)
         return session.begin(parse(words, description), command)
     except (WrongQuestion, ConfigError) as error:
-        return say_mistake(error, rank=0)
+        return report_user_error(error, rank=0)
     except NoNetwork as error:
-        say_mistake(error, rank=0)
+        report_user_error(error, rank=0)
         return session.PAUSED
 
 

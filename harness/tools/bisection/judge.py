@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, Signals
 
-from harness.runtime.mistake import CANNOT_RUN_HERE
-from harness.tools.bisection import measure, warded
+from harness.runtime.errors import CANNOT_RUN_HERE
+from harness.tools.bisection import measure, supervised
 from harness.tools.bisection.command import command_of
 from harness.tools.bisection.environment import Environment
 from harness.tools.bisection.question import Question
@@ -72,7 +72,7 @@ def attempt(
     log = folder / LOG
     started = time.monotonic()
     try:
-        ended = warded.run(
+        ended = supervised.run(
             command_of(question, environment.python, folder),
             log,
             environment={**environment.variables(no_gpu), **variables, "BISECT_METRICS": str(folder / "metrics.jsonl")},
@@ -81,7 +81,7 @@ def attempt(
             inherit=(lock,),
             beat=beat,
         )
-    except warded.WatcherKilled:
+    except supervised.WatcherKilled:
         return _unwatched(log, time.monotonic() - started)
     code = _code(ended.code, log)
     if code >= FIRST_STOPPING_CODE and not ended.timed_out:

@@ -6,7 +6,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.tools.bisection import judge, search, warded
+from harness.tools.bisection import judge, search, supervised
 from harness.tools.bisection.environment import Environment, Provider, canonical, check_version, probe_command
 from harness.tools.bisection.patience import Patience
 from harness.tools.bisection.show import Show
@@ -89,7 +89,7 @@ class Preparation:
         log = self.folder / "probes" / f"{candidate.name}.log"
         log.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         try:
-            ended = warded.run(
+            ended = supervised.run(
                 command,
                 log,
                 environment=environment.variables(self.no_gpu),

@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import join
 from typing import NoReturn
 
-from harness.runtime.mistake import CANNOT_RUN_HERE
+from harness.runtime.errors import CANNOT_RUN_HERE
 from harness.tools.bisection import command, judge, onward, report, setting, story, summary
 from harness.tools.bisection.answer import EXIT_CODES, Answer
 from harness.tools.bisection.conduct import Conductor

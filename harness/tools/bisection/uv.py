@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.tools.bisection import warded
+from harness.tools.bisection import supervised
 from harness.tools.bisection.question import WrongQuestion
 from harness.tools.bisection.store import NoDisk, Pause, Unreachable
 from harness.tools.environments import uv_environment
@@ -66,7 +66,7 @@ def ask(arguments: Sequence[str], environment: dict[str, str], stdin: str = "") 
 
 def install(arguments: Sequence[str], environment: dict[str, str], log: Path, lock: int) -> None:
     """Run `uv ARGUMENTS` to its end; it ends with this process. Raises Unavailable, Pause."""
-    ended = warded.run([binary(), *arguments, "--color", "never"], log, environment=environment, inherit=(lock,))
+    ended = supervised.run([binary(), *arguments, "--color", "never"], log, environment=environment, inherit=(lock,))
     if ended.code < 0:
         raise Pause(f"uv was killed by signal {-ended.code}.")
     if ended.code:

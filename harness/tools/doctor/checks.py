@@ -18,7 +18,7 @@ CHECKS: tuple[Check, ...] = (
     checks_of_software.renamed_variables,
     checks_of_gpus.devices,
     checks_of_gpus.own_gpus,
-    checks_of_hosts.seats,
+    checks_of_hosts.locations,
     checks_of_gpus.occupied,
     checks_of_gpus.balance,
     checks_of_gpus.models,

@@ -310,20 +310,20 @@ def configs(view: Examination) -> Iterator[Finding]:
         )
 
 
-def seats(view: Examination) -> Iterator[Finding]:
+def locations(view: Examination) -> Iterator[Finding]:
     """Ranks and GPUs lie so that SGLang can place an engine on them."""
     problems = [each for each in view.facts if each.problem]
     for facts in problems:
         yield _unseated(facts)
-    error = placements(view.dims, [each.seat for each in view.facts], view.on_gpu)[1]
+    error = placements(view.dims, [each.location for each in view.facts], view.on_gpu)[1]
     if error and not problems:
         what, _, remedy = error.rpartition(": ")
-        yield Finding(check="seats", fault=True, ranks=(), what=what or error, remedy=remedy)
+        yield Finding(check="locations", fault=True, ranks=(), what=what or error, remedy=remedy)
 
 
 def _unseated(facts: RankFacts) -> Finding:
     return Finding(
-        check="seats",
+        check="locations",
         fault=True,
         ranks=(facts.rank,),
         what=facts.problem.rstrip("."),

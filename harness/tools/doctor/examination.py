@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import EnginePlacement, Seat, host_name, place
+from harness.cluster.placement import EnginePlacement, RankLocation, host_name, place
 from harness.config.schema import Config
 from harness.tools.doctor.facts import RankFacts
 from harness.tools.doctor.links import RankLinks
@@ -73,11 +73,11 @@ Check = Callable[[Examination], Iterable[Finding]]
 
 
 def placements(
-    dims: ParallelDims, seats: Sequence[Seat | None], on_gpu: bool
+    dims: ParallelDims, locations: Sequence[RankLocation | None], on_gpu: bool
 ) -> tuple[tuple[EnginePlacement, ...], str]:
     """Where engines go, or none and why."""
-    known = [seat for seat in seats if seat is not None]
-    if len(known) < len(seats):
+    known = [location for location in locations if location is not None]
+    if len(known) < len(locations):
         return (), "a rank has no GPU that it can use"
     try:
         return place(dims, known, "cuda" if on_gpu else "cpu"), ""

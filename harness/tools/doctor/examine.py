@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness.cluster import network
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import EnginePlacement, Seat
+from harness.cluster.placement import EnginePlacement, RankLocation
 from harness.cluster.world import TORCHRUN_PREFIX, TORCHRUN_VARIABLES, Launch
 from harness.config.schema import Config
 from harness.tools.doctor import ipc
@@ -51,7 +51,7 @@ READY = 5.0
 class Member:
     """What every rank must know of every other to measure what is between them."""
 
-    seat: Seat | None
+    location: RankLocation | None
     host: str
     device: str
     master: str | None
@@ -167,7 +167,7 @@ def _examine(
 
 def _member(facts: RankFacts) -> Member:
     uuid = facts.gpu.uuid if facts.gpu else None
-    return Member(seat=facts.seat, host=facts.host, device=facts.device, master=facts.network.master, uuid=uuid)
+    return Member(location=facts.location, host=facts.host, device=facts.device, master=facts.network.master, uuid=uuid)
 
 
 def _judge(meeting: Meeting, view: Examination | None, found: list[Finding], began: float, json: bool) -> int:
@@ -196,7 +196,7 @@ def _verdict(meeting: Meeting, began: float) -> int:
 def measure(job: Job, facts: RankFacts, environment: Mapping[str, str]) -> RankLinks:
     """What this rank measures, never longer than its deadline."""
     rank, meeting = job.launch.rank, job.meeting
-    engines, _ = placements(job.dims, [each.seat for each in job.members], job.members[0].device == "cuda")
+    engines, _ = placements(job.dims, [each.location for each in job.members], job.members[0].device == "cuda")
     links = _address(job, facts, environment)
     ready = Deadline.after(job.deadline.left(READY))
     with contextlib.ExitStack() as stack:
@@ -285,7 +285,7 @@ def _collectives(job: Job, environment: Mapping[str, str]) -> tuple[Collective, 
     mine = {kind: group for kind, found in groups.items() for group in found if job.launch.rank in group}
     uuids = [each.uuid for each in job.members]
     usable = all(uuids) and len(set(uuids)) == len(uuids)  # NCCL refuses two ranks on one GPU
-    index = _device_index(job.members[job.launch.rank].seat)
+    index = _device_index(job.members[job.launch.rank].location)
     device = torch.device("cuda", index) if usable and index is not None else None
     found: list[Collective] = []
     with contextlib.suppress(OSError, RuntimeError):  # what is missing in `found` is told below
@@ -304,11 +304,11 @@ def _collectives(job: Job, environment: Mapping[str, str]) -> tuple[Collective, 
     return (*tuple(found), *late)
 
 
-def _device_index(seat: Seat | None) -> int | None:
+def _device_index(location: RankLocation | None) -> int | None:
     """As choose_device: the only visible GPU, else the local rank's; None on the CPU."""
-    if seat is None or not seat.gpu_count:
+    if location is None or not location.gpu_count:
         return None
-    return 0 if seat.gpu_count == 1 else seat.local_rank
+    return 0 if location.gpu_count == 1 else location.local_rank
 
 
 @contextmanager
@@ -318,7 +318,7 @@ def _child(
     """Start the child that opens a handle, beside everything else; gives what waits for its answer."""
     rank = job.launch.rank
     node = next((node for engine in engines for node in engine.nodes if rank in node.ranks), None)
-    index = _device_index(facts.seat)
+    index = _device_index(facts.location)
     if node is None or node.visible_devices is None or index is None or job.config.parallel.engine_gpus == "apart":
         yield lambda: None
         return

@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from harness.cluster.network import route_to_master
-from harness.cluster.placement import Seat
-from harness.cluster.world import BEHAVIOUR_PREFIXES, Launch, choose_device, host_identity, own_seat
+from harness.cluster.placement import RankLocation
+from harness.cluster.world import BEHAVIOUR_PREFIXES, Launch, choose_device, host_identity, own_location
 from harness.config.layers import digest
 from harness.config.schema import Config
 from harness.runtime import redact
@@ -102,11 +102,11 @@ class RankFacts:
     machine: str
     config: str
     """Digest of the config as this rank read it."""
-    seat: Seat | None
+    location: RankLocation | None
     device: str
     """cpu or cuda: where the trainer of this rank runs."""
     problem: str
-    """Why there is no seat or no device as the config wants it."""
+    """Why there is no location or no device as the config wants it."""
     gpu: Gpu | None
     gpu_reason: str
     """Why gpu is None."""
@@ -130,7 +130,7 @@ class RankFacts:
 
 def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> RankFacts:
     """All of the above, without a collective and without a CUDA context of this process before the GPU was looked at."""
-    seat, device, problem = where(config, launch)
+    location, device, problem = where(config, launch)
     gpu, gpu_reason = look_at_gpu(device)
     return RankFacts(
         rank=launch.rank,
@@ -140,7 +140,7 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
         host=host_identity(),
         machine=machine(),
         config=digest(config),
-        seat=seat,
+        location=location,
         device="cpu" if device is None else device.type,
         problem=problem,
         gpu=gpu,
@@ -160,12 +160,12 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
     )
 
 
-def where(config: Config, launch: Launch) -> tuple[Seat | None, torch.device | None, str]:
-    """Seat and device as a run of this config would take them, and what it would say where it cannot."""
+def where(config: Config, launch: Launch) -> tuple[RankLocation | None, torch.device | None, str]:
+    """RankLocation and device as a run of this config would take them, and what it would say where it cannot."""
     apart = config.parallel.engine_gpus == "apart"
     try:
         device = choose_device(config.engine.device, launch, apart)
-        return own_seat(device.type == "cpu", apart), device, ""
+        return own_location(device.type == "cpu", apart), device, ""
     except ValueError as error:
         return None, None, str(error)
 

@@ -11,7 +11,7 @@ ENGINE = ("EngineFailed", "EngineRefused", "OutOfMemoryError", "CUDAError")
 """Errors that the same calls on the same engine raise by themselves."""
 ARRIVAL = ("WeightsDidNotArrive", "NoBaseline")
 PACKAGE = re.compile(r'^\s*File ".*[/\\](?:sglang|transformers)[/\\]')
-STEP_PHASES = ("wake_weights", "sync", "wake_kv_cache", "generate", "sleep", "old_log_probs", "update_actor")
+STEP_PHASES = ("resume_weights", "sync", "resume_kv_cache", "generate", "release", "old_log_probs", "update_actor")
 ELSEWHERE = {
     "inputs": "meet",
     "import_sglang": "start_engine",
@@ -81,7 +81,7 @@ def place_of(phase: str, phases: tuple[str, ...]) -> str:
     phase = ELSEWHERE.get(phase, "sync" if phase.startswith("verify_") else phase)
     if phase in phases or phase in EXTRA:
         return phase
-    order = ("meet", "start_engine", "first_sleep", "build_trainer", *STEP_PHASES, "shutdown")
+    order = ("meet", "start_engine", "first_release", "build_trainer", *STEP_PHASES, "shutdown")
     later = order[order.index(phase) :] if phase in order else order
     return next(each for each in later if each in phases)
 

@@ -73,10 +73,10 @@ def context(subject: Subject) -> dict[str, Any]:
     }
     saver = device == "cuda" and bool(config.engine.args.get("enable_memory_saver", True))
     dummy = defaults["load_format"] == "dummy"
-    at_once = config.memory.wake == "at_once"
+    resume_all = config.memory.resume == "all"
     phases = ["meet", "start_engine", "build_trainer", "sync", "generate", "old_log_probs", "update_actor", "shutdown"]
-    phases += ["wake_weights", "sleep"] * saver + ["first_sleep"] * (saver and dummy)
-    phases += ["wake_kv_cache"] * (saver and not at_once)
+    phases += ["resume_weights", "release"] * saver + ["first_release"] * (saver and dummy)
+    phases += ["resume_kv_cache"] * (saver and not resume_all)
     plant = plant_of(subject.seen, tuple(phases))
     apart = parallel.engine_gpus == "apart"
     check_release = saver and subject.seen is not None and "MemoryDidNotMove" in subject.seen.error
@@ -105,7 +105,7 @@ def context(subject: Subject) -> dict[str, Any]:
         "allowed": allowed(subject),
         "saver": saver,
         "dummy": dummy,
-        "at_once": at_once,
+        "all": resume_all,
         "apart": apart,
         "engine_gpu": "torch.cuda.current_device() + LOCAL_WORLD" if apart else "",
         "pp_first": parallel.rank_order == "dp,pp,tp",

@@ -15,7 +15,7 @@ from harness.config.schema import Config
 from harness.tools.watchdog.failure import phase_of_step
 
 PASSED = "PASSED: "
-MISTAKES = {"ConfigError": 2, "CannotRunHere": 125}
+MISTAKES = {"ConfigError": 2, "UnsupportedEnvironment": 125}
 """Exit codes of the errors by which a run ends before it begins."""
 UNTOLD = ("run",)
 """Phases that hold the others, and fail with them."""

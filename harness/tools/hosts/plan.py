@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from harness.runtime.mistake import CannotRunHere
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.hosts import harms
 from harness.tools.hosts.harms import AtPhase, Conditions, Harm
 from harness.tools.hosts.host import HostSpec, Interface
-from harness.tools.hosts.knock import VARIABLE
+from harness.tools.hosts.phase_client import VARIABLE
 
 Network = Literal["ipv4", "ipv6", "both"]
 Isolation = Literal["namespaces", "processes", "auto"]
@@ -112,7 +112,7 @@ def host_name(index: int) -> str:
 
 
 def make_plan(options: Options, script: Sequence[str], refusal: str, visible: Sequence[str]) -> Plan:
-    """Raises ValueError with one sentence for a mistake, CannotRunHere where this machine does not allow it.
+    """Raises ValueError with one sentence for a mistake, UnsupportedEnvironment where this machine does not allow it.
 
     refusal: why there may be no namespaces, or "". visible: the GPUs there are, as CUDA_VISIBLE_DEVICES names them.
     """
@@ -134,7 +134,9 @@ def make_plan(options: Options, script: Sequence[str], refusal: str, visible: Se
         seed=options.seed,
     )
     if options.isolation == "namespaces" and refusal:
-        raise CannotRunHere(f"--isolation = namespaces cannot be had here ({refusal}); it takes root and /dev/net/tun.")
+        raise UnsupportedEnvironment(
+            f"--isolation = namespaces cannot be had here ({refusal}); it takes root and /dev/net/tun."
+        )
     namespaces = options.isolation != "processes" and not refusal
     if not namespaces:
         _check_without_namespaces(options, refusal)
@@ -191,7 +193,7 @@ def _check_without_namespaces(options: Options, refusal: str) -> None:
         if value
     ]  # fmt: skip
     if asked and refusal:
-        raise CannotRunHere(f"{asked[0]} needs hosts in namespaces, which this machine refuses ({refusal}).")
+        raise UnsupportedEnvironment(f"{asked[0]} needs hosts in namespaces, which this machine refuses ({refusal}).")
     if asked:
         raise ValueError(f"{asked[0]} needs hosts in namespaces; leave --isolation processes out.")
 
@@ -306,7 +308,7 @@ def environment(plan: Plan, host: HostPlan, folder: Path, current: Mapping[str, 
     if not plan.namespaces:
         changes |= {"HARNESS_HOST": host.name, "NCCL_HOSTID": host.name}
     if plan.knocks:
-        changes[VARIABLE] = str(folder / "knock")
+        changes[VARIABLE] = str(folder / "phase_client")
     return changes
 
 

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.runtime.mistake import MISTAKE
+from harness.runtime.errors import MISTAKE
 from harness.tools.hosts import janitor, kernel
 from harness.tools.hosts.console import Console, Lines, RootCause
-from harness.tools.hosts.door import Door
 from harness.tools.hosts.harms import AfterSeconds, AtPhase, Harm
 from harness.tools.hosts.host import END, GO, KILL, MESSAGE_BYTES, end_descendants
+from harness.tools.hosts.phase_server import Door
 from harness.tools.hosts.plan import MASTER_PORT, HostPlan, Plan, environment, host_spec, hosts_file, torchrun
 from harness.tools.hosts.skew import skewed
 from harness.tools.hosts.wire import WireSpec
@@ -153,7 +153,7 @@ class Session:
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(process.stdout, selectors.EVENT_READ, lambda: self._read(host))
         if self.plan.knocks:
-            Door(folder / "knock", self._selector, lambda phase, step: self._phase(host, phase, step))
+            Door(folder / "phase_client", self._selector, lambda phase, step: self._phase(host, phase, step))
 
     def _meet(self, host: Host) -> list[int]:
         """Wait until the host is there; returns its interfaces' descriptors."""

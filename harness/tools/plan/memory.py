@@ -27,7 +27,7 @@ GIB, MIB = 1 << 30, 1 << 20
 CONTEXT_BYTES = GIB // 2
 """Of a CUDA context, of which trainer and scheduler have one each: taken when the engine starts. Assumed."""
 BESIDE_BYTES = 5.7 * GIB
-"""Of CUDA contexts, NCCL's buffers and what SGLang keeps asleep, of trainer and scheduler together, once a step has run: of
+"""Of CUDA contexts, NCCL's buffers and what SGLang keeps released, of trainer and scheduler together, once a step has run: of
 14.6 GiB that were in use at the end of a step of configs/gpu/memory_7b.toml (4 H200, sglang 0.5.17, torch 2.11), what is
 neither parameters of critic and reference nor the sync's buffers."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -114,7 +114,7 @@ class _Sums:
         if config.algorithm.kl_placement != "none":
             frozen = Precision(master=self.element, compute=self.element)
             self.trainers["reference"] = trainer_share(model, self.ranks, frozen)
-        self.bucket = largest_bucket(model, self.ranks, self.element, config.weights.bucket_megabytes * MIB)
+        self.bucket = largest_bucket(model, self.ranks, self.element, config.weights.bucket_size_mib * MIB)
 
     def estimate(self) -> Estimate:
         stages = tuple(self._stages())
@@ -141,14 +141,14 @@ class _Sums:
         return max(0, min(room, int(self.arguments.get("max_total_tokens") or room)))
 
     def _stages(self) -> list[Stage]:
-        at_once = self.config.memory.wake == "at_once"
+        resume_all = self.config.memory.resume == "all"
         if self.apart:
             received = {"sync: bucket received": self.bucket}
-            awake = {BESIDE: self.beside} | self._engine(kv_cache=True)
-            stages = [Stage(name="engine's GPU", parts=awake | received), self._stage("sync")]
+            resumed = {BESIDE: self.beside} | self._engine(kv_cache=True)
+            stages = [Stage(name="engine's GPU", parts=resumed | received), self._stage("sync")]
         else:
             stages = [
-                self._stage("sync", engine=self._engine(kv_cache=at_once)),
+                self._stage("sync", engine=self._engine(kv_cache=resume_all)),
                 self._stage("generate", active=(), engine=self._engine(kv_cache=True)),
             ]
         tokens = self.config.task.max_prompt_tokens + self.config.rollout.max_response_tokens
@@ -169,7 +169,7 @@ class _Sums:
         engine: Mapping[str, int] | None = None,
         passing: Mapping[str, int] | None = None,
     ) -> Stage:
-        """active: whose parameters are on the GPU, offloaded or not. engine: what of it is awake; where there is no memory
+        """active: whose parameters are on the GPU, offloaded or not. engine: what of it is resumed; where there is no memory
         saver, all of it always is."""
         if engine is None:
             saver = self.arguments.get("enable_memory_saver") or self.apart
@@ -286,10 +286,10 @@ class _Sums:
                 " times the model's elements, and a layer is gathered with that padding"
                 + (f" ({self.model.experts} experts are {self.model.experts} rows)." if self.model.experts else ".")
             )
-        limit = self.config.weights.bucket_megabytes * MIB
+        limit = self.config.weights.bucket_size_mib * MIB
         if self.bucket > limit:
             notes.append(
-                f"the sync's largest bucket is {self.bucket // MIB} MiB, more than weights.bucket_megabytes ="
+                f"the sync's largest bucket is {self.bucket // MIB} MiB, more than weights.bucket_size_mib ="
                 f" {limit // MIB}: one row of each of the {self.ranks} ranks, a tensor of a dense layer, and what fuses on"
                 " arrival stay whole."
             )
@@ -300,7 +300,7 @@ class _Sums:
             " meant for that), what weights.verify = bytes or full needs, other users of the GPU."
         )
         notes.append(
-            f"{BESIDE}: contexts, buffers, what SGLang does not free asleep; {gib(BESIDE_BYTES)} GiB in the one run of 4 H200 in"
+            f"{BESIDE}: contexts, buffers, what SGLang does not free released; {gib(BESIDE_BYTES)} GiB in the one run of 4 H200 in"
             " which it was measured, more or less in others."
         )
         notes.append("experts are counted as transformers 5 holds them, a layer's in two tensors; SGLang as of 0.5.20.")

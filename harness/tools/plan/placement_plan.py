@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import Seat, engine_gpu_of, gpu_of, parse_visible, place
+from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, parse_visible, place
 from harness.cluster.ports import EnginePorts, planned_ports
 
 
@@ -86,19 +86,19 @@ def make_plan(
 
 
 def plan_of(
-    dims: ParallelDims, seats: Sequence[Seat], device: Literal["cpu", "cuda"], base_port: int | None = None
+    dims: ParallelDims, locations: Sequence[RankLocation], device: Literal["cpu", "cuda"], base_port: int | None = None
 ) -> Plan:
-    """Plan of these seats, by rank; without base_port nothing is said of ports, which a run leases.
+    """Plan of these locations, by rank; without base_port nothing is said of ports, which a run leases.
 
     Raises the ValueErrors of place and planned_ports.
     """
-    engines = _engines(dims, seats, device, base_port)
+    engines = _engines(dims, locations, device, base_port)
     ranks = []
-    for seat in seats:
-        at = dims.coordinates(seat.rank)
-        gpus = (gpu_of(seat), engine_gpu_of(seat)) if device == "cuda" else (None, None)
-        ranks.append(RankPlan(seat.rank, at.dp, at.tp, at.pp, seat.host, seat.local_rank, *gpus))
-    on_host = Counter(seat.host for seat in seats)
+    for location in locations:
+        at = dims.coordinates(location.rank)
+        gpus = (gpu_of(location), engine_gpu_of(location)) if device == "cuda" else (None, None)
+        ranks.append(RankPlan(location.rank, at.dp, at.tp, at.pp, location.host, location.local_rank, *gpus))
+    on_host = Counter(location.host for location in locations)
     return Plan(dims, len(on_host), max(on_host.values()), device, tuple(ranks), engines)
 
 
@@ -107,7 +107,9 @@ def plan_as_json(plan: Plan, **more: Any) -> str:
     return json.dumps(asdict(plan) | more, indent=2)
 
 
-def _seats(nnodes: int, nproc_per_node: int, visible_by_host: tuple[str | None, ...], engine_offset: int) -> list[Seat]:
+def _seats(
+    nnodes: int, nproc_per_node: int, visible_by_host: tuple[str | None, ...], engine_offset: int
+) -> list[RankLocation]:
     if len(visible_by_host) not in (0, 1, nnodes):
         raise ValueError(
             f"CUDA_VISIBLE_DEVICES is given for {len(visible_by_host)} hosts but --nnodes = {nnodes}: give none, one "
@@ -116,18 +118,18 @@ def _seats(nnodes: int, nproc_per_node: int, visible_by_host: tuple[str | None, 
     values = visible_by_host if len(visible_by_host) == nnodes else (visible_by_host or (None,)) * nnodes
     visible = [parse_visible(value) for value in values]
     return [
-        Seat(node * nproc_per_node + local_rank, f"host{node}", local_rank, visible[node], None, engine_offset)
+        RankLocation(node * nproc_per_node + local_rank, f"host{node}", local_rank, visible[node], None, engine_offset)
         for node in range(nnodes)
         for local_rank in range(nproc_per_node)
     ]
 
 
 def _engines(
-    dims: ParallelDims, seats: Sequence[Seat], device: Literal["cpu", "cuda"], base_port: int | None
+    dims: ParallelDims, locations: Sequence[RankLocation], device: Literal["cpu", "cuda"], base_port: int | None
 ) -> tuple[EnginePlan, ...]:
     blocks_on_host: Counter[str] = Counter()
     engines = []
-    for placement in place(dims, seats, device):
+    for placement in place(dims, locations, device):
         nodes = []
         for node in placement.nodes:
             ports = None if base_port is None else planned_ports(base_port, blocks_on_host[node.host])

@@ -14,7 +14,7 @@ GROUPS = {
         "#9aa5b1",
         ("meet", "inputs", "import_sglang", "start_engine", "build_trainer", "load_baseline", "shutdown"),
     ),
-    "sleep, wake": ("#8e6bbf", ("first_sleep", "wake_weights", "wake_kv_cache", "sleep", "free_caches")),
+    "sleep, wake": ("#8e6bbf", ("first_release", "resume_weights", "resume_kv_cache", "release", "free_caches")),
     "sync": ("#2f6fb7", ("sync",)),
     "generate": ("#e08a3c", ("generate",)),
     "verify": ("#d9b72b", ("find_suspects", "readback", "bench")),

@@ -1,1 +1,1 @@
-"""One command per known failure: the smallest real thing that fails that way, beside its healthy twin."""
+"""One command per known failure: the smallest real thing that fails that way, beside its healthy control."""

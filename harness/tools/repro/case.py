@@ -1,7 +1,7 @@
 """What one reproducible failure is: where it can run, how its two variants differ, and what shows that it happened.
 
 A case is a module of cases/ with CASE and a program of two variants: `python -m harness.tools.repro.cases.NAME broken` fails in
-the known way, `... healthy` is its twin, which differs in one thing and passes.
+the known way, `... healthy` is its control, which differs in one thing and passes.
 """
 
 import difflib
@@ -52,9 +52,9 @@ class Case:
     broken: str
     """What the broken variant does in the one thing in which the two differ."""
     healthy: str
-    """What the healthy twin does there."""
+    """What the healthy control does there."""
     signature: tuple[str, ...] = ()
-    """Regular expressions, all of which the broken variant's output must show, and none of which the twin's may."""
+    """Regular expressions, all of which the broken variant's output must show, and none of which the control's may."""
     number: Number | None = None
     """Measured by both variants; without a signature the number alone decides."""
     failure: str = ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from harness.runtime.mistake import CannotRunHere
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.repro import requirements, runner
 from harness.tools.repro.case import Case, Variant
 from harness.tools.repro.result import make_result, write_result
@@ -15,8 +15,10 @@ from harness.tools.repro.variant import CANNOT
 from harness.tools.repro.verdict import Outcome, Verdict, decisive, judge, judge_twin, said
 
 
-def run(slug: str, case: Case, *, twin: bool = False, seconds: float | None = None, folder: Path | None = None) -> int:
-    """Run both variants, or the twin alone, print what is proven, and return its exit code.
+def run(
+    slug: str, case: Case, *, control: bool = False, seconds: float | None = None, folder: Path | None = None
+) -> int:
+    """Run both variants, or the control alone, print what is proven, and return its exit code.
 
     seconds: a limit for each variant, if below the case's own. folder: where the result is written.
     """
@@ -24,7 +26,7 @@ def run(slug: str, case: Case, *, twin: bool = False, seconds: float | None = No
     case = replace(case, seconds=min(case.seconds, seconds or case.seconds))
     print(f"{slug}: {case.title}\n{differs(case)}", flush=True)
     outcomes: dict[Variant, Outcome] = {}
-    verdict = _verdict(slug, case, twin, outcomes)
+    verdict = _verdict(slug, case, control, outcomes)
     print(f"\n{verdict.kind}: {verdict.sentence}")
     if folder:
         facts = {"device": requirements.device(case), "versions": requirements.versions()}
@@ -32,12 +34,12 @@ def run(slug: str, case: Case, *, twin: bool = False, seconds: float | None = No
     return verdict.exit_code
 
 
-def _verdict(slug: str, case: Case, twin: bool, outcomes: dict[Variant, Outcome]) -> Verdict:
+def _verdict(slug: str, case: Case, control: bool, outcomes: dict[Variant, Outcome]) -> Verdict:
     try:
         requirements.check(case)
-    except CannotRunHere as error:
+    except UnsupportedEnvironment as error:
         return Verdict(kind="cannot run here", sentence=str(error))
-    variants: tuple[Variant, ...] = ("healthy",) if twin else ("broken", "healthy")
+    variants: tuple[Variant, ...] = ("healthy",) if control else ("broken", "healthy")
     for variant in variants:
         outcomes[variant] = runner.run(slug, case, variant)
         print(f"\n{variant}: {outcomes[variant].how()}, {outcomes[variant].seconds:.1f} s")

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 
-from harness.runtime.mistake import CannotRunHere
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.hosts import kernel
 from harness.tools.repro.case import GPUS, Case
 
@@ -13,17 +13,17 @@ REPORTED = ("sglang", "torch", "transformers", "torch_memory_saver")
 
 
 def check(case: Case) -> None:
-    """Raises CannotRunHere, with what is missing."""
+    """Raises UnsupportedEnvironment, with what is missing."""
     from packaging.requirements import Requirement
 
     if (needed := GPUS[case.needs]) > (there := len(gpus())):
-        raise CannotRunHere(f"it needs {needed} GPU(s), and this process can use {there}.")
+        raise UnsupportedEnvironment(f"it needs {needed} GPU(s), and this process can use {there}.")
     if case.needs == "hosts" and (refusal := kernel.refusal()):
-        raise CannotRunHere(f"it needs hosts in namespaces, which this machine refuses ({refusal}).")
+        raise UnsupportedEnvironment(f"it needs hosts in namespaces, which this machine refuses ({refusal}).")
     for requirement in map(Requirement, (*case.requires, *(["sglang"] if case.engine else []))):
         installed = version(requirement.name)
         if installed is None or not requirement.specifier.contains(installed, prereleases=True):
-            raise CannotRunHere(f"it needs {requirement}, and {installed or 'none'} is installed.")
+            raise UnsupportedEnvironment(f"it needs {requirement}, and {installed or 'none'} is installed.")
 
 
 def gpus() -> list[str]:

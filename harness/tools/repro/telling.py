@@ -17,7 +17,9 @@ def described(slug: str, case: Case) -> str:
     """As `show` has it: the case, the catalogue's entry, and what was seen."""
     entry = entry_of(slug, case)
     number = case.number
-    measured = [f"number: {number.name} > {number.broken_above:g}; twin < {number.healthy_below:g}"] if number else []
+    measured = (
+        [f"number: {number.name} > {number.broken_above:g}; control < {number.healthy_below:g}"] if number else []
+    )
     seen = [f"seen: {each.date}, {each.device}, {_versions(each.versions)}: {each.result}" for each in entry.seen]
     lines = [
         f"{slug}: {case.title}",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, get_args
 
-from harness.runtime.mistake import CANNOT_RUN_HERE, MISTAKE
+from harness.runtime.errors import CANNOT_RUN_HERE, MISTAKE
 from harness.tools.repro.case import Variant
 
 CANNOT = "cannot run here: "

@@ -2,11 +2,11 @@
 
 | verdict | when | exit code |
 |---|---|---|
-| reproduced | the broken variant showed its signature and its number, and the twin passed | 1, the failure looked for appeared |
-| not reproduced | the broken variant passed, or said that this version has no such thing; and the twin passed | 0 |
+| reproduced | the broken variant showed its signature and its number, and the control passed | 1, the failure looked for appeared |
+| not reproduced | the broken variant passed, or said that this version has no such thing; and the control passed | 0 |
 | cannot run here | something is missing here, said by the requirements or by a variant | 125 |
-| the twin passed, failed | it alone was run | 0, 1 |
-| proves nothing | the twin failed too, or the broken variant failed in another way | 125 |
+| the control passed, failed | it alone was run | 0, 1 |
+| proves nothing | the control failed too, or the broken variant failed in another way | 125 |
 """
 
 import math
@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.runtime.mistake import CANNOT_RUN_HERE
+from harness.runtime.errors import CANNOT_RUN_HERE
 from harness.tools.repro.case import Case
 from harness.tools.repro.variant import ABSENT, CANNOT
 
@@ -27,15 +27,15 @@ NOISE = re.compile(
 """What every engine and every torchrun says."""
 
 Kind = Literal[
-    "reproduced", "not reproduced", "cannot run here", "proves nothing", "the twin passed", "the twin failed"
+    "reproduced", "not reproduced", "cannot run here", "proves nothing", "the control passed", "the control failed"
 ]
 EXIT_CODES: dict[Kind, int] = {
     "reproduced": 1,
     "not reproduced": 0,
     "cannot run here": CANNOT_RUN_HERE,
     "proves nothing": CANNOT_RUN_HERE,
-    "the twin passed": 0,
-    "the twin failed": 1,
+    "the control passed": 0,
+    "the control failed": 1,
 }
 
 
@@ -75,11 +75,11 @@ def judge(case: Case, broken: Outcome, healthy: Outcome) -> Verdict:
     if not passes(case, healthy):
         return Verdict(
             kind="proves nothing",
-            sentence=f"the healthy twin failed too ({why_not(case, healthy)}), so the repro proves nothing.",
+            sentence=f"the healthy control failed too ({why_not(case, healthy)}), so the repro proves nothing.",
         )
     if fails(case, broken):
         return Verdict(
-            kind="reproduced", sentence=f"{what_showed(case, broken)}; its twin passed{_beside(case, healthy)}."
+            kind="reproduced", sentence=f"{what_showed(case, broken)}; its control passed{_beside(case, healthy)}."
         )
     if passes(case, broken):
         absent = said(broken, ABSENT)
@@ -92,8 +92,8 @@ def judge(case: Case, broken: Outcome, healthy: Outcome) -> Verdict:
 def judge_twin(case: Case, healthy: Outcome) -> Verdict:
     """Where it alone was run."""
     if reason := why_not(case, healthy):
-        return Verdict(kind="the twin failed", sentence=f"{reason}.")
-    return Verdict(kind="the twin passed", sentence=f"{healthy.how()}{_beside(case, healthy)}.")
+        return Verdict(kind="the control failed", sentence=f"{reason}.")
+    return Verdict(kind="the control passed", sentence=f"{healthy.how()}{_beside(case, healthy)}.")
 
 
 def what_showed(case: Case, broken: Outcome) -> str:

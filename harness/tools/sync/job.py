@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from harness.cluster.mesh import ParallelDims, build_mesh
 from harness.cluster.world import World
 from harness.config.schema import Config, TransportName
-from harness.parts import import_sglang, make_model_folder, start_engine, trainer_attention, what_was_asked
+from harness.parts import as_config_error, import_sglang, make_model_folder, start_engine, trainer_attention
 from harness.rollout import sglang_api
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
@@ -125,7 +125,7 @@ def make_engine_and_model(
     transports: Sequence[TransportName],
 ) -> tuple[VerlEngine, nn.Module]:
     """An engine for each (tp, pp) group, and the sharded model."""
-    with what_was_asked(), events.phase("inputs", waiting_for="the model's folder"):
+    with as_config_error(), events.phase("inputs", waiting_for="the model's folder"):
         sglang_api.check_arguments(sglang_api.probe(), config.engine.args, {})
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
         model_folder = make_model_folder(config, world, folder, rows)

@@ -29,7 +29,7 @@ from harness.tools.watchdog.stacks import offer_own_stack
 JOIN_SECONDS = 60.0
 """How long a rank looks for the watchdog that the first rank of its host starts."""
 ORDER_SECONDS = 15.0
-"""Beyond lost_host_seconds: how long a rank that failed waits for the order to leave."""
+"""Beyond heartbeat_timeout: how long a rank that failed waits for the order to leave."""
 STOPPED_BEATS, SILENT_BEATS = 10, 90
 """How many beats a watchdog that is stopped, and one that is not, may miss before its ranks end: more than its standby
 waits."""
@@ -63,7 +63,7 @@ class Guard:
     post: Post
     deadline: Callable[[str], float | None]
     """Seconds that a phase may take; None: no limit."""
-    lost_host_seconds: float
+    heartbeat_timeout: float
     on_leave: list[Callable[[], None]] = field(default_factory=list)
     """Called before this process leaves by order: what must be flushed."""
     on_deadline: list[Callable[[Path], None]] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Guard:
         host: str,
         deadline: Callable[[str], float | None],
         idle_seconds: float,
-        lost_host_seconds: float,
+        heartbeat_timeout: float,
     ) -> "Guard":
         """The first rank of a torchrun starts its watchdog; all ranks of it meet there.
 
@@ -109,12 +109,12 @@ class Guard:
                 "world_size": world_size,
                 "local_world_size": local_world_size,
                 "idle_seconds": idle_seconds,
-                "lost_host_seconds": lost_host_seconds,
+                "heartbeat_timeout": heartbeat_timeout,
             }
             port = _start_watchdog(name, settings, other_hosts=world_size > local_world_size)
         os.environ[MARK] = name  # not in our own block of /proc, only in those of the processes that we start
         post = Post(rank=rank, host=host, watchdog=name, port=port, secret=secrets.token_hex(32))
-        guard = cls(post, deadline, lost_host_seconds)
+        guard = cls(post, deadline, heartbeat_timeout)
         guard._line = _join(name)
         if guard._line is None:
             say(f"rank {rank}: no watchdog on {host}; deadlines and lost hosts will not be noticed\n")
@@ -177,7 +177,7 @@ class Guard:
         line = " ".join(error.split())
         trace = shortened(traceback)
         self._tell(say="failed", error=line[:SHOWN], echo=is_echo(line, self.post.rank), trace=trace)
-        time.sleep(self.lost_host_seconds + ORDER_SECONDS)
+        time.sleep(self.heartbeat_timeout + ORDER_SECONDS)
 
     def bye(self, code: int) -> None:
         """This rank leaves by itself, with this exit code."""

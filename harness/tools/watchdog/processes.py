@@ -9,7 +9,7 @@ from signal import Signals
 
 import psutil
 
-from harness.runtime.mistake import SPEAKS_LAST
+from harness.runtime.errors import SPEAKS_LAST
 
 MARK = "HARNESS_WATCHDOG"
 """Variable that whatever a rank starts inherits: the name of its watchdog."""

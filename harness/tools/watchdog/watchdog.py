@@ -40,7 +40,7 @@ SETTLE_SECONDS = 0.5
 ORPHANED_SECONDS = 1.5
 """The same at most, once all ranks are gone."""
 BETTER_CAUSE_SECONDS = 2.0
-"""Beyond lost_host_seconds: how long a cause is awaited for what can only be a consequence."""
+"""Beyond heartbeat_timeout: how long a cause is awaited for what can only be a consequence."""
 MISTAKE_SECONDS = 5.0
 """How long ranks may take to leave by themselves after one of them has said a mistake."""
 JOIN_SECONDS = 60.0
@@ -72,7 +72,7 @@ class Watchdog:
     name: str
     host: str
     idle_seconds: float
-    lost_host_seconds: float
+    heartbeat_timeout: float
     clock: Clock = field(default_factory=Clock)
     ranks: list[LocalRank] = field(init=False)
     nodes: list[Node] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Watchdog:
     def is_decided(self) -> bool:
         """Whether the first failure that is known will remain the first."""
         cause, waited = first(self.failures()), time.monotonic() - self._noticed
-        elsewhere = self.lost_host_seconds if self.beats else 0.0
+        elsewhere = self.heartbeat_timeout if self.beats else 0.0
         if waited < SETTLE_SECONDS:
             return False
         if waited > elsewhere + BETTER_CAUSE_SECONDS:
@@ -256,7 +256,7 @@ class Watchdog:
             nodes=self.nodes,
             own=message["own"],
             key=bytes.fromhex(message["key"]),
-            lost_seconds=self.lost_host_seconds,
+            lost_seconds=self.heartbeat_timeout,
             now=self.clock.now,
         )
         self._met = time.monotonic()
@@ -376,9 +376,9 @@ class Watchdog:
             self._note(replace(failure, detail=detail))
 
     def _warn_of_silence(self) -> None:
-        if self.beats and not self._warned and time.monotonic() - self._met > self.lost_host_seconds:
+        if self.beats and not self._warned and time.monotonic() - self._met > self.heartbeat_timeout:
             if there := ", ".join(f"{node} at {node.address} port {node.port}" for node in self.beats.silent()):
-                self.ending.say(SILENCE.format(host=self.host, there=there, seconds=self.lost_host_seconds))
+                self.ending.say(SILENCE.format(host=self.host, there=there, seconds=self.heartbeat_timeout))
             self._warned = bool(there)
 
     def places(self) -> dict[int, Place]:

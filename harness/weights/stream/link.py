@@ -168,6 +168,6 @@ def _check_room(engine: VerlEngine, device: torch.device, nbytes: int) -> None:
     for rank, each in zip(sorted(engine.group.ranks), all_gather(free, engine.group.process_group), strict=True):
         if each is not None and each < nbytes:
             raise MemoryError(
-                f"weights.bucket_megabytes: two buckets take {nbytes >> 20} MiB, but rank {rank}'s GPU has"
+                f"weights.bucket_size_mib: two buckets take {nbytes >> 20} MiB, but rank {rank}'s GPU has"
                 f" {each >> 20} MiB free; make it smaller, or leave the engine less (engine.args.mem_fraction_static)."
             )

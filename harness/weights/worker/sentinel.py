@@ -11,11 +11,11 @@ import torch
 
 from harness.weights.worker.live_tensors import sent_tensors
 
-POISON = "harness.weights.worker.sentinel.poison_model"
+SENTINEL = "harness.weights.worker.sentinel.sentinel_model"
 
 
 @torch.no_grad()
-def poison_model(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+def sentinel_model(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Fill all that a sync must bring with values uniform in (-0.5, 0.5); the first name is a seed.
 
     Finite, since a NaN in the logits would kill the sampler before anything is compared. Integers and 8-bit floats, which

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import HostAddress
-from harness.cluster.placement import Seat
+from harness.cluster.placement import RankLocation
 from harness.config.schema import Config, Parallel
 from harness.tools.doctor.examination import GIB, Examination, groups_of
 from harness.tools.doctor.facts import Input, Interface, Network, RankFacts, Space
@@ -28,7 +28,7 @@ def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
         host=f"host{host}/boot/net:[{host}]",
         machine=f"boot{host}/net:[{host}]",
         config="0123456789abcdef",
-        seat=Seat(rank, f"host{host}/boot/net:[{host}]", local, None, per_host if gpus else None),
+        location=RankLocation(rank, f"host{host}/boot/net:[{host}]", local, None, per_host if gpus else None),
         device="cuda" if gpus else "cpu",
         problem="",
         gpu=Gpu(

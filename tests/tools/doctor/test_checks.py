@@ -51,7 +51,7 @@ FAULTS: list[tuple[str, Plant, tuple[int, ...], str]] = [
     ("expandable_segments", lambda v: every_variable(v, "PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True"), (0, 1, 2, 3), "PYTORCH_ALLOC_CONF"),
     ("preload", lambda v: every_variable(v, "LD_PRELOAD", "/x/torch_memory_saver_cpp.abi3.so"), (0, 1, 2, 3), "the trainer would run under"),
     ("own_gpus", lambda v: with_links(with_gpu(v, 3, uuid="GPU-10"), 3, ipc=Ipc(visible="0,1", uuid="GPU-10")), (2, 3), "ranks 2, 3 are all on GPU GPU-10"),
-    ("seats", lambda v: with_facts(v, 3, seat=None, problem="rank 3 has local rank 1 but sees 1 GPUs; give"), (3,), "rank 3 has local rank 1 but sees 1 GPUs"),
+    ("locations", lambda v: with_facts(v, 3, location=None, problem="rank 3 has local rank 1 but sees 1 GPUs; give"), (3,), "rank 3 has local rank 1 but sees 1 GPUs"),
     ("occupied", lambda v: with_gpu(v, 1, processes=(GpuProcess(pid=7, name="python", used=3 * GIB),)), (1,), "process 7 (python) holds 3.0 GiB"),
     ("occupied", lambda v: with_gpu(v, 1, processes=(GpuProcess(pid=7, name="sglang::scheduler", used=0),)), (1,), "process 7 (sglang::scheduler)"),
     ("occupied", lambda v: with_gpu(v, 1, free=130 * GIB), (1,), "10.0 GiB of this rank's GPU are used by processes that cannot be seen"),
@@ -194,7 +194,7 @@ def test_ranks_on_cpu_and_gpu_together_are_a_fault() -> None:
 
 def test_pipeline_stages_that_sglang_cannot_place_are_a_fault_with_the_remedy() -> None:
     (found,) = findings(healthy(tp=2, pp=2))
-    assert found.check == "seats" and found.remedy == 'set parallel.rank_order = "dp,pp,tp"'
+    assert found.check == "locations" and found.remedy == 'set parallel.rank_order = "dp,pp,tp"'
 
 
 def test_nccl_host_ids_that_make_two_hosts_one() -> None:

@@ -17,7 +17,7 @@ def test_a_rank_tells_everything_of_itself(monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     found = collect(Config(), LAUNCH, os.environ)
-    assert found.pid == os.getpid() and found.problem == "" and found.seat and found.seat.rank == 0
+    assert found.pid == os.getpid() and found.problem == "" and found.location and found.location.rank == 0
     assert found.network.route == "127.0.0.1" and any(
         "127.0.0.1" in each.addresses for each in found.network.interfaces
     )

@@ -70,7 +70,7 @@ def make(case: str, folder: Path) -> tuple[Path, int, Path]:
     words: dict[str, Sequence[str]] = {
         "missing": ("--weights.transport", "tensor"),
         "unknown_argument": ("--engine.args.mem_fraction_statics", "0.1"),
-        "deadline": ("--run.deadlines.start_engine", "1"),
+        "deadline": ("--run.phase_timeouts.start_engine", "1"),
         "deepseek_v3": ("--model.name", "deepseek_v3"),
     }
     job = run(folder, 2, QUICKSTART, *words.get(case, ()), script=script)

@@ -71,7 +71,7 @@ def test_every_config_on_both_devices_with_and_without_a_failure_is_a_clean_shor
         ("--model.name", "deepseek_v3"),
         ("--model.name", "moonlight", "--weights.transport", "bucket"),
         ("--model.name", "qwen3_moe", "--weights.transport", "disk"),
-        ("--weights.verify", "off", "--run.deadlines.sync", "5"),
+        ("--weights.verify", "off", "--run.phase_timeouts.sync", "5"),
         ("--parallel.tp", "2", "--parallel.pp", "2"),
         ("--model.name", "some/model"),
     ],
@@ -150,8 +150,8 @@ def test_what_the_engine_does_by_itself_is_not_planted(changed: dict[str, Any]) 
     [
         ("inputs", "meet"),
         ("verify_push", "sync"),
-        ("first_sleep", "build_trainer"),
-        ("sleep", "old_log_probs"),
+        ("first_release", "build_trainer"),
+        ("release", "old_log_probs"),
         ("", "meet"),
     ],
 )

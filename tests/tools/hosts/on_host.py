@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from harness.tools.hosts.knock import phase_observer
+from harness.tools.hosts.phase_client import phase_observer
 
 PORT = 5000
 SECONDS = 20.0
@@ -102,13 +102,13 @@ def datagrams(index: int, name: str, count: str, pause: str) -> None:
 
 
 def phases(index: int, name: str) -> None:
-    """Two steps of one phase with a knock each, under an open connection: what does host0 see of host1's end?"""
-    knock = phase_observer(os.environ, index)
-    assert knock
+    """Two steps of one phase with a phase_client each, under an open connection: what does host0 see of host1's end?"""
+    phase_client = phase_observer(os.environ, index)
+    assert phase_client
     with connection(index, name) as peer:
         for step in range(2):
             if index:
-                knock("sync", step)
+                phase_client("sync", step)
                 peer.sendall(b"%d" % step)
             else:
                 peer.settimeout(2.0)
@@ -129,7 +129,7 @@ def wait(index: int, marker: str) -> None:
 def leave(index: int, marker: str) -> None:
     """End at once, and leave a process behind on host1."""
     if index:
-        subprocess.Popen(["sleep", "600"])
+        subprocess.Popen(["release", "600"])
     say(left=marker)
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime.mistake import CannotRunHere
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.hosts.plan import (
     Options,
     Plan,
@@ -83,7 +83,7 @@ def test_without_namespaces_hosts_differ_by_variables_and_loopback_addresses() -
 def test_knocks_are_asked_for_only_where_something_happens_at_a_phase() -> None:
     timed, phased = plan(Options(kill=("host1@3s",))), plan(Options(cut=("host0@sync",)))
     assert "HARNESS_EMULATOR" not in environment(timed, timed.hosts[0], Path("f"), {})
-    assert environment(phased, phased.hosts[0], Path("f"), {})["HARNESS_EMULATOR"] == "f/knock"
+    assert environment(phased, phased.hosts[0], Path("f"), {})["HARNESS_EMULATOR"] == "f/phase_client"
 
 
 def test_the_last_interface_joins_the_hosts_and_the_others_are_decoys() -> None:
@@ -153,6 +153,6 @@ def test_a_missing_script_is_a_mistake() -> None:
     ],
 )
 def test_what_this_machine_refuses_is_no_mistake(options: Options, sentence: str) -> None:
-    with pytest.raises(CannotRunHere) as raised:
+    with pytest.raises(UnsupportedEnvironment) as raised:
         plan(options, refusal="no rights")
     assert sentence in str(raised.value)

@@ -25,12 +25,12 @@ def stage(found: Estimate, name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("wake", "fraction", "passed"),
-    [("staged", 0.9, True), ("at_once", 0.86, True), ("at_once", 0.9, False), ("at_once", 0.94, False)],
+    [("staged", 0.9, True), ("all", 0.86, True), ("all", 0.9, False), ("all", 0.94, False)],
 )
 def test_the_verdict_is_what_4_h200_did(wake: str, fraction: float, passed: bool) -> None:
     """As README has it: configs/gpu/memory_7b.toml with sglang 0.5.17, which was then of bfloat16 throughout."""
     then = ["--model.master_dtype", "bfloat16", "--memory.offload_parameters", "actor"]
-    found = of(MEMORY_7B, *then, "--memory.wake", wake, "--engine.args.mem_fraction_static", str(fraction))
+    found = of(MEMORY_7B, *then, "--memory.resume", wake, "--engine.args.mem_fraction_static", str(fraction))
     assert found.fits is passed, found.problems
     assert found.engine[0].weights / GIB == pytest.approx(3.5, abs=0.1)
 
@@ -38,7 +38,7 @@ def test_the_verdict_is_what_4_h200_did(wake: str, fraction: float, passed: bool
 def test_float32_masters_cost_what_they_are_and_the_config_still_fits() -> None:
     mixed, narrow = of(MEMORY_7B), of(MEMORY_7B, "--model.master_dtype", "bfloat16")
     assert mixed.fits and narrow.fits, mixed.problems
-    assert not of(MEMORY_7B, "--memory.wake", "at_once").fits
+    assert not of(MEMORY_7B, "--memory.resume", "all").fits
     wide, thin = stage(mixed, "update_actor"), stage(narrow, "update_actor")
     for part in ("actor: parameters", "actor: gradients", "actor: AdamW states"):
         assert wide[part] == 2 * thin[part]
@@ -52,14 +52,14 @@ def test_float32_masters_cost_what_they_are_and_the_config_still_fits() -> None:
 
 
 def test_at_once_fails_in_the_sync_and_says_which_fraction_would_do() -> None:
-    found = of(MEMORY_7B, "--memory.wake", "at_once")
+    found = of(MEMORY_7B, "--memory.resume", "all")
     [problem] = found.problems
     assert problem.startswith("sync needs 14")
     fraction = problem.split("up to ")[1].split(" ")[0]
-    again = of(MEMORY_7B, "--memory.wake", "at_once", "--engine.args.mem_fraction_static", fraction)
+    again = of(MEMORY_7B, "--memory.resume", "all", "--engine.args.mem_fraction_static", fraction)
     assert again.fits
     higher = str(float(fraction) + 0.002)
-    assert not of(MEMORY_7B, "--memory.wake", "at_once", "--engine.args.mem_fraction_static", higher).fits
+    assert not of(MEMORY_7B, "--memory.resume", "all", "--engine.args.mem_fraction_static", higher).fits
 
 
 def test_what_is_offloaded_leaves_the_gpu_and_is_in_the_host() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cluster.mesh import Coordinates, ParallelDims
-from harness.cluster.placement import Seat, parse_visible, place
+from harness.cluster.placement import RankLocation, parse_visible, place
 from harness.cluster.ports import PORTS_PER_ENGINE, planned_ports
 from harness.tools.plan.placement_plan import Plan, make_plan, plan_as_json, plan_of
 
@@ -116,21 +116,21 @@ def test_ports_past_the_last_are_refused() -> None:
 def test_the_plan_is_what_the_seats_would_give() -> None:
     dims = ParallelDims(dp=1, tp=4, pp=2, rank_order="dp,pp,tp")
     plan = make_plan(dims, 2, 4, "cuda", 30000, ("3,1,0,2", UUIDS))
-    seats = [
-        Seat(4 * host + local_rank, f"host{host}", local_rank, parse_visible(shown))
+    locations = [
+        RankLocation(4 * host + local_rank, f"host{host}", local_rank, parse_visible(shown))
         for host, shown in enumerate(("3,1,0,2", UUIDS))
         for local_rank in range(4)
     ]
-    [expected] = place(dims, seats, "cuda")
+    [expected] = place(dims, locations, "cuda")
     assert [(n.ranks, n.builder, n.cuda_visible_devices, n.base_gpu_id) for n in plan.engines[0].nodes] == [
         (n.ranks, n.builder, ",".join(n.visible_devices or ()), n.base_gpu_id) for n in expected.nodes
     ]
 
 
 def test_a_run_s_plan_says_nothing_of_ports() -> None:
-    seats = [Seat(rank, f"host{rank // 2}", rank % 2, None) for rank in range(4)]
-    plan = plan_of(ParallelDims(dp=1, tp=4, pp=1), seats, "cpu")
+    locations = [RankLocation(rank, f"host{rank // 2}", rank % 2, None) for rank in range(4)]
+    plan = plan_of(ParallelDims(dp=1, tp=4, pp=1), locations, "cpu")
     assert (plan.nnodes, plan.nproc_per_node) == (2, 2)
     assert [node.ports for node in plan.engines[0].nodes] == [None, None]
     assert plan.engines[0].dist_init_addr is None
-    assert [(r.rank, r.host, r.local_rank) for r in plan.ranks] == [(s.rank, s.host, s.local_rank) for s in seats]
+    assert [(r.rank, r.host, r.local_rank) for r in plan.ranks] == [(s.rank, s.host, s.local_rank) for s in locations]

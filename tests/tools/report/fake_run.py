@@ -16,13 +16,13 @@ from harness.config.schema import Actor, Config, Critic, Engine, Model, Parallel
 
 STARTED = 1_795_000_000.0
 GIB = 1 << 30
-START = {"inputs": 2.0, "import_sglang": 9.0, "start_engine": 31.0, "first_sleep": 1.5, "build_trainer": 6.0}
+START = {"inputs": 2.0, "import_sglang": 9.0, "start_engine": 31.0, "first_release": 1.5, "build_trainer": 6.0}
 STEP = {
-    "wake_weights": 0.6, "sync": 1.9, "wake_kv_cache": 0.4, "generate": 3.2, "sleep": 0.7, "old_log_probs": 0.8,
+    "resume_weights": 0.6, "sync": 1.9, "resume_kv_cache": 0.4, "generate": 3.2, "release": 0.7, "old_log_probs": 0.8,
     "reference_log_probs": 0.7, "values": 0.5, "advantages": 0.05, "update_critic": 1.6, "update_actor": 1.8,
     "free_caches": 0.1,
 }  # fmt: skip
-ENGINE_AWAKE = {"wake_weights": 16, "sync": 16, "wake_kv_cache": 62, "generate": 64}
+ENGINE_AWAKE = {"resume_weights": 16, "sync": 16, "resume_kv_cache": 62, "generate": 64}
 """GiB of the engine at the end of a phase; 3 at others."""
 HANGS_AT = ("sync", 2)
 
@@ -32,7 +32,7 @@ def fake_run(folder: Path, ranks: int = 64, passed: bool = False, steps: int = 4
     chance = random.Random(0)
     tp = min(8, ranks)
     config = Config(
-        run=Run(steps=steps, deadlines={"sync": 30.0}),
+        run=Run(steps=steps, phase_timeouts={"sync": 30.0}),
         parallel=Parallel(dp=ranks // tp, tp=tp),
         model=Model(name="qwen3_moe", dtype="bfloat16"),
         engine=Engine(device="cuda"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.cluster.placement import Seat
+from harness.cluster.placement import RankLocation
 from harness.cluster.world import World
 from harness.config.schema import Config
 from harness.runtime.memory_gauge import Stage
@@ -20,8 +20,8 @@ CRITIC = {"critic/loss": 0.75, "critic/explained_variance": -0.5}
 
 
 def report_of(folder: Path, rank: int = 0) -> Report:
-    seats = tuple(Seat(rank=each, host="h", local_rank=each, visible=None) for each in range(2))
-    world = World(rank=rank, world_size=2, local_rank=rank, host="h", device=torch.device("cpu"), seats=seats)
+    locations = tuple(RankLocation(rank=each, host="h", local_rank=each, visible=None) for each in range(2))
+    world = World(rank=rank, world_size=2, local_rank=rank, host="h", device=torch.device("cpu"), locations=locations)
     return Report(folder=folder, config=Config(), world=world, launched=time.time() - 5)
 
 

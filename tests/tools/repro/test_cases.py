@@ -1,4 +1,4 @@
-"""Real runs: each broken variant fails in the known way, and its twin passes. A few quick ones by default, the others with
+"""Real runs: each broken variant fails in the known way, and its control passes. A few quick ones by default, the others with
 -m long."""
 
 import json

@@ -55,8 +55,8 @@ def test_run_says_what_showed_and_leaves_a_file(tmp_path: Path) -> None:
 
 
 def test_the_twin_alone_passes() -> None:
-    ended = repro("run", QUICK, "--twin")
-    assert ended.returncode == 0 and "\nthe twin passed: " in ended.stdout and "broken:" not in ended.stdout
+    ended = repro("run", QUICK, "--control")
+    assert ended.returncode == 0 and "\nthe control passed: " in ended.stdout and "broken:" not in ended.stdout
 
 
 def test_without_gpus_a_case_that_needs_them_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,4 +39,4 @@ def test_it_is_recorded_once_and_the_entry_stays_as_it_was_otherwise(tmp_path: P
 def test_what_shows_nothing_is_not_recorded() -> None:
     assert as_seen(a_result(Verdict(kind="cannot run here", sentence="no GPU.")), "2026-11-21") is None
     assert as_seen(a_result(Verdict(kind="proves nothing", sentence="it failed.")), "2026-11-21") is None
-    assert as_seen(a_result(Verdict(kind="the twin passed", sentence="exit code 0.")), "2026-11-21") is None
+    assert as_seen(a_result(Verdict(kind="the control passed", sentence="exit code 0.")), "2026-11-21") is None

@@ -24,13 +24,13 @@ def outcome(output: str, code: int | None = 0) -> Outcome:
 @pytest.mark.parametrize(
     ("broken", "healthy", "kind", "exit_code", "said"),
     [
-        (outcome(BROKE, 1), outcome(GOOD), "reproduced", 1, '"it broke", "code 7"; its twin passed'),
+        (outcome(BROKE, 1), outcome(GOOD), "reproduced", 1, '"it broke", "code 7"; its control passed'),
         (outcome(BROKE, -9), outcome(GOOD), "reproduced", 1, "it broke"),
         (outcome(BROKE, None), outcome(GOOD), "reproduced", 1, "it broke"),
         (outcome(BROKE, 0), outcome(GOOD), "reproduced", 1, "it broke"),
         (outcome(GOOD), outcome(GOOD), "not reproduced", 0, "fixed in this version"),
         (outcome(ABSENT + "no such call."), outcome(GOOD), "not reproduced", 0, "no such call."),
-        (outcome(BROKE, 1), outcome(GOOD, 1), "proves nothing", 125, "the healthy twin failed too (exit code 1)"),
+        (outcome(BROKE, 1), outcome(GOOD, 1), "proves nothing", 125, "the healthy control failed too (exit code 1)"),
         (outcome(BROKE, 1), outcome(GOOD, None), "proves nothing", 125, "no end after 1 s"),
         (outcome(BROKE, 1), outcome("code 3"), "proves nothing", 125, 'it shows "code 3"'),
         (outcome("it broke", 1), outcome(GOOD), "proves nothing", 125, "failed in another way: exit code 1"),
@@ -75,7 +75,7 @@ def test_a_case_with_both_needs_both() -> None:
 def test_the_twin_alone() -> None:
     assert judge_twin(MEASURED, outcome("gap: 0.01")).exit_code == 0
     failed = judge_twin(MEASURED, outcome("gap: 0.3"))
-    assert (failed.kind, failed.exit_code) == ("the twin failed", 1)
+    assert (failed.kind, failed.exit_code) == ("the control failed", 1)
     assert "gap is 0.3, not below 0.05" in failed.sentence
 
 

@@ -32,16 +32,16 @@ def meet(guard: Guard, folder: Path, world_size: int, address: str) -> None:
 
 def main() -> None:
     said, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
-    folder, deadlines = Path(said["folder"]), said.get("deadlines", {})
+    folder, phase_timeouts = Path(said["folder"]), said.get("phase_timeouts", {})
     guard = Guard.open(
         rank=rank,
         world_size=said["world_size"],
         local_rank=int(os.environ["LOCAL_RANK"]),
         local_world_size=len(said["ranks"]),
         host=said["host"],
-        deadline=lambda phase: deadlines.get(phase, 600.0),
+        deadline=lambda phase: phase_timeouts.get(phase, 600.0),
         idle_seconds=said.get("idle_seconds", 600.0),
-        lost_host_seconds=said.get("lost_host_seconds", 2.5),
+        heartbeat_timeout=said.get("heartbeat_timeout", 2.5),
     )
     for word in said["orders"][str(rank)].split():
         name, _, argument = word.partition(":")

@@ -52,7 +52,7 @@ def run(folder: Path, harm: list[str], *arguments: str, script: str = JOB, ranks
     mark = uuid.uuid4().hex
     command = [sys.executable, "launch/hosts.py", "--hosts", "2", "--ranks-per-host", str(ranks), *harm, "--", script]
     done = subprocess.run(
-        [*command, QUICKSTART, "--run.dir", str(folder), "--run.lost_host_seconds", str(LOST_SECONDS), *arguments],
+        [*command, QUICKSTART, "--run.dir", str(folder), "--run.heartbeat_timeout", str(LOST_SECONDS), *arguments],
         cwd=REPOSITORY,
         env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -115,7 +115,7 @@ def test_a_host_that_goes_in_a_phase_is_named_and_the_other_ends(
 
 def test_a_deadline_ends_both_hosts_with_124_and_says_who_was_waited_for(tmp_path: Path) -> None:
     ended = run(
-        tmp_path / "run", [], "--run.deadlines.values", "3", "--hang", "1@values", "--parallel.tp", "4", ranks=2
+        tmp_path / "run", [], "--run.phase_timeouts.values", "3", "--hang", "1@values", "--parallel.tp", "4", ranks=2
     )
     assert "124" in ended.output
     for host in ("host0", "host1"):

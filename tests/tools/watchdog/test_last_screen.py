@@ -61,7 +61,7 @@ def test_a_killed_rank_is_last_with_what_followed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_hang_is_last_with_stacks(tmp_path: Path) -> None:
-    lines = last(screen(start(tmp_path / "run", "--inject", "hang@values:1:1", "--run.deadlines.values", "3")))
+    lines = last(screen(start(tmp_path / "run", "--inject", "hang@values:1:1", "--run.phase_timeouts.values", "3")))
     assert "rank 1 on " in lines[0] and "was in it and waited for no other rank (waited for by rank 0)" in lines[0]
     assert lines[1].startswith("  rank 0 waits in all_reduce (torch/distributed/distributed_c10d.py:")
     assert lines[2].startswith("  rank 1 was in Injector._hang (harness/tools/inject.py:")

@@ -24,13 +24,13 @@ END_SECONDS = 15
 START_SECONDS = 25
 """From the start to the fault, on a busy machine."""
 SOME_PHASES = (
-    *(MEET, RUN, "inputs", "start_engine", "build_trainer", "wake_weights", "sync", "generate", "old_log_probs"),
+    *(MEET, RUN, "inputs", "start_engine", "build_trainer", "resume_weights", "sync", "generate", "old_log_probs"),
     *("update_actor", "verify_push", "shutdown"),
 )
 AT_ONCE: dict[str, tuple[str, ...]] = {
     "exception": (MEET, "inputs", "sync", "update_actor", "shutdown"),
     "kill": (MEET, RUN, "start_engine", "generate"),
-    "stop": ("wake_weights", "verify_push"),
+    "stop": ("resume_weights", "verify_push"),
     "hang": (MEET, "sync", "old_log_probs"),
     "slow": ("generate",),
     "oom": ("update_actor", "build_trainer"),
@@ -49,7 +49,7 @@ def cells() -> list[Any]:
 
 def words_of(kind: str, phase: str) -> list[str]:
     step = ":1" if phase in STEP_PHASES else ""
-    deadline = ["--run.deadlines", f"{{{phase} = {DEADLINE_SECONDS}}}"] if kind in ("hang", "stop") else []
+    deadline = ["--run.phase_timeouts", f"{{{phase} = {DEADLINE_SECONDS}}}"] if kind in ("hang", "stop") else []
     return ["--run.steps", "2", "--inject", f"{kind}@{phase}:1{step}", *deadline]
 
 
@@ -123,7 +123,7 @@ def expected_place(phase: str) -> str:
 REAL = {
     "nan-gradient@update_actor:1:1": r"rank 1 on \S+ failed in update_actor of step 1 at .*: FloatingPointError: .*not on rank 1",
     "nan-gradient@update_critic:0:0": r"rank 0 on \S+ failed in update_critic of step 0 at .*: FloatingPointError: .*not on rank 0",
-    "nan-weight@wake_weights:1:1": r"rank 1 on \S+ failed in sync of step 1 at .*: WeightsRefused: .*\(rank 1\)",
+    "nan-weight@resume_weights:1:1": r"rank 1 on \S+ failed in sync of step 1 at .*: WeightsRefused: .*\(rank 1\)",
     "nan-weight@sync:0:1": r"rank 0 on \S+ failed in sync of step 1 at .*: WeightsRefused: .*\(rank 0\)",
     "wrong-shape@sync:1:1": r"rank 1 on \S+ failed in sync of step 1 at .*: WeightsRefused: model.embed_tokens.weight: .* on rank 1",
     "dropped-bucket@sync:1:1": r"rank [01] on \S+ failed (in|after) \w+ of step 1 at .*: WeightsDidNotArrive: step 1: .*",
@@ -141,7 +141,7 @@ REAL_DEADLINE = "{sync = 20, update_actor = 20}"
 @pytest.mark.long
 @pytest.mark.parametrize("fault", REAL)
 def test_the_same_with_real_engines(tmp_path: Path, fault: str) -> None:
-    arguments = [QUICKSTART, "--run.steps", "2", "--run.deadlines", REAL_DEADLINE, "--inject", fault]
+    arguments = [QUICKSTART, "--run.steps", "2", "--run.phase_timeouts", REAL_DEADLINE, "--inject", fault]
     job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments).start()
     memory: set[Path] = set()
     end = time.monotonic() + 500

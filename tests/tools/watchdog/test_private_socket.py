@@ -135,7 +135,7 @@ def test_what_is_malformed_costs_its_own_line_alone(listener: tuple[socket.socke
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     watchdog = Watchdog(
         **{"listener": RankListener(made, folder, torchrun, 2, 2), "standby": ours, "hosts_door": None},
-        **{"launcher": torchrun, "name": name, "host": "host0", "idle_seconds": 600.0, "lost_host_seconds": 10.0},
+        **{"launcher": torchrun, "name": name, "host": "host0", "idle_seconds": 600.0, "heartbeat_timeout": 10.0},
     )
     watchdog._selector.register(made, selectors.EVENT_READ)
     rank = private_socket.connect(name)

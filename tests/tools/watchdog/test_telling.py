@@ -6,7 +6,7 @@ from harness.tools.watchdog.failure import Failure, Place
 from harness.tools.watchdog.telling import View, sentence, tell
 
 IN_SYNC = Place(9, "sync", 1, True)
-EARLIER = Place(8, "wake_weights", 1, False)
+EARLIER = Place(8, "resume_weights", 1, False)
 HOSTS = {0: "host0", 1: "host0", 2: "host1", 3: "host1"}
 NOON = 1_700_049_600.0  # 12:00:00 UTC
 
@@ -32,7 +32,7 @@ def failed(**values: object) -> Failure:
             failed(kind="lost", host="host1", ranks=(2, 3)),
             [IN_SYNC, IN_SYNC, IN_SYNC, EARLIER],
             "host1 (ranks 2, 3) is gone: last heard 12:00:00 UTC, 10.2 s ago, when rank 2 was in sync of step 1 and rank 3"
-            " was after wake_weights of step 1",
+            " was after resume_weights of step 1",
         ),
         (
             failed(kind="died", host="host1", ranks=(3,), detail="was killed by SIGKILL"),
@@ -59,7 +59,7 @@ def failed(**values: object) -> Failure:
         (
             failed(),
             [IN_SYNC, IN_SYNC, EARLIER, IN_SYNC],
-            "deadline of 60 s passed in sync of step 1: rank 2 on host1 had not arrived, but was after wake_weights of step 1"
+            "deadline of 60 s passed in sync of step 1: rank 2 on host1 had not arrived, but was after resume_weights of step 1"
             " (waited for by ranks 0, 1, 3)",
         ),
         (
@@ -92,7 +92,7 @@ def test_a_lost_peer_is_the_cause_only_as_a_peer_that_vanished() -> None:
     echo = failed(kind="echo", ranks=(0,), detail="Connection closed by peer")
     first, *_ = tell([echo], view(IN_SYNC, IN_SYNC, IN_SYNC, EARLIER))
     assert first == (
-        "FIRST FAILURE: a peer vanished: rank 3 last reported after wake_weights of step 1; rank 0 on host0 lost a peer in"
+        "FIRST FAILURE: a peer vanished: rank 3 last reported after resume_weights of step 1; rank 0 on host0 lost a peer in"
         " sync of step 1 at 12:00:00 UTC: Connection closed by peer"
     )
 

@@ -72,7 +72,7 @@ def test_whom_the_others_wait_for_is_named_at_the_deadline(start: Start) -> None
     hosts = start(
         TWO,
         {2: "meet begin:sleep:1 end:sleep hang", -1: HANG.replace("begin:sync", "begin:sleep:1 end:sleep begin:sync")},
-        deadlines={"sync": 2.0},
+        phase_timeouts={"sync": 2.0},
     )
     hosts.wait()
     for host in TWO:
@@ -84,7 +84,7 @@ def test_whom_the_others_wait_for_is_named_at_the_deadline(start: Start) -> None
 
 
 def test_a_stopped_rank_is_named_at_the_deadline_and_does_not_stay(start: Start) -> None:
-    hosts = start(ONE, {-1: HANG}, deadlines={"sync": 2.0})
+    hosts = start(ONE, {-1: HANG}, phase_timeouts={"sync": 2.0})
     hosts.wait_until_hanging(0, 1)
     hosts.processes(kind="stand_in_rank")[1].send_signal(signal.SIGSTOP)
     hosts.wait()
@@ -92,7 +92,7 @@ def test_a_stopped_rank_is_named_at_the_deadline_and_does_not_stay(start: Start)
 
 
 def test_ranks_that_never_come_are_named(start: Start) -> None:
-    hosts = start(ONE, {-1: "begin:meet:0 hang"}, deadlines={"meet": 1.0}, world_size=4)
+    hosts = start(ONE, {-1: "begin:meet:0 hang"}, phase_timeouts={"meet": 1.0}, world_size=4)
     hosts.wait()
     assert hosts.verdict("host0") == (
         "FIRST FAILURE: deadline of 1 s passed in meet of step 0: nothing was heard of ranks 2, 3 (waited for by ranks 0, 1)"
@@ -199,7 +199,7 @@ def test_a_run_directory_that_blocks_keeps_nothing_alive(start: Start) -> None:
 
 
 def test_a_stopped_process_of_an_engine_is_named_at_the_deadline(start: Start) -> None:
-    hosts = start(ONE, {0: f"child {HANG}", -1: HANG}, deadlines={"sync": 2.0})
+    hosts = start(ONE, {0: f"child {HANG}", -1: HANG}, phase_timeouts={"sync": 2.0})
     hosts.wait_until_hanging(0, 1)
     engine = int((hosts.folder / "child-0").read_text())
     os.kill(engine, signal.SIGSTOP)

@@ -61,7 +61,7 @@ def read_all(link: Link, pause: Callable[[], None]) -> list[tuple[int, bool]]:
 
 
 def write_all(link: Link, pause: Callable[[], None], waits: bool = True) -> None:
-    """As weight_link's load does; the broken twin does not wait for the reader."""
+    """As weight_link's load does; the broken control does not wait for the reader."""
     for index, (entry,) in enumerate(LAYOUT):
         if index >= SLOTS and waits:
             assert link.receive() == index - SLOTS

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from harness.weights.worker.live_tensors import sent_tensors
-from harness.weights.worker.sentinel import poison_model
+from harness.weights.worker.sentinel import sentinel_model
 
 
 class Attention(nn.Module):
@@ -40,7 +40,7 @@ def test_all_that_a_sync_must_bring_changes_and_nothing_else() -> None:
     before = contents(model)
     assert {".bias_of_router", ".count", "attn.w_kc", "attn.kv_b_proj.weight", "norm.weight"} <= before.keys()
     assert not {".rotary", "attn.scratch", "attn.w_vc"} & before.keys()
-    poison_model(model, [("seed", torch.zeros(1))])
+    sentinel_model(model, [("seed", torch.zeros(1))])
     after = contents(model)
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {".count"}
@@ -54,7 +54,7 @@ def test_all_that_a_sync_must_bring_changes_and_nothing_else() -> None:
 def test_the_same_seed_is_the_same_garbage() -> None:
     one, other, third = Model(), Model(), Model()
     for model, seed in ((one, "a"), (other, "a"), (third, "b")):
-        poison_model(model, [(seed, torch.zeros(1))])
+        sentinel_model(model, [(seed, torch.zeros(1))])
     assert all(torch.equal(a, b) for a, b in zip(contents(one).values(), contents(other).values(), strict=True))
     assert not torch.equal(one.norm.weight, third.norm.weight)
     assert not torch.equal(one.norm.weight, one.norm.bias)

@@ -1,4 +1,4 @@
-"""resume_memory_occupation on an engine that is awake. Older releases did nothing, or failed in the memory saver."""
+"""resume_memory_occupation on an engine that is resumed. Older releases did nothing, or failed in the memory saver."""
 
 from harness.tools.repro import variant
 from harness.tools.repro.case import Case

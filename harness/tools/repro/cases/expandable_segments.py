@@ -26,7 +26,7 @@ def program(broken: bool) -> None:
     with tiny_engine() as engine:
         engine.release()
         engine.resume()
-        print("the engine has slept and is awake", flush=True)
+        print("the engine has slept and is resumed", flush=True)
 
 
 if __name__ == "__main__":

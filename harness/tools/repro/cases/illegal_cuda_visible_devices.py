@@ -4,7 +4,7 @@ set, as RL frameworks of 2025 did, and by the harness's own placement (harness/c
 import math
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import Seat, parse_visible, place
+from harness.cluster.placement import RankLocation, parse_visible, place
 from harness.tools.repro import variant
 from harness.tools.repro.case import Case
 
@@ -41,8 +41,10 @@ def engines(broken: bool, lists: list[str], tp: int, hosts: int, unique: bool = 
     """For each engine its hosts, for each of these the devices it is told to see."""
     if not broken:
         share = len(lists) // hosts
-        seats = [Seat(n, f"host{n // share}", n % share, parse_visible(each)) for n, each in enumerate(lists)]
-        placed = place(ParallelDims(dp=len(lists) // tp, tp=tp, pp=1), seats, "cuda")
+        locations = [
+            RankLocation(n, f"host{n // share}", n % share, parse_visible(each)) for n, each in enumerate(lists)
+        ]
+        placed = place(ParallelDims(dp=len(lists) // tp, tp=tp, pp=1), locations, "cuda")
         return [[list(node.visible_devices or ()) for node in engine.nodes] for engine in placed]
     groups = [lists[first : first + tp] for first in range(0, len(lists), tp)]
     seen = [sorted(set(joined(group))) if unique else joined(group) for group in groups]

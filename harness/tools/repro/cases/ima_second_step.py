@@ -1,4 +1,4 @@
-"""The first step finds the engine awake, and its update works whatever is resumed; the second finds it asleep. Without
+"""The first step finds the engine resumed, and its update works whatever is resumed; the second finds it released. Without
 "weights" among what is resumed the update writes to addresses at which nothing is mapped: an illegal access from a kernel,
 an invalid argument from a copy."""
 

@@ -22,11 +22,11 @@ def program(broken: bool) -> None:
     before = free_bytes()
     with tiny_engine(enable_memory_saver=not broken) as engine:
         engine.generate()
-        awake = before - free_bytes()
+        resumed = before - free_bytes()
         engine.release()
-        asleep = before - free_bytes()
-        print(f"the engine held {awake / GIB:.2f} GiB, and {asleep / GIB:.2f} GiB after the release")
-        print(f"share of the engine's memory held after the release: {asleep / awake:.3f}", flush=True)
+        released = before - free_bytes()
+        print(f"the engine held {resumed / GIB:.2f} GiB, and {released / GIB:.2f} GiB after the release")
+        print(f"share of the engine's memory held after the release: {released / resumed:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def program(broken: bool) -> None:
             torch.cuda.empty_cache()
         print(f"free when the engine wakes: {free_bytes() / GIB:.2f} GiB", flush=True)
         engine.resume()
-        print("the engine is awake", flush=True)
+        print("the engine is resumed", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def program(broken: bool) -> None:
         held = filler(free_bytes() - 512 * MIB if broken else 512 * MIB)
         print(f"the trainer holds {held.nbytes / GIB:.2f} GiB, free are {free_bytes() / GIB:.2f} GiB", flush=True)
         engine.resume()
-        print("the engine is awake", flush=True)
+        print("the engine is resumed", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.hosts.door import Door
-from harness.tools.hosts.knock import VARIABLE, phase_observer
+from harness.tools.hosts.phase_client import VARIABLE, phase_observer
+from harness.tools.hosts.phase_server import Door
 
 
 def turn(selector: selectors.BaseSelector) -> None:
@@ -21,13 +21,13 @@ def test_nobody_knocks_where_nobody_asks() -> None:
 def test_a_rank_waits_until_the_answer(tmp_path: Path) -> None:
     selector = selectors.DefaultSelector()
     heard: list[tuple[str, int | None, bool]] = []
-    Door(tmp_path / "knock", selector, lambda phase, step: heard.append((phase, step, rank.is_alive())))
-    knock = phase_observer({VARIABLE: str(tmp_path / "knock")}, 3)
-    assert knock
+    Door(tmp_path / "phase_client", selector, lambda phase, step: heard.append((phase, step, rank.is_alive())))
+    phase_client = phase_observer({VARIABLE: str(tmp_path / "phase_client")}, 3)
+    assert phase_client
 
     def phases() -> None:
-        knock("run", None)
-        knock("sync", 1)
+        phase_client("run", None)
+        phase_client("sync", 1)
 
     rank = threading.Thread(target=phases)
     rank.start()
@@ -41,10 +41,10 @@ def test_a_rank_waits_until_the_answer(tmp_path: Path) -> None:
 def test_a_rank_that_died_at_the_door_does_not_hinder_the_next(tmp_path: Path) -> None:
     selector = selectors.DefaultSelector()
     heard: list[str] = []
-    Door(tmp_path / "knock", selector, lambda phase, step: heard.append(phase))
+    Door(tmp_path / "phase_client", selector, lambda phase, step: heard.append(phase))
     for words in (b"", b'{"rank": 0, "phase": "syn', b'{"rank": 0, "host": "x", "phase": "sync", "step": 1}\n'):
         with socket.socket(socket.AF_UNIX) as dead:
-            dead.connect(str(tmp_path / "knock"))
+            dead.connect(str(tmp_path / "phase_client"))
             dead.sendall(words)
     for _ in range(10):
         turn(selector)
@@ -54,10 +54,10 @@ def test_a_rank_that_died_at_the_door_does_not_hinder_the_next(tmp_path: Path) -
 
 def test_a_launcher_that_is_gone_is_said(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "knock"))
+        listener.bind(str(tmp_path / "phase_client"))
         listener.listen()
-        knock = phase_observer({VARIABLE: str(tmp_path / "knock")}, 0)
-        assert knock
+        phase_client = phase_observer({VARIABLE: str(tmp_path / "phase_client")}, 0)
+        assert phase_client
 
         def hang_up() -> None:
             visitor, _ = listener.accept()
@@ -66,4 +66,4 @@ def test_a_launcher_that_is_gone_is_said(tmp_path: Path) -> None:
 
         threading.Thread(target=hang_up).start()
         with pytest.raises(ConnectionError, match="closed .* without an answer to phase sync"):
-            knock("sync", 0)
+            phase_client("sync", 0)

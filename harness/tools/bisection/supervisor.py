@@ -1,6 +1,6 @@
 """Runs one command to its end and leaves nothing of it behind, whatever ends this process or its parent. Standard library only.
 
-    python warden.py RESULT.json SECONDS -- COMMAND ...
+    python supervisor.py RESULT.json SECONDS -- COMMAND ...
 
 Standard input is a pipe whose other end the parent holds: when it closes, everything that the command started is killed.
 So it is after the command's own end, and after SECONDS (0: never), once the stacks of its Pythons were shown and it had

@@ -1,4 +1,4 @@
-"""Commands run under warden.py: to their end or a deadline, and nothing of them left, whatever happens to this process."""
+"""Commands run under supervisor.py: to their end or a deadline, and nothing of them left, whatever happens to this process."""
 
 import json
 import subprocess
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from harness.tools.bisection.store import Pause
 
-WARDEN = Path(__file__).with_name("warden.py")
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
 class WatcherKilled(Pause):
-    """The warden ended before its command did: the command killed it, or the kernel did for want of memory."""
+    """The supervisor ended before its command did: the command killed it, or the kernel did for want of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def run(
     ended; beat: called twice a second. A KeyboardInterrupt ends the command too. Raises WatcherKilled, OSError."""
     result = log.with_suffix(".ended")
     result.unlink(missing_ok=True)
-    words = [sys.executable, "-I", "-S", str(WARDEN), str(result), str(limit), "--", *command]
+    words = [sys.executable, "-I", "-S", str(SUPERVISOR), str(result), str(limit), "--", *command]
     with log.open("wb") as output:
         process = subprocess.Popen(
             words,
@@ -60,7 +60,7 @@ def run(
                     if beat:
                         beat()
         finally:
-            process.stdin.close()  # the warden kills what still runs, and ends
+            process.stdin.close()  # the supervisor kills what still runs, and ends
             process.wait()
     if not result.exists():
         raise WatcherKilled(f"the process that watched over {command[0]} was killed.")

@@ -1,4 +1,4 @@
-"""The launcher's side of knock.py: one Unix socket for each host, which crosses network namespaces."""
+"""The launcher's side of phase_client.py: one Unix socket for each host, which crosses network namespaces."""
 
 import contextlib
 import json
@@ -7,13 +7,13 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.tools.hosts.knock import GO
+from harness.tools.hosts.phase_client import GO
 
 READ_BYTES = 1 << 16
 
 
 class Door:
-    """Answers each knock with "go" once `begins(phase, step)` has returned. Driven by the selector: data is a callable."""
+    """Answers each phase_client with "go" once `begins(phase, step)` has returned. Driven by the selector: data is a callable."""
 
     def __init__(self, path: Path, selector: selectors.BaseSelector, begins: Callable[[str, int | None], None]) -> None:
         self._selector = selector
@@ -39,8 +39,8 @@ class Door:
         if data and not said.endswith(b"\n"):
             return
         if data:
-            knock = json.loads(said)
-            self._begins(knock["phase"], knock["step"])
+            phase_client = json.loads(said)
+            self._begins(phase_client["phase"], phase_client["step"])
             with contextlib.suppress(BrokenPipeError):  # it was killed while it waited, perhaps by this very harm
                 visitor.send(GO)
         self._selector.unregister(visitor)

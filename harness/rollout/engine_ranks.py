@@ -7,16 +7,16 @@ from typing import Any, Literal, Self, cast
 import torch
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import EngineNode, Seat, place
-from harness.cluster.world import all_gather, own_seat
+from harness.cluster.placement import EngineNode, RankLocation, place
+from harness.cluster.world import all_gather, own_location
 from harness.rollout.group import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Seating:
-    """The group's seats, and this rank's node."""
+class EngineRanks:
+    """The group's locations, and this rank's node."""
 
-    seats: dict[int, Seat]
+    locations: dict[int, RankLocation]
     """By world rank."""
     node: EngineNode
     """In world ranks."""
@@ -28,11 +28,13 @@ class Seating:
 
         Raises ValueError for a placement that cannot work, and for another number of hosts than expected.
         """
-        own = own_seat(device == "cpu", apart)
-        seats: dict[int, Seat] = {seat.rank: seat for seat in all_gather(own, group.process_group)}
+        own = own_location(device == "cpu", apart)
+        locations: dict[int, RankLocation] = {
+            location.rank: location for location in all_gather(own, group.process_group)
+        }
         # Numbered as a mesh of one engine numbers them: tp major, then pp.
         order = [group.ranks[stage * group.tp + index] for index in range(group.tp) for stage in range(group.pp)]
-        numbered = tuple(replace(seats[rank], rank=position) for position, rank in enumerate(order))
+        numbered = tuple(replace(locations[rank], rank=position) for position, rank in enumerate(order))
         placement = place(ParallelDims(dp=1, tp=group.tp, pp=group.pp), numbered, device)[0]
         if nnodes is not None and nnodes != placement.nnodes:
             raise ValueError(
@@ -43,17 +45,17 @@ class Seating:
             EngineNode(node.node_rank, node.host, tuple(order[rank] for rank in node.ranks), node.visible_devices)
             for node in placement.nodes
         ]
-        return cls(seats, next(node for node in nodes if group.rank in node.ranks), placement.nnodes)
+        return cls(locations, next(node for node in nodes if group.rank in node.ranks), placement.nnodes)
 
     def engine_device(self, device: Literal["cpu", "cuda"], rank: int) -> torch.device:
         """Where this process, of world rank `rank`, finds the GPU that its engine rank runs on."""
         if device == "cpu":
             return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device() + self.seats[rank].engine_offset)
+        return torch.device("cuda", torch.cuda.current_device() + self.locations[rank].engine_offset)
 
     def local_rank(self, rank: int) -> int:
         """torchrun's local rank of a world rank of this group."""
-        return self.seats[rank].local_rank
+        return self.locations[rank].local_rank
 
 
 def engine_device(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:

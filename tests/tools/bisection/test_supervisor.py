@@ -1,4 +1,4 @@
-"""The warden as it is, over real processes."""
+"""The supervisor as it is, over real processes."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection import warded
+from harness.tools.bisection import supervised
 
-WARDEN = Path(__file__).resolve().parents[3] / "harness" / "bisect" / "warden.py"
+SUPERVISOR = Path(__file__).resolve().parents[3] / "harness" / "bisect" / "supervisor.py"
 ORPHAN = """
 import os, signal, sys, time
 if os.fork() == 0:
@@ -35,9 +35,11 @@ sys.exit(7)
 def code_under_the_warden(folder: Path, *command: str) -> int:
     """The exit code in its result, of a command of this Python."""
     file = folder / "result"
-    words = [sys.executable, "-I", "-S", str(WARDEN), str(file), "30", "--", sys.executable, "-c", *command]
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as warden:  # whose end of the pipe it holds until it is over
-        assert warden.wait(60) == 0
+    words = [sys.executable, "-I", "-S", str(SUPERVISOR), str(file), "30", "--", sys.executable, "-c", *command]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE
+    ) as supervisor:  # whose end of the pipe it holds until it is over
+        assert supervisor.wait(60) == 0
     code: int = json.loads(file.read_text())["code"]
     return code
 
@@ -69,7 +71,18 @@ def test_nothing_stays_in_shared_memory_of_a_command_that_was_killed(tmp_path: P
     script = tmp_path / "sharer.py"
     script.write_text(SHARER)
     result, log = tmp_path / "result.json", tmp_path / "log"
-    command = [sys.executable, "-I", "-S", str(WARDEN), str(result), "0", "--", sys.executable, str(script), str(file)]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISOR),
+        str(result),
+        "0",
+        "--",
+        sys.executable,
+        str(script),
+        str(file),
+    ]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output)
         assert process.wait(timeout=60) == 0
@@ -84,7 +97,7 @@ def test_nothing_stays_in_shared_memory_of_a_command_that_was_killed(tmp_path: P
 
 KILLER = """
 import os, pathlib, subprocess, sys, time
-subprocess.Popen(["sleep", sys.argv[1]], start_new_session=True)
+subprocess.Popen(["release", sys.argv[1]], start_new_session=True)
 parent = os.getppid()
 above = int(pathlib.Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
 os.kill({"parent": parent, "the one above": above}[sys.argv[2]], 9)
@@ -95,8 +108,8 @@ time.sleep(60)
 @pytest.mark.parametrize("which", ["parent", "the one above"])
 def test_a_command_that_kills_what_watches_it_leaves_nothing(tmp_path: Path, which: str) -> None:
     seconds = f"{4000 + os.getpid() / 1e7:.7f}"
-    with pytest.raises(warded.WatcherKilled):
-        warded.run([sys.executable, "-c", KILLER, seconds, which], tmp_path / "log")
+    with pytest.raises(supervised.WatcherKilled):
+        supervised.run([sys.executable, "-c", KILLER, seconds, which], tmp_path / "log")
     deadline = time.monotonic() + 5
     while (left := running(seconds)) and time.monotonic() < deadline:
         time.sleep(0.02)  # where it is the one above, the other ends them once its pipe is closed

@@ -23,11 +23,11 @@ SPEAKS_LAST = "HARNESS_SPEAKS_LAST"
 """Variable of the process that prints below torchrun's report: it outlives the run, and the watchdog leaves it alone."""
 
 
-class CannotRunHere(RuntimeError):
+class UnsupportedEnvironment(RuntimeError):
     """What was asked is right, but this machine or this sglang cannot do it."""
 
 
-def say_mistake(error: Exception, rank: int, alone: bool = False) -> int:
+def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
     """Print the sentence on rank 0, at once and, under torchrun, again below torchrun's own report; return the exit code.
 
     alone: other ranks may not have this mistake, so each prints it, unless rank 0 has ended the run before.
@@ -40,7 +40,7 @@ def say_mistake(error: Exception, rank: int, alone: bool = False) -> int:
         sys.stderr.flush()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _say_below_torchrun(sentence)
-    return CANNOT_RUN_HERE if isinstance(error, CannotRunHere) else MISTAKE
+    return CANNOT_RUN_HERE if isinstance(error, UnsupportedEnvironment) else MISTAKE
 
 
 def say_after(pid: int, sentence: str) -> None:

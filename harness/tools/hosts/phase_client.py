@@ -17,7 +17,7 @@ def phase_observer(environment: Mapping[str, str], rank: int) -> PhaseObserver |
     if not path:
         return None
 
-    def knock(phase: str, step: int | None) -> None:
+    def phase_client(phase: str, step: int | None) -> None:
         line = {"rank": rank, "host": socket.gethostname(), "phase": phase, "step": step}
         with socket.socket(socket.AF_UNIX) as door:
             door.connect(path)
@@ -25,4 +25,4 @@ def phase_observer(environment: Mapping[str, str], rank: int) -> PhaseObserver |
             if door.recv(len(GO), socket.MSG_WAITALL) != GO:
                 raise ConnectionError(f"launch/hosts.py closed {path} without an answer to phase {phase}.")
 
-    return knock
+    return phase_client

@@ -5,35 +5,35 @@ import time
 
 import pytest
 
-from harness.runtime import mistake
-from harness.runtime.mistake import say_mistake
+from harness.runtime import errors
+from harness.runtime.errors import report_user_error
 
 
 def test_rank_0_says_one_sentence_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
-    assert say_mistake(ValueError("run.steps = 0: it must be at least 1"), rank=0) == 2
-    assert time.monotonic() - started < mistake.SPEAK_FIRST_SECONDS / 2
+    assert report_user_error(ValueError("run.steps = 0: it must be at least 1"), rank=0) == 2
+    assert time.monotonic() - started < errors.SPEAK_FIRST_SECONDS / 2
     assert capsys.readouterr() == ("", "error: run.steps = 0: it must be at least 1\n")
 
 
 def test_other_ranks_let_rank_0_speak_first(capsys: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
-    assert say_mistake(ValueError("no"), rank=1) == 2
-    assert time.monotonic() - started >= mistake.SPEAK_FIRST_SECONDS
+    assert report_user_error(ValueError("no"), rank=1) == 2
+    assert time.monotonic() - started >= errors.SPEAK_FIRST_SECONDS
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_rank_that_may_be_alone_speaks_after_rank_0(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mistake, "SPEAK_ALONE_SECONDS", 0.1)
-    assert say_mistake(ValueError("no"), rank=3, alone=True) == 2
+    monkeypatch.setattr(errors, "SPEAK_ALONE_SECONDS", 0.1)
+    assert report_user_error(ValueError("no"), rank=3, alone=True) == 2
     assert capsys.readouterr() == ("", "error on rank 3: no\n")
 
 
 def test_it_is_said_again_once_the_launcher_has_ended() -> None:
     """A real process stands for torchrun; its last line must not be the last on the screen."""
-    rank = "from harness.runtime.mistake import say_mistake; raise SystemExit(say_mistake(ValueError('no'), rank=0))"
+    rank = "from harness.runtime.errors import report_user_error; raise SystemExit(report_user_error(ValueError('no'), rank=0))"
     launcher = f"""
 import os, subprocess, sys, time
 ranks = os.environ | {{"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}}
