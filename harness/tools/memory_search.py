@@ -1,27 +1,22 @@
 """The largest engine.args.mem_fraction_static with which a run passes, woken at once and in stages, by real runs.
 
-largest_passing is the search, and knows nothing of processes; run_to_end is one torchrun, every process of which is ended.
+largest_passing is the search, and knows nothing of processes; each trial is one torchrun, whose whole tree is ended.
 """
 
-import contextlib
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
 
-import psutil
+from harness.runtime.process_tree import SupervisorKilled, run_tree
 
 MODES = ("all", "staged")
 GRACE_SECONDS = 10.0  # how long processes that were asked to end may take
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,56 +95,25 @@ class Search:
         log = self.folder / f"{name}.log"
         started = time.monotonic()
         self.begin(wake, fraction)
-        with log.open("w") as output:
-            code = run_to_end(command, output, self.timeout_seconds)
-        seconds = time.monotonic() - started
-        if code is None:
-            reason = f"no end after {self.timeout_seconds:g} s"
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ  # torchrun's own default, without its warning
+        try:
+            with log.open("wb") as output:
+                ended = run_tree(
+                    command, output=output, env=environment, timeout=self.timeout_seconds, grace=GRACE_SECONDS
+                )
+        except SupervisorKilled as error:
+            reason = str(error)
         else:
             logs = [log, *sorted((self.folder / name / "engines").glob("*.log"))]
             said = "\n".join(each.read_text(errors="replace") for each in logs)
-            reason = "" if code == 0 else first_error(said) or f"exit code {code}"
-        outcome = Outcome(fraction=fraction, wake=wake, passed=code == 0, seconds=seconds, reason=reason)
+            reason = "" if ended.code == 0 else first_error(said) or f"exit code {ended.code}"
+            if ended.timed_out:
+                reason = f"no end after {self.timeout_seconds:g} s"
+        seconds = time.monotonic() - started
+        outcome = Outcome(fraction=fraction, wake=wake, passed=not reason, seconds=seconds, reason=reason)
         self.outcomes.append(outcome)
         self.tell(outcome)
         return outcome
-
-
-def run_to_end(command: Sequence[str], output: IO[str], timeout_seconds: float) -> int | None:
-    """The exit code, None after the timeout. All processes that it started are gone at the return, or at the exception."""
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # torchrun's own default, without its warning
-    process = subprocess.Popen(
-        command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    family: set[psutil.Process] = set()
-    deadline = time.monotonic() + timeout_seconds
-    try:
-        while process.poll() is None and time.monotonic() < deadline:
-            # An engine's process may leave the session, or be orphaned: it is known from when it had its parent.
-            with contextlib.suppress(psutil.NoSuchProcess):
-                family.update(psutil.Process(process.pid).children(recursive=True))
-            time.sleep(POLL_SECONDS)
-        return process.poll()
-    finally:
-        _end(process, family)
-
-
-def _end(process: "subprocess.Popen[bytes]", family: set[psutil.Process]) -> None:
-    """Ask what still runs of a job to end; kill what does not, and at once what outlived the job."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family.update(psutil.Process(process.pid).children(recursive=True))
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for each in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    process.wait()
-    psutil.wait_procs(family, GRACE_SECONDS)
 
 
 def first_error(log: str) -> str:
