@@ -19,11 +19,11 @@ from harness.config.layers import ConfigError
 from harness.config.schema import Config, TransportName
 from harness.rollout import sglang_api
 from harness.rollout.cpu.activate import require_absorbed_mla
-from harness.rollout.processes import children, end
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.events import EventLog
+from harness.runtime.processes import descendants, end_processes
 from harness.task.architectures import is_tiny
 from harness.task.data import Row
 from harness.task.tiny_models import save_tiny_model
@@ -157,7 +157,7 @@ def _end_with(message: str, events: EventLog) -> NoReturn:
     """On the engine's watching thread: the main one may sit in a collective for minutes."""
     print(message, file=sys.stderr, flush=True)
     events.fail(message)
-    end(children(), patience_seconds=0)
+    end_processes(descendants(), patience_seconds=0)
     leave(1)
 
 

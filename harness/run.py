@@ -37,11 +37,11 @@ from harness.config.layers import ConfigError, digest
 from harness.config.schema import Config
 from harness.rollout import scratch
 from harness.rollout.cpu.activate import activate
-from harness.rollout.processes import children, end
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.runtime.events import Console, EventLog
 from harness.runtime.memory_gauge import Gauge
 from harness.runtime.phases import MEET, RUN, deadline
+from harness.runtime.processes import descendants, end_processes
 from harness.runtime.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
 from harness.tools.hosts.phase_client import phase_observer
 from harness.tools.inject import Injector
@@ -104,7 +104,9 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
         _tell_failure(launch.rank, error)
         _end_early(guard.failed, error)
     guard.bye(code)
-    end(children(), patience_seconds=0)  # the resource tracker, which would warn of what the watchdog removes
+    end_processes(
+        descendants(), patience_seconds=0
+    )  # the resource tracker, which would warn of what the watchdog removes
     leave(code)
 
 
@@ -223,7 +225,7 @@ def _end_early(tell: Callable[[str, str], None], error: Exception) -> NoReturn:
     """Tell the watchdog, which ends this process and the engine's; where there is none, end both here. Peers may sit in a
     collective that will never end, and so may our own threads."""
     tell(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
-    end(children(), patience_seconds=0)
+    end_processes(descendants(), patience_seconds=0)
     leave(FAILED)
 
 

@@ -7,22 +7,19 @@ import re
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 
+from harness.runtime.processes import is_alive
+
 POLL_SECONDS = 0.5
 START_POLL_SECONDS = 0.2
-END_POLL_SECONDS = 0.05
-STOP_SECONDS = 10.0
 
-# The inode in a line of /proc/PID/maps: address, permissions, offset, device, inode, path.
-_SHARED_MEMORY = re.compile(r"^(?:\S+ ){4}(\d+) +/dev/shm/", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last)"
 # Python prints it before the traceback of an error in a destructor, which ends nothing.
 _IGNORED = "Exception ignored in"
@@ -96,19 +93,6 @@ def _is_error(line: str) -> bool:
     return is_own or ("." in name and not name.endswith("Warning")) or name.endswith(("Error", "Exception"))
 
 
-def children() -> dict[int, psutil.Process]:
-    """This process's descendants by pid."""
-    return {child.pid: child for child in psutil.Process().children(recursive=True)}
-
-
-def is_tracker(process: psutil.Process) -> bool:
-    """Whether it is multiprocessing's resource tracker, which removes what is left in /dev/shm once its parent has ended."""
-    try:
-        return any("resource_tracker" in word for word in process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
-
-
 def killed_by(child: BaseProcess | None) -> str:
     """The signal, such as SIGKILL, that ended a child; '' where it lives, or ended by itself.
 
@@ -164,7 +148,7 @@ class ChildWatch:
     def _watch(self, started: Mapping[int | None, BaseProcess]) -> None:
         names = {pid: _name(process) for pid, process in self.watched.items()}
         while not self._stop.wait(POLL_SECONDS):
-            gone = {pid: killed_by(started.get(pid)) for pid, process in self.watched.items() if not _alive(process)}
+            gone = {pid: killed_by(started.get(pid)) for pid, process in self.watched.items() if not is_alive(process)}
             if gone:
                 # Of several that one which did not end by itself: it took the others along.
                 pid = max(gone, key=lambda each: bool(gone[each]))
@@ -173,71 +157,8 @@ class ChildWatch:
                 return
 
 
-def end(
-    processes: dict[int, psutil.Process], stop: Callable[[], None] | None = None, patience_seconds: float = STOP_SECONDS
-) -> None:
-    """stop(), SIGTERM, then SIGKILL what is left after patience_seconds; returns when all are gone.
-
-    The names they had in /dev/shm go too, 25 MB an engine, save what this process uses itself: it removes those, or its
-    resource tracker does.
-    """
-    shared = shared_memory_files(processes) - shared_memory_files([os.getpid()])
-    if stop:
-        stop()
-    alive = [process for process in processes.values() if _alive(process)]
-    for process in alive:
-        _signal(process.terminate)
-    stubborn = _wait(alive, patience_seconds)
-    for process in stubborn:
-        _signal(process.kill)
-    _wait(stubborn, STOP_SECONDS)
-    for file in shared:
-        file.unlink(missing_ok=True)
-
-
-def shared_memory_files(processes: Iterable[int]) -> set[Path]:
-    """The files in /dev/shm that these processes (pids) map.
-
-    Matched by inode: sem_open makes a semaphore under another name than it then gives it. Not psutil's memory_maps: it
-    adds up every page.
-    """
-    inodes: set[int] = set()
-    for pid in processes:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it has ended, and holds nothing any more; or is another user's, and holds nothing of ours
-        inodes |= {int(inode) for inode in _SHARED_MEMORY.findall(maps)}
-    with os.scandir("/dev/shm") as files:
-        return {Path(file.path) for file in files if file.inode() in inodes}
-
-
-def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those still alive after this time, or none as soon as all have ended; those that are our children are reaped.
-
-    psutil.wait_procs alone would wait for zombies too, and an orphan stays one where process 1 of a container reaps none.
-    """
-    deadline = time.monotonic() + seconds
-    while (alive := [process for process in processes if _alive(process)]) and time.monotonic() < deadline:
-        time.sleep(END_POLL_SECONDS)
-    psutil.wait_procs(processes, timeout=0)
-    return alive
-
-
 def _name(process: psutil.Process) -> str:
     try:
         return process.name()
     except psutil.NoSuchProcess:
         return "engine process"
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _signal(send: Callable[[], None]) -> None:
-    with suppress(psutil.NoSuchProcess):  # it ended between the look and the signal, which is what was wanted
-        send()

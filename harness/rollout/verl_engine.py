@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Literal, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,11 +32,12 @@ from harness.rollout.engine_log import EngineLog, described
 from harness.rollout.engine_ranks import EngineRanks, engine_device
 from harness.rollout.errors import EngineFailed
 from harness.rollout.group import Group
-from harness.rollout.processes import STOP_SECONDS, ChildWatch, children, end, is_tracker, output_to, started_processes
+from harness.rollout.processes import ChildWatch, output_to, started_processes
 from harness.rollout.scratch import engine_folder, remove_what_exit_would, temporary_files_in, variables
 from harness.rollout.signals import TAKEN, OwnHandlers, ignore_signal, sigquit_raises
 from harness.rollout.stage_loader import ARRIVED, STAGED
 from harness.rollout.stage_payloads import await_stages, update_stages
+from harness.runtime.processes import STOP_SECONDS, descendants, end_processes, is_resource_tracker
 from harness.weights.worker import inspection
 from harness.weights.worker.reader import STREAM
 from harness.weights.worker.scheduler_fingerprint import FINGERPRINT
@@ -276,7 +278,7 @@ class VerlEngine:
                 STAGED,
                 STREAM,
             ]
-        before, folder = children(), Path(self._scratch.name)
+        before, folder = descendants(), Path(self._scratch.name)
         loud = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
         with started_processes() as started:
             try:
@@ -289,7 +291,7 @@ class VerlEngine:
                         sglang_api.unlink_shared_memory(self.inner)
             except Exception as error:
                 failure = self._log.start_failure(error, started)
-                end({pid: child for pid, child in children().items() if pid not in before and not is_tracker(child)})
+                end_processes(_children(before))
                 self._scratch.cleanup()
                 raise EngineFailed(failure) from error
             finally:
@@ -297,8 +299,7 @@ class VerlEngine:
         if self.inner is not None:
             sglang_api.cancel_shutdown_at_exit(self.inner)
         atexit.register(self._stop)
-        serving = {pid: child for pid, child in children().items() if pid not in before and not is_tracker(child)}
-        self._watch = ChildWatch(serving, self._report_death)
+        self._watch = ChildWatch(_children(before), self._report_death)
         self._watch.start()
 
     def _report_death(self, name: str, pid: int, signal_name: str) -> None:
@@ -330,7 +331,7 @@ class VerlEngine:
 
     def _end_processes(self, stop: Callable[[], None] | None = None, patience_seconds: float = STOP_SECONDS) -> None:
         """End all that this process started but multiprocessing's resource tracker, which ends with this process."""
-        end({pid: child for pid, child in children().items() if not is_tracker(child)}, stop, patience_seconds)
+        end_processes(_children(), stop, patience_seconds)
 
     def _placement_arguments(self, base_port: int) -> dict[str, Any]:
         """Lease ports on each builder; agree on the head's address."""
@@ -388,6 +389,11 @@ class VerlEngine:
         key = [bytes(multiprocessing.current_process().authkey) if self.is_head else b""]
         dist.broadcast_object_list(key, self.group.head, self.group.process_group)
         multiprocessing.current_process().authkey = key[0]
+
+
+def _children(before: Collection[int] = ()) -> dict[int, psutil.Process]:
+    """Return what this process has started since, except multiprocessing's resource tracker."""
+    return {pid: child for pid, child in descendants().items() if pid not in before and not is_resource_tracker(child)}
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from harness.runtime.processes import is_alive
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "HARNESS_TEST_JOB"
 QUICKSTART = "configs/cpu/quickstart.toml"
@@ -125,7 +127,7 @@ class Job:
     def processes(self) -> list[psutil.Process]:
         """Those of this job's processes that live."""
         self.look()
-        return [process for process in self.seen if lives(process)]
+        return [process for process in self.seen if is_alive(process)]
 
     def left_behind(self, seconds: float = 15) -> list[str]:
         """Names of processes that still live this long after the end."""
@@ -140,14 +142,6 @@ class Job:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 continue
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether it runs, and is no zombie and no other process of the same pid."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def run(folder: Path, ranks: int, *arguments: str, script: str = "launch/ppo.py", seconds: float = 400) -> Job:

@@ -1,4 +1,4 @@
-"""output_to, ChildWatch, children and end, with real children."""
+"""output_to and ChildWatch, with real children."""
 
 import multiprocessing
 import os
@@ -14,16 +14,10 @@ import psutil
 import pytest
 
 from harness.rollout import processes
-from harness.rollout.processes import ChildWatch, children, end, output_to
+from harness.rollout.processes import ChildWatch, output_to
+from harness.runtime.processes import end_processes
 
 SLEEPER = "import time; time.sleep(60)"
-DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
-PARENT = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}])
-print(child.pid, flush=True)
-time.sleep(60)
-"""
 
 
 def python(code: str, **options: Any) -> "subprocess.Popen[str]":
@@ -142,38 +136,6 @@ def test_a_death_after_stop_is_not_reported() -> None:
     watch, deaths, told = watched(child.pid)
     watch.start()
     watch.stop()
-    end({child.pid: psutil.Process(child.pid)})
+    end_processes({child.pid: psutil.Process(child.pid)})
     assert not told.wait(3 * processes.POLL_SECONDS) and deaths == []
     assert not psutil.pid_exists(child.pid)
-
-
-def test_children_are_all_descendants_and_end_ends_them() -> None:
-    parent = python(PARENT, stdout=subprocess.PIPE)
-    family = {parent.pid, int(first_line(parent))}
-    found = {pid: process for pid, process in children().items() if pid in family}
-    assert found.keys() == family
-    end(found)
-    assert not any(processes._alive(process) for process in found.values())
-    parent.communicate()
-
-
-def test_end_kills_a_child_that_ignores_sigterm() -> None:
-    deaf, sleeper = python(DEAF, stdout=subprocess.PIPE), python(SLEEPER)
-    assert first_line(deaf) == "deaf\n"
-    started = time.monotonic()
-    end({child.pid: psutil.Process(child.pid) for child in (deaf, sleeper)}, patience_seconds=1.0)
-    assert 1.0 <= time.monotonic() - started < 5.0
-    assert not psutil.pid_exists(deaf.pid) and not psutil.pid_exists(sleeper.pid)
-    deaf.communicate()
-    sleeper.wait()
-
-
-def test_end_does_not_wait_for_a_zombie_that_its_parent_never_reaps() -> None:
-    parent = python(PARENT, stdout=subprocess.PIPE)
-    grandchild = psutil.Process(int(first_line(parent)))
-    started = time.monotonic()
-    end({grandchild.pid: grandchild})
-    assert time.monotonic() - started < processes.STOP_SECONDS / 2
-    assert grandchild.status() == psutil.STATUS_ZOMBIE
-    end({parent.pid: psutil.Process(parent.pid)})
-    parent.communicate()

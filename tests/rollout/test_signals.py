@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import uvloop
 
 from harness.rollout import sglang_api
-from harness.rollout.signals import TAKEN, OwnHandlers
+from harness.rollout.signals import TAKEN, OwnHandlers, sigquit_raises
 
 POLICIES = [uvloop.EventLoopPolicy, asyncio.DefaultEventLoopPolicy]
 
@@ -59,3 +60,18 @@ def test_handlers_are_as_before_once_the_engine_has_ended(own: OwnHandlers) -> N
     assert signal.getsignal(signal.SIGQUIT) not in before
     own.restore(engine_serves=False)
     assert [signal.getsignal(number) for number in TAKEN] == before
+
+
+def test_sigquit_raises_instead_of_what_was_registered() -> None:
+    before = signal.getsignal(signal.SIGQUIT)
+    killed: list[int] = []
+    try:
+        with sigquit_raises():
+            signal.signal(signal.SIGQUIT, lambda number, frame: killed.append(number))
+            with pytest.raises(ChildProcessError):
+                os.kill(os.getpid(), signal.SIGQUIT)
+                time.sleep(5)
+        assert not killed
+        assert signal.signal.__name__ == "signal"
+    finally:
+        signal.signal(signal.SIGQUIT, before)

@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.rollout.processes import children, end
+from harness.runtime.processes import descendants, end_processes
 from harness.tools.hosts import kernel
 from harness.tools.repro.case import Case, Variant, module_name
 from harness.tools.repro.verdict import Outcome, shows
@@ -49,7 +49,7 @@ def run(slug: str, case: Case, variant: Variant) -> Outcome:
             code = _wait(process, case, log, memory)
         finally:
             seconds = time.monotonic() - began
-            end(children(), patience_seconds=END_SECONDS)
+            end_processes(descendants(), patience_seconds=END_SECONDS)
             process.wait()
             memory.remove()
         return Outcome(exit_code=code, output=read(log), seconds=seconds)
@@ -72,7 +72,7 @@ def _wait(process: subprocess.Popen[bytes], case: Case, log: Path, memory: Share
     deadline = time.monotonic() + case.seconds
     shown = False
     while (now := time.monotonic()) < deadline:
-        memory.look(children())
+        memory.look(descendants())
         try:
             return process.wait(min(POLL_SECONDS, deadline - now))
         except subprocess.TimeoutExpired:

@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 
 from harness.rollout import scratch
-from harness.rollout.processes import end
+from harness.runtime.processes import end_processes, is_alive
 from harness.tools.watchdog.late_report import SECONDS as REPORT_SECONDS
 from harness.tools.watchdog.late_report import report_failed_run
 from harness.tools.watchdog.launcher import Launcher, Wait
-from harness.tools.watchdog.processes import Descendants, lives, say
+from harness.tools.watchdog.processes import Descendants, say
 from harness.tools.watchdog.shared_memory import SharedMemory
 from harness.tools.watchdog.verdict import Verdict
 
@@ -49,12 +49,12 @@ class Ending:
     def end_all(self, ranks: Iterable[psutil.Process], all_gone: Callable[[], bool]) -> None:
         """Give ranks the time to leave, and end what is left."""
         ranks = list(ranks)
-        self.look([each.pid for each in ranks if lives(each)])
+        self.look([each.pid for each in ranks if is_alive(each)])
         self.wait(all_gone, LEAVE_SECONDS)
-        self.look([each.pid for each in ranks if lives(each)])
+        self.look([each.pid for each in ranks if is_alive(each)])
         self.descendants.look_for_orphans(self.name)
-        stubborn = {each.pid: each for each in ranks if lives(each)}
-        end(stubborn | self.descendants.known, patience_seconds=0)
+        stubborn = {each.pid: each for each in ranks if is_alive(each)}
+        end_processes(stubborn | self.descendants.known, patience_seconds=0)
         self.remove_files()
         self.launcher.end(self.host, self.say, self.wait)
 
@@ -82,7 +82,7 @@ class Ending:
         """
         ranks = list(ranks)
         torchrun_speaks = self.launcher.is_torchrun and self.launcher.lives()
-        quiet = not any(map(lives, [*ranks, *self.descendants.known.values()]))
+        quiet = not any(map(is_alive, [*ranks, *self.descendants.known.values()]))
         in_time(self._folder.submit(verdict.look_at_folder), WRITE_SECONDS)
         in_time(self.say(verdict.text()), WRITE_SECONDS)
         written = self.launcher.bytes_written()

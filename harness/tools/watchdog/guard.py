@@ -17,12 +17,12 @@ from typing import Any
 
 import psutil
 
-from harness.rollout.processes import children, end
+from harness.runtime.processes import descendants, end_processes, is_alive, is_stopped, started_at
 from harness.tools.watchdog import private_socket
 from harness.tools.watchdog.failure import SHOWN, is_echo, shortened
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, open_for_beats
 from harness.tools.watchdog.lost_watchdog import keep_failure
-from harness.tools.watchdog.processes import MARK, is_stopped, launcher, lives, say, started_at
+from harness.tools.watchdog.processes import MARK, launcher, say
 from harness.tools.watchdog.silence import Silence
 from harness.tools.watchdog.stacks import offer_own_stack
 
@@ -206,7 +206,7 @@ class Guard:
         if code is None:
             # Nothing is left that would notice that this run hangs, and the other hosts hear nothing of this one.
             say(f"rank {self.post.rank} FAILED: the watchdog of {self.post.host} {wrong}, so this rank ends too\n")
-            end(children(), patience_seconds=0)
+            end_processes(descendants(), patience_seconds=0)
             self._end_watchdogs(wrong)
         for flush in self.on_leave:
             with suppress(OSError):  # a full disk, which is why it leaves
@@ -251,7 +251,7 @@ class Guard:
 
     def _end_watchdogs(self, wrong: str) -> None:
         """Leave all else to the standby; where that does nothing either, end both, and keep why."""
-        if wrong == GONE and any(lives(each) and not is_stopped(each.pid) for each in self._watchdogs[1:]):
+        if wrong == GONE and any(is_alive(each) and not is_stopped(each.pid) for each in self._watchdogs[1:]):
             return
         for each in self._watchdogs:
             with suppress(psutil.NoSuchProcess):

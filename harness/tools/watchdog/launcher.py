@@ -14,8 +14,7 @@ from signal import Signals
 
 import psutil
 
-from harness.rollout.processes import end
-from harness.tools.watchdog.processes import lives
+from harness.runtime.processes import end_processes, is_alive
 
 IDLE_SECONDS = 4.0
 """How long it may do nothing when all its ranks are gone: it may hang in a store that no longer answers."""
@@ -57,7 +56,7 @@ class Launcher:
 
     def lives(self) -> bool:
         """Whether it runs."""
-        return lives(self.process)
+        return is_alive(self.process)
 
     def ask(self) -> None:
         """Look aside, once at a time, whether it has got a signal: its ranks die of that, as they do when one of them fails."""
@@ -74,10 +73,10 @@ class Launcher:
         self._worked = (time.monotonic(), self._work())
         self._written = None
         wait(lambda: not self._stays(), STAY_SECONDS)
-        if not self.lives() or any(map(lives, self.process.children())):
+        if not self.lives() or any(map(is_alive, self.process.children())):
             return
         say(f"torchrun on {host} (pid {self.pid}) is still there after its ranks, and does nothing: ended\n")
-        end({self.pid: self.process}, patience_seconds=1.0)
+        end_processes({self.pid: self.process}, patience_seconds=1.0)
 
     def bytes_written(self) -> int | None:
         """What it has written in all, to its screen, files and pipes; None where that cannot be read."""

@@ -10,10 +10,11 @@ from typing import Any
 import psutil
 
 from harness.runtime.phases import RUN
+from harness.runtime.processes import is_alive
 from harness.tools.watchdog.deaths import Death
 from harness.tools.watchdog.failure import Kind, Place, phase_of_step
 from harness.tools.watchdog.messages import Lines
-from harness.tools.watchdog.processes import how_it_ended, lives
+from harness.tools.watchdog.processes import how_it_ended
 from harness.tools.watchdog.stacks import Asked
 
 
@@ -122,7 +123,7 @@ class LocalRank:
 
     def lives(self) -> bool:
         """Whether its process runs."""
-        return not self.gone and self.process is not None and lives(self.process)
+        return not self.gone and self.process is not None and is_alive(self.process)
 
     def send(self, message: dict[str, Any]) -> None:
         """Tell it something, unless it has just died."""

@@ -10,12 +10,13 @@ from signal import Signals
 import psutil
 
 from harness.runtime.errors import SPEAKS_LAST
+from harness.runtime.processes import is_alive, is_stopped, stat_fields
 
 MARK = "HARNESS_WATCHDOG"
 """Variable that whatever a rank starts inherits: the name of its watchdog."""
 
 # Fields of /proc/PID/stat, counted from 0 after the name, which ends with the last parenthesis.
-_STATE, _PARENT, _START, _EXIT_CODE = 0, 1, 19, 49
+_STATE, _PARENT, _EXIT_CODE = 0, 1, 49
 
 
 @dataclass(slots=True)
@@ -28,10 +29,10 @@ class Descendants:
 
     def look(self, ranks: Iterable[int]) -> None:
         """Note the descendants of these processes, and forget those that have ended."""
-        self.known = {pid: process for pid, process in self.known.items() if lives(process)}
+        self.known = {pid: process for pid, process in self.known.items() if is_alive(process)}
         started: dict[int, list[int]] = {}
         for pid in psutil.pids():
-            fields = stat(pid)
+            fields = stat_fields(pid)
             if fields:
                 started.setdefault(int(fields[_PARENT]), []).append(pid)
         waiting = [*ranks, *self.known]
@@ -62,14 +63,6 @@ class Descendants:
                     self.known[pid] = psutil.Process(pid)
 
 
-def lives(process: psutil.Process) -> bool:
-    """Whether it runs, and is no zombie and no other process of the same pid."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def launcher() -> psutil.Process:
     """What started the ranks of this host, torchrun as a rule: the nearest ancestor that is no rank, nor a rank's wrapper."""
     ancestors = psutil.Process().parents()
@@ -82,14 +75,9 @@ def launcher() -> psutil.Process:
     return ancestors[-1] if ancestors else psutil.Process()
 
 
-def started_at(pid: int) -> int:
-    """Clock ticks since boot at which it started: with its pid, no other process's."""
-    return int(stat(pid)[_START])
-
-
 def how_it_ended(pid: int) -> str | None:
     """ "was killed by SIGKILL" or "ended with exit code 3", for as long as its parent has not asked; else None."""
-    fields = stat(pid)
+    fields = stat_fields(pid)
     if not fields or fields[_STATE] != "Z":
         return None
     return said_status(int(fields[_EXIT_CODE]))
@@ -101,26 +89,6 @@ def said_status(status: int) -> str:
     if number in list(Signals):
         return f"was killed by {Signals(number).name}"
     return f"was killed by signal {number}" if number else f"ended with exit code {status >> 8}, without a word"
-
-
-def name_of(process: psutil.Process) -> str:
-    """Return its name and pid, for people."""
-    with suppress(psutil.Error):
-        return f"{process.name()} (pid {process.pid})"
-    return f"a process (pid {process.pid})"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether it was sent SIGSTOP, or a debugger holds it."""
-    return stat(pid)[_STATE : _STATE + 1] in (["T"], ["t"])
-
-
-def stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the name; none once it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def say(text: str, descriptor: int = 2) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.rollout.processes import shared_memory_files
+from harness.runtime.processes import shared_memory_files
 
 FOLDER = Path("/dev/shm")
 _OF_TORCH = re.compile(r"torch_(\d+)_")

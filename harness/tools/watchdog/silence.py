@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from harness.tools.watchdog.processes import is_stopped
+from harness.runtime.processes import is_stopped
 
 
 @dataclass(slots=True)

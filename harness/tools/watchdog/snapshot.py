@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from harness.runtime.processes import started_at
 from harness.tools.watchdog.failure import Failure, Place
-from harness.tools.watchdog.processes import started_at
 from harness.tools.watchdog.shared_memory import SharedMemory
 
 LARGEST = 1 << 20

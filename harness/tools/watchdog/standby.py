@@ -92,9 +92,9 @@ def _code(watchdog: "subprocess.Popen[bytes]") -> int:
 
 def _end_in_its_place(settings: dict[str, Any], detail: str, last: Any, launcher: Any) -> None:
     """End what the watchdog spoke of last, and tell it."""
+    from harness.runtime.processes import is_alive
     from harness.tools.watchdog.ending import Ending
     from harness.tools.watchdog.failure import Failure, Place
-    from harness.tools.watchdog.processes import lives
     from harness.tools.watchdog.telling import View
     from harness.tools.watchdog.verdict import Verdict, stderr_of
 
@@ -112,7 +112,7 @@ def _end_in_its_place(settings: dict[str, Any], detail: str, last: Any, launcher
     verdict = Verdict(host, last.folder, [*last.failures, replace(own, detail=detail)], view)
     verdict.explanation.begin()
     screen = stderr_of(launcher.pid)
-    ending.end_and_tell(verdict, screen, ranks.values(), lambda: not any(map(lives, ranks.values())))
+    ending.end_and_tell(verdict, screen, ranks.values(), lambda: not any(map(is_alive, ranks.values())))
     if last.folder and 0 in last.ranks:
         ending.report(last.folder)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.tools.watchdog.processes import name_of, stat
+from harness.runtime.processes import name_and_pid, stat_fields
 from harness.tools.watchdog.stacks import Stack
 
 SAMPLE_SECONDS = 1.0
@@ -37,7 +37,7 @@ def _done(pid: int) -> tuple[int, ...]:
     """CPU time of the process, and how often each of its threads left a core; none where it has ended."""
     numbers: list[int] = []
     with suppress(OSError, ValueError):  # a thread, or all of it, has just ended
-        numbers += map(int, stat(pid)[_TICKS])
+        numbers += map(int, stat_fields(pid)[_TICKS])
         for thread in sorted(Path(f"/proc/{pid}/task").iterdir()):
             lines = (thread / "status").read_text(encoding="utf-8", errors="replace").splitlines()
             numbers += [int(line.split()[1]) for line in lines if "ctxt_switches" in line]
@@ -51,6 +51,6 @@ def _helps(process: psutil.Process) -> bool:
 
 
 def _described(process: psutil.Process, frames: Sequence[str]) -> str:
-    sleeps = stat(process.pid)[_STATE : _STATE + 1] == [_UNINTERRUPTIBLE]
+    sleeps = stat_fields(process.pid)[_STATE : _STATE + 1] == [_UNINTERRUPTIBLE]
     state = ", in uninterruptible sleep: a disk or a driver does not answer," if sleeps else ""
-    return f"{name_of(process)}{state}" + (f" in {' < '.join(frames[:2])}" if frames else "")
+    return f"{name_and_pid(process)}{state}" + (f" in {' < '.join(frames[:2])}" if frames else "")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from harness.runtime.processes import is_stopped, name_and_pid
 from harness.tools.watchdog.ending import Ending
 from harness.tools.watchdog.explain import SECONDS as EXPLANATION_SECONDS
 from harness.tools.watchdog.explain import warm_up
@@ -25,7 +26,6 @@ from harness.tools.watchdog.launcher import Launcher
 from harness.tools.watchdog.local_rank import LocalRank
 from harness.tools.watchdog.memory_kills import MemoryKills
 from harness.tools.watchdog.messages import MalformedError, parse
-from harness.tools.watchdog.processes import is_stopped, name_of
 from harness.tools.watchdog.rank_listener import RankListener
 from harness.tools.watchdog.silence import Stopped
 from harness.tools.watchdog.snapshot import Snapshot
@@ -316,7 +316,7 @@ class Watchdog:
         for process in self.ending.descendants.stopped():
             pid = self.ending.descendants.rank_of.get(process.pid)
             for owner in (each for each in self.ranks if each.pid == pid):
-                self._fail(owner, "stopped", f"engine process {name_of(process)}", seconds=seconds, code=TIMED_OUT)
+                self._fail(owner, "stopped", f"engine process {name_and_pid(process)}", seconds=seconds, code=TIMED_OUT)
         self._fail(rank, "deadline", seconds=seconds, code=TIMED_OUT)
 
     def _died(self, rank: LocalRank, ended: str) -> None:
@@ -357,7 +357,7 @@ class Watchdog:
         everything = [*ranks, *self.ending.descendants.known.values()]
         self.memory_kills.look(each.pid for each in everything)
         for each in self.stopped.look(everything):
-            self.ending.say(f"slow: {name_of(each)} on {self.host} is stopped (SIGSTOP, or a debugger)\n")
+            self.ending.say(f"slow: {name_and_pid(each)} on {self.host} is stopped (SIGSTOP, or a debugger)\n")
 
     def _be_heard(self) -> None:
         """By our ranks, and by the standby, which learns what it would have to end."""

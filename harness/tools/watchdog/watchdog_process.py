@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
+from harness.runtime.processes import is_stopped
 from harness.tools.watchdog.launcher import Launcher
-from harness.tools.watchdog.processes import is_stopped
 from harness.tools.watchdog.rank_listener import RankListener
 from harness.tools.watchdog.watchdog import Watchdog
 

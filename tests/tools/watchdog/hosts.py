@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from harness.tools.watchdog.processes import lives
+from harness.runtime.processes import is_alive
 
 MARK = "HARNESS_TEST_JOB"
 AGENT = Path(__file__).with_name("stand_in_agent.py")
@@ -77,7 +77,7 @@ class Hosts:
             try:
                 environment = process.environ()
                 ours = environment.get(MARK) == self.mark and (host is None or environment["HOST_OF_TEST"] == host)
-                if ours and lives(process) and any(kind in word for word in process.cmdline()):
+                if ours and is_alive(process) and any(kind in word for word in process.cmdline()):
                     found.append(process)
             except psutil.Error:
                 continue  # it ended while we looked, or is not ours

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from harness.config.command import parse
 from harness.run import run
 from harness.runtime.phases import MEET, PHASES, RUN, STEP_PHASES
+from harness.runtime.processes import is_alive
 from harness.tools.hosts import kernel
-from harness.tools.watchdog.processes import lives
 
 RANKS, AT_ONCE = 2, 4
 GIVEN_UP_SECONDS, LINGER_SECONDS = 60.0, 8.0  # a report of the failed run may take 5 s
@@ -108,7 +108,7 @@ def left_of(session: int) -> list[str]:
         for process in psutil.process_iter():
             try:
                 words = " ".join(process.cmdline())
-                if (os.getsid(process.pid) == session or f"-{session}-" in words) and lives(process):
+                if (os.getsid(process.pid) == session or f"-{session}-" in words) and is_alive(process):
                     found.append(words)
             except (psutil.Error, ProcessLookupError):
                 continue  # it ended while we looked

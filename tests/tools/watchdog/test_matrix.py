@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from harness.config.faults import ANYWHERE
-from harness.rollout.processes import shared_memory_files
 from harness.runtime.phases import MEET, RUN, STEP_PHASES
+from harness.runtime.processes import shared_memory_files
 from harness.tools.hosts import kernel
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
 

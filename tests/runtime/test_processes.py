@@ -1,0 +1,114 @@
+"""Real processes, real files in /dev/shm."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.runtime import processes
+from harness.runtime.processes import descendants, end_processes, is_alive, shared_memory_files
+
+# Maps a file in /dev/shm, as a scheduler does, and has no resource tracker that would clean up after it.
+HOLDER = """
+import mmap, os, signal, sys, time
+descriptor = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+os.ftruncate(descriptor, 4096)
+held = mmap.mmap(descriptor, 4096)
+if sys.argv[2] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(60)
+"""
+SLEEPER = "import time; time.sleep(60)"
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+PARENT = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def python(code: str, **options: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", code], text=True, **options)
+
+
+def first_line(child: "subprocess.Popen[str]") -> str:
+    assert child.stdout is not None
+    return child.stdout.readline()
+
+
+def holder(file: Path, manner: str = "") -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(file), manner], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("manner", ["", "stubborn"])
+def test_end_leaves_no_process_and_no_shared_memory(manner: str) -> None:
+    file = Path("/dev/shm/harness_test_end")
+    process = psutil.Process(holder(file, manner).pid)
+    assert shared_memory_files([process.pid]) == {file}
+    end_processes({process.pid: process}, patience_seconds=0.5)
+    assert not process.is_running()
+    assert not file.exists()
+
+
+def test_end_looks_before_it_stops() -> None:
+    """SGLang's own shutdown kills the processes: afterwards nobody can say what they held."""
+    file = Path("/dev/shm/harness_test_stop")
+    child = holder(file)
+    end_processes({child.pid: psutil.Process(child.pid)}, stop=child.kill)
+    child.wait(timeout=5)
+    assert not file.exists()
+
+
+def test_a_semaphore_is_found_under_its_name() -> None:
+    """It is mapped as /dev/shm/sem.XXXXXX (deleted)."""
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    name = semaphore._semlock.name  # type: ignore[attr-defined]
+    assert Path(f"/dev/shm/sem.{name.removeprefix('/')}") in shared_memory_files([os.getpid()])
+
+
+def test_a_process_that_has_ended_holds_nothing() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    assert shared_memory_files([process.pid]) == set()
+
+
+def test_children_are_all_descendants_and_end_ends_them() -> None:
+    parent = python(PARENT, stdout=subprocess.PIPE)
+    family = {parent.pid, int(first_line(parent))}
+    found = {pid: process for pid, process in descendants().items() if pid in family}
+    assert found.keys() == family
+    end_processes(found)
+    assert not any(is_alive(process) for process in found.values())
+    parent.communicate()
+
+
+def test_end_kills_a_child_that_ignores_sigterm() -> None:
+    deaf, sleeper = python(DEAF, stdout=subprocess.PIPE), python(SLEEPER)
+    assert first_line(deaf) == "deaf\n"
+    started = time.monotonic()
+    end_processes({child.pid: psutil.Process(child.pid) for child in (deaf, sleeper)}, patience_seconds=1.0)
+    assert 1.0 <= time.monotonic() - started < 5.0
+    assert not psutil.pid_exists(deaf.pid) and not psutil.pid_exists(sleeper.pid)
+    deaf.communicate()
+    sleeper.wait()
+
+
+def test_end_does_not_wait_for_a_zombie_that_its_parent_never_reaps() -> None:
+    parent = python(PARENT, stdout=subprocess.PIPE)
+    grandchild = psutil.Process(int(first_line(parent)))
+    started = time.monotonic()
+    end_processes({grandchild.pid: grandchild})
+    assert time.monotonic() - started < processes.STOP_SECONDS / 2
+    assert grandchild.status() == psutil.STATUS_ZOMBIE
+    end_processes({parent.pid: psutil.Process(parent.pid)})
+    parent.communicate()
