@@ -59,7 +59,7 @@ def make_model_folder(config: Config, world: World, folder: Path, rows: list[Row
             config.run.seed,
             config.model.dtype,
             world.device_type,
-            config.model.shape,
+            config.model.overrides,
             texts=texts,
             weights=config.model.weights == "checkpoint",
         )
@@ -129,7 +129,7 @@ def start_engine(
             mesh["tp", "pp"] if parallel.pp > 1 else mesh["tp"],
             log_dir=folder / "engines",
             base_port=config.engine.base_port,
-            engine_gpus=parallel.engine_gpus,
+            colocate=parallel.colocate,
             defaults=config.engine.defaults,
             on_death=lambda message: _end_with(message, events),
             model_path=str(model_folder),
@@ -149,7 +149,7 @@ def start_engine(
         dropped_defaults=engine.dropped_defaults,
         arguments={name: value for name, value in engine.engine_args.items() if name != "custom_weight_loader"},
     )
-    check_gpus(world, engine, parallel.engine_gpus)
+    check_gpus(world, engine, parallel.colocate)
     return engine
 
 

@@ -77,9 +77,9 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     except ValueError as error:
         return report_user_error(error, launch.rank)
     try:
-        apart = config.parallel.engine_gpus == "apart"
-        device = choose_device(config.engine.device, launch, apart)
-        own_location(device.type == "cpu", apart)
+        colocate = config.parallel.colocate
+        device = choose_device(config.engine.device, launch, colocate)
+        own_location(device.type == "cpu", colocate)
         check_interface(config.network.interface, os.environ)
     except ValueError as error:
         return report_user_error(error, launch.rank, alone=True)  # rank 0 may know nothing of it
@@ -98,7 +98,7 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
                 console.say(f"CPU mode: real SGLang on the CPU; what only GPUs have is stood in for ({names})")
             console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
         injector.begins(MEET, None)
-        with open_world(launch, device, config.run.timeout_seconds, apart, config.network.interface) as world:
+        with open_world(launch, device, config.run.timeout_seconds, colocate, config.network.interface) as world:
             code = _in_world(config, load_job, world, console, launched, guard, injector)
     except Exception as error:  # they did not meet, or one of them ended before they were ready
         _tell_failure(launch.rank, error)

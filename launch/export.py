@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     lines = len(text.splitlines())
     if lines > MOST_LINES:
         print(
-            f"warning: {lines} lines are more than {MOST_LINES}: a shorter model.shape or engine.args helps",
+            f"warning: {lines} lines are more than {MOST_LINES}: a shorter model.overrides or engine.args helps",
             file=sys.stderr,
         )
     sys.stdout.write(text)

@@ -117,7 +117,7 @@ def plan_of(command: Command) -> Plan:
         device="cpu" if command.config.engine.device == "cpu" else "cuda",
         base_port=command.config.engine.base_port,
         visible_by_host=tuple(options.cuda_visible_devices or of_this_shell(command)),
-        engine_gpus=command.config.parallel.engine_gpus,
+        colocate=command.config.parallel.colocate,
     )
 
 

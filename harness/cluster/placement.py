@@ -2,7 +2,7 @@
 
 Every engine node is given exactly its own ranks' GPUs, in engine order, with base_gpu_id 0. SGLang then puts the
 scheduler of (tp, pp) on the GPU of the trainer rank with the same (tp, pp), which CUDA-IPC handles of weights rely on;
-with parallel.engine_gpus = "apart", on the GPU kept for that rank's engine, where no such handle can be opened.
+with parallel.colocate = false, on the GPU kept for that rank's engine, where no such handle can be opened.
 """
 
 import re
@@ -174,7 +174,7 @@ def _gpu_at(location: RankLocation, index: int) -> str:
     count = min((known for known in counts if known is not None), default=None)
     if count is not None and location.engine_offset and count < 2 * location.engine_offset:
         raise ValueError(
-            f'{who} sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}), but parallel.engine_gpus = "apart" needs '
+            f"{who} sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}), but parallel.colocate = false needs "
             f"{2 * location.engine_offset}, two for each of its torchrun's {location.engine_offset} ranks: make all of them "
             "visible to every rank, without a wrapper that gives each rank its own, or set it to shared"
         )
@@ -212,7 +212,7 @@ def _check_gpus(locations: Sequence[RankLocation]) -> None:
         if taken is not location:
             raise ValueError(
                 f"rank {taken.rank} and rank {location.rank}'s engine both use GPU {gpu} of host {location.host}, though "
-                'parallel.engine_gpus = "apart": give each torchrun of a host a CUDA_VISIBLE_DEVICES of its own GPUs'
+                "parallel.colocate = false: give each torchrun of a host a CUDA_VISIBLE_DEVICES of its own GPUs"
             )
 
 

@@ -114,10 +114,10 @@ def host_identity() -> str:
     return f"{os.environ.get('HARNESS_HOST') or socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/net')}"
 
 
-def own_location(on_cpu: bool, apart: bool = False) -> RankLocation:
-    """What this rank says of itself; on the CPU no GPU matters. Needs torchrun's environment.
+def own_location(on_cpu: bool, colocate: bool = True) -> RankLocation:
+    """Return this rank's location; on the CPU no GPU matters. Needs torchrun's environment.
 
-    apart: engine ranks have GPUs of their own (parallel.engine_gpus).
+    colocate: whether engine ranks run on their trainer rank's GPU (parallel.colocate).
     """
     launch = Launch.from_environment(os.environ)
     return RankLocation(
@@ -126,29 +126,27 @@ def own_location(on_cpu: bool, apart: bool = False) -> RankLocation:
         local_rank=launch.local_rank,
         visible=None if on_cpu else parse_visible(os.environ.get("CUDA_VISIBLE_DEVICES")),
         gpu_count=None if on_cpu else torch.cuda.device_count(),
-        engine_offset=launch.local_world_size if apart and not on_cpu else 0,
+        engine_offset=launch.local_world_size if not colocate and not on_cpu else 0,
     )
 
 
-def choose_device(wanted: str, launch: Launch, apart: bool = False) -> torch.device:
+def choose_device(wanted: str, launch: Launch, colocate: bool = True) -> torch.device:
     """The device of this rank's trainer for engine.device = wanted.
 
-    apart: engine ranks have GPUs of their own. Raises WorldError where there are not the GPUs that this asks for.
+    colocate: engine ranks share their trainer rank's GPU. Raises WorldError where there are not the GPUs that this asks for.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        if apart:
-            raise WorldError(
-                f'parallel.engine_gpus = "apart" but rank {launch.rank} has no GPU to use; set it to "shared".'
-            )
+        if not colocate:
+            raise WorldError(f"parallel.colocate = false but rank {launch.rank} has no GPU to use; set it to true.")
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
         raise WorldError(f'engine.device = "{wanted}" but rank {launch.rank} sees no GPU; set engine.device = "cpu".')
-    if apart and count < 2 * launch.local_world_size:
+    if not colocate and count < 2 * launch.local_world_size:
         raise WorldError(
-            f'parallel.engine_gpus = "apart" needs {2 * launch.local_world_size} visible GPUs, two for each of this'
+            f"parallel.colocate = false needs {2 * launch.local_world_size} visible GPUs, two for each of this"
             f" torchrun's {launch.local_world_size} ranks on the host, but rank {launch.rank} sees {count}; make all of"
-            ' them visible to every rank, without a wrapper that gives each rank its own, or set it to "shared".'
+            " them visible to every rank, without a wrapper that gives each rank its own, or set it to true."
         )
     # One visible GPU: a wrapper gave each rank its own. More: torchrun's way, the local rank picks.
     index = 0 if count == 1 else launch.local_rank
@@ -162,11 +160,11 @@ def choose_device(wanted: str, launch: Launch, apart: bool = False) -> torch.dev
 
 @contextmanager
 def open_world(
-    launch: Launch, device: torch.device, timeout_seconds: float, apart: bool = False, interface: str = ""
+    launch: Launch, device: torch.device, timeout_seconds: float, colocate: bool = True, interface: str = ""
 ) -> Iterator[World]:
     """Open the default process group (gloo, and NCCL beside it on CUDA); destroy it at the end.
 
-    apart: see own_location. interface: see network.choose. With several hosts, the variables that make gloo, NCCL and SGLang
+    colocate: see own_location. interface: see network.choose. With several hosts, the variables that make gloo, NCCL and SGLang
     use the chosen interfaces are set in this process's environment. Raises NetworkError where an interface does not fit,
     TimeoutError where ranks do not come.
     """
@@ -177,7 +175,7 @@ def open_world(
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    location = own_location(device.type == "cpu", apart)
+    location = own_location(device.type == "cpu", colocate)
     addresses = network.agree(dist.PrefixStore("harness-network", store), rank, world_size, location.host, interface)
     if len(addresses) > 1:
         os.environ.update(network.variables(addresses[location.host], os.environ))

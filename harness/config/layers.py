@@ -14,6 +14,17 @@ from harness.config.schema import Config
 
 COMMAND_LINE = "command line"
 
+RENAMED = {
+    "memory.wake": 'memory.resume ("at_once" is now "all")',
+    "model.shape": "model.overrides",
+    "parallel.engine_gpus": 'parallel.colocate ("shared" is now true, "apart" is now false)',
+    "run.deadlines": "run.phase_timeouts",
+    "run.lost_host_seconds": "run.heartbeat_timeout",
+    "task.overlong": "task.long_prompts",
+    "weights.bucket_megabytes": "weights.bucket_size_mib",
+}
+"""Keys of 0.1's first months, and what to write now."""
+
 
 class ConfigError(ValueError):
     """A user's mistake: one sentence that names the key, the value and what would be right. Exit code 2."""
@@ -175,14 +186,16 @@ def _insert(table: dict[str, Any], parts: list[str], key: str, value: Any) -> No
 
 
 def _unknown_key(key: str, source: str, known: list[str]) -> str:
+    if key in RENAMED:
+        return f"{key} ({source}) was renamed: use {RENAMED[key]}."
     name = key.rsplit(".", 1)[-1]
     match = [full for full in known if _initials(full) == name] or difflib.get_close_matches(
         key, known, n=1, cutoff=0.75
     )
     if not match:  # a key that is right, but in another section
-        match = [full for full in _all_keys() if full.rsplit(".", 1)[-1] == name][:1]
+        match = [full for full in all_keys() if full.rsplit(".", 1)[-1] == name][:1]
     if not match and "." in key:  # the name of a section looks like no key
-        match = difflib.get_close_matches(key, _all_keys(), n=1, cutoff=0.5)
+        match = difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.5)
     hint = f"the nearest is {match[0]}" if match else f"the keys there are {', '.join(known)}"
     return f"{key} ({source}) is not a key; {hint}."
 
@@ -192,7 +205,8 @@ def _initials(key: str) -> str:
     return "".join(word[0] for word in key.rsplit(".", 1)[-1].split("_"))
 
 
-def _all_keys() -> list[str]:
+def all_keys() -> list[str]:
+    """Return every dotted key that a config file or an override may set."""
     config = Config()
     return [
         f"{section.name}.{item.name}"

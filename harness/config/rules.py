@@ -82,33 +82,35 @@ def check_transport(config: Config, device: Literal["cpu", "cuda"]) -> None:
 
     Apart from `check`, since engine.device = "auto" is known only once a rank runs.
     """
-    transport, apart = config.weights.transport, config.parallel.engine_gpus == "apart"
+    transport, colocate = config.weights.transport, config.parallel.colocate
     _require(
-        not apart or device == "cuda",
-        "parallel.engine_gpus",
-        "apart",
-        'on the CPU there are no GPUs to tell apart; use "shared"',
+        colocate or device == "cuda",
+        "parallel.colocate",
+        colocate,
+        "on the CPU there are no GPUs to separate; use true",
     )
     if device == "cuda":
         _require(
-            transport != "distributed" or apart,
+            transport != "distributed" or not colocate,
             "weights.transport",
             transport,
             "NCCL refuses two ranks on one GPU, and an engine rank is on its trainer rank's; use"
-            ' parallel.engine_gpus = "apart", or another transport',
+            " parallel.colocate = false, or another transport",
         )
         _require(
-            transport in ("auto", "distributed", "disk") or not apart,
+            transport in ("auto", "distributed", "disk") or colocate,
             "weights.transport",
             transport,
-            'with parallel.engine_gpus = "apart" the engine does not see the trainer\'s GPU, and opens no handle of its'
+            "with parallel.colocate = false the engine does not see the trainer's GPU, and opens no handle of its"
             ' memory; use "distributed" or "disk"',
         )
 
 
 def _require(condition: bool, key: str, value: object, remedy: str) -> None:
     if not condition:
-        shown = json.dumps(value) if isinstance(value, list) else f'"{value}"' if isinstance(value, str) else value
+        shown = (
+            f'"{value}"' if isinstance(value, str) else json.dumps(value) if isinstance(value, list | bool) else value
+        )
         raise ConfigError(f"{key} = {shown} cannot work: {remedy}.")
 
 
@@ -123,7 +125,7 @@ def _check_ranges(config: Config) -> None:
     _require(
         ":" not in run.dir, "run.dir", run.dir, "SGLang takes no colon in the name of a model's folder; leave it out"
     )
-    _check_deadlines(run)
+    _check_timeouts(run)
     _require(
         rollout.temperature >= GREEDY_BELOW,
         "rollout.temperature",
@@ -157,7 +159,7 @@ def _check_ranges(config: Config) -> None:
         _require(decay >= 0, f"{section}.weight_decay", decay, "it must be 0 or more")
 
 
-def _check_deadlines(run: Run) -> None:
+def _check_timeouts(run: Run) -> None:
     seconds = run.heartbeat_timeout
     _require(seconds >= 3, "run.heartbeat_timeout", seconds, "hosts beat once a second; it must be at least 3")
     for phase, value in run.phase_timeouts.items():
@@ -269,9 +271,9 @@ def _check_engine(config: Config) -> None:
                 f"engine.args.{argument} = {config.engine.args[argument]!r} cannot be set there:"
                 f" the harness derives it from {instead}."
             )
-    if config.model.shape and not is_tiny(config.model.name):
+    if config.model.overrides and not is_tiny(config.model.name):
         raise ConfigError(
-            f'model.shape.{next(iter(config.model.shape))} has no use with model.name = "{config.model.name}":'
+            f'model.overrides.{next(iter(config.model.overrides))} has no use with model.name = "{config.model.name}":'
             f" only the tiny models ({', '.join(ARCHITECTURES)}) are made on the spot."
         )
     _require(
@@ -305,10 +307,10 @@ def _check_engine(config: Config) -> None:
         'sglang\'s own VerlEngine takes named tensors only; use weights.transport = "tensor"',
     )
     _require(
-        config.engine.implementation == "harness" or config.parallel.engine_gpus == "shared",
-        "parallel.engine_gpus",
-        config.parallel.engine_gpus,
-        'sglang\'s own VerlEngine runs on its trainer\'s GPU; use "shared", or engine.implementation = "harness"',
+        config.engine.implementation == "harness" or config.parallel.colocate,
+        "parallel.colocate",
+        config.parallel.colocate,
+        "sglang's own VerlEngine runs on its trainer's GPU; use true, or engine.implementation = \"harness\"",
     )
     _require(
         config.weights.transport != "distributed" or config.parallel.pp == 1,

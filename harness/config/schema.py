@@ -44,8 +44,8 @@ class Parallel:
     """Tensor-parallel ranks of one engine."""
     pp: int = 1
     """Pipeline-parallel stages of one engine."""
-    engine_gpus: Literal["shared", "apart"] = "shared"
-    """shared: an engine rank runs on its trainer rank's GPU. apart: on a GPU of its own; each host then needs two visible GPUs a rank, of which trainers use the first half."""
+    colocate: bool = True
+    """true: an engine rank runs on its trainer rank's GPU. false: on a GPU of its own; each host then needs two visible GPUs a rank, of which trainers use the first half."""
     rank_order: Literal["dp,tp,pp", "dp,pp,tp"] = "dp,tp,pp"
     """How ranks fill the mesh, slowest axis first. SGLang fills hosts in dp,pp,tp order: needed where tp > 1 and pp > 1 span hosts."""
 
@@ -68,7 +68,7 @@ class Model:
     """Dtype of the engine's weights, and in which the trainer computes."""
     master_dtype: Dtype = "float32"
     """Dtype of the parameters that actor and critic update, of their gradients and of AdamW's moments. bfloat16, with dtype = bfloat16 only, halves their memory and rounds most of an update away where the learning rate is below about 1e-4."""
-    shape: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the transformers config that replace those of a tiny model, such as num_hidden_layers = 4."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """The trainer's attention, as transformers names it. auto: sdpa, or eager where the architecture has no sdpa or caps attention logits, which sdpa leaves out."""
@@ -107,9 +107,9 @@ class Task:
     template: str = "Question: {question}\nAnswer: "
     """The prompt; {question} is replaced by the row's question."""
     max_prompt_tokens: int = 256
-    """Longer prompts are long_prompts."""
+    """Longest prompt; see long_prompts."""
     long_prompts: Literal["filter", "error"] = "filter"
-    """filter: leave long_prompts prompts out. error: fail, naming the row."""
+    """filter: leave out prompts longer than max_prompt_tokens. error: fail, naming the row."""
     reward: Literal["gsm8k", "digits"] = "gsm8k"
     """gsm8k: 1 if the number after #### is right. digits: the share of the response's characters that are digits."""
 
@@ -231,7 +231,7 @@ class Weights:
     """How the actor's weights reach the engines, and how far to trust that they did."""
 
     transport: Literal["auto", TransportName] = "auto"
-    """stream: through two buffers that the engine keeps open, gathered and loaded side by side (sglang 0.4.8 and newer). tensor: a list of named tensors a call. bucket: one flattened buffer a call (0.5.1 and newer). distributed: broadcast from each engine's first rank. disk: through a checkpoint folder. auto: stream where this sglang can, else tensor; with parallel.engine_gpus = apart, distributed."""
+    """stream: through two buffers that the engine keeps open, gathered and loaded side by side (sglang 0.4.8 and newer). tensor: a list of named tensors a call. bucket: one flattened buffer a call (0.5.1 and newer). distributed: broadcast from each engine's first rank. disk: through a checkpoint folder. auto: stream where this sglang can, else tensor; with parallel.colocate = false, distributed."""
     bucket_size_mib: int = 512
     """Bytes of one call or buffer, in MiB. The largest tensor, and tensors that fuse on arrival, stay whole even beyond it."""
     folder: str = ""

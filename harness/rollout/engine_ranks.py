@@ -23,12 +23,12 @@ class EngineRanks:
     nnodes: int
 
     @classmethod
-    def of(cls, group: Group, device: Literal["cpu", "cuda"], apart: bool, nnodes: int | None) -> Self:
+    def of(cls, group: Group, device: Literal["cpu", "cuda"], colocate: bool, nnodes: int | None) -> Self:
         """nnodes: what the caller expects, None for any. A collective call of the group.
 
         Raises ValueError for a placement that cannot work, and for another number of hosts than expected.
         """
-        own = own_location(device == "cpu", apart)
+        own = own_location(device == "cpu", colocate)
         locations: dict[int, RankLocation] = {
             location.rank: location for location in all_gather(own, group.process_group)
         }

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -58,7 +58,7 @@ class VerlEngine:
         *,
         log_dir: Path | None = None,
         base_port: int = 30000,
-        engine_gpus: Literal["shared", "apart"] = "shared",
+        colocate: bool = True,
         defaults: Defaults = "harness",
         on_death: Callable[[str], None] | None = None,
         **engine_args: Any,
@@ -67,7 +67,8 @@ class VerlEngine:
 
         nnodes: hosts of this group; None counts them. log_dir receives what the engine's processes print;
         None: a new folder for temporary files, which a shutdown removes and a failure names.
-        defaults: whose, see defaults.py. engine_gpus: whether an engine rank runs on its trainer rank's GPU, or on one of its own (see placement).
+        defaults: whose, see defaults.py. colocate: whether an
+        engine rank runs on its trainer rank's GPU, or on a GPU of its own (see placement).
         on_death(message) is called once, from a thread, when a process of the engine dies; by default this process
         prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them; they go over the
         harness's defaults, of which `dropped_defaults` are those that this sglang does not know.
@@ -84,7 +85,7 @@ class VerlEngine:
         self.engine_args = dict(engine_args)
         self.has_memory_saver = not self._cpu and bool(engine_args.get("enable_memory_saver"))
         self.group = Group.of(device_mesh_cpu)
-        self._seating = EngineRanks.of(self.group, self.device_type, engine_gpus == "apart", nnodes)
+        self._seating = EngineRanks.of(self.group, self.device_type, colocate, nnodes)
         self.node, self.nnodes = self._seating.node, self._seating.nnodes
         self.device = self._seating.engine_device(self.device_type, self.group.rank)
         self._own_log_dir = Path(mkdtemp(prefix="harness-engine-")) if log_dir is None and self.is_builder else None

@@ -133,8 +133,8 @@ def tokenize_prompts(
 ) -> list[Prompt]:
     """One prompt a row, in order, each of at most `max_prompt_tokens` tokens (special tokens counted).
 
-    long_prompts "filter" leaves longer ones out: len(rows) - len(prompts) of them, which is also logged.
-    Raises ValueError: an long_prompts prompt where long_prompts is "error", a bad template, no prompts left.
+    long_prompts "filter" leaves longer ones out and logs their number, len(rows) - len(prompts).
+    Raises ValueError: a longer prompt where long_prompts is "error", a bad template, no prompts left.
     """
     check_template(template)
     if long_prompts not in ("filter", "error"):

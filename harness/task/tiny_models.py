@@ -38,10 +38,10 @@ CONFIG_CLASSES = {
 """Of each tiny model: the folder in transformers/models that has the class of its config, and the class."""
 CORRECTION_BIAS = "e_score_correction_bias"
 _MAX_POSITIONS = 2048
-NOT_A_SHAPE = {"architectures", "dtype", "transformers_version"}
+NOT_OVERRIDABLE = {"architectures", "dtype", "transformers_version"}
 
 Device = Literal["cpu", "cuda"]
-Shape = Mapping[str, Any]
+Overrides = Mapping[str, Any]
 
 # Heads, key-value heads, experts and intermediate sizes divide by tp up to 4. On CUDA head_dim and the MLA sizes
 # are real ones, since attention kernels are specialised for them. initializer_range is about 0.8 / sqrt(hidden_size):
@@ -121,11 +121,11 @@ def tiny_config(
     name: str,
     device: Device = "cpu",
     vocab_size: int = VOCAB_SIZE,
-    shape: Shape | None = None,
+    overrides: Overrides | None = None,
 ) -> PretrainedConfig:
-    """The transformers config of tiny model `name`, one of ARCHITECTURES, with the fields in `shape` replaced.
+    """The transformers config of tiny model `name`, one of ARCHITECTURES, with the fields in `overrides` replaced.
 
-    Raises ValueError: unknown name or device, a key of `shape` that is no field of this config, or that others
+    Raises ValueError: unknown name or device, a key of `overrides` that is no field of this config, or that others
     determine (it names the nearest field), a value of a wrong type.
     """
     if not is_tiny(name):
@@ -134,17 +134,19 @@ def tiny_config(
         raise ValueError(f"device is {device!r}: it must be cpu or cuda")
     fields = tiny_fields(name, device) | {"vocab_size": vocab_size}
     config_class = _config_class(name)
-    known = {*inspect.signature(config_class).parameters, *fields} - NOT_A_SHAPE
-    overrides = dict(shape or {})
+    known = {*inspect.signature(config_class).parameters, *fields} - NOT_OVERRIDABLE
+    overrides = dict(overrides or {})
     for key, value in overrides.items():
         if key not in known:
             nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
-            raise ValueError(f"model.shape.{key} = {value!r} is no field of {name}'s config: did you mean {nearest}?")
+            raise ValueError(
+                f"model.overrides.{key} = {value!r} is no field of {name}'s config: did you mean {nearest}?"
+            )
     try:
         return config_class(**fields | overrides)
     except Exception as error:  # transformers' own type and consistency errors, of several classes
         cause = " ".join(str(error).split())
-        raise ValueError(f"model.shape = {overrides} does not make a {name} config: {cause}") from error
+        raise ValueError(f"model.overrides = {overrides} does not make a {name} config: {cause}") from error
 
 
 def tiny_model(config: PretrainedConfig, seed: int, dtype: str = "float32") -> PreTrainedModel:
@@ -177,7 +179,7 @@ def save_tiny_model(
     seed: int,
     dtype: str = "float32",
     device: Device = "cpu",
-    shape: Shape | None = None,
+    overrides: Overrides | None = None,
     *,
     texts: Iterable[str],
     weights: bool = True,
@@ -190,8 +192,8 @@ def save_tiny_model(
     """
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype is {dtype!r}: it must be float32 or bfloat16")
-    vocab_size = (shape or {}).get("vocab_size", VOCAB_SIZE)
-    config = tiny_config(name, device, vocab_size, shape)
+    vocab_size = (overrides or {}).get("vocab_size", VOCAB_SIZE)
+    config = tiny_config(name, device, vocab_size, overrides)
     tokenizer = train_tokenizer(texts, vocab_size)
     if weights:
         tiny_model(config, seed, dtype).save_pretrained(folder)

@@ -29,7 +29,7 @@ from harness.runtime import hub
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.architectures import ARCHITECTURES, is_tiny
 from harness.task.data import check_rows, check_template, is_hub_id
-from harness.task.tiny_models import CONFIG_CLASSES, NOT_A_SHAPE, tiny_fields
+from harness.task.tiny_models import CONFIG_CLASSES, NOT_OVERRIDABLE, tiny_fields
 from harness.tools import environments
 from harness.tools.plan.refusals import padded, refusals
 from harness.tools.plan.shapes import Fields, UnknownShape, model_fields, model_shape
@@ -154,11 +154,11 @@ def _model_fields(config: Config, device: Device) -> Fields:
     name = config.model.name
     if is_tiny(name):
         _check_shape_fields(config)
-        fields = model_fields(name, config.model.shape, device)
+        fields = model_fields(name, config.model.overrides, device)
         try:
             model_shape(fields)
         except UnknownShape as error:
-            raise ConfigError(f"model.shape cannot work: {error}.") from error
+            raise ConfigError(f"model.overrides cannot work: {error}.") from error
         return fields
     folder = Path(name)
     if is_hub_model(name):
@@ -190,12 +190,12 @@ def _read(file: Path) -> Fields:
 
 
 def _check_shape_fields(config: Config) -> None:
-    known = shape_fields(config.model.name) if config.model.shape else set()
-    for key, value in config.model.shape.items() if known else ():
+    known = shape_fields(config.model.name) if config.model.overrides else set()
+    for key, value in config.model.overrides.items() if known else ():
         if key not in known:
             nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"model.shape.{key} = {value!r} is no field of {config.model.name}'s config: did you mean {nearest}?"
+                f"model.overrides.{key} = {value!r} is no field of {config.model.name}'s config: did you mean {nearest}?"
             )
 
 
@@ -211,7 +211,7 @@ def shape_fields(name: str) -> set[str]:
     found = set(tiny_fields(name, "cpu"))
     for each in (own, base):
         found |= set(source.annotated_fields(each)) | set(source.methods(each).get("__init__", ()))
-    return found - NOT_A_SHAPE
+    return found - NOT_OVERRIDABLE
 
 
 def _check_sizes(config: Config, fields: Fields, device: Device) -> None:

@@ -57,7 +57,7 @@ def choose_transport(config: schema.Config, api: SGLangApi, device: Literal["cpu
     if config.weights.transport == "auto":
         if config.engine.implementation == "sglang":
             return "tensor"
-        if config.parallel.engine_gpus == "apart":
+        if not config.parallel.colocate:
             return "distributed"
     return resolve_transport(config.weights, api, device)
 

@@ -1,4 +1,4 @@
-"""parallel.engine_gpus = "apart": trainers on the first half of the visible GPUs, engine ranks on the second."""
+"""parallel.colocate = false: trainers on the first half of the visible GPUs, engine ranks on the second."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def test_ranks_and_nodes_are_those_of_shared_gpus(world: tuple[ParallelDims, lis
         (
             "4,5,6",
             None,
-            r"rank 1 on host h sees 3 GPUs \(CUDA_VISIBLE_DEVICES '4,5,6'\), but parallel.engine_gpus = \"apart\" needs 4,"
+            r"rank 1 on host h sees 3 GPUs \(CUDA_VISIBLE_DEVICES '4,5,6'\), but parallel.colocate = false needs 4,"
             " two for each of its torchrun's 2 ranks: make all of them visible to every rank, without a wrapper",
         ),
         ("7", None, "sees 1 GPUs .* without a wrapper that gives each rank its own, or set it to shared"),
@@ -81,7 +81,7 @@ def test_too_few_visible_gpus_are_refused(visible: str | None, count: int | None
 def test_two_torchruns_of_a_host_may_not_overlap() -> None:
     locations = [RankLocation(0, "h", 0, ("0", "1"), None, 1), RankLocation(1, "h", 0, ("1", "2"), None, 1)]
     with pytest.raises(
-        ValueError, match=r"rank 1 and rank 0's engine both use GPU 1 of host h, though parallel.engine"
+        ValueError, match=r"rank 1 and rank 0's engine both use GPU 1 of host h, though parallel.colocate"
     ):
         place(ParallelDims(dp=2, tp=1, pp=1), locations, "cuda")
     apart = [locations[0], replace(locations[1], visible=("2", "3"))]
@@ -92,7 +92,7 @@ def test_two_torchruns_of_a_host_may_not_overlap() -> None:
 
 
 def test_the_plan_shows_both_gpus() -> None:
-    plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, ("3,1,0,2",), "apart")
+    plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, ("3,1,0,2",), False)
     assert [(rank.gpu, rank.engine_gpu) for rank in plan.ranks] == [("3", "0"), ("1", "2")]
     assert plan.engines[0].nodes[0].cuda_visible_devices == "0,2"
     assert picture(plan)[1] == (
@@ -102,7 +102,7 @@ def test_the_plan_shows_both_gpus() -> None:
 
 
 def test_the_plan_with_uuids_stays_within_its_width() -> None:
-    plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, (",".join(UUIDS[:4]),), "apart")
+    plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, (",".join(UUIDS[:4]),), False)
     lines = picture(plan)
     assert max(map(len, lines)) <= 120
     assert all(uuid in "\n".join(lines) for uuid in UUIDS[:4])
@@ -110,7 +110,6 @@ def test_the_plan_with_uuids_stays_within_its_width() -> None:
 
 def test_on_the_cpu_nothing_is_apart() -> None:
     shared, apart = (
-        make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cpu", 30000, (), engine_gpus)
-        for engine_gpus in ("shared", "apart")
+        make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cpu", 30000, (), colocate) for colocate in (True, False)
     )
     assert shared == apart

@@ -58,8 +58,8 @@ def test_without_cuda_auto_is_the_cpu_and_cuda_an_error() -> None:
 @pytest.mark.parametrize("wanted", ["cpu", "auto"])
 def test_apart_needs_gpus(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(WorldError, match=r'parallel.engine_gpus = "apart" but rank 1 has no GPU to use; set it to'):
-        choose_device(wanted, Launch.from_environment(TORCHRUN), apart=True)
+    with pytest.raises(WorldError, match=r"parallel.colocate = false but rank 1 has no GPU to use; set it to"):
+        choose_device(wanted, Launch.from_environment(TORCHRUN), colocate=False)
 
 
 def test_apart_needs_two_visible_gpus_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,26 +67,26 @@ def test_apart_needs_two_visible_gpus_a_local_rank(monkeypatch: pytest.MonkeyPat
     launch = Launch.from_environment(TORCHRUN)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert choose_device("auto", launch, apart=True) == torch.device("cuda", 1)
-    assert own_seat_offsets(monkeypatch) == (2, 0, 0)
+    assert choose_device("auto", launch, colocate=False) == torch.device("cuda", 1)
+    assert own_engine_offsets(monkeypatch) == (2, 0, 0)
     for count in (1, 3):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         sentence = (
             f"needs 4 visible GPUs, two for each of this torchrun's 2 ranks on the host, but rank 1 sees {count};"
         )
         with pytest.raises(WorldError, match=sentence):
-            choose_device("cuda", launch, apart=True)
+            choose_device("cuda", launch, colocate=False)
 
 
-def own_seat_offsets(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
-    """engine_offset of this rank's location: apart, shared, and apart on the CPU, where it means nothing."""
+def own_engine_offsets(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+    """engine_offset of this rank's location: separate, colocated, and separate on the CPU, where it means nothing."""
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return (
-        world.own_location(on_cpu=False, apart=True).engine_offset,
+        world.own_location(on_cpu=False, colocate=False).engine_offset,
         world.own_location(on_cpu=False).engine_offset,
-        world.own_location(on_cpu=True, apart=True).engine_offset,
+        world.own_location(on_cpu=True, colocate=False).engine_offset,
     )
 
 

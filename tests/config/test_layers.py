@@ -47,14 +47,14 @@ def test_override_text_is_read_by_the_type_of_its_key() -> None:
             ".5",
             "--run.dir",
             "1",
-            "--model.shape",
+            "--model.overrides",
             "{num_hidden_layers = 3}",
             "--rollout.top_k",
             "-1",
         ]
     ).config
     assert (config.actor.learning_rate, config.run.dir, config.rollout.top_k) == (0.5, "1", -1)
-    assert config.model.shape == {"num_hidden_layers": 3}
+    assert config.model.overrides == {"num_hidden_layers": 3}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.command import parse
-from harness.config.layers import ConfigError
+from harness.config.layers import RENAMED, ConfigError, Layer, all_keys, build_config
 from tests.end_to_end.launching import run_script
 
 FILES = {
@@ -181,8 +181,8 @@ MISTAKES = [
         ' parallel.pp = 1 or engine.implementation = "harness".',
     ),
     (
-        "--model.name some/folder --model.shape.num_hidden_layers 4",
-        'model.shape.num_hidden_layers has no use with model.name = "some/folder": only the tiny models (qwen2, qwen3,'
+        "--model.name some/folder --model.overrides.num_hidden_layers 4",
+        'model.overrides.num_hidden_layers has no use with model.name = "some/folder": only the tiny models (qwen2, qwen3,'
         " llama, qwen3_moe, deepseek_v3, moonlight) are made on the spot.",
     ),
     ("--weights.bucket_size_mib 0", "weights.bucket_size_mib = 0 cannot work: it must be at least 1."),
@@ -193,20 +193,20 @@ MISTAKES = [
     (
         "--weights.transport distributed --engine.device cuda",
         'weights.transport = "distributed" cannot work: NCCL refuses two ranks on one GPU, and an engine rank is on its'
-        ' trainer rank\'s; use parallel.engine_gpus = "apart", or another transport.',
+        " trainer rank's; use parallel.colocate = false, or another transport.",
     ),
     (
-        "--weights.transport stream --engine.device cuda --parallel.engine_gpus apart",
-        'weights.transport = "stream" cannot work: with parallel.engine_gpus = "apart" the engine does not see the'
+        "--weights.transport stream --engine.device cuda --parallel.colocate false",
+        'weights.transport = "stream" cannot work: with parallel.colocate = false the engine does not see the'
         ' trainer\'s GPU, and opens no handle of its memory; use "distributed" or "disk".',
     ),
     (
-        "--parallel.engine_gpus apart --engine.device cpu",
-        'parallel.engine_gpus = "apart" cannot work: on the CPU there are no GPUs to tell apart; use "shared".',
+        "--parallel.colocate false --engine.device cpu",
+        "parallel.colocate = false cannot work: on the CPU there are no GPUs to separate; use true.",
     ),
     (
-        "--parallel.engine_gpus apart --engine.implementation sglang",
-        'parallel.engine_gpus = "apart" cannot work: sglang\'s own VerlEngine runs on its trainer\'s GPU; use "shared",'
+        "--parallel.colocate false --engine.implementation sglang",
+        "parallel.colocate = false cannot work: sglang's own VerlEngine runs on its trainer's GPU; use true,"
         ' or engine.implementation = "harness".',
     ),
     (
@@ -294,3 +294,18 @@ def test_without_torchrun_it_says_how_to_start() -> None:
     command = "bin/torchrun --nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml"
     assert done.stderr.startswith("error: RANK is not in the environment; start this with: ")
     assert done.stderr.endswith(f"{command}\n") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_key_names_the_new_one(old: str, new: str) -> None:
+    section, name = old.split(".")
+    with pytest.raises(ConfigError) as caught:
+        build_config([Layer(source="old.toml", table={section: {name: {}}})])
+    assert str(caught.value) == f"{old} (old.toml) was renamed: use {new}."
+    assert new.split()[0] in all_keys()
+    assert old not in all_keys()
+
+
+def test_a_key_inside_a_renamed_table_names_the_new_table() -> None:
+    with pytest.raises(ConfigError, match=r"run\.deadlines .*use run\.phase_timeouts"):
+        parse(["--run.deadlines.sync", "60"])

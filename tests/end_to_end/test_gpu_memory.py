@@ -125,7 +125,13 @@ def test_qwen2_7b_fits_in_stages_and_not_at_once(tmp_path: Path, monkeypatch: py
     """Qwen2-7B's shape on four GPUs; on two, half of its layers: as much on each GPU."""
     need(2, gib_each=130)
     ranks, layers = (4, 28) if torch.cuda.device_count() >= 4 else (2, 14)
-    words = ["configs/gpu/memory_7b.toml", "--parallel.tp", str(ranks), "--model.shape.num_hidden_layers", str(layers)]
+    words = [
+        "configs/gpu/memory_7b.toml",
+        "--parallel.tp",
+        str(ranks),
+        "--model.overrides.num_hidden_layers",
+        str(layers),
+    ]
     monkeypatch.setenv("NCCL_DEBUG", "WARN")  # else a rank may only hear that a CUDA call of NCCL's has failed
     job = run(tmp_path / "staged", ranks, *words, seconds=580)
     assert job.process.returncode == 0, job.output()

@@ -208,7 +208,7 @@ def test_prompts_in_order():
     assert all("".join(map(chr, prompt.input_ids)) == prompt.text for prompt in prompts)
 
 
-def test_overlong(caplog):
+def test_long_prompts(caplog):
     length = len(TEMPLATE.format(question=ROWS[0].question))
     with caplog.at_level("INFO", logger="harness.task.data"):
         prompts = tokenize_prompts([ROWS[1], ROWS[0]], Characters(), TEMPLATE, length)

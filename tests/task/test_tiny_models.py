@@ -166,25 +166,25 @@ def test_sizes_divide_by_four(name, device):
 
 
 def test_shape_replaces_fields(tmp_path):
-    config = tiny_config("qwen2", shape={"num_hidden_layers": 4, "tie_word_embeddings": True})
+    config = tiny_config("qwen2", overrides={"num_hidden_layers": 4, "tie_word_embeddings": True})
     assert (
         config.num_hidden_layers,
         len(config.layer_types),
         config.tie_word_embeddings,
     ) == (4, 4, True)
-    assert tiny_config("deepseek_v3", shape={"num_attention_heads": 4}).num_key_value_heads == 4
-    assert tiny_config("moonlight", shape={"topk_method": "greedy"}).topk_method == "greedy"
-    save_tiny_model("llama", tmp_path, 0, shape={"vocab_size": 300}, texts=TEXTS)
+    assert tiny_config("deepseek_v3", overrides={"num_attention_heads": 4}).num_key_value_heads == 4
+    assert tiny_config("moonlight", overrides={"topk_method": "greedy"}).topk_method == "greedy"
+    save_tiny_model("llama", tmp_path, 0, overrides={"vocab_size": 300}, texts=TEXTS)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == 300
     assert len(load_file(tmp_path / "model.safetensors")["lm_head.weight"]) == 300
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"),
+    ("overrides", "message"),
     [
         (
             {"num_layers": 4},
-            r"shape\.num_layers = 4 is no field of qwen2's config: did you mean num_hidden_layers\?",
+            r"overrides\.num_layers = 4 is no field of qwen2's config: did you mean num_hidden_layers\?",
         ),
         ({"hidden_size": "big"}, "does not make a qwen2 config: .*hidden_size"),
         ({"model_type": "llama"}, "model_type = 'llama' is no field of qwen2's config"),
@@ -194,14 +194,14 @@ def test_shape_replaces_fields(tmp_path):
         ),
     ],
 )
-def test_errors_of_shape(shape, message):
+def test_errors_of_overrides(overrides, message):
     with pytest.raises(ValueError, match=message):
-        tiny_config("qwen2", shape=shape)
+        tiny_config("qwen2", overrides=overrides)
 
 
 def test_a_derived_field_is_refused():
-    with pytest.raises(ValueError, match=r"shape\.qk_head_dim = 7 is no field"):
-        tiny_config("deepseek_v3", shape={"qk_head_dim": 7})
+    with pytest.raises(ValueError, match=r"overrides\.qk_head_dim = 7 is no field"):
+        tiny_config("deepseek_v3", overrides={"qk_head_dim": 7})
 
 
 def test_errors_of_name_device_dtype(tmp_path):

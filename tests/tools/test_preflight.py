@@ -11,7 +11,7 @@ import pytest
 
 from harness.config.command import parse
 from harness.config.layers import ConfigError
-from harness.task.tiny_models import NOT_A_SHAPE, tiny_config, tiny_fields
+from harness.task.tiny_models import NOT_OVERRIDABLE, tiny_config, tiny_fields
 from harness.tools import preflight
 from launch import ppo
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY
@@ -43,7 +43,7 @@ MISTAKES = {
     "--rollout.max_response_tokens 0": "it must be at least 1",
     "--algorithm.advantage grpo --rollout.responses_per_prompt 1": "needs at least 2",
     "--weights.transport distributed --parallel.pp 2": "use parallel.pp = 1",
-    f"--parallel.engine_gpus apart {CPU}": 'use "shared"',
+    f"--parallel.colocate false {CPU}": "use true",
     "--engine.base_port 80": "between 1024 and 60000",
     "--run.dir runs/12:30": "no colon",
     # Of models, data, engines and this host: known from files.
@@ -68,14 +68,14 @@ MISTAKES = {
     "--engine.args.max_total_tokens 9.5": "takes an integer there",
     "--engine.args.disable_cuda_graph 3": "takes true or false there",
     "--engine.args.attention_backend torch_nativ": "the nearest is torch_native",
-    "--model.shape.hidden_sise 64": "model.shape.hidden_sise = 64 is no field of qwen2's config: did you mean hidden_size?",
-    "--model.shape.hidden_size wide": "hidden_size = 'wide'",
-    "--model.shape.num_attention_heads 3": "model.shape.num_attention_heads = 3 is not a multiple",
-    "--model.shape.num_attention_heads 12": "num_attention_heads = 12 does not divide hidden_size = ",
+    "--model.overrides.hidden_sise 64": "model.overrides.hidden_sise = 64 is no field of qwen2's config: did you mean hidden_size?",
+    "--model.overrides.hidden_size wide": "hidden_size = 'wide'",
+    "--model.overrides.num_attention_heads 3": "model.overrides.num_attention_heads = 3 is not a multiple",
+    "--model.overrides.num_attention_heads 12": "num_attention_heads = 12 does not divide hidden_size = ",
     "--parallel.pp 4": "more than the model's 2 layers",
     "--model.name qwen3_moe --engine.args.ep_size 3": "must divide parallel.tp = 2 and the model's 8 experts",
-    "--model.name qwen3_moe --model.shape.num_experts_per_tok 9": "num_experts_per_tok = 9 is more than the model's 8 experts",
-    "--model.name deepseek_v3 --model.shape.n_group 3": "model.shape.n_group = 3 does not divide",
+    "--model.name qwen3_moe --model.overrides.num_experts_per_tok 9": "num_experts_per_tok = 9 is more than the model's 8 experts",
+    "--model.name deepseek_v3 --model.overrides.n_group 3": "model.overrides.n_group = 3 does not divide",
     "--rollout.max_response_tokens 4096": "the model's context is 2048",
     "--engine.args.context_length 128": "engine.args.context_length is 128",
     # An engine that no sync can reach.
@@ -217,7 +217,9 @@ def test_fields_read_from_source_are_those_of_the_class(name: str) -> None:
     import inspect
 
     real = (
-        {*inspect.signature(type(tiny_config(name))).parameters, *tiny_fields(name, "cpu")} - NOT_A_SHAPE - {"kwargs"}
+        {*inspect.signature(type(tiny_config(name))).parameters, *tiny_fields(name, "cpu")}
+        - NOT_OVERRIDABLE
+        - {"kwargs"}
     )
     assert real <= preflight.shape_fields(name)
     assert not {"hidden_sise", "self", "kwargs"} & preflight.shape_fields(name)

@@ -33,7 +33,7 @@ def tied_embeddings_sent_once(stand: Stand, broken: bool) -> list[str]:
     if broken:
         folder = stand.folder / "tied"
         if stand.world.rank == 0:
-            save_tiny_model("qwen3_moe", folder, 0, shape={"tie_word_embeddings": True}, texts=["hello"])
+            save_tiny_model("qwen3_moe", folder, 0, overrides={"tie_word_embeddings": True}, texts=["hello"])
         dist.barrier()
         model = load_causal_lm(str(folder), torch.float32, torch.device("cpu"), stand.mesh)
     return stand.refused(model=model)

@@ -228,7 +228,7 @@ def run(
     seen: dict[str, Any] = {}
     with open_world(Launch.from_environment(os.environ), torch.device("cpu"), 300) as world:
         if world.rank == 0:
-            save_tiny_model(name, folder / "model", 0, shape=shape, texts=["hello, the quick brown fox"])
+            save_tiny_model(name, folder / "model", 0, overrides=shape, texts=["hello, the quick brown fox"])
         dist.barrier()
         mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("fsdp",))
         engine = VerlEngine(

@@ -44,10 +44,10 @@ def new(tmp_path: Path) -> SGLangApi:
     )
 
 
-def config_of(transport: Any = "auto", engine_gpus: Any = "shared", implementation: Any = "harness") -> schema.Config:
+def config_of(transport: Any = "auto", colocate: Any = True, implementation: Any = "harness") -> schema.Config:
     return schema.Config(
         weights=schema.Weights(transport=transport),
-        parallel=schema.Parallel(engine_gpus=engine_gpus),
+        parallel=schema.Parallel(colocate=colocate),
         engine=schema.Engine(implementation=implementation),
     )
 
@@ -62,8 +62,8 @@ def test_auto_is_stream_where_there_are_custom_loaders_else_tensor(new: SGLangAp
     [
         (config_of(), "cuda", "stream"),
         (config_of(implementation="sglang"), "cuda", "tensor"),
-        (config_of(engine_gpus="apart"), "cuda", "distributed"),
-        (config_of("disk", "apart"), "cuda", "disk"),
+        (config_of(colocate=False), "cuda", "distributed"),
+        (config_of("disk", False), "cuda", "disk"),
         (config_of("distributed"), "cpu", "distributed"),
         (config_of("bucket"), "cuda", "bucket"),
     ],
@@ -79,18 +79,18 @@ def test_a_run_takes_what_its_devices_allow(config: schema.Config, device: Any, 
             config_of("distributed"),
             "cuda",
             'weights.transport = "distributed" cannot work: NCCL refuses two ranks on one GPU, and an engine rank is on'
-            ' its trainer rank\'s; use parallel.engine_gpus = "apart", or another transport.',
+            " its trainer rank's; use parallel.colocate = false, or another transport.",
         ),
         (
-            config_of("bucket", "apart"),
+            config_of("bucket", False),
             "cuda",
-            'weights.transport = "bucket" cannot work: with parallel.engine_gpus = "apart" the engine does not see the'
+            'weights.transport = "bucket" cannot work: with parallel.colocate = false the engine does not see the'
             ' trainer\'s GPU, and opens no handle of its memory; use "distributed" or "disk".',
         ),
         (
-            config_of("disk", "apart"),
+            config_of("disk", False),
             "cpu",
-            'parallel.engine_gpus = "apart" cannot work: on the CPU there are no GPUs to tell apart; use "shared".',
+            "parallel.colocate = false cannot work: on the CPU there are no GPUs to separate; use true.",
         ),
     ],
 )

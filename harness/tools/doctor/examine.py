@@ -319,7 +319,7 @@ def _child(
     rank = job.launch.rank
     node = next((node for engine in engines for node in engine.nodes if rank in node.ranks), None)
     index = _device_index(facts.location)
-    if node is None or node.visible_devices is None or index is None or job.config.parallel.engine_gpus == "apart":
+    if node is None or node.visible_devices is None or index is None or not job.config.parallel.colocate:
         yield lambda: None
         return
     visible = ",".join(node.visible_devices)

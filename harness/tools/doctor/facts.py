@@ -162,10 +162,10 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
 
 def where(config: Config, launch: Launch) -> tuple[RankLocation | None, torch.device | None, str]:
     """RankLocation and device as a run of this config would take them, and what it would say where it cannot."""
-    apart = config.parallel.engine_gpus == "apart"
+    colocate = config.parallel.colocate
     try:
-        device = choose_device(config.engine.device, launch, apart)
-        return own_location(device.type == "cpu", apart), device, ""
+        device = choose_device(config.engine.device, launch, colocate)
+        return own_location(device.type == "cpu", colocate), device, ""
     except ValueError as error:
         return None, None, str(error)
 

@@ -61,7 +61,7 @@ def context(subject: Subject) -> dict[str, Any]:
     shape = (
         {name: value for name, value in tiny_fields(model.name, device).items() if value is not None} if tiny else {}
     )
-    model_config = shape | {"num_key_value_heads": shape.get("num_key_value_heads")} | model.shape if tiny else {}
+    model_config = shape | {"num_key_value_heads": shape.get("num_key_value_heads")} | model.overrides if tiny else {}
     if tiny and model_config["num_key_value_heads"] is None:
         del model_config["num_key_value_heads"]
     if model.name == "moonlight":
@@ -78,7 +78,7 @@ def context(subject: Subject) -> dict[str, Any]:
     phases += ["resume_weights", "release"] * saver + ["first_release"] * (saver and dummy)
     phases += ["resume_kv_cache"] * (saver and not resume_all)
     plant = plant_of(subject.seen, tuple(phases))
-    apart = parallel.engine_gpus == "apart"
+    apart = not parallel.colocate
     check_release = saver and subject.seen is not None and "MemoryDidNotMove" in subject.seen.error
     return {
         "torchrun": f"{subject.torchrun} repro.py",

@@ -84,7 +84,9 @@ class Estimate:
 
 def estimate(config: Config, gpu_bytes: int) -> Estimate:
     """For GPUs that nothing else uses. Raises UnknownShape where the model's config is not known here."""
-    return _Sums(config, model_shape(model_fields(config.model.name, config.model.shape, "cuda")), gpu_bytes).estimate()
+    return _Sums(
+        config, model_shape(model_fields(config.model.name, config.model.overrides, "cuda")), gpu_bytes
+    ).estimate()
 
 
 class _Sums:
@@ -94,7 +96,7 @@ class _Sums:
         parallel = config.parallel
         self.config, self.model, self.gpu_bytes = config, model, gpu_bytes
         self.arguments = {**engine_defaults("cuda", config.engine.defaults), **config.engine.args}
-        self.apart = parallel.engine_gpus == "apart"
+        self.apart = not parallel.colocate
         self.element = DTYPE_BYTES[config.model.dtype]
         self.ranks = parallel.dp * parallel.tp * parallel.pp
         processes = 1 if self.apart else 2  # on one GPU

@@ -70,7 +70,7 @@ def make_plan(
     device: Literal["cpu", "cuda"],
     base_port: int,
     visible_by_host: tuple[str | None, ...] = (),
-    engine_gpus: Literal["shared", "apart"] = "shared",
+    colocate: bool = True,
 ) -> Plan:
     """Plan of `torchrun --nnodes --nproc-per-node` on hosts named host0, host1, ...
 
@@ -81,7 +81,7 @@ def make_plan(
         if value < 1:
             raise ValueError(f"{option} = {value} starts no rank: it must be 1 or more")
     dims.validate(nnodes * nproc_per_node)
-    offset = nproc_per_node if engine_gpus == "apart" and device == "cuda" else 0
+    offset = nproc_per_node if not colocate and device == "cuda" else 0
     return plan_of(dims, _seats(nnodes, nproc_per_node, visible_by_host, offset), device, base_port)
 
 

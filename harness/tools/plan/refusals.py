@@ -16,7 +16,7 @@ class _Sizes:
     """Whole numbers of a config by name, those of a multi-modal model's language part; None where there is none."""
 
     def __init__(self, fields: Mapping[str, Any], shape: Mapping[str, Any] | None = None) -> None:
-        """shape: model.shape, whose keys are the user's own."""
+        """shape: model.overrides, whose keys are the user's own."""
         self.shape = shape or {}
         inner = fields.get("text_config")
         self.fields: Mapping[str, Any] = {**fields, **inner} if isinstance(inner, Mapping) else fields
@@ -28,12 +28,12 @@ class _Sizes:
 
     def key(self, name: str) -> str:
         """As the user writes it, where the user did."""
-        return f"model.shape.{name}" if name in self.shape else f"the model's {name}"
+        return f"model.overrides.{name}" if name in self.shape else f"the model's {name}"
 
 
 def refusals(fields: Mapping[str, Any], config: Config, device: Literal["cpu", "cuda"]) -> Iterator[str]:
     """One sentence for each reason why this model cannot be served on this mesh. fields: of the model's config.json."""
-    sizes, parallel = _Sizes(fields, config.model.shape), config.parallel
+    sizes, parallel = _Sizes(fields, config.model.overrides), config.parallel
     layers = sizes["num_hidden_layers"]
     if layers is not None and layers < parallel.pp:
         yield f"parallel.pp = {parallel.pp} is more than the model's {layers} layers."

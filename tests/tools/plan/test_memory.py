@@ -96,7 +96,7 @@ def test_without_the_memory_saver_the_engine_is_always_there() -> None:
 
 
 def test_apart_engine_and_trainer_have_gpus_of_their_own() -> None:
-    found = of(MEMORY_7B, "--parallel.engine_gpus", "apart")
+    found = of(MEMORY_7B, "--parallel.colocate", "false")
     engine, *trainer = found.stages
     assert engine.name == "engine's GPU"
     assert not any(name.startswith("actor") for name in engine.parts)
@@ -140,4 +140,4 @@ def test_text_and_json_say_the_same(words: tuple[str, ...]) -> None:
 
 
 def test_more_stages_than_layers_are_a_problem_and_no_crash() -> None:
-    of(MEMORY_7B, "--parallel.tp", "1", "--parallel.pp", "4", "--model.shape.num_hidden_layers", "2")
+    of(MEMORY_7B, "--parallel.tp", "1", "--parallel.pp", "4", "--model.overrides.num_hidden_layers", "2")

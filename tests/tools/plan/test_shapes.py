@@ -45,7 +45,7 @@ def test_every_tensor_of_the_real_model(name: str, shape: dict[str, Any], device
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_folder_s_config_counts_alike(name: str, tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 3}
-    tiny_config(name, "cuda", shape=shape).save_pretrained(tmp_path)
+    tiny_config(name, "cuda", overrides=shape).save_pretrained(tmp_path)
     assert model_shape(model_fields(str(tmp_path), {}, "cuda")) == model_shape(model_fields(name, shape, "cuda"))
 
 
@@ -64,7 +64,7 @@ def test_groups_of_the_critic_hold_a_value_model(name: str) -> None:
 
 def test_deepseek_v3_has_671_billion() -> None:
     config = build_config([read_layer(str(DEEPSEEK))])
-    model = model_shape(model_fields(config.model.name, config.model.shape, "cuda"))
+    model = model_shape(model_fields(config.model.name, config.model.overrides, "cuda"))
     assert model.parameters + model.buffers == 671_026_419_200
     assert model.buffers == 58 * 256
 

@@ -28,7 +28,7 @@ def _models(
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    tiny_config(name, shape=SHAPE).save_pretrained(folder)
+    tiny_config(name, overrides=SHAPE).save_pretrained(folder)
     load = load_value_model if value else load_causal_lm
     model = load(folder, dtype, torch.device("cpu"), mesh, weights="random", compute_dtype=torch.bfloat16)
     return model, model_shape(model_fields(name, SHAPE, "cpu"))

@@ -58,7 +58,7 @@ def launch(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess
         (["--syncs", "0"], "--syncs = 0 and --repeats = 5 must each be at least 1."),
         (["--bench", "--repeats", "-1"], "--syncs = 3 and --repeats = -1 must each be at least 1."),
         (["--synks", "3"], "--synks (command line) is not an option; config keys are written --section.key VALUE."),
-        (["--weights.bukket_megabytes", "1"], "weights.bukket_megabytes (command line) is not a key; the nearest is weights.bucket_size_mib."),
+        (["--weights.bukket_size_mib", "1"], "weights.bukket_size_mib (command line) is not a key; the nearest is weights.bucket_size_mib."),
         (["--weights.transport", "pigeon"], 'weights.transport = "pigeon" (command line) is not one of "auto", "stream", "tensor", "bucket", "distributed", "disk".'),
         (["nowhere.toml"], "nowhere.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml."),
     ],

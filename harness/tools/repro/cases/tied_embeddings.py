@@ -19,7 +19,7 @@ def program(broken: bool) -> None:
     activate()  # transformers imports torchvision
     from harness.task.tiny_models import tiny_config, tiny_model
 
-    model = tiny_model(tiny_config("qwen2", shape={"tie_word_embeddings": broken}), seed=0)
+    model = tiny_model(tiny_config("qwen2", overrides={"tie_word_embeddings": broken}), seed=0)
     last_stage = [name for name, _ in model.named_parameters() if name.startswith(("model.norm", "lm_head"))]
     print("for the last stage:", *last_stage)
     if "lm_head.weight" not in last_stage:
