@@ -7,3 +7,7 @@ class EngineFailed(RuntimeError):
 
 class SchedulerFailed(EngineFailed):
     """A scheduler answered, at the end of its part of a call, that it failed: the engine's call ends by itself."""
+
+
+class PeerGone(ConnectionError):
+    """The other end of a connection between a rank and its scheduler was closed, or gave up."""

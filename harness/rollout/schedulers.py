@@ -1,10 +1,15 @@
-"""The one door into an engine's schedulers: a custom weight loader that SGLang runs in each of them."""
+"""Run a function of the harness in every scheduler of an engine.
+
+SGLang runs a custom weight loader in each of them (since 0.4.8); the harness registers one, LOADER, and the name of the
+tensor that it is given says which function to call.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -12,13 +17,13 @@ import torch.distributed as dist
 
 from harness.cluster.world import all_gather
 from harness.rollout import sglang_api
-from harness.rollout.errors import EngineFailed, SchedulerFailed
+from harness.rollout.errors import EngineFailed, PeerGone, SchedulerFailed
 from harness.rollout.group import Group
 from harness.runtime.background import in_background
-from harness.weights.stream.slots import PeerGone
 
 T = TypeVar("T")
 
+LOADER = "harness.rollout.schedulers.run_in_scheduler"
 WATCH_SECONDS = 2.0
 """A rank whose scheduler is gone waits so long: the rank that built the engine sees within half a second which process
 died, and its word must come first."""
@@ -43,16 +48,16 @@ class EngineOfRanks(Protocol):
 
 def call_schedulers(
     engine: EngineOfRanks,
-    loader: str,
+    function: str,
     message: str,
     meanwhile: Callable[[Callable[[], bool]], T],
     flush_cache: bool = False,
     carried: Sequence[torch.Tensor] = (),
 ) -> T:
-    """Run a custom weight loader in every scheduler of the engine, and `meanwhile(ended)` on every rank; its value.
+    """Run a function in every scheduler of the engine and `meanwhile(ended)` on every rank; return the value of the latter.
 
-    message: the name that the loader is given, the head's counts. carried: on the head, the tensor (on the CPU) that it
-    is given with it, one for each tp rank; every stage is given the same. ended() tells whether the engine's call is
+    function: its dotted path; it gets the model and [(message, tensor)], as a custom weight loader does. message: of the
+    head. carried: on the head, the tensors (on the CPU), one for each tp rank; every stage is given the same. ended() tells whether the engine's call is
     over, so that nobody waits for a scheduler that will not come; SGLang's answer is that of the first stage alone.
     A collective call of the engine's ranks. Raises the engine's failure, or what meanwhile raised, on every rank.
     """
@@ -63,8 +68,8 @@ def call_schedulers(
         inner = engine.inner
         # By value, not as a handle: a handle of this rank's GPU or memory opens on no other host, and on the CPU once.
         tensors = carried or [torch.zeros(1)] * engine.group.tp
-        payloads = [[(message, sglang_api.serialize_by_value(tensor))] for tensor in tensors]
-        send = partial(engine.send, inner, payloads, loader, flush_cache)
+        payloads = [[(f"{function} {message}", sglang_api.serialize_by_value(tensor))] for tensor in tensors]
+        send = partial(engine.send, inner, payloads, LOADER, flush_cache)
         call = in_background(sglang_api.for_another_thread(inner, send), "engine-call")
         ended: Callable[[], bool] = call.done
     else:
@@ -98,3 +103,12 @@ def call_schedulers(
         if other:
             raise EngineFailed(f"on rank {rank}: {other}")
     return value
+
+
+def run_in_scheduler(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Call the function that the one name begins with, in a scheduler; no other than the harness's own."""
+    name, tensor = named_tensors[0]
+    path, _, message = name.partition(" ")
+    if not path.startswith("harness."):
+        raise ValueError(f"function {path} must be one of harness.*, given by call_schedulers.")
+    resolve_name(path)(model, [(message, tensor)])

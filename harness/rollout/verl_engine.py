@@ -33,15 +33,11 @@ from harness.rollout.engine_ranks import EngineRanks, engine_device
 from harness.rollout.errors import EngineFailed
 from harness.rollout.group import Group
 from harness.rollout.processes import ChildWatch, output_to, started_processes
+from harness.rollout.schedulers import LOADER
 from harness.rollout.scratch import engine_folder, remove_what_exit_would, temporary_files_in, variables
 from harness.rollout.signals import TAKEN, OwnHandlers, ignore_signal, sigquit_raises
-from harness.rollout.stage_loader import ARRIVED, STAGED
 from harness.rollout.stage_payloads import await_stages, update_stages
 from harness.runtime.processes import STOP_SECONDS, descendants, end_processes, is_resource_tracker
-from harness.weights.worker import inspection
-from harness.weights.worker.reader import STREAM
-from harness.weights.worker.scheduler_fingerprint import FINGERPRINT
-from harness.weights.worker.sentinel import SENTINEL
 
 T = TypeVar("T")
 
@@ -270,15 +266,7 @@ class VerlEngine:
         if self.api.custom_sigquit_handler:
             arguments["custom_sigquit_handler"] = ignore_signal
         if self.api.custom_weight_loader:
-            arguments["custom_weight_loader"] = [
-                *arguments.get("custom_weight_loader", ()),
-                *inspection.LOADERS,
-                FINGERPRINT,
-                SENTINEL,
-                ARRIVED,
-                STAGED,
-                STREAM,
-            ]
+            arguments["custom_weight_loader"] = [*arguments.get("custom_weight_loader", ()), LOADER]
         before, folder = descendants(), Path(self._scratch.name)
         loud = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
         with started_processes() as started:

@@ -16,14 +16,12 @@ from typing import Any, Self
 
 import torch
 
+from harness.rollout.errors import PeerGone
+
 SLOTS = 2
 ALIGNMENT = 256
 STAMP_BYTES = 8
 POLL_SECONDS = 0.2
-
-
-class PeerGone(ConnectionError):
-    """The other end of a connection closed it, or gave up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
