@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,10 +35,10 @@ from harness.trainer.advantages import AdaptiveKl, FixedKl
 from harness.trainer.critic import Critic
 from harness.trainer.model import Attention, load_causal_lm, load_value_model
 from harness.trainer.offload import Offloaded
-from harness.weights.proof import section, verdict
 from harness.weights.reload import Reload, check_shared
 from harness.weights.sync import WeightSync
 from harness.weights.transports import choose_transport
+from harness.weights.verification_summary import report_section, verdict_phrase
 from harness.weights.verify import Verification, check_level
 
 T = TypeVar("T")
@@ -71,10 +72,10 @@ def conduct(config: Config, world: World, dims: ParallelDims, events: EventLog, 
         ppo.sync.close()
         ppo.engine.shutdown()
     rollouts = [*report.steps, report.final]
-    report.verification = section(ppo.verification, rollouts, events.seconds)
+    report.verification = report_section(ppo.verification, rollouts, events.seconds)
     if world.rank == 0:
         report.write()
-    events.say(report.verdict(verdict(ppo.verification, rollouts)))
+    events.say(report.verdict(verdict_phrase(ppo.verification, rollouts)))
     if world.rank == 0:
         write_reports_of_passed_run(folder)
     return 0
@@ -86,7 +87,7 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     with as_config_error(), events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"):
         sglang_api.check_arguments(api, config.engine.args, {})
         check_level(config, api)
-        transport = choose_transport(config, api, world.device_type)
+        transport, reason = choose_transport(config, api, world.device_type)
         checkpoints = checkpoint_folder(config, world, folder)
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
         model_folder = make_model_folder(config, world, folder, rows)
@@ -100,10 +101,11 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
             config.run.seed,
         )
     events.say(f"{len(prompts.prompts)} prompts of {len(rows)} rows ({config.task.source})")
-    chosen = ', which is what "auto" means here' if config.weights.transport == "auto" else ""
-    events.say(f'weights.transport = "{transport}"{chosen}')
+    config = replace(config, weights=replace(config.weights, transport=transport))
+    report.config = config
+    events.say(f'weights.transport = "{transport}" ({reason})')
     if world.rank == 0:
-        write_config(folder, config, world.device_type, transport)
+        write_config(folder, config, world.device_type)
     if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
         events.say("the engine starts on dummy weights: what the first sync does not bring will show")
     mesh = build_mesh(dims, "cpu")
@@ -129,7 +131,7 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
             memory.release_all()
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = (trainer or start_trainer()).result()
-    sync = WeightSync(engine, actor.model, config.weights, transport, folder, getattr(torch, config.model.dtype))
+    sync = WeightSync(engine, actor.model, config.weights, folder, getattr(torch, config.model.dtype))
     for name, part in (("sync", sync), ("actor", actor.learner), *([("critic", critic.learner)] if critic else [])):
         events.built(name, part)
     return Ppo(

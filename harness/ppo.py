@@ -112,7 +112,7 @@ class Ppo:
             "truncated_share": self.mean(truncated),
             "rollout_entropy": self.token_mean(entropy, batch),
             **difference.metrics(),
-            **self.verification.shown(),
+            **self.verification.sync_metrics(),
             **self.verification.take_seconds(),
         }
 

@@ -337,9 +337,7 @@ def _check_updates(config: Config) -> None:
         " the draft and for the target, but a scheduler has one weight stream"
     )
     transport, verify = config.weights.transport, config.weights.verify
-    _require(
-        transport not in ("auto", "stream"), "weights.transport", transport, f'{why}; use "tensor", "bucket" or "disk"'
-    )
+    _require(transport != "stream", "weights.transport", transport, f'{why}; use "bucket", "tensor" or "disk"')
     _require(verify == "off", "weights.verify", verify, f'{why}, so that nothing can be compared; use "off"')
 
 

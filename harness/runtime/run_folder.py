@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.config.layers import to_toml
-from harness.config.schema import Config, TransportName
+from harness.config.schema import Config
 from harness.runtime import redact
 
 CONFIG, EVENTS = "config.toml", "events"
@@ -39,10 +39,7 @@ def make_run_folder(given: str, now: datetime | None = None) -> str | None:
     raise AssertionError("unreachable")
 
 
-def write_config(
-    folder: Path, config: Config, device: Literal["cpu", "cuda"], transport: TransportName | None = None
-) -> None:
-    """Write the config of a run as it is run: with what "auto" became, of the transport as soon as it is known."""
-    weights = config.weights if transport is None else replace(config.weights, transport=transport)
-    resolved = replace(config, engine=replace(config.engine, device=device), weights=weights)
+def write_config(folder: Path, config: Config, device: Literal["cpu", "cuda"]) -> None:
+    """Write the config of a run with the device that it runs on; once the transport is chosen, it is written again."""
+    resolved = replace(config, engine=replace(config.engine, device=device))
     (folder / CONFIG).write_text(redact.text(to_toml(resolved)), encoding="utf-8")

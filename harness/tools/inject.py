@@ -188,11 +188,11 @@ class Injector:
 
     def _lost_message(self, fault: Fault) -> None:
         """The scheduler beside this rank never hears that a bucket lies in its slot."""
-        from harness.weights.transports import Stream
+        from harness.weights.transports import StreamTransport
 
         sync = self.sync
         assert sync is not None
-        if not isinstance(sync.transport, Stream):
+        if not isinstance(sync.transport, StreamTransport):
             raise UnsupportedEnvironment(
                 f"run.inject = {fault} needs weights.transport = stream, which this sglang has not."
             )

@@ -2,7 +2,7 @@
 
 from harness.cluster.world import World, all_gather
 from harness.rollout.verl_engine import VerlEngine
-from harness.weights.held import inspect
+from harness.weights.snapshot import inspect
 from harness.weights.worker import inspection
 
 

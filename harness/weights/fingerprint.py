@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import World, all_gather
 from harness.weights.gather import Bucket, Chunks, Piece
-from harness.weights.held import inspect
+from harness.weights.snapshot import inspect
 from harness.weights.sync import WeightSync
-from harness.weights.worker.reader import Arrival, Region
+from harness.weights.worker.reader import LoadCoverage, Region
 from harness.weights.worker.scheduler_fingerprint import FINGERPRINT, weighted_sum
 
 Unit = tuple[int, int]
@@ -42,7 +42,7 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class FingerprintComparison:
     """What one comparison said; the same on every rank."""
 
     tensors: int
@@ -64,9 +64,9 @@ class Fingerprints:
     world: World
     before: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
     """Names of tensors -> the sums of their boxes at the last comparison."""
-    _followed: "tuple[Sequence[Arrival], Followed] | None" = None
+    _followed: "tuple[Sequence[LoadCoverage], Followed] | None" = None
 
-    def compare(self) -> Compared:
+    def compare(self) -> FingerprintComparison:
         """A collective call of all ranks, after a push that asked the schedulers. Raises RuntimeError where they cannot say
         what they hold."""
         expected = self.expected()
@@ -74,7 +74,7 @@ class Fingerprints:
         mine, now = self.followed().check(expected, held)
         wrong = tuple(dict.fromkeys(name for each in all_gather(mine) for name in each))
         unchanged = sum(len(names) for names, sums in now.items() if self.before.get(names) == sums)
-        found = Compared(
+        found = FingerprintComparison(
             tensors=len(self.sync.layout),
             compared=len({name for names in now for name in names}),
             unchanged=unchanged if self.before else None,
@@ -85,8 +85,8 @@ class Fingerprints:
 
     def followed(self) -> "Followed":
         """Of what the schedulers said last."""
-        if self._followed is None or self._followed[0] is not self.sync.arrivals:
-            self._followed = self.sync.arrivals, Followed.of(self.sync.buckets, self.sync.arrivals)
+        if self._followed is None or self._followed[0] is not self.sync.coverage:
+            self._followed = self.sync.coverage, Followed.of(self.sync.buckets, self.sync.coverage)
         return self._followed[1]
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class Fingerprints:
         for attempt in range(2):
             reports = all_gather(inspect(self.sync.engine, FINGERPRINT), self.sync.engine.group.process_group)
             found = {report.rank: report.tensors for each in reports for report in each}
-            due = {arrival.rank: sum(map(len, arrival.regions)) for arrival in self.sync.arrivals}
+            due = {arrival.rank: sum(map(len, arrival.regions)) for arrival in self.sync.coverage}
             if {rank: len(sums) for rank, sums in found.items()} == due:
                 return {rank: {key: int(text) for key, text in sums.items()} for rank, sums in found.items()}
             if attempt == 0:
@@ -144,10 +144,10 @@ class Followed:
     box_names: dict[tuple[Unit, Box], tuple[str, ...]]
 
     @classmethod
-    def of(cls, buckets: Sequence[Bucket], arrivals: Sequence[Arrival]) -> "Followed":
+    def of(cls, buckets: Sequence[Bucket], coverage: Sequence[LoadCoverage]) -> "Followed":
         """Units that cannot be followed, and units of which elements are read twice in different boxes, are left out."""
         followed = cls(names={}, boxes={}, box_names={})
-        opaque = {name for arrival in arrivals for name in arrival.opaque}
+        opaque = {name for arrival in coverage for name in arrival.opaque}
         for index, bucket in enumerate(buckets):
             unit_of = {entry.name: (index, entry.group) for entry in bucket.entries}
             sizes: dict[Unit, int] = {}
@@ -156,7 +156,7 @@ class Followed:
                 unit = unit_of[entry.name]
                 sizes[unit] = sizes.get(unit, 0) + entry.numel
                 followed.names[unit] = (*followed.names.get(unit, ()), entry.name)
-            for arrival in arrivals:
+            for arrival in coverage:
                 for part, region in enumerate(arrival.regions[index]):
                     unit, box = unit_of[region.names[0]], Box.of(region)
                     if not _is_followed(region):

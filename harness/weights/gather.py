@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from harness.weights.names import CheckpointTensor
-from harness.weights.stream.slots import ALIGNMENT, Entry
+from harness.weights.stream.slots import ALIGNMENT, SlotEntry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Bucket:
     """What one call or one slot carries."""
 
     pieces: tuple[Piece, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[SlotEntry, ...]
     nbytes: int
     """Of the pieces, with the gaps that align them."""
 
@@ -104,7 +104,7 @@ class _Filler:
         self.limit = limit_bytes
         self.buckets: list[Bucket] = []
         self.pieces: list[Piece] = []
-        self.entries: list[Entry] = []
+        self.entries: list[SlotEntry] = []
         self.filled = 0
 
     def add_whole(self, group: int, chunks: Mapping[str, Chunks], tensors: Sequence[CheckpointTensor]) -> None:
@@ -211,8 +211,8 @@ def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8)
 
 
-def _entry(tensor: CheckpointTensor, piece_offset: int, elements: int, group: int) -> Entry:
-    return Entry(
+def _entry(tensor: CheckpointTensor, piece_offset: int, elements: int, group: int) -> SlotEntry:
+    return SlotEntry(
         name=tensor.name,
         dtype=tensor.dtype,
         shape=tensor.shape,

@@ -12,8 +12,8 @@ import torch
 from harness.cluster.world import World, all_gather
 from harness.weights.gather import full_tensor
 from harness.weights.names import CheckpointTensor
-from harness.weights.stream.link import WeightLink
 from harness.weights.stream.slots import typed
+from harness.weights.stream.weight_link import WeightLink
 from harness.weights.sync import WeightSync
 from harness.weights.worker.reader import Region
 from harness.weights.worker.scheduler_fingerprint import INTEGER
@@ -30,7 +30,7 @@ def differences(sync: WeightSync, world: World) -> list[str]:
     link = sync.link()
     by_name = {tensor.name: tensor for tensor in sync.layout}
     wrong: dict[str, tuple[int, int]] = {}
-    mine = link.arrivals[sync.engine.group.ranks.index(world.rank)]
+    mine = link.coverage[sync.engine.group.ranks.index(world.rank)]
 
     def compare(index: int, held: torch.Tensor) -> None:
         expected = link.link.slots[0]
@@ -58,13 +58,13 @@ def differences(sync: WeightSync, world: World) -> list[str]:
 
 def _never_read(link: WeightLink, names: Iterable[str]) -> list[str]:
     """Names that no scheduler reads an element of; a sync without verification never asked."""
-    read = {name for arrival in link.arrivals for regions in arrival.regions for each in regions for name in each.names}
+    read = {name for arrival in link.coverage for regions in arrival.regions for each in regions for name in each.names}
     return [name for name in names if name not in {*read, *unreadable(link)}]
 
 
 def unreadable(link: WeightLink) -> list[str]:
     """Names that arrive in a way that cannot be followed, so that `differences` does not cover them."""
-    return sorted({name for arrival in link.arrivals for name in arrival.opaque})
+    return sorted({name for arrival in link.coverage for name in arrival.opaque})
 
 
 def _by_live_name(tensors: Iterable[CheckpointTensor]) -> Mapping[str, list[CheckpointTensor]]:

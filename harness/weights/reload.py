@@ -13,7 +13,7 @@ from harness.cluster.world import World, all_gather
 from harness.config.layers import ConfigError
 from harness.rollout.verl_engine import VerlEngine
 from harness.weights.fused import describe
-from harness.weights.held import Held, changed, held
+from harness.weights.snapshot import Snapshot, changed, snapshot_weights
 from harness.weights.sync import WeightSync
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -55,13 +55,13 @@ class Reload:
 
         Changes what the engine holds. Empty where this sglang has no door into its schedulers.
         """
-        before = held(self.sync.engine)
+        before = snapshot_weights(self.sync.engine)
         self.save()
         self.load()
         self.remove()
-        return self.described(before, held(self.sync.engine))
+        return self.described(before, snapshot_weights(self.sync.engine))
 
-    def described(self, before: Held, after: Held) -> list[str]:
+    def described(self, before: Snapshot, after: Snapshot) -> list[str]:
         """The engine's tensors, of all ranks, that changed, each with its checkpoint names."""
         names = {name for each in all_gather(changed(before, after)) for name in each}
         known = [tensor.name for tensor in self.sync.layout]

@@ -6,9 +6,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import all_gather
-from harness.weights.arrival import WeightsRefused
 from harness.weights.gather import Chunks
 from harness.weights.names import CheckpointTensor
+from harness.weights.presync_checks import WeightsRefused
 
 
 def check_shards(live: Mapping[str, torch.Tensor]) -> None:

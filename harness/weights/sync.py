@@ -9,22 +9,22 @@ from torch import nn
 from harness.config import schema
 from harness.rollout.verl_engine import VerlEngine
 from harness.trainer.model import named_tensors
-from harness.weights.arrival import check_arrival
 from harness.weights.gather import gather, plan_buckets
 from harness.weights.names import checkpoint_layout
+from harness.weights.presync_checks import check_coverage
 from harness.weights.shards import check_covered, check_finite, check_shards
-from harness.weights.stream.link import WeightLink
+from harness.weights.stream.weight_link import WeightLink
 from harness.weights.transports import (
-    Disk,
-    Distributed,
-    FlattenedBuckets,
-    Name,
-    NamedTensors,
-    Stream,
+    BucketTransport,
+    DiskTransport,
+    DistributedTransport,
+    StreamTransport,
+    TensorTransport,
     Transport,
+    default_transport,
 )
 from harness.weights.update_group import UpdateGroup
-from harness.weights.worker.reader import Arrival
+from harness.weights.worker.reader import LoadCoverage
 
 MIB = 1 << 20
 
@@ -40,11 +40,10 @@ class WeightSync:
         engine: VerlEngine,
         model: nn.Module,
         config: schema.Weights,
-        transport: Name,
         folder: Path,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """transport: as choose_transport says. folder: the run directory, for checkpoints on disk. dtype: the engine's, to
+        """config: of the transport "auto" becomes SGLang's own update call. folder: the run directory, for checkpoints on disk. dtype: the engine's, to
         which parameters are cast on their way; None: they are sent as the model has them. A collective call of all ranks.
 
         Raises NotAViewError for an architecture that the sync cannot name, WeightsRefused for shards that do not fit
@@ -58,24 +57,24 @@ class WeightSync:
         check_covered(self.layout, self.live)
         self.buckets = plan_buckets(self.layout, self.live, config.bucket_size_mib * MIB)
         self._link: WeightLink | None = None
-        self.arrivals: tuple[Arrival, ...] = ()
+        self.coverage: tuple[LoadCoverage, ...] = ()
         """What each scheduler's loader makes of the buckets, as it said when a link was last opened."""
         self._checked = False
-        self.transport_name = transport
+        self.transport_name = default_transport(engine.api) if config.transport == "auto" else config.transport
         self.transport = self._make_transport(Path(config.folder).resolve() if config.folder else folder)
 
     def _make_transport(self, folder: Path) -> Transport:
         """folder: where disk writes its checkpoints."""
         if self.transport_name == "stream":
-            return Stream(self.engine, self.live, self.link)
+            return StreamTransport(self.engine, self.live, self.link)
         if self.transport_name == "tensor":
-            return NamedTensors(self.engine)
+            return TensorTransport(self.engine)
         if self.transport_name == "bucket":
-            return FlattenedBuckets(self.engine)
+            return BucketTransport(self.engine)
         if self.transport_name == "distributed":
-            return Distributed(self.engine, UpdateGroup(self.engine, GROUP_SECONDS))
+            return DistributedTransport(self.engine, UpdateGroup(self.engine, GROUP_SECONDS))
         # The target serves as source: of an empty folder no config or tokenizer is copied, and the engine has its own.
-        return Disk(self.engine, folder, lambda target: self.save(target, target, dist.get_rank()))
+        return DiskTransport(self.engine, folder, lambda target: self.save(target, target, dist.get_rank()))
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +93,7 @@ class WeightSync:
         if self._link is None:
             layout = tuple(bucket.entries for bucket in self.buckets)
             self._link = WeightLink.open(self.engine, layout, self.largest_bucket)
-            self.arrivals = self._link.arrivals
+            self.coverage = self._link.coverage
         return self._link
 
     @torch.no_grad()
@@ -114,12 +113,12 @@ class WeightSync:
         """Have every scheduler's loader say what it would do with each tensor; needs sglang 0.4.8 or newer."""
         if self._checked or not self.engine.api.custom_weight_loader:
             return
-        check_arrival([bucket.entries for bucket in self.buckets], self.link().arrivals)
+        check_coverage([bucket.entries for bucket in self.buckets], self.link().coverage)
         self._checked = True
         self._close_idle_link()
 
     def ask_again(self) -> None:
-        """Have every scheduler find anew what its loader fills: sets `arrivals`. A collective call."""
+        """Have every scheduler find anew what its loader fills: sets `coverage`. A collective call."""
         self.close_link()
         self.link()
         self._close_idle_link()

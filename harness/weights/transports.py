@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,14 @@ from harness.cluster.world import all_gather
 from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.config.rules import check_transport
+from harness.config.schema import TransportName
 from harness.rollout import sglang_api
 from harness.rollout.errors import EngineFailed
 from harness.rollout.sglang_api import SGLangApi
 from harness.rollout.verl_engine import VerlEngine
 from harness.weights.gather import Bucket, gather_into
-from harness.weights.stream.link import WeightLink
+from harness.weights.stream.weight_link import WeightLink
 from harness.weights.update_group import UpdateGroup
-
-Name = schema.TransportName
 
 Gathered = list[tuple[str, torch.Tensor]]
 """Full, contiguous tensors under their checkpoint names."""
@@ -46,40 +45,46 @@ class Transport(Protocol):
         """Give back what it keeps between syncs; a collective call."""
 
 
-def choose_transport(config: schema.Config, api: SGLangApi, device: Literal["cpu", "cuda"]) -> Name:
-    """The transport of a run. Raises ConfigError for one that its devices or this sglang do not allow."""
+class TransportChoice(NamedTuple):
+    """The transport of a run, and why it is this one."""
+
+    name: TransportName
+    reason: str
+
+
+def default_transport(api: SGLangApi) -> Literal["bucket", "tensor"]:
+    """Return how SGLang's own update call takes weights: as a flattened bucket, in older releases as named tensors."""
+    return "bucket" if api.flattened_bucket else "tensor"
+
+
+def choose_transport(config: schema.Config, api: SGLangApi, device: Literal["cpu", "cuda"]) -> TransportChoice:
+    """Resolve weights.transport. "auto" is SGLang's own update call: bucket where this sglang has it, else tensor.
+
+    Raise ConfigError for a transport that the devices or this sglang do not allow.
+    """
     check_transport(config, device)
-    if config.parallel.pp > 1 and not api.custom_weight_loader and config.weights.transport != "disk":
+    name = config.weights.transport
+    if config.parallel.pp > 1 and not api.custom_weight_loader and name != "disk":
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp} cannot work: sglang {api.version} hands the first stage's tensors to every"
             ' stage, and has no custom weight loaders (0.4.8) to mend that; use 1, or weights.transport = "disk".'
         )
-    if config.weights.transport == "auto":
-        if config.engine.implementation == "sglang":
-            return "tensor"
-        if not config.parallel.colocate:
-            return "distributed"
-    return resolve_transport(config.weights, api, device)
-
-
-def resolve_transport(weights: schema.Weights, api: SGLangApi, device: Literal["cpu", "cuda"]) -> Name:
-    """auto -> stream where this sglang can, else tensor. Raises ConfigError for a transport that it lacks.
-
-    For an engine of the harness that shares its trainer's GPU; what else a config says, choose_transport knows.
-    """
-    name = weights.transport
     if name == "auto":
-        return "stream" if api.custom_weight_loader else "tensor"
+        if config.engine.implementation == "sglang":
+            return TransportChoice("tensor", "auto: sglang's own VerlEngine takes named tensors only")
+        if not config.parallel.colocate:
+            return TransportChoice("distributed", "auto: parallel.colocate is false")
+        has = "takes" if api.flattened_bucket else "has no"
+        return TransportChoice(default_transport(api), f"auto: sglang {api.version} {has} flattened buckets")
     lacks = _what_is_lacking(name, api, device)
     if lacks:
         raise ConfigError(f'weights.transport = "{name}" cannot work: sglang {api.version} {lacks}.')
-    return name
+    return TransportChoice(name, "set in the config")
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """The default: while the engine loads one bucket, the next is gathered into the other slot; see weight_link for who
-    waits for whom."""
+class StreamTransport:
+    """Load one bucket while the next is gathered into the other slot; see weight_link for the order of events."""
 
     engine: VerlEngine
     live: Mapping[str, torch.Tensor]
@@ -97,7 +102,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedTensors:
+class TensorTransport:
     """A list of named tensors a call: each rank hands its own copies to the TP rank beside it."""
 
     engine: VerlEngine
@@ -112,7 +117,7 @@ class NamedTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class FlattenedBuckets:
+class BucketTransport:
     """One flattened buffer a call; one for each dtype of a bucket where this sglang wants that (0.5.1 to 0.5.5)."""
 
     engine: VerlEngine
@@ -133,7 +138,7 @@ class FlattenedBuckets:
 
 
 @dataclass(frozen=True, slots=True)
-class Distributed:
+class DistributedTransport:
     """A broadcast from each engine's head to its TP ranks, which may be on other GPUs and hosts than the trainers."""
 
     engine: VerlEngine
@@ -152,7 +157,7 @@ class Distributed:
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class DiskTransport:
     """A checkpoint that rank 0 writes and every engine loads, deleted when all have."""
 
     engine: VerlEngine

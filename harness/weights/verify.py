@@ -17,12 +17,12 @@ from harness.config.schema import Config
 from harness.rollout.memory import MemoryStages
 from harness.rollout.sglang_api import SGLangApi
 from harness.runtime.events import EventLog
-from harness.weights.fingerprint import Compared, Fingerprints
-from harness.weights.held import Held, held, sentinel
+from harness.weights.fingerprint import FingerprintComparison, Fingerprints
 from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
 from harness.weights.perturb import perturb
 from harness.weights.readback import differences
 from harness.weights.reload import Reload, greedy, output_difference
+from harness.weights.snapshot import Snapshot, fill_with_sentinel, snapshot_weights
 from harness.weights.sync import WeightSync
 
 LEVELS = ("off", "log_probs", "bytes", "full")
@@ -62,12 +62,12 @@ class Verification:
     """Token ids of the prompts whose greedy responses are compared before and after a reload."""
     baseline: LogProbDifference | None = None
     why_no_baseline: str = ""
-    own_checkpoint: Held | None = None
+    own_checkpoint: Snapshot | None = None
     """bytes: what the engine held when SGLang itself had loaded the model's own checkpoint, until a sync has matched it."""
     sentinel_next: bool = False
     """The engine holds right weights that no sync brought; whatever the next one leaves out would not show."""
     fingerprints: Fingerprints = field(init=False)
-    compared: Compared | None = None
+    compared: FingerprintComparison | None = None
     """What the fingerprints said of the last sync; None where none were taken."""
     movement: float = field(init=False)
     """Mean |difference| of log-probs, in nats, between what the engine held before the last sync and what it was sent: what
@@ -107,7 +107,7 @@ class Verification:
             self.sync.engine.update_weights_from_disk(str(self.reload.source))
             self.sentinel_next = True
         if self.reaches("bytes"):
-            self.own_checkpoint = held(self.sync.engine)
+            self.own_checkpoint = snapshot_weights(self.sync.engine)
         return True
 
     def set_baseline(self, difference: LogProbDifference) -> None:
@@ -163,11 +163,11 @@ class Verification:
             exact = differences(self.sync, self.world) or self.compared.wrong
         raise WeightsDidNotArrive(f"step {index}: after the sync the engine holds other weights: {_some(exact)}")
 
-    def shown(self) -> dict[str, float]:
+    def sync_metrics(self) -> dict[str, float]:
         """What is known of the last sync, whose checks all passed, for metrics.jsonl.
 
         sync_movement: `movement`, where finite. sync_proven_by_log_probs: 1 where the engine's log-probs would not have
-        passed had the sync done nothing. sync_tensors, _compared, _unchanged: see Compared.
+        passed had the sync done nothing. sync_tensors, _compared, _unchanged: see FingerprintComparison.
         """
         metrics = {"sync_movement": self.movement} if math.isfinite(self.movement) else {}
         if self.reaches("log_probs"):
@@ -194,7 +194,7 @@ class Verification:
         if self.own_checkpoint is None:
             return
         with self.timed("first_sync", index, "the engine's weights, to compare them with its own load from disk"):
-            wrong = self.reload.described(self.own_checkpoint, held(self.sync.engine))
+            wrong = self.reload.described(self.own_checkpoint, snapshot_weights(self.sync.engine))
         self.own_checkpoint = None
         if wrong:
             raise WeightsDidNotArrive(
@@ -262,15 +262,15 @@ class Verification:
 
     def _poison(self, index: int) -> None:
         with self.timed("sentinel", index, "the engine to fill its weights with garbage"):
-            sentinel(self.sync.engine, f"{self.config.run.seed}/{index}")
+            fill_with_sentinel(self.sync.engine, f"{self.config.run.seed}/{index}")
         self.sentinel_next = False
 
     def _check_reload(self, index: int) -> None:
         engine = self.sync.engine
         self.memory.resume_kv_cache()
-        first, before = greedy(engine, self.prompts), held(engine)
+        first, before = greedy(engine, self.prompts), snapshot_weights(engine)
         self.reload.load()
-        wrong, second = self.reload.described(before, held(engine)), greedy(engine, self.prompts)
+        wrong, second = self.reload.described(before, snapshot_weights(engine)), greedy(engine, self.prompts)
         self.reload.remove()
         self.memory.release_all()
         self.memory.resume_weights()

@@ -17,10 +17,10 @@ def forget() -> None:
     activate()
     from harness.weights import transports
 
-    push = transports.NamedTensors.push
+    push = transports.TensorTransport.push
 
     def push_without(
-        self: transports.NamedTensors, buckets: Sequence[transports.Bucket], gather: transports.Gather
+        self: transports.TensorTransport, buckets: Sequence[transports.Bucket], gather: transports.Gather
     ) -> None:
         kept = [
             dataclasses.replace(bucket, entries=tuple(each for each in bucket.entries if each.name != FORGOTTEN))
@@ -28,7 +28,7 @@ def forget() -> None:
         ]
         push(self, kept, gather)
 
-    transports.NamedTensors.push = push_without  # type: ignore[method-assign]
+    transports.TensorTransport.push = push_without  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from harness.rollout.verl_engine import NamedTensors
 from harness.tools.sync.bench import push_one_by_one
 from harness.weights.gather import Bucket, full_tensor, gather, gather_into
 from harness.weights.names import CheckpointTensor, checkpoint_layout
-from harness.weights.stream import link as weight_link
+from harness.weights.stream import weight_link
 from tests.weights.faults_stand import Stand, live_layout, patching, raising, rename_live, run, two_hundred_updates
 
 EXPERTS = "model.layers.1.mlp.experts"

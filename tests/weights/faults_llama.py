@@ -8,10 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from harness.tools.sync.bench import push_one_by_one
-from harness.weights.fingerprint import Compared
+from harness.weights.fingerprint import FingerprintComparison
 from harness.weights.gather import gather, gather_into
-from harness.weights.stream.link import WeightLink
 from harness.weights.stream.slots import SLOTS
+from harness.weights.stream.weight_link import WeightLink
 from tests.weights.faults_stand import Stand, patching, raising, run
 
 LINGER_SECONDS = 0.1
@@ -43,7 +43,7 @@ def stale_prefix_cache(stand: Stand, broken: bool) -> list[str]:
         return call(link, what, meanwhile, flush_cache=False, **details)
 
     before = stand.log_prob_violations()
-    with patching({"harness.weights.stream.link.WeightLink._call": keep_the_cache if broken else None}):
+    with patching({"harness.weights.stream.weight_link.WeightLink._call": keep_the_cache if broken else None}):
         return [*before, *stand.pushed(stand.sync)]
 
 
@@ -60,7 +60,7 @@ def bucket_reused_before_it_is_read(stand: Stand, broken: bool) -> list[str]:
     stand.slow(LINGER_SECONDS)
     with (
         raising() as raised,
-        patching({"harness.weights.stream.link.WeightLink._await_read": do_not_wait if broken else None}),
+        patching({"harness.weights.stream.weight_link.WeightLink._await_read": do_not_wait if broken else None}),
     ):
         stand.change()
         stand.sync.push()
@@ -76,7 +76,7 @@ def small_changes(stand: Stand) -> None:
             local.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
 
 
-def named(compared: Compared) -> list[str]:
+def named(compared: FingerprintComparison) -> list[str]:
     return [f"fingerprint: {name}" for name in sorted(compared.wrong)]
 
 
@@ -119,7 +119,7 @@ def one_rank_stale(stand: Stand, broken: bool) -> list[str]:
         gather_into(slot, bucket, stand.sync.live)
         old.append(slot)
     small_changes(stand)
-    with patching({"harness.weights.stream.link.WeightLink._say_filled": deaf}):
+    with patching({"harness.weights.stream.weight_link.WeightLink._say_filled": deaf}):
         stand.sync.push()
     return named(stand.compared())
 

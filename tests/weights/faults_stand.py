@@ -27,14 +27,14 @@ from harness.task.tiny_models import save_tiny_model
 from harness.trainer.actor import token_log_probs
 from harness.trainer.batch import from_sequences, scatter_responses
 from harness.trainer.model import load_causal_lm, named_tensors
-from harness.weights.arrival import problems
-from harness.weights.fingerprint import Compared, Fingerprints
+from harness.weights.fingerprint import FingerprintComparison, Fingerprints
 from harness.weights.gather import plan_buckets
-from harness.weights.held import held
 from harness.weights.log_probs import Allowed, log_prob_difference
 from harness.weights.names import CheckpointTensor
 from harness.weights.perturb import perturb
+from harness.weights.presync_checks import problems
 from harness.weights.readback import differences
+from harness.weights.snapshot import snapshot_weights
 from harness.weights.sync import WeightSync
 from tests.weights.faults_in_scheduler import SLOW_DOWN
 
@@ -73,8 +73,8 @@ class Stand:
     ) -> WeightSync:
         """A sync of the stand's model in several buckets; names and layout replace what harness.weights.sync calls."""
         with patching({"harness.weights.sync.named_tensors": names, "harness.weights.sync.checkpoint_layout": layout}):
-            config = schema.Weights(verify=verify)
-            sync = WeightSync(self.engine, model or self.model, config, transport, self.folder / "run")
+            config = schema.Weights(verify=verify, transport=transport)
+            sync = WeightSync(self.engine, model or self.model, config, self.folder / "run")
         sync.buckets = plan_buckets(sync.layout, sync.live, BUCKET_BYTES)
         return sync
 
@@ -97,7 +97,7 @@ class Stand:
         """What readback and log-probs say of what the engine holds now."""
         return [*differences(sync or self.sync, self.world), *self.log_prob_violations()]
 
-    def compared(self, sync: WeightSync | None = None) -> Compared:
+    def compared(self, sync: WeightSync | None = None) -> FingerprintComparison:
         """What fingerprints, which the default level takes, say of what the engine holds now."""
         asked = sync or self.sync
         asked.link()
@@ -125,12 +125,14 @@ class Stand:
     def refused(self, **replaced: Any) -> list[str]:
         """What such a sync raises, then all the problems of which it names the first, then whether the engine was
         touched; where it raises nothing, what is seen after the push."""
-        before = held(self.engine)
+        before = snapshot_weights(self.engine)
         found: list[str] = []
         with raising() as raised, self.syncing(**replaced) as sync:
-            found += problems([bucket.entries for bucket in sync.buckets], sync.link().arrivals)
+            found += problems([bucket.entries for bucket in sync.buckets], sync.link().coverage)
             found += self.pushed(sync)
-        touched = ["the engine was touched"] if raised and any(all_gather(held(self.engine) != before)) else []
+        touched = (
+            ["the engine was touched"] if raised and any(all_gather(snapshot_weights(self.engine) != before)) else []
+        )
         return [*raised, *found, *touched]
 
     def slow(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.weights import fingerprint as trainer_side
-from harness.weights.fingerprint import Compared, Fingerprints
+from harness.weights.fingerprint import FingerprintComparison, Fingerprints
 from harness.weights.gather import plan_buckets
 from harness.weights.worker import scheduler_fingerprint as fingerprint
 from harness.weights.worker.inspection import WorkerReport
@@ -90,7 +90,7 @@ class Stand:
     checks: Fingerprints
     asked_again: list[int]
 
-    def compare(self) -> Compared:
+    def compare(self) -> FingerprintComparison:
         return self.checks.compare()
 
 
@@ -115,7 +115,7 @@ def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stan
             sync.opened.reader.make_plans()
 
         given: Any = sync
-        given.buckets, given.arrivals, given.ask_again = buckets, sync.opened.arrivals, ask_again
+        given.buckets, given.coverage, given.ask_again = buckets, sync.opened.coverage, ask_again
         given.engine.group.process_group = None
         monkeypatch.setattr(
             trainer_side,
@@ -132,11 +132,11 @@ def test_what_arrived_is_equal_and_what_did_not_change_is_counted(stand: Callabl
     here = stand()
     here.sync.push()
     count = len(SHAPES)
-    assert here.compare() == Compared(tensors=count, compared=count, unchanged=None, wrong=())
+    assert here.compare() == FingerprintComparison(tensors=count, compared=count, unchanged=None, wrong=())
     here.sync.live["q"][0, 0] += 1
     here.sync.live["scale"].mul_(2)
     here.sync.push()
-    assert here.compare() == Compared(tensors=count, compared=count, unchanged=count - 2, wrong=())
+    assert here.compare() == FingerprintComparison(tensors=count, compared=count, unchanged=count - 2, wrong=())
     here.sync.push()
     assert here.compare().unchanged == count
 
@@ -203,7 +203,7 @@ def test_elements_that_do_not_lie_in_strides_are_summed_too(stand: Callable[...,
             super().load_weights(pairs.items())
 
     here = stand(Cutting())
-    regions = [region for bucket in here.sync.opened.arrivals[0].regions for region in bucket]
+    regions = [region for bucket in here.sync.opened.coverage[0].regions for region in bucket]
     assert any(region.index is not None for region in regions)
     here.sync.push()
     assert here.compare().wrong == ()

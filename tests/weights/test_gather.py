@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from harness.weights import gather as module
 from harness.weights.gather import Bucket, Chunks, _fusing_group, full_tensor, gather, gather_into, plan_buckets
 from harness.weights.names import CheckpointTensor
-from harness.weights.stream.slots import ALIGNMENT, Entry
+from harness.weights.stream.slots import ALIGNMENT, SlotEntry
 from tests.cluster.gloo import on_ranks
 
 MODULES = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -104,7 +104,7 @@ def plan(live: dict[str, Sharded], limit: int) -> tuple[Bucket, ...]:
         return plan_buckets(layout_of(live), live, limit)  # type: ignore[arg-type]
 
 
-def span(entry: Entry) -> tuple[int, int]:
+def span(entry: SlotEntry) -> tuple[int, int]:
     """First byte, and the one after the last."""
     reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True)) + 1
     return entry.offset, entry.offset + reach * entry.dtype.itemsize

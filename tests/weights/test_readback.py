@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from harness.weights.gather import full_tensor
 from harness.weights.names import CheckpointTensor
 from harness.weights.readback import differences, unreadable
-from tests.weights.stream.test_link import InProcess, filler, link_to
+from tests.weights.stream.test_weight_link import InProcess, filler, link_to
 from tests.weights.toy_model import SHAPES, Toy, layout_of, sent
 
 WORLD: Any = SimpleNamespace(rank=0)
@@ -161,7 +161,7 @@ def test_elements_that_do_not_lie_in_strides_are_compared_too(tmp_path: Path) ->
             super().load_weights(pairs.items())
 
     sync = sync_of(tmp_path, Cutting())
-    assert any(region.index is not None for bucket in sync.link().arrivals[0].regions for region in bucket)
+    assert any(region.index is not None for bucket in sync.link().coverage[0].regions for region in bucket)
     sync.push()
     assert sync.differences() == []
     sync.model.q_and_kv_a.data[4, 0] += 1

@@ -6,8 +6,8 @@ import torch
 
 from harness.cluster.placement import RankLocation
 from harness.cluster.world import World
-from harness.weights.held import changed
 from harness.weights.reload import Output, check_shared, output_difference
+from harness.weights.snapshot import changed
 from tests.cluster.gloo import on_ranks
 
 

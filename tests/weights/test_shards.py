@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from harness.weights.arrival import WeightsRefused
 from harness.weights.names import CheckpointTensor
+from harness.weights.presync_checks import WeightsRefused
 from harness.weights.shards import check_covered, check_finite, check_shards
 from tests.cluster.gloo import on_ranks
 

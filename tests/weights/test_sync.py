@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.task.tiny_models import tiny_config, tiny_model
-from harness.weights.arrival import WeightsRefused
 from harness.weights.names import checkpoint_layout
-from harness.weights.stream.link import WeightLink
+from harness.weights.presync_checks import WeightsRefused
+from harness.weights.stream.weight_link import WeightLink
 from harness.weights.sync import WeightSync
-from harness.weights.transports import resolve_transport
-from harness.weights.worker.reader import Arrival, Region
+from harness.weights.transports import choose_transport
+from harness.weights.worker.reader import LoadCoverage, Region
 
 
 class Notes:
@@ -55,7 +55,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def make(model: torch.nn.Module, folder: Path, engine: Any = None, **weights: Any) -> tuple[WeightSync, Notes]:
     engine = engine or Notes()
     config = schema.Weights(**weights)
-    return WeightSync(engine, model, config, resolve_transport(config, engine.api, "cpu"), folder), engine
+    choose_transport(schema.Config(weights=config), engine.api, "cpu")
+    return WeightSync(engine, model, config, folder), engine
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
@@ -85,7 +86,7 @@ def test_the_plan_covers_the_model_in_buckets_of_the_configured_size(tmp_path: P
     sync, _ = make(model, tmp_path, bucket_size_mib=1)
     assert sync.nbytes == sum(parameter.nbytes for parameter in model.parameters())
     assert sync.largest_bucket == max(bucket.nbytes for bucket in sync.buckets)
-    assert sync.transport_name == "stream"
+    assert sync.transport_name == "bucket"
     assert sync.parts() == {}
     sync.close()
 
@@ -94,7 +95,7 @@ def test_a_transport_that_this_sglang_lacks_is_refused(tmp_path: Path) -> None:
     model = tiny_model(tiny_config("qwen2"), seed=1)
     with pytest.raises(ConfigError, match='weights.transport = "stream" cannot work: sglang 0.5.20 has no custom'):
         make(model, tmp_path, Notes(custom_weight_loader=False), transport="stream")
-    assert make(model, tmp_path, Notes(custom_weight_loader=False))[0].transport_name == "tensor"
+    assert make(model, tmp_path, Notes(flattened_bucket=False))[0].transport_name == "tensor"
 
 
 def test_a_push_sends_every_tensor_once_under_its_checkpoint_name_and_flushes_last(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_parameters_are_sent_in_the_engine_s_dtype_and_buffers_in_their_own(tran
     model = tiny_model(tiny_config("deepseek_v3"), seed=1)
     engine: Any = Notes()
     config = schema.Weights(transport=transport, bucket_size_mib=1, verify="off")
-    sync = WeightSync(engine, model, config, transport, tmp_path, torch.bfloat16)
+    sync = WeightSync(engine, model, config, tmp_path, torch.bfloat16)
     sync.push()
     sync.save(tmp_path / "saved", tmp_path, rank=0)
     saved = AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"), dtype=torch.bfloat16)
@@ -141,15 +142,15 @@ class Asked:
 
     broken = False
 
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrivals = (arrival,)
+    def __init__(self, arrival: LoadCoverage) -> None:
+        self.coverage = (arrival,)
         self.closed = 0
 
     def close(self) -> None:
         self.closed += 1
 
 
-def taking_all(sync: WeightSync) -> Arrival:
+def taking_all(sync: WeightSync) -> LoadCoverage:
     """Every entry, copied as it is."""
     regions = [
         [
@@ -165,7 +166,7 @@ def taking_all(sync: WeightSync) -> Arrival:
         ]
         for bucket in sync.buckets
     ]
-    return Arrival(rank=0, regions=regions)
+    return LoadCoverage(rank=0, regions=regions)
 
 
 def test_what_cannot_arrive_is_refused_at_every_push_and_nothing_is_sent(tmp_path: Path) -> None:

@@ -12,13 +12,12 @@ from harness.config.layers import ConfigError
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api import SGLangApi, SourceTree
 from harness.weights.gather import Bucket
-from harness.weights.stream.slots import Entry
+from harness.weights.stream.slots import SlotEntry
 from harness.weights.transports import (
-    Disk,
-    Distributed,
-    FlattenedBuckets,
+    BucketTransport,
+    DiskTransport,
+    DistributedTransport,
     choose_transport,
-    resolve_transport,
     split_by_dtype,
 )
 from tests.cluster.gloo import on_ranks
@@ -52,15 +51,17 @@ def config_of(transport: Any = "auto", colocate: Any = True, implementation: Any
     )
 
 
-def test_auto_is_stream_where_there_are_custom_loaders_else_tensor(new: SGLangApi) -> None:
-    assert resolve_transport(schema.Weights(), new, "cpu") == "stream"
-    assert resolve_transport(schema.Weights(), replace(new, custom_weight_loader=False), "cpu") == "tensor"
+def test_auto_is_the_update_call_of_sglang_and_the_reason_is_given(new: SGLangApi) -> None:
+    assert choose_transport(config_of(), new, "cpu") == ("bucket", "auto: sglang 0.9.9 takes flattened buckets")
+    without = replace(new, flattened_bucket=False)
+    assert choose_transport(config_of(), without, "cpu") == ("tensor", "auto: sglang 0.9.9 has no flattened buckets")
 
 
 @pytest.mark.parametrize(
     ("config", "device", "name"),
     [
-        (config_of(), "cuda", "stream"),
+        (config_of(), "cuda", "bucket"),
+        (config_of("stream"), "cuda", "stream"),
         (config_of(implementation="sglang"), "cuda", "tensor"),
         (config_of(colocate=False), "cuda", "distributed"),
         (config_of("disk", False), "cuda", "disk"),
@@ -69,7 +70,7 @@ def test_auto_is_stream_where_there_are_custom_loaders_else_tensor(new: SGLangAp
     ],
 )
 def test_a_run_takes_what_its_devices_allow(config: schema.Config, device: Any, name: str, new: SGLangApi) -> None:
-    assert choose_transport(config, new, device) == name
+    assert choose_transport(config, new, device).name == name
 
 
 @pytest.mark.parametrize(
@@ -128,9 +129,10 @@ def test_what_auto_makes_of_the_device_is_refused_too(
 def test_what_a_version_lacks_is_one_sentence(
     transport: Any, absent: dict[str, Any], sentence: str, new: SGLangApi
 ) -> None:
-    assert resolve_transport(schema.Weights(transport=transport), new, "cuda") == transport
+    config = config_of(transport, transport != "distributed")
+    assert choose_transport(config, new, "cuda") == (transport, "set in the config")
     with pytest.raises(ConfigError) as caught:
-        resolve_transport(schema.Weights(transport=transport), replace(new, **absent), "cuda")
+        choose_transport(config, replace(new, **absent), "cuda")
     assert str(caught.value) == sentence
 
 
@@ -139,7 +141,7 @@ def test_a_group_that_starts_with_a_barrier_on_other_gpus_is_refused(new: SGLang
     runner.parent.mkdir(parents=True)
     runner.write_text(OLD_RUNNER)
     with pytest.raises(ConfigError, match='ends the start of an update group in a barrier .* use "disk"'):
-        resolve_transport(schema.Weights(transport="distributed"), new, "cuda")
+        choose_transport(config_of("distributed", False), new, "cuda")
 
 
 @dataclass
@@ -150,7 +152,9 @@ class OldEngine:
 
 
 def _bucket(*names: str) -> Bucket:
-    entries = tuple(Entry(name=name, dtype=torch.float32, shape=(1,), stride=(1,), offset=0, group=0) for name in names)
+    entries = tuple(
+        SlotEntry(name=name, dtype=torch.float32, shape=(1,), stride=(1,), offset=0, group=0) for name in names
+    )
     return Bucket(pieces=(), entries=entries, nbytes=4)
 
 
@@ -160,13 +164,13 @@ def test_one_tensor_a_call_cannot_carry_what_fuses(new: SGLangApi) -> None:
     bucket = _bucket(f"{attention}.kv_a_proj_with_mqa.weight", f"{attention}.q_a_proj.weight")
     nothing: Any = None
     with pytest.raises(ConfigError, match="receives one tensor a call, and would drop model.layers.0.self_attn.kv_a"):
-        Distributed(engine, nothing).push([bucket], nothing)
+        DistributedTransport(engine, nothing).push([bucket], nothing)
 
 
 def test_dtypes_part_in_order_where_a_bucket_holds_one() -> None:
     tensors = [("a", torch.zeros(1)), ("b", torch.zeros(1, dtype=torch.bfloat16)), ("c", torch.ones(2))]
     assert [[name for name, _ in part] for part in split_by_dtype(tensors)] == [["a", "c"], ["b"]]
-    assert FlattenedBuckets.__doc__
+    assert BucketTransport.__doc__
 
 
 @dataclass
@@ -193,7 +197,7 @@ def _push(rank: int, parent: str, failing: int) -> tuple[str, tuple[str, ...], b
     outcome = "pushed"
     nothing: Any = None
     try:
-        Disk(engine, Path(parent) / "new", save).push((), nothing)
+        DiskTransport(engine, Path(parent) / "new", save).push((), nothing)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
     torch.distributed.barrier()

@@ -9,7 +9,7 @@ from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.runtime.events import EventLog
-from harness.weights.fingerprint import Compared
+from harness.weights.fingerprint import FingerprintComparison
 from harness.weights.log_probs import LogProbDifference, Part
 from harness.weights.verify import NoBaseline, Verification, WeightsDidNotArrive, check_level
 
@@ -126,7 +126,7 @@ def test_log_probs_prove_a_sync_whose_update_moves_them_by_more_than_is_allowed(
     checks.baseline = difference(mean)  # three times as much is allowed
     if movement is not None:
         checks.movement = movement
-    shown = checks.shown()
+    shown = checks.sync_metrics()
     assert shown["sync_proven_by_log_probs"] == proven
     assert shown.get("sync_movement") == (movement if movement is not None or initial == "dummy" else 0.0)
 
@@ -137,12 +137,12 @@ def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
 ) -> None:
     engine = type("E", (), {"api": sglang_api.probe()})()
     checks = verification(tmp_path, sync=type("S", (), {"engine": engine})())
-    found = Compared(tensors=2, compared=2, unchanged=1, wrong=wrong)
+    found = FingerprintComparison(tensors=2, compared=2, unchanged=1, wrong=wrong)
     checks.fingerprints = type("F", (), {"compare": lambda self: found})()  # type: ignore[assignment]
     monkeypatch.setattr("harness.weights.verify.differences", lambda sync, world: [])
     if not wrong:
         checks.check_fingerprints(3)
-        assert checks.shown()["sync_tensors_unchanged"] == 1
+        assert checks.sync_metrics()["sync_tensors_unchanged"] == 1
         return
     with pytest.raises(WeightsDidNotArrive, match=r"^step 3: .* other weights: lm_head\.weight$"):
         checks.check_fingerprints(3)

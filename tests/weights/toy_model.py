@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from harness.weights.stream.slots import Door, Entry, Layout, Link, slot_bytes, take
+from harness.weights.stream.slots import Layout, Link, SlotEntry, StreamListener, slot_bytes, take
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -78,7 +78,7 @@ def layout_of(names: Iterable[str], per_bucket: int, shapes: Mapping[str, tuple[
     groups: dict[int, list[str]] = {}
     for name in names:
         groups.setdefault(GROUPS.get(name, 99), []).append(name)
-    buckets: list[tuple[Entry, ...]] = []
+    buckets: list[tuple[SlotEntry, ...]] = []
     numbers = list(groups)
     for first in range(0, len(numbers), per_bucket):
         entries, at = [], 0
@@ -86,7 +86,7 @@ def layout_of(names: Iterable[str], per_bucket: int, shapes: Mapping[str, tuple[
             for name in groups[number]:
                 shape = shapes.get(name, (2,))
                 stride = tuple(torch.empty(shape, device="meta").stride())
-                entry = Entry(name=name, dtype=torch.float32, shape=shape, stride=stride, offset=at, group=number)
+                entry = SlotEntry(name=name, dtype=torch.float32, shape=shape, stride=stride, offset=at, group=number)
                 entries.append(entry)
                 at += -(-entry.numel * 4 // 256) * 256
         buckets.append(tuple(entries))
@@ -100,7 +100,7 @@ def sent(seed: int) -> dict[str, torch.Tensor]:
 
 def ends(folder: Path, layout: Layout) -> tuple[Link, Link]:
     """(trainer's, scheduler's)."""
-    door = Door.open(folder, 0)
+    door = StreamListener.open(folder, 0)
     links: list[Link] = []
     nbytes = slot_bytes(4096)
     offering = threading.Thread(target=lambda: links.append(door.offer(nbytes, CPU, layout, lambda: False)))

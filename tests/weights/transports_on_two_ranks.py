@@ -6,6 +6,7 @@ those before, and what the engines then hold is read back. Each rank writes what
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
     seen: dict[str, Any] = {"dummy": difference(engine, model), "buckets": 0}
     for index, name in enumerate(transports):
         change_every_tensor(model, seed=index)
-        sync = WeightSync(engine, model, config, name, folder / "run", torch.bfloat16)  # type: ignore[arg-type]
+        sync = WeightSync(engine, model, replace(config, transport=name), folder / "run", torch.bfloat16)
         sync.buckets = plan_buckets(sync.layout, sync.live, BUCKET_BYTES)
         seen["buckets"] = len(sync.buckets)
         seen[f"{name} stale"] = difference(engine, model)

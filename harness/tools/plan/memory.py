@@ -220,7 +220,7 @@ class _Sums:
     @property
     def _keeps_slots(self) -> bool:
         """The stream transport's buffers stay open from the first sync on."""
-        return self.config.weights.transport in ("auto", "stream") and not self.apart
+        return self.config.weights.transport == "stream" and not self.apart
 
     @property
     def _sync_bytes(self) -> int:

@@ -25,6 +25,7 @@ from harness.parts import as_config_error, import_sglang, make_model_folder, sta
 from harness.rollout import sglang_api
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
+from harness.runtime.run_folder import write_config
 from harness.task.data import load_rows
 from harness.tools.report.write import write_reports_of_passed_run
 from harness.tools.sync.bench import Row, bench
@@ -60,15 +61,17 @@ class SyncJob:
             config = replace(config, weights=replace(config.weights, verify="off"))
         api = sglang_api.probe()
         asked = self.transports or (config.weights.transport,)
-        chosen = [
-            choose_transport(replace(config, weights=replace(config.weights, transport=name)), api, world.device_type)
-            for name in asked
-        ]
-        engine, model = make_engine_and_model(config, world, dims, events, folder, chosen)
-        for name in chosen:
-            sync = WeightSync(engine, model, config.weights, name, folder, getattr(torch, config.model.dtype))
+        configs = [replace(config, weights=replace(config.weights, transport=name)) for name in asked]
+        chosen = [choose_transport(each, api, world.device_type) for each in configs]
+        config = replace(config, weights=replace(config.weights, transport=chosen[0].name))
+        if world.rank == 0:
+            write_config(folder, config, world.device_type)
+        engine, model = make_engine_and_model(config, world, dims, events, folder, [name for name, _ in chosen])
+        for name, reason in chosen:
+            weights = replace(config.weights, transport=name)
+            sync = WeightSync(engine, model, weights, folder, getattr(torch, config.model.dtype))
             events.built("sync", sync)
-            events.say(f"{sync.nbytes / 1e6:.1f} MB in {len(sync.buckets)} buckets, by {name}")
+            events.say(f"{sync.nbytes / 1e6:.1f} MB in {len(sync.buckets)} buckets, by {name} ({reason})")
             arrived = self.time(sync, world, events) if self.bench else self.verify(sync, world, events)
             sync.close()
             events.say(arrived)

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(slots=True)
-class Clock:
+class SegmentTimer:
     """Seconds by name: of the wall, and on CUDA also of the GPU's own time, as gpu_NAME."""
 
     device: torch.device

@@ -25,7 +25,7 @@ POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class SlotEntry:
     """One checkpoint tensor in a slot: a strided view."""
 
     name: str
@@ -60,7 +60,7 @@ class Entry:
         return typed(slot, self.dtype).as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
 
 
-Layout = tuple[tuple[Entry, ...], ...]
+Layout = tuple[tuple[SlotEntry, ...], ...]
 """The entries of each bucket; bucket b is always in slot b % SLOTS."""
 
 
@@ -119,7 +119,7 @@ class Link:
 
 
 @dataclass(slots=True)
-class Door:
+class StreamListener:
     """Where a trainer rank waits for its scheduler: a socket in a folder that both know, on one host."""
 
     listener: Listener

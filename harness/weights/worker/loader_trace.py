@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.weights.stream.slots import Entry
+from harness.weights.stream.slots import SlotEntry
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ class Copy:
 class Traced:
     """What the loader did with the entries of one group."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SlotEntry, ...]
     copies: list[Copy] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     """Names of which at least one element was read, whatever became of it."""
@@ -211,7 +211,7 @@ def element_index(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trace(
-    load: Callable[[list[tuple[str, torch.Tensor]]], Any], entries: Sequence[Entry], slot: torch.Tensor
+    load: Callable[[list[tuple[str, torch.Tensor]]], Any], entries: Sequence[SlotEntry], slot: torch.Tensor
 ) -> Traced:
     """Run `load`, a model's load_weights, on one group's entries without changing what they fill.
 

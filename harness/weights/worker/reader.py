@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from harness.rollout import scratch
-from harness.weights.stream.clock import Clock
-from harness.weights.stream.slots import SLOTS, Entry, Layout, Link, PeerGone, stamp, take, typed
+from harness.weights.stream.clock import SegmentTimer
+from harness.weights.stream.slots import SLOTS, Layout, Link, PeerGone, SlotEntry, stamp, take, typed
 from harness.weights.worker.live_tensors import addresses, derived_tensors, model_tensors
 from harness.weights.worker.loader_trace import Copy, Traced, trace
 from harness.weights.worker.scheduler_fingerprint import keep_parts
@@ -42,7 +42,7 @@ class Region:
 
 
 @dataclass(kw_only=True, slots=True)
-class Arrival:
+class LoadCoverage:
     """What one scheduler's load_weights makes of a layout."""
 
     rank: int
@@ -104,9 +104,9 @@ class Reader:
         }
         keep_parts(self.model, [plan.copies for plan in self.plans])
 
-    def _plan(self, bucket: Sequence[Entry], slot: torch.Tensor) -> Plan:
+    def _plan(self, bucket: Sequence[SlotEntry], slot: torch.Tensor) -> Plan:
         plan = Plan([], ([], []), [], [])
-        groups: dict[int, list[Entry]] = {}
+        groups: dict[int, list[SlotEntry]] = {}
         for entry in bucket:
             groups.setdefault(entry.group, []).append(entry)
         for entries in groups.values():
@@ -124,7 +124,7 @@ class Reader:
                     plan.strided.append(copy)
         return plan
 
-    def _trace(self, entries: Sequence[Entry], slot: torch.Tensor) -> Traced:
+    def _trace(self, entries: Sequence[SlotEntry], slot: torch.Tensor) -> Traced:
         """trace(), and what no dispatch mode sees: a loader that puts another tensor in a parameter's place."""
         before = [
             (held, name, tensor, tensor.data)
@@ -150,9 +150,9 @@ class Reader:
         inside = {tensor.untyped_storage().data_ptr() for tensor in model_tensors(self.model).values()}
         return all(copy.target.untyped_storage().data_ptr() in inside for copy in traced.copies)
 
-    def arrival(self, rank: int) -> Arrival:
+    def arrival(self, rank: int) -> LoadCoverage:
         """What the plans mean for whoever sends."""
-        found = Arrival(rank=rank)
+        found = LoadCoverage(rank=rank)
         filled: set[int] = set()
         for plan in self.plans:
             found.regions.append([_region(copy) for copy in plan.copies])
@@ -189,7 +189,7 @@ class Reader:
         now = addresses(self.model)
         if any(now.get(name) != address for name, address in self.addresses.items()):
             self.make_plans()  # SGLang has put other tensors in the place of those the plans write to
-        clock = Clock(self.device)
+        clock = SegmentTimer(self.device)
         stamps = []
         for index, plan in enumerate(self.plans):
             slot = self.link.slots[index % SLOTS]

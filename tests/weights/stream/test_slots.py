@@ -18,11 +18,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.weights.stream.slots import SLOTS, Door, Entry, Link, PeerGone, map_file, slot_bytes, stamp, take
+from harness.weights.stream.slots import (
+    SLOTS,
+    Link,
+    PeerGone,
+    SlotEntry,
+    StreamListener,
+    map_file,
+    slot_bytes,
+    stamp,
+    take,
+)
 
 CPU = torch.device("cpu")
 LAYOUT = tuple(
-    (Entry(name=f"tensor{index}", dtype=torch.int64, shape=(500,), stride=(1,), offset=0, group=0),)
+    (SlotEntry(name=f"tensor{index}", dtype=torch.int64, shape=(500,), stride=(1,), offset=0, group=0),)
     for index in range(60)
 )
 NBYTES = slot_bytes(500 * 8)
@@ -87,7 +97,7 @@ def pauses(seed: int, share: float) -> Callable[[], None]:
 
 def two_ends(folder: Path) -> tuple[Link, Link]:
     """(writer's, reader's), both in this process."""
-    door = Door.open(folder, 0)
+    door = StreamListener.open(folder, 0)
     writers: list[Link] = []
     offering = threading.Thread(target=lambda: writers.append(door.offer(NBYTES, CPU, LAYOUT, lambda: False)))
     offering.start()
@@ -118,7 +128,7 @@ def _read_slowly(folder: Path) -> None:
 
 
 def test_in_two_processes_too_and_the_files_are_gone_while_both_still_use_them(tmp_path: Path) -> None:
-    door = Door.open(tmp_path / "door", 0)
+    door = StreamListener.open(tmp_path / "door", 0)
     with peer(_read_slowly, tmp_path / "door") as process:
         link = door.offer(NBYTES, CPU, LAYOUT, nobody_comes_until(process))
         door.close()
@@ -155,7 +165,7 @@ def _connect_and_wait(folder: Path) -> None:
 
 
 def test_the_writer_learns_within_two_seconds_that_its_reader_was_killed(tmp_path: Path) -> None:
-    door = Door.open(tmp_path / "door", 0)
+    door = StreamListener.open(tmp_path / "door", 0)
     with peer(_hold, tmp_path / "door") as process:
         link = door.offer(NBYTES, CPU, LAYOUT, nobody_comes_until(process))
         door.close()
@@ -171,7 +181,7 @@ def test_the_writer_learns_within_two_seconds_that_its_reader_was_killed(tmp_pat
 
 
 def _offer_and_hold(folder: Path) -> None:
-    door = Door.open(folder, 0)
+    door = StreamListener.open(folder, 0)
     link = door.offer(NBYTES, CPU, LAYOUT, lambda: False)
     door.close()
     link.send(0)
@@ -214,7 +224,7 @@ def test_a_reader_whose_writer_dies_before_the_slots_came_learns_it_as_peer_gone
 
 
 def test_nobody_waits_for_a_scheduler_that_will_not_come(tmp_path: Path) -> None:
-    door = Door.open(tmp_path / "door", 0)
+    door = StreamListener.open(tmp_path / "door", 0)
     started = time.monotonic()
     with pytest.raises(PeerGone, match="ended before its scheduler had come"):
         door.offer(NBYTES, CPU, LAYOUT, lambda: time.monotonic() - started > 0.3)
@@ -241,7 +251,7 @@ def test_what_came_before_the_peer_died_is_still_taken(tmp_path: Path) -> None:
 
 
 def test_no_file_stays_when_the_scheduler_dies_before_it_has_opened_the_slots(tmp_path: Path) -> None:
-    door = Door.open(tmp_path / "door", 0)
+    door = StreamListener.open(tmp_path / "door", 0)
     with peer(_connect_and_wait, tmp_path / "door") as process:
 
         def kill_when_it_came() -> bool:
@@ -261,7 +271,7 @@ def _half_a_message(folder: Path) -> None:
 
 
 def test_a_peer_that_dies_in_mid_message_is_gone_too(tmp_path: Path) -> None:
-    door = Door.open(tmp_path / "door", 0)
+    door = StreamListener.open(tmp_path / "door", 0)
     with peer(_half_a_message, tmp_path / "door") as process:
         link = door.offer(NBYTES, CPU, LAYOUT, nobody_comes_until(process))
         door.close()
@@ -270,7 +280,7 @@ def test_a_peer_that_dies_in_mid_message_is_gone_too(tmp_path: Path) -> None:
 
 
 def test_two_ranks_share_the_folder_and_the_last_removes_it(tmp_path: Path) -> None:
-    doors = [Door.open(tmp_path / "door", rank) for rank in range(2)]
+    doors = [StreamListener.open(tmp_path / "door", rank) for rank in range(2)]
     assert (tmp_path / "door").stat().st_mode & 0o777 == 0o700
     doors[1].close()
     assert [file.name for file in (tmp_path / "door").iterdir()] == ["0.socket"]
@@ -303,7 +313,7 @@ def test_an_entry_is_the_strided_view_that_torch_would_give(
     count = torch.Size(shape).numel()
     dense = whole[start : start + count].view(shape)
     view = dense.permute([axis for axis in order if axis < len(shape)])
-    entry = Entry(
+    entry = SlotEntry(
         name="any",
         dtype=dtype,
         shape=tuple(view.shape),
@@ -336,7 +346,7 @@ def test_a_folder_that_another_user_could_have_made_is_refused(tmp_path: Path, m
         folder.mkdir()
         folder.chmod(0o770)
     with pytest.raises(PermissionError, match="must be a folder of user"):
-        Door.open(folder, 0)
+        StreamListener.open(folder, 0)
     with pytest.raises(PermissionError, match="must be a folder of user"):
         take(folder, 0, CPU)
 
@@ -347,4 +357,4 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     os.chown(folder, 65534, 65534)
     with pytest.raises(PermissionError, match="must be a folder of user"):
-        Door.open(folder, 0)
+        StreamListener.open(folder, 0)

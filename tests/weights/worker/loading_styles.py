@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from harness.weights.stream.slots import Entry, slot_bytes
+from harness.weights.stream.slots import SlotEntry, slot_bytes
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Loader = Callable[["Model", Weights], None]
@@ -55,12 +55,12 @@ class Sizes:
 
 def slot_of(
     sent: Mapping[str, torch.Tensor], groups: Mapping[str, int] | None = None
-) -> tuple[torch.Tensor, list[Entry]]:
+) -> tuple[torch.Tensor, list[SlotEntry]]:
     """A slot that holds the tensors one after the other, each 256-aligned."""
     entries, at = [], 0
     for name, tensor in sent.items():
         entries.append(
-            Entry(
+            SlotEntry(
                 name=name,
                 dtype=tensor.dtype,
                 shape=tuple(tensor.shape),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.weights.stream.slots import Entry
+from harness.weights.stream.slots import SlotEntry
 from harness.weights.worker.loader_trace import Traced, element_index, trace
 from tests.weights.worker.loading_styles import STYLES, Loader, Model, Sizes, Weights, sizes, slot_of
 
@@ -159,7 +159,7 @@ def test_of_tensors_that_lie_side_by_side_the_right_one_is_named() -> None:
             model.held["a"].copy_(loaded[1:])
 
     left, right = (
-        Entry(name=name, dtype=torch.float32, shape=(4, 2), stride=(4, 1), offset=offset, group=0)
+        SlotEntry(name=name, dtype=torch.float32, shape=(4, 2), stride=(4, 1), offset=offset, group=0)
         for name, offset in (("left", 0), ("right", 8))
     )
     slot = torch.zeros(512, dtype=torch.uint8)

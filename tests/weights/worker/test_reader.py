@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.weights.stream.slots import SLOTS, Door, Layout, Link, PeerGone, slot_bytes, stamp
-from harness.weights.worker.reader import CLOSE, LOAD, OPEN, READ_BACK, STREAM, Arrival, Reader, stream
+from harness.weights.stream.slots import SLOTS, Layout, Link, PeerGone, StreamListener, slot_bytes, stamp
+from harness.weights.worker.reader import CLOSE, LOAD, OPEN, READ_BACK, STREAM, LoadCoverage, Reader, stream
 from tests.weights.toy_model import CPU, OWN, SHAPES, Toy, ends, layout_of, same, sent
 
 
@@ -152,7 +152,7 @@ def test_a_derived_tensor_that_is_stale_is_found_and_derived_anew(tmp_path: Path
         assert torch.equal(model.w_kc, right)
 
 
-def arrival(layout: Layout, folder: Path, model: Toy | None = None) -> Arrival:
+def arrival(layout: Layout, folder: Path, model: Toy | None = None) -> LoadCoverage:
     reader, _ = reader_of(model or Toy(), layout, folder)
     found = reader.arrival(1)
     assert found.rank == 1 and len(found.regions) == len(layout)
@@ -326,9 +326,9 @@ def ask(model: Toy, what: str, folder: Path, **details: int) -> None:
     stream(model, [(json.dumps({"do": what, "folder": str(folder)} | details), torch.zeros(1))])
 
 
-def opened(model: Toy, layout: Layout, folder: Path) -> tuple[Door, Link]:
+def opened(model: Toy, layout: Layout, folder: Path) -> tuple[StreamListener, Link]:
     """The writer's end of a link that the loader was asked to open."""
-    door = Door.open(folder, 0)
+    door = StreamListener.open(folder, 0)
     links: list[Link] = []
     beside(
         lambda: ask(model, OPEN, folder),

@@ -10,8 +10,8 @@ from math import gcd
 
 import torch
 
-from harness.weights.stream.slots import Entry
-from harness.weights.worker.reader import Arrival, Region
+from harness.weights.stream.slots import SlotEntry
+from harness.weights.worker.reader import LoadCoverage, Region
 
 SHOWN = 8
 
@@ -20,29 +20,29 @@ class WeightsRefused(ValueError):
     """Weights that must not be sent: said before the engine sees them, which goes on serving."""
 
 
-def check_arrival(buckets: Sequence[Sequence[Entry]], arrivals: Sequence[Arrival]) -> None:
+def check_coverage(buckets: Sequence[Sequence[SlotEntry]], coverage: Sequence[LoadCoverage]) -> None:
     """Raises WeightsRefused, naming tensors, unless the schedulers of one engine together take every element."""
-    found = problems(buckets, arrivals)
+    found = problems(buckets, coverage)
     if found:
         more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
         raise WeightsRefused("; ".join([*found[:SHOWN], *more]))
 
 
-def problems(buckets: Sequence[Sequence[Entry]], arrivals: Sequence[Arrival]) -> list[str]:
+def problems(buckets: Sequence[Sequence[SlotEntry]], coverage: Sequence[LoadCoverage]) -> list[str]:
     """One sentence for each tensor that would not arrive whole and as it is."""
     found: dict[str, None] = {}
-    for arrival in arrivals:
+    for arrival in coverage:
         found |= {f"{name}: the engine's loader refuses it: {error}": None for name, error in arrival.errors.items()}
     # One rank alone may have nothing of a tensor: where sizes are padded, the last ranks hold padding only.
-    unknown = _on_all([arrival.unknown for arrival in arrivals])
+    unknown = _on_all([arrival.unknown for arrival in coverage])
     found |= {f"{name}: the engine knows no such parameter and would ignore it": None for name in unknown}
-    filled = {name for arrival in arrivals for name in arrival.filled}
-    unfilled = [name for arrival in arrivals for name in arrival.unfilled if name not in filled]
+    filled = {name for arrival in coverage for name in arrival.filled}
+    unfilled = [name for arrival in coverage for name in arrival.unfilled if name not in filled]
     found |= {f"{name}: a parameter of the engine that nothing sent would fill": None for name in unfilled}
-    named = {*unknown, *(name for arrival in arrivals for name in arrival.opaque)}
-    named |= {name for arrival in arrivals for key in arrival.errors for name in key.split(", ")}
+    named = {*unknown, *(name for arrival in coverage for name in arrival.opaque)}
+    named |= {name for arrival in coverage for key in arrival.errors for name in key.split(", ")}
     for index, bucket in enumerate(buckets):
-        regions = [region for arrival in arrivals for region in arrival.regions[index]]
+        regions = [region for arrival in coverage for region in arrival.regions[index]]
         found |= {sentence: None for entry in bucket if entry.name not in named for sentence in _misfit(entry, regions)}
     return list(found)
 
@@ -52,7 +52,7 @@ def _on_all(names: Sequence[Sequence[str]]) -> list[str]:
     return [name for name in names[0] if all(name in each for each in names[1:])] if names else []
 
 
-def _misfit(entry: Entry, regions: Sequence[Region]) -> list[str]:
+def _misfit(entry: SlotEntry, regions: Sequence[Region]) -> list[str]:
     mine = [region for region in regions if entry.name in region.names]
     sentences = []
     narrowed = sorted({_short(region.target_dtype) for region in mine if _loses(region.dtype, region.target_dtype)})

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.rollout.errors import EngineFailed
-from harness.weights.stream.link import WeightLink
 from harness.weights.stream.slots import SLOTS, Layout, PeerGone, stamp
+from harness.weights.stream.weight_link import WeightLink
 from harness.weights.worker.reader import CLOSE, LOAD, Reader
 from tests.weights.toy_model import CPU, SHAPES, Toy, ends, layout_of, same, sent
 
@@ -152,7 +152,7 @@ def test_a_sync_that_is_said_but_not_filled_is_caught_though_its_slots_hold_the_
             said.append(index)
             super()._say_filled(index)
 
-    late = Restamping(ENGINE, CPU, layout, link.link, link.arrivals, stamped=link.stamped, reader=link.reader)
+    late = Restamping(ENGINE, CPU, layout, link.link, link.coverage, stamped=link.stamped, reader=link.reader)
     with pytest.raises(EngineFailed, match=r"bucket 0 was not in its slot .* read too early.* \(-2 buckets away\)"):
         late.load(lambda index, slot: None)
     assert said == [0, 1]
@@ -171,7 +171,7 @@ def test_the_schedulers_are_told_the_first_stamp_and_a_failed_call_breaks_the_li
             raise EngineFailed("no")
         return {}
 
-    monkeypatch.setattr("harness.weights.stream.link.call_schedulers", call)
+    monkeypatch.setattr("harness.weights.stream.weight_link.call_schedulers", call)
     for _ in range(2):
         link.load(filler(layout, {}))
     assert not link.broken

@@ -43,7 +43,7 @@ class Shown:
 
     @classmethod
     def of(cls, rollouts: Sequence[Metrics]) -> "Shown":
-        """From the metrics of every rollout, as Verification.shown names them."""
+        """From the metrics of every rollout, as Verification.sync_metrics names them."""
         proven = [each for each in rollouts if each.get("sync_proven_by_log_probs")]
         others = [each for each in rollouts if not each.get("sync_proven_by_log_probs")]
         return cls(
@@ -74,7 +74,7 @@ class Shown:
         return f"the engine's log-probs prove {self.by_log_probs} of {self.syncs} ({why})"
 
 
-def verdict(verification: Verification, rollouts: Sequence[Metrics]) -> str:
+def verdict_phrase(verification: Verification, rollouts: Sequence[Metrics]) -> str:
     """One phrase on the syncs of these rollouts; of what was not checked it claims nothing."""
     largest = max(each["log_prob_difference_mean"] for each in rollouts)
     syncs = f"{len(rollouts)} weight syncs"
@@ -94,7 +94,7 @@ def verdict(verification: Verification, rollouts: Sequence[Metrics]) -> str:
     )
 
 
-def section(
+def report_section(
     verification: Verification, rollouts: Sequence[Metrics], seconds: Mapping[str, Sequence[float]]
 ) -> list[str]:
     """Markdown lines: the level, the statistics and what was allowed, and what each part cost.

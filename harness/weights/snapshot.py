@@ -12,7 +12,7 @@ from harness.rollout.verl_engine import VerlEngine
 from harness.weights.worker import inspection
 from harness.weights.worker.sentinel import SENTINEL
 
-Held = dict[int, dict[str, str]]
+Snapshot = dict[int, dict[str, str]]
 """Engine rank -> the engine's own name of a tensor -> a digest of its bytes."""
 
 
@@ -32,7 +32,7 @@ def inspect(engine: VerlEngine, loader: str = inspection.INSPECT) -> list[inspec
     return reports
 
 
-def held(engine: VerlEngine) -> Held:
+def snapshot_weights(engine: VerlEngine) -> Snapshot:
     """Digests of all that the schedulers hold; each scheduler's on one rank of the group, elsewhere none. Collective.
 
     SGLang's own checksum where it works, on GPUs since 0.5.13 and without pipeline stages; else the bytes' sha256 by our
@@ -51,7 +51,7 @@ def has_checksum(engine: VerlEngine) -> bool:
     return "checksum" in api.weight_check_actions and api.checksum_covers_tp_ranks and works and engine.group.pp == 1
 
 
-def changed(before: Held, after: Held) -> set[str]:
+def changed(before: Snapshot, after: Snapshot) -> set[str]:
     """The engine's names of tensors that differ, on this rank's answers.
 
     A name that only one of them has is another name of a tensor, which SGLang makes when it first needs it (DeepSeek's
@@ -65,7 +65,7 @@ def changed(before: Held, after: Held) -> set[str]:
     }
 
 
-def sentinel(engine: VerlEngine, seed: str) -> None:
+def fill_with_sentinel(engine: VerlEngine, seed: str) -> None:
     """Fill the engine's weights with garbage drawn from seed. Raises ValueError where there is no door. Collective."""
     call_schedulers(engine, SENTINEL, seed, _nothing, flush_cache=True)
 

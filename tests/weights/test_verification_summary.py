@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.weights.proof import section, verdict
+from harness.weights.verification_summary import report_section, verdict_phrase
 from tests.weights.test_verify import Level, difference, verification
 
 ROLLOUTS: list[dict[str, float]] = [
     difference(mean).metrics()
-    | {"verify/poison_seconds": 0.5, "verify/readback_seconds": 2 * mean}
+    | {"verify/sentinel_seconds": 0.5, "verify/readback_seconds": 2 * mean}
     | {"sync_proven_by_log_probs": 1.0, "sync_tensors": 27, "sync_tensors_compared": 27}
     for mean in (1e-6, 3e-6, 2e-6)
 ]
@@ -23,12 +23,12 @@ SMALL_UPDATES = [
 
 def test_off_claims_nothing(tmp_path: Path) -> None:
     phrase = '3 weight syncs, not verified (weights.verify = "off"): largest mean log-prob difference 3.0e-06'
-    assert verdict(verification(tmp_path, "off"), ROLLOUTS) == phrase
+    assert verdict_phrase(verification(tmp_path, "off"), ROLLOUTS) == phrase
 
 
 @pytest.mark.parametrize(("level", "done"), [("log_probs", False), ("bytes", True), ("full", True)])
 def test_the_verdict_claims_what_the_level_checked(level: Level, done: bool, tmp_path: Path) -> None:
-    phrase = verdict(verification(tmp_path, level), ROLLOUTS)
+    phrase = verdict_phrase(verification(tmp_path, level), ROLLOUTS)
     assert phrase.startswith("3 weight syncs: ")
     assert "after each, all 27 tensors in the engine equal the trainer's by fingerprint" in phrase
     assert "the engine's log-probs prove each" in phrase
@@ -38,31 +38,33 @@ def test_the_verdict_claims_what_the_level_checked(level: Level, done: bool, tmp
 
 def test_log_probs_are_not_said_to_prove_an_update_that_moves_them_less_than_is_allowed(tmp_path: Path) -> None:
     checks = verification(tmp_path)
-    phrase = verdict(checks, SMALL_UPDATES)
+    phrase = verdict_phrase(checks, SMALL_UPDATES)
     assert "the engine's log-probs prove 1 of 3 (for 2 the update moved log-probs by at most 4.0e-06" in phrase
     assert "(up to 5 of them did not change in an update)" in phrase
-    report = "\n".join(section(checks, SMALL_UPDATES, {}))
+    report = "\n".join(report_section(checks, SMALL_UPDATES, {}))
     assert "Proven by log-probs: 1 of 3 syncs" in report and "at most 4e-06" in report
     assert "every element of 27 of 27 tensors" in report and "at most 5 of 27" in report
 
 
 def test_without_fingerprints_what_log_probs_do_not_prove_is_shown_by_nothing(tmp_path: Path) -> None:
     bare = [{name: value for name, value in each.items() if "tensors" not in name} for each in SMALL_UPDATES]
-    phrase = verdict(verification(tmp_path), bare)
+    phrase = verdict_phrase(verification(tmp_path), bare)
     assert "fingerprint" not in phrase and "nothing shows the others" in phrase
-    assert "Tensors were not compared" in "\n".join(section(verification(tmp_path), bare, {}))
+    assert "Tensors were not compared" in "\n".join(report_section(verification(tmp_path), bare, {}))
 
 
 def test_tensors_that_cannot_be_followed_are_counted(tmp_path: Path) -> None:
     some = [each | {"sync_tensors_compared": 25} for each in ROLLOUTS]
-    assert "after each, 25 of 27 tensors in the engine equal" in verdict(verification(tmp_path), some)
-    assert any(line.startswith("- Not compared: 2 tensors") for line in section(verification(tmp_path), some, {}))
+    assert "after each, 25 of 27 tensors in the engine equal" in verdict_phrase(verification(tmp_path), some)
+    assert any(
+        line.startswith("- Not compared: 2 tensors") for line in report_section(verification(tmp_path), some, {})
+    )
 
 
 def test_the_section_has_level_statistics_and_costs(tmp_path: Path) -> None:
     checks = verification(tmp_path, "bytes")
     checks.set_baseline(difference(4e-6))
-    lines = section(checks, ROLLOUTS, {"sync": [0.25, 0.75]})
+    lines = report_section(checks, ROLLOUTS, {"sync": [0.25, 0.75]})
     assert lines[0].startswith('weights.verify = "bytes". After every sync all that the engine holds was read back')
     assert "| mean | 4e-06 | 3e-06 | 1.2e-05 |" in lines
     assert "| sync | 2 | 0.500 | 0.750 |" in lines
@@ -73,6 +75,6 @@ def test_the_section_has_level_statistics_and_costs(tmp_path: Path) -> None:
 def test_the_section_says_why_there_is_no_baseline_and_no_bound(tmp_path: Path) -> None:
     checks = verification(tmp_path, "off")
     checks.load_baseline()
-    lines = section(checks, ROLLOUTS, {})
+    lines = report_section(checks, ROLLOUTS, {})
     assert "No baseline of the log-prob difference: not wanted at level off." in lines
     assert "| mean | none | 3e-06 | any |" in lines

@@ -17,10 +17,10 @@ from harness.rollout import scratch
 from harness.rollout.errors import EngineFailed, SchedulerFailed
 from harness.rollout.schedulers import call_schedulers
 from harness.rollout.verl_engine import VerlEngine
-from harness.weights.stream.clock import Clock
-from harness.weights.stream.slots import SLOTS, Door, Layout, Link, slot_bytes, stamp
+from harness.weights.stream.clock import SegmentTimer
+from harness.weights.stream.slots import SLOTS, Layout, Link, StreamListener, slot_bytes, stamp
 from harness.weights.worker import reader as stream
-from harness.weights.worker.reader import Arrival
+from harness.weights.worker.reader import LoadCoverage
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class WeightLink:
     device: torch.device
     layout: Layout
     link: Link
-    arrivals: tuple[Arrival, ...]
+    coverage: tuple[LoadCoverage, ...]
     """Of all the engine's schedulers, in engine order."""
     stamped: int = 1
     """The next bucket's stamp: no two have the same, and none is 0, as a fresh slot is."""
@@ -56,11 +56,11 @@ class WeightLink:
         dist.broadcast_object_list(name, engine.group.head, engine.group.process_group)
         folder = scratch.shared() / name[0]  # each host's own
         rank = engine.group.ranks.index(engine.group.rank)
-        door = Door.open(folder, rank)
+        door = StreamListener.open(folder, rank)
         dist.barrier(group=engine.group.process_group)
         message = json.dumps({"do": stream.OPEN, "folder": name[0]})
 
-        def offer(ended: Callable[[], bool]) -> tuple[Link, Arrival]:
+        def offer(ended: Callable[[], bool]) -> tuple[Link, LoadCoverage]:
             link = door.offer(nbytes, device, layout, ended)
             return link, _answer(link, "arrival", ended)
 
@@ -82,7 +82,7 @@ class WeightLink:
         first, self.stamped = self.stamped, self.stamped + len(self.layout)
 
         def feed(ended: Callable[[], bool]) -> dict[str, float]:
-            clock = Clock(self.device)
+            clock = SegmentTimer(self.device)
             with clock.measure("feed"):
                 for index in range(len(self.layout)):
                     with clock.measure("wait"):

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.weights.arrival import SHOWN, WeightsRefused, check_arrival, problems
-from harness.weights.stream.slots import Entry
-from harness.weights.worker.reader import Arrival, Region
+from harness.weights.presync_checks import SHOWN, WeightsRefused, check_coverage, problems
+from harness.weights.stream.slots import SlotEntry
+from harness.weights.worker.reader import LoadCoverage, Region
 
 
 def entry(
     name: str = "a", shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.bfloat16, offset: int = 0
-) -> Entry:
+) -> SlotEntry:
     stride = tuple(torch.empty(shape, device="meta").stride())
-    return Entry(name=name, dtype=dtype, shape=shape, stride=stride, offset=offset, group=0)
+    return SlotEntry(name=name, dtype=dtype, shape=shape, stride=stride, offset=offset, group=0)
 
 
 def region(view: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "a", index: bool = False) -> Region:
@@ -32,8 +32,8 @@ def region(view: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "
     )
 
 
-def arrivals(*per_rank: list[torch.Tensor]) -> list[Arrival]:
-    return [Arrival(rank=rank, regions=[[region(view) for view in views]]) for rank, views in enumerate(per_rank)]
+def coverage(*per_rank: list[torch.Tensor]) -> list[LoadCoverage]:
+    return [LoadCoverage(rank=rank, regions=[[region(view) for view in views]]) for rank, views in enumerate(per_rank)]
 
 
 WHOLE = torch.zeros(4, 6, dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ LEFT, RIGHT = WHOLE[:, :3], WHOLE[:, 3:]
     ids=["whole", "replicated", "rows", "columns", "two copies", "replicated heads", "transposed", "one only", "tiles"],
 )
 def test_a_tensor_that_the_ranks_take_together_is_whole(ranks: tuple[list[torch.Tensor], ...]) -> None:
-    assert problems([[entry()]], arrivals(*ranks)) == []
+    assert problems([[entry()]], coverage(*ranks)) == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_tensor_that_the_ranks_take_together_is_whole(ranks: tuple[list[torch.
     ],
 )  # fmt: skip
 def test_a_tensor_of_which_a_part_is_never_read_is_refused(ranks: tuple[list[torch.Tensor], ...], read: int) -> None:
-    (sentence,) = problems([[entry()]], arrivals(*ranks))
+    (sentence,) = problems([[entry()]], coverage(*ranks))
     assert sentence == (f"a: of its 24 elements ([4, 6]) the engine would read {read}; its shape is not the engine's")
 
 
@@ -100,10 +100,10 @@ def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
     for tile in tiles:
         ranks[data.draw(st.integers(0, 2))].append(tile)
     sent = [[entry(shape=tuple(whole.shape))]]
-    assert problems(sent, arrivals(*ranks)) == []
+    assert problems(sent, coverage(*ranks)) == []
     lost = data.draw(st.sampled_from([rank for rank, views in enumerate(ranks) if views]))
     ranks[lost].pop()
-    assert len(problems(sent, arrivals(*ranks))) == 1
+    assert len(problems(sent, coverage(*ranks))) == 1
 
 
 @pytest.mark.parametrize(
@@ -123,59 +123,59 @@ def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
 def test_a_dtype_that_would_be_rounded_is_refused(sent: str, held: str, fits: bool) -> None:
     given, kept = getattr(torch, sent), getattr(torch, held)
     taken = Region(names=("a",), dtype=given, shape=(4, 6), stride=(6, 1), offset=0, target_dtype=kept)
-    found = problems([[entry(dtype=given)]], [Arrival(rank=0, regions=[[taken]])])
+    found = problems([[entry(dtype=given)]], [LoadCoverage(rank=0, regions=[[taken]])])
     said = f"a: sent as {sent}, but the engine holds {held}: it would be rounded; send {held}"
     assert found == ([] if fits else [said])
 
 
 def test_unknown_on_all_ranks_is_refused_but_not_on_one() -> None:
-    one = Arrival(rank=0, regions=[[region(WHOLE)]])
-    padding_only = Arrival(rank=1, regions=[[]], unknown=["a"])
+    one = LoadCoverage(rank=0, regions=[[region(WHOLE)]])
+    padding_only = LoadCoverage(rank=1, regions=[[]], unknown=["a"])
     assert problems([[entry()]], [one, padding_only]) == []
-    neither = Arrival(rank=0, regions=[[]], unknown=["a"])
+    neither = LoadCoverage(rank=0, regions=[[]], unknown=["a"])
     said = ["a: the engine knows no such parameter and would ignore it"]
     assert problems([[entry()]], [neither, padding_only]) == said
 
 
 def test_unfilled_on_all_ranks_is_refused_but_not_on_one() -> None:
-    first = Arrival(rank=0, filled=["embed"], unfilled=["head", "norm"])
-    last = Arrival(rank=1, filled=["embed", "head"], unfilled=["norm"])
+    first = LoadCoverage(rank=0, filled=["embed"], unfilled=["head", "norm"])
+    last = LoadCoverage(rank=1, filled=["embed", "head"], unfilled=["norm"])
     said = ["norm: a parameter of the engine that nothing sent would fill"]
     assert problems([], [first, last]) == problems([], [last, first]) == said
 
 
 def test_unfilled_in_one_pipeline_stage_is_refused() -> None:
-    stages = [Arrival(rank=0, filled=["layers.0.norm"]), Arrival(rank=1, unfilled=["layers.3.norm"])]
+    stages = [LoadCoverage(rank=0, filled=["layers.0.norm"]), LoadCoverage(rank=1, unfilled=["layers.3.norm"])]
     assert problems([], stages) == ["layers.3.norm: a parameter of the engine that nothing sent would fill"]
 
 
 def test_what_a_loader_raises_is_said_once_and_nothing_else_of_that_tensor() -> None:
-    refusing = [Arrival(rank=rank, regions=[[]], errors={"a, b": "AssertionError: no"}) for rank in range(2)]
+    refusing = [LoadCoverage(rank=rank, regions=[[]], errors={"a, b": "AssertionError: no"}) for rank in range(2)]
     sent = [[entry(), entry("b")]]
     assert problems(sent, refusing) == ["a, b: the engine's loader refuses it: AssertionError: no"]
 
 
 def test_what_cannot_be_followed_is_not_refused() -> None:
-    assert problems([[entry()]], [Arrival(rank=0, regions=[[]], opaque=["a"])]) == []
+    assert problems([[entry()]], [LoadCoverage(rank=0, regions=[[]], opaque=["a"])]) == []
 
 
 def test_elements_by_index_are_left_to_the_readback() -> None:
-    assert problems([[entry()]], [Arrival(rank=0, regions=[[region(TOP, index=True)]])]) == []
+    assert problems([[entry()]], [LoadCoverage(rank=0, regions=[[region(TOP, index=True)]])]) == []
 
 
 def test_each_bucket_is_judged_by_its_own_regions() -> None:
     sent = [[entry()], [entry("b")]]
-    right = Arrival(rank=0, regions=[[region(WHOLE)], [region(WHOLE, name="b")]])
+    right = LoadCoverage(rank=0, regions=[[region(WHOLE)], [region(WHOLE, name="b")]])
     assert problems(sent, [right]) == []
-    swapped = Arrival(rank=0, regions=[[region(WHOLE, name="b")], [region(WHOLE)]])
+    swapped = LoadCoverage(rank=0, regions=[[region(WHOLE, name="b")], [region(WHOLE)]])
     assert [sentence.split(":")[0] for sentence in problems(sent, [swapped])] == ["a", "b"]
 
 
 def test_the_refusal_names_the_first_and_counts_the_rest() -> None:
     names = [f"tensor{index}" for index in range(SHOWN + 3)]
-    nothing = Arrival(rank=0, regions=[[]], unknown=names)
+    nothing = LoadCoverage(rank=0, regions=[[]], unknown=names)
     with pytest.raises(WeightsRefused) as raised:
-        check_arrival([[entry(name) for name in names]], [nothing])
+        check_coverage([[entry(name) for name in names]], [nothing])
     said = str(raised.value)
     assert f"tensor{SHOWN - 1}:" in said and f"tensor{SHOWN}:" not in said and said.endswith("; and 3 more")
-    check_arrival([[entry()]], arrivals([WHOLE]))
+    check_coverage([[entry()]], coverage([WHOLE]))
