@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils.logging import disable_progress_bar
 
-from harness.cluster.mesh import ParallelDims, build_mesh
+from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.world import World
 from harness.config.layers import ConfigError
 from harness.config.rules import warnings
@@ -108,15 +108,14 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
         write_config(folder, config, world.device_type)
     if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
         events.say("the engine starts on dummy weights: what the first sync does not bring will show")
-    mesh = build_mesh(dims, "cpu")
-    ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
+    meshes = build_meshes(dims, world.device.type)
     with report.timed("sglang_import"):
         import_sglang(config, world, dims, events, [transport])
     shipped = config.engine.implementation == "sglang"
 
     def start_trainer() -> Future[tuple[Actor, Critic | None, Reference | None]]:
         return in_background(
-            lambda: build_trainer(config, world, ranks_mesh, model_folder, attention, report), "build-trainer"
+            lambda: build_trainer(config, world, meshes.fsdp, model_folder, attention, report), "build-trainer"
         )
 
     # On a GPU after the engine: sglang sizes its KV cache by what is free, and may go to sleep before the trainer comes.
@@ -124,7 +123,7 @@ def assemble(config: Config, world: World, dims: ParallelDims, events: EventLog,
     with report.timed("engine"):
         if shipped and trainer:
             trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
-        engine = start_engine(config, world, mesh, events, folder, model_folder)
+        engine = start_engine(config, world, meshes.engines, events, folder, model_folder)
     memory = make_memory_stages(config, world, events, engine)
     if engine.has_memory_saver and config.engine.initial_weights == "dummy":
         with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import place
-from harness.cluster.world import World, leave
+from harness.cluster.world import World, hard_exit
 from harness.config.layers import ConfigError
 from harness.config.schema import Config, TransportName
 from harness.rollout import sglang_api
@@ -158,7 +158,7 @@ def _end_with(message: str, events: EventLog) -> NoReturn:
     print(message, file=sys.stderr, flush=True)
     events.fail(message)
     end_processes(descendants(), patience_seconds=0)
-    leave(1)
+    hard_exit(1)
 
 
 def engine_arguments(config: Config, world: World) -> dict[str, Any]:

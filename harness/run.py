@@ -28,8 +28,8 @@ from harness.cluster.world import (
     behaviour,
     check_agreement,
     choose_device,
+    hard_exit,
     host_identity,
-    leave,
     open_world,
     own_location,
 )
@@ -66,7 +66,7 @@ def ppo() -> Job:
 
 def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     """Run a job on this rank; only rank 0 prints, save for the rank that fails. Returns the exit code where the ranks never
-    met; once they have, the process ends with it here (see leave)."""
+    met; once they have, the process ends with it here (see hard_exit)."""
     launched = _launched_at()
     try:
         launch = Launch.from_environment(os.environ)
@@ -107,7 +107,7 @@ def run(config: Config, load_job: Callable[[], Job] = ppo) -> int:
     end_processes(
         descendants(), patience_seconds=0
     )  # the resource tracker, which would warn of what the watchdog removes
-    leave(code)
+    hard_exit(code)
 
 
 def _in_world(
@@ -226,7 +226,7 @@ def _end_early(tell: Callable[[str, str], None], error: Exception) -> NoReturn:
     collective that will never end, and so may our own threads."""
     tell(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
     end_processes(descendants(), patience_seconds=0)
-    leave(FAILED)
+    hard_exit(FAILED)
 
 
 def _guard(config: Config, launch: Launch) -> Guard:

@@ -53,14 +53,14 @@ def read(words: list[str], world_size: str) -> Config:
 
 
 def look(config: Config, json: bool) -> int:
-    """Raises UnsupportedEnvironment without torch. Where the ranks met, the process ends here (see leave)."""
+    """Raises UnsupportedEnvironment without torch. Where the ranks met, the process ends here (see hard_exit)."""
     try:
-        from harness.cluster.world import Launch, leave
+        from harness.cluster.world import Launch, hard_exit
         from harness.tools.doctor.examine import examine
     except ImportError as error:
         raise UnsupportedEnvironment(f"{sys.executable} cannot import what the doctor needs: {error}.") from error
     launch = Launch.from_environment(os.environ)
-    leave(examine(config, launch, os.environ, json))
+    hard_exit(examine(config, launch, os.environ, json))
 
 
 if __name__ == "__main__":

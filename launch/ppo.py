@@ -18,7 +18,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.picture import picture
 from harness.config.command import Command, parse, print_help
 from harness.config.rules import warnings
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
@@ -26,7 +25,7 @@ from harness.runtime.exit import exit_with
 from harness.tools import preflight
 from harness.tools.plan import text
 from harness.tools.plan.memory import GIB, Estimate, estimate
-from harness.tools.plan.placement_plan import Plan, make_plan, plan_as_json
+from harness.tools.plan.placement_plan import Plan, make_plan, plan_as_json, plan_as_lines
 from harness.tools.plan.shapes import UnknownShape
 
 DEFAULT_GPU_GIB = 80.0
@@ -72,7 +71,7 @@ def show(command: Command) -> int:
 
 def as_text(plan: Plan, command: Command, found: Estimate | str) -> str:
     """Picture and estimate."""
-    lines = [*picture(plan), ""]
+    lines = [*plan_as_lines(plan), ""]
     if command.config.engine.device == "auto":
         lines[-1:] = ['engine.device = "auto" is planned as CUDA; --engine.device cpu shows the plan for CPU', ""]
     for visible in of_this_shell(command):

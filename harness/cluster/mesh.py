@@ -1,7 +1,7 @@
-"""ParallelDims(dp, tp, pp): which coordinates a rank has, and the DeviceMesh over them."""
+"""Which coordinates a rank has in the mesh, and every DeviceMesh of a run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from harness.config.schema import Parallel
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 RANK_ORDERS = ("dp,tp,pp", "dp,pp,tp")
 
 
-@dataclass(frozen=True, slots=True)
-class Coordinates:
+class Coordinates(NamedTuple):
     """Where a rank stands in the mesh, each axis counted from 0."""
 
     dp: int
@@ -35,21 +34,20 @@ class ParallelDims:
     rank_order: str = "dp,tp,pp"
 
     def __post_init__(self) -> None:
-        for axis, size in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)):
-            if size < 1:
-                raise ValueError(f"parallel.{axis} = {size} is no size of a mesh axis: it must be 1 or more")
+        for axis in Coordinates._fields:
+            if getattr(self, axis) < 1:
+                raise ValueError(f"parallel.{axis} must be at least 1, got {getattr(self, axis)}")
         if self.rank_order not in RANK_ORDERS:
-            raise ValueError(
-                f'parallel.rank_order = "{self.rank_order}" is unknown: it must be "dp,tp,pp" or "dp,pp,tp"'
-            )
+            raise ValueError(f'parallel.rank_order must be "dp,tp,pp" or "dp,pp,tp", got "{self.rank_order}"')
 
     @classmethod
     def of(cls, parallel: Parallel) -> Self:
-        """The mesh that a config asks for."""
+        """Return the dims of a config."""
         return cls(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp, rank_order=parallel.rank_order)
 
     @property
     def world_size(self) -> int:
+        """Ranks of the whole mesh."""
         return self.dp * self.tp * self.pp
 
     @property
@@ -58,7 +56,7 @@ class ParallelDims:
         return self.tp * self.pp
 
     def validate(self, world_size: int) -> None:
-        """Raises ValueError unless the mesh has as many ranks as were started."""
+        """Raise ValueError unless the mesh has as many ranks as were started."""
         if self.world_size == world_size:
             return
         engines, rest = divmod(world_size, self.engine_size)
@@ -69,9 +67,9 @@ class ParallelDims:
         )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of a world rank. Raises ValueError outside 0..world_size - 1."""
+        """Return the coordinates of a world rank. Raise ValueError outside 0..world_size - 1."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank = {rank} is outside this mesh: it must be 0 to {self.world_size - 1}")
+            raise ValueError(f"rank must be 0 to {self.world_size - 1} in this mesh, got {rank}")
         dp, within = divmod(rank, self.engine_size)
         if self.rank_order == "dp,pp,tp":
             pp, tp = divmod(within, self.tp)
@@ -80,41 +78,50 @@ class ParallelDims:
         return Coordinates(dp, tp, pp)
 
     def rank_of(self, at: Coordinates) -> int:
-        """World rank at these coordinates, the inverse of `coordinates`. Raises ValueError outside the mesh."""
-        for axis, index, size in (("dp", at.dp, self.dp), ("tp", at.tp, self.tp), ("pp", at.pp, self.pp)):
-            if not 0 <= index < size:
-                raise ValueError(f"{axis} = {index} is outside this mesh: it must be 0 to {size - 1}")
+        """Return the world rank at these coordinates, the inverse of `coordinates`. Raise ValueError outside the mesh."""
         within = at.pp * self.tp + at.tp if self.rank_order == "dp,pp,tp" else at.tp * self.pp + at.pp
-        return at.dp * self.engine_size + within
+        rank = at.dp * self.engine_size + within
+        if not 0 <= rank < self.world_size or self.coordinates(rank) != at:
+            raise ValueError(f"{at} is outside the mesh dp={self.dp} tp={self.tp} pp={self.pp}")
+        return rank
 
     def engine_ranks(self, dp_index: int) -> tuple[int, ...]:
-        """World ranks of one engine in engine order: pp slowest, then tp, as SGLang's tp_size * pp_rank + tp_rank."""
+        """Return one engine's world ranks in SGLang's order: tp_size * pp_rank + tp_rank."""
         return tuple(self.rank_of(Coordinates(dp_index, tp, pp)) for pp in range(self.pp) for tp in range(self.tp))
 
     def engine_rank(self, rank: int) -> int:
-        """Position of a world rank in its engine's `engine_ranks`."""
+        """Return the position of a world rank in its engine's `engine_ranks`."""
         at = self.coordinates(rank)
         return at.pp * self.tp + at.tp
 
 
-def build_mesh(dims: ParallelDims, device_type: str) -> "DeviceMesh":
-    """The mesh with axes ("dp", "tp", "pp") over the default process group, whatever the rank order.
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """Every DeviceMesh of a run."""
 
-    device_type is "cpu" (gloo) or "cuda". A collective call: every rank makes it. Flattened, its ("tp", "pp") axes are
-    not in engine order where both are above 1; take `engine_ranks` for that.
-    Raises ValueError where the world size is not dp * tp * pp.
+    engines: "DeviceMesh"
+    """Axes ("dp", "tp", "pp") over gloo, whatever the rank order: one engine for each dp index. Flattened, its
+    ("tp", "pp") axes are not in engine order where both are above 1; take `ParallelDims.engine_ranks` for that."""
+    fsdp: "DeviceMesh"
+    """One axis, "fsdp", over all ranks: the trainer's models are sharded over it."""
+
+
+def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
+    """Build the meshes over the default process group; a collective call of every rank.
+
+    device_type: the trainer's, "cpu" or "cuda". Raises ValueError where the world size is not dp * tp * pp.
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     dims.validate(dist.get_world_size())
-    ranks = torch.tensor(
-        [
-            [[dims.rank_of(Coordinates(dp, tp, pp)) for pp in range(dims.pp)] for tp in range(dims.tp)]
-            for dp in range(dims.dp)
-        ],
-        dtype=torch.int,
-        device="cpu",
+    ranks = torch.arange(dims.world_size, dtype=torch.int, device="cpu")
+    if dims.rank_order == "dp,pp,tp":
+        ranks = ranks.view(dims.dp, dims.pp, dims.tp).transpose(1, 2)
+    else:
+        ranks = ranks.view(dims.dp, dims.tp, dims.pp)
+    return Meshes(
+        engines=DeviceMesh("cpu", ranks.contiguous(), mesh_dim_names=Coordinates._fields),
+        fsdp=init_device_mesh(device_type, (dims.world_size,), mesh_dim_names=("fsdp",)),
     )
-    return DeviceMesh(device_type, ranks, mesh_dim_names=("dp", "tp", "pp"))

@@ -1,182 +1,173 @@
-"""Which rank is on which GPU of which host, and which engine spans which hosts, as text: of a dry run and of a run."""
+"""A drawing of a world as text: which rank is on which GPU of which host, and which engine spans which hosts."""
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from harness.cluster.placement import host_name
-from harness.tools.plan.placement_plan import EnginePlan, Plan, RankPlan, plan_of
+from harness.cluster.mesh import ParallelDims
+from harness.cluster.placement import EnginePlacement, RankLocation, engine_gpu_of, gpu_of, host_name, place
+from harness.cluster.ports import EnginePorts, planned_ports
 
 if TYPE_CHECKING:
-    from harness.cluster.mesh import ParallelDims
     from harness.cluster.world import World
 
 WIDTH = 120
 MOST_RANKS = 16
-"""Of more ranks, what repeats itself is shown once."""
+"""Of more ranks, blocks that repeat the one before are drawn once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Hosts and the engines on them, of which none is on another host too."""
+    """Hosts, in the order of their first ranks, and the engines on them, none of which is on another host too."""
 
     hosts: tuple[str, ...]
-    engines: tuple[EnginePlan, ...]
-    ranks: tuple[RankPlan, ...]
+    engines: tuple[EnginePlacement, ...]
 
 
-def picture(plan: Plan, addresses: Mapping[str, str] | None = None) -> list[str]:
-    """Lines of 120 columns at most, where names and UUIDs allow. addresses: by host, as the other hosts reach it."""
-    dims = plan.dims
-    names = host_names(list(dict.fromkeys(rank.host for rank in plan.ranks)))
+def picture_of(world: "World", dims: ParallelDims) -> list[str]:
+    """Draw a run whose ranks have met; without the ports, which its engines lease later."""
+    addresses = {host: known.address for host, known in world.addresses.items()}
+    return picture(dims, world.locations, world.device_type, addresses=addresses)
+
+
+def picture(
+    dims: ParallelDims,
+    locations: Sequence[RankLocation],
+    device: Literal["cpu", "cuda"],
+    base_port: int | None = None,
+    addresses: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Draw these locations, given by rank, in lines of 120 columns at most, where names and UUIDs allow.
+
+    base_port: show the ports planned from there. addresses: of each host, as the other hosts reach it.
+    Raises the ValueErrors of `place` and `planned_ports`.
+    """
+    engines = place(dims, locations, device)
+    drawing = _Drawing(dims, locations, device == "cuda", _planned(engines, base_port))
+    names = host_names(list(dict.fromkeys(location.host for location in locations)))
     known = addresses or {}
-    shown = {host: f"{name} ({known[host]})" if host in known else name for host, name in names.items()}
+    heads = {host: f"{name} ({known[host]})" if host in known else name for host, name in names.items()}
     lines = [
-        f"{dims.world_size} ranks on {plan.nnodes} host{_s(plan.nnodes)} ({plan.device}), mesh dp={dims.dp} tp={dims.tp}"
+        f"{dims.world_size} ranks on {len(names)} host{_s(len(names))} ({device}), mesh dp={dims.dp} tp={dims.tp}"
         f" pp={dims.pp}, rank order {dims.rank_order}"
     ]
-    blocks = blocks_of(plan)
-    fold = dims.world_size > MOST_RANKS
-    for _, alike in groupby(blocks, key=_signature if fold else _itself):
+    same: Callable[[Block], object] = drawing.signature if dims.world_size > MOST_RANKS else id
+    for _, alike in groupby(blocks_of(engines, list(names)), key=same):
         first, *rest = alike
-        lines += _block_lines(first, names, shown, plan.device == "cuda")
+        lines += drawing.lines(first, names, heads)
         if rest:
-            lines += _wrapped("  ... ", _rest_items(rest, names), ", ")
+            lines += _wrapped("  ...", drawing.summary(rest, names), ",")
     return lines
 
 
-def picture_of(world: "World", dims: "ParallelDims") -> list[str]:
-    """The picture of a run whose ranks have met; the ports that its engines lease are not in it."""
-    addresses = {host: known.address for host, known in world.addresses.items()}
-    return picture(plan_of(dims, world.locations, world.device_type), addresses)
-
-
-def blocks_of(plan: Plan) -> list[Block]:
-    """The plan in pieces that share no host, by first rank."""
-    hosts_of: list[set[str]] = []
-    engines_of: list[list[EnginePlan]] = []
-    for engine in plan.engines:
-        hosts, engines = {node.host for node in engine.nodes}, [engine]
-        while hosts_of and any(hosts & earlier for earlier in hosts_of):
-            hosts |= hosts_of.pop()
-            engines = engines_of.pop() + engines
-        hosts_of.append(hosts)
-        engines_of.append(engines)
-    by_host: dict[str, list[RankPlan]] = {}
-    for rank in plan.ranks:
-        by_host.setdefault(rank.host, []).append(rank)
-    blocks = []
-    for hosts, engines in zip(hosts_of, engines_of, strict=True):
-        ordered = tuple(host for host in by_host if host in hosts)
-        blocks.append(Block(ordered, tuple(engines), tuple(rank for host in ordered for rank in by_host[host])))
-    return blocks
+def blocks_of(engines: Sequence[EnginePlacement], hosts: Sequence[str]) -> list[Block]:
+    """Cut a placement into blocks that share no host; `hosts` gives the order of the hosts in a block."""
+    found: list[tuple[set[str], list[EnginePlacement]]] = []
+    for engine in engines:
+        own, together = {node.host for node in engine.nodes}, [engine]
+        while any(own & earlier for earlier, _ in found):
+            earlier, before = found.pop()
+            own, together = own | earlier, before + together
+        found.append((own, together))
+    return [Block(tuple(sorted(own, key=hosts.index)), tuple(together)) for own, together in found]
 
 
 def host_names(hosts: Sequence[str]) -> dict[str, str]:
-    """Host identity -> its name, numbered where several share one."""
-    plain = {host: host_name(host) for host in hosts}
-    seen: dict[str, int] = {}
-    names = {}
-    for host, name in plain.items():
-        seen[name] = seen.get(name, 0) + 1
-        alone = list(plain.values()).count(name) == 1
-        names[host] = name if alone else f"{name}#{seen[name]}"
-    return names
+    """Map each host identity to its name, numbered where several hosts share one."""
+    plain = [host_name(host) for host in hosts]
+    return {
+        host: name if plain.count(name) == 1 else f"{name}#{plain[: index + 1].count(name)}"
+        for index, (host, name) in enumerate(zip(hosts, plain, strict=True))
+    }
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """Numbers in their order, runs of three and more shortened: (0, 1, 2, 3, 8) -> "0-3, 8"."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
+    """Write numbers in their order, runs of three and more shortened: (0, 1, 2, 3, 8) -> "0-3, 8"."""
+    groups = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    found = [[number for _, number in group] for _, group in groups]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in found)
 
 
-def _block_lines(block: Block, names: Mapping[str, str], shown: Mapping[str, str], has_gpus: bool) -> Iterator[str]:
-    for host, ranks in groupby(block.ranks, key=lambda rank: rank.host):
-        yield from _wrapped(f"  {shown[host]}  ", [_rank_text(rank) for rank in ranks], " | ")
-    for engine in block.engines:
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    dims: ParallelDims
+    locations: Sequence[RankLocation]
+    has_gpus: bool
+    ports: Mapping[tuple[int, int], EnginePorts]
+    """By dp and node_rank; empty where ports are not drawn."""
+
+    def signature(self, block: Block) -> object:
+        """Return what is equal for blocks that differ only in where their numbers start: the lines, numbered from 0."""
+        names = {host: str(index) for index, host in enumerate(block.hosts)}
+        return tuple(self.lines(block, names, names, self._ranks(block)[0], block.engines[0].dp))
+
+    def lines(
+        self, block: Block, names: Mapping[str, str], heads: Mapping[str, str], rank_0: int = 0, dp_0: int = 0
+    ) -> Iterator[str]:
+        for host in block.hosts:
+            ranks = [self._rank(location, rank_0, dp_0) for location in self.locations if location.host == host]
+            yield from _wrapped(f"  {heads[host]} ", ranks, " |")
+        for engine in block.engines:
+            for node in engine.nodes:
+                ranks = [rank - rank_0 for rank in node.ranks]
+                items = [f"ranks {runs(ranks)}", f"builder rank {ranks[0]}"]
+                if node.visible_devices:
+                    first, *more = node.visible_devices
+                    uuids = "-" in first  # so long that each is an item
+                    items += [f"CUDA_VISIBLE_DEVICES={first if uuids else ','.join(node.visible_devices)}"]
+                    items += more if uuids else []
+                if ports := self.ports.get((engine.dp, node.node_rank)):
+                    items += [f"port {ports.port}", f"nccl {ports.nccl_port}"]
+                    items += [f"rendezvous {ports.dist_init_port}"] if node.node_rank == 0 else []
+                head = f"    engine {engine.dp - dp_0} node {node.node_rank} on {names[node.host]}:"
+                yield from _wrapped(head, items, ",")
+
+    def summary(self, blocks: Sequence[Block], names: Mapping[str, str]) -> list[str]:
+        """Describe blocks that are like the one before them."""
+        last = blocks[-1]
+        ranks, hosts, engines = self._ranks(last), len(last.hosts), len(last.engines)
+        first_host, last_host = names[last.hosts[0]], names[last.hosts[-1]]
+        return [
+            f"{len(blocks)} more like this",
+            f"each {hosts} host{_s(hosts)}, {len(ranks)} ranks and {engines} engine{_s(engines)} further on",
+            f"the last of them {first_host if hosts == 1 else f'{first_host} to {last_host}'}",
+            f"ranks {runs(ranks)}",
+            f"engine{_s(engines)} {runs([engine.dp for engine in last.engines])}",
+        ]
+
+    def _ranks(self, block: Block) -> list[int]:
+        return sorted(rank for engine in block.engines for node in engine.nodes for rank in node.ranks)
+
+    def _rank(self, location: RankLocation, rank_0: int, dp_0: int) -> str:
+        at = self.dims.coordinates(location.rank)
+        text = f"rank {location.rank - rank_0} dp{at.dp - dp_0} tp{at.tp} pp{at.pp}"
+        if not self.has_gpus:
+            return text
+        own, engine = (gpu if "-" in gpu else f"GPU {gpu}" for gpu in (gpu_of(location), engine_gpu_of(location)))
+        return f"{text} {own}" + ("" if own == engine else f", engine's {engine}")
+
+
+def _planned(engines: Sequence[EnginePlacement], base_port: int | None) -> dict[tuple[int, int], EnginePorts]:
+    """Return the planned ports of every engine node: each host counts its own blocks."""
+    if base_port is None:
+        return {}
+    blocks: dict[str, int] = {}
+    found = {}
+    for engine in engines:
         for node in engine.nodes:
-            items = [f"ranks {runs(node.ranks)}", f"builder rank {node.builder}"]
-            if has_gpus and node.cuda_visible_devices is not None:
-                first, *more = node.cuda_visible_devices.split(",")
-                separate = "-" in first  # UUIDs: so long that each is an item
-                items += (
-                    [f"CUDA_VISIBLE_DEVICES={first}", *more]
-                    if separate
-                    else [f"CUDA_VISIBLE_DEVICES={node.cuda_visible_devices}"]
-                )
-            if node.ports is not None:
-                items += [f"port {node.ports.port}", f"nccl {node.ports.nccl_port}"]
-                if node.node_rank == 0:
-                    items.append(f"rendezvous {node.ports.dist_init_port}")
-            yield from _wrapped(f"    engine {engine.dp} node {node.node_rank} on {names[node.host]}: ", items, ", ")
+            found[engine.dp, node.node_rank] = planned_ports(base_port, blocks.get(node.host, 0))
+            blocks[node.host] = blocks.get(node.host, 0) + 1
+    return found
 
 
-def _rank_text(rank: RankPlan) -> str:
-    text = f"rank {rank.rank} dp{rank.dp} tp{rank.tp} pp{rank.pp}"
-    if rank.gpu is None or rank.engine_gpu is None:
-        return text
-    return f"{text} {_gpu(rank.gpu)}" + ("" if rank.gpu == rank.engine_gpu else f", engine's {_gpu(rank.engine_gpu)}")
-
-
-def _rest_items(rest: Sequence[Block], names: Mapping[str, str]) -> list[str]:
-    last = rest[-1]
-    hosts, ranks, engines = len(last.hosts), len(last.ranks), len(last.engines)
-    first_host, last_host = names[last.hosts[0]], names[last.hosts[-1]]
-    return [
-        f"{len(rest)} more like this",
-        f"each {hosts} host{_s(hosts)}, {ranks} ranks and {engines} engine{_s(engines)} further on",
-        f"the last of them {first_host if hosts == 1 else f'{first_host} to {last_host}'}",
-        f"ranks {runs([rank.rank for rank in last.ranks])}",
-        f"engine{_s(engines)} {runs([engine.dp for engine in last.engines])}",
-    ]
-
-
-def _signature(block: Block) -> object:
-    """Equal for blocks that differ in their numbers' start alone."""
-    rank_0, dp_0, index = block.ranks[0].rank, block.engines[0].dp, {host: at for at, host in enumerate(block.hosts)}
-    ranks = tuple(
-        (each.rank - rank_0, each.dp - dp_0, each.tp, each.pp, index[each.host], each.gpu, each.engine_gpu)
-        for each in block.ranks
-    )
-    nodes = tuple(
-        (
-            engine.dp - dp_0,
-            node.node_rank,
-            index[node.host],
-            tuple(rank - rank_0 for rank in node.ranks),
-            node.cuda_visible_devices,
-            node.ports,
-        )
-        for engine in block.engines
-        for node in engine.nodes
-    )
-    return ranks, nodes
-
-
-_itself: Callable[[Block], object] = id
-
-
-def _wrapped(head: str, items: Sequence[str], separator: str) -> Iterator[str]:
-    """The head and the items, going on in new lines, indented further."""
-    line, gap = head, ""
-    for position, item in enumerate(items):
-        piece = item + (separator.rstrip() if position + 1 < len(items) else "")
-        if line.strip() and len(line) + len(gap) + len(piece) > WIDTH:
-            yield line.rstrip()
-            line, gap = " " * 8, ""
-        line += gap + piece
-        gap = " "
-    yield line
-
-
-def _gpu(token: str) -> str:
-    return token if "-" in token else f"GPU {token}"
+def _wrapped(head: str, items: Sequence[str], separator: str) -> list[str]:
+    """Wrap head and items into lines, never inside an item; further lines are indented."""
+    words = [head, *(item + separator for item in items[:-1]), items[-1]]
+    text = " ".join(word.replace(" ", "\0") for word in words)
+    lines = textwrap.wrap(text, WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ").rstrip() for line in lines]
 
 
 def _s(count: int) -> str:

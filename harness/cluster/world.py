@@ -195,7 +195,7 @@ def open_world(
         dist.destroy_process_group()
 
 
-def leave(code: int) -> NoReturn:
+def hard_exit(code: int) -> NoReturn:
     """End this rank now, without Python's teardown.
 
     A thread of torch or gloo that wants the interpreter's lock while Python 3.11 shuts down aborts the process ("terminate

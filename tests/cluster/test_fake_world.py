@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch.distributed as dist
 
-from harness.cluster.mesh import ParallelDims, build_mesh
+from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.placement import RankLocation, gpu_of, parse_visible, place
 from harness.tools.plan.placement_plan import Plan, make_plan
 
@@ -64,7 +64,7 @@ def test_the_mesh_is_the_plan_s(dims: ParallelDims) -> None:
     engines = {engine.dp: [rank for node in engine.nodes for rank in node.ranks] for engine in plan.engines}
     for rank in (0, 7, 8, 131, 256, 511):
         with fake_world(rank):
-            mesh = build_mesh(dims, "cpu")
+            mesh = build_meshes(dims, "cpu").engines
             planned = plan.ranks[rank]
             assert tuple(mesh.get_coordinate() or ()) == (planned.dp, planned.tp, planned.pp)
             # Its engine's ranks in the mesh, in engine order: stages slowest.

@@ -329,6 +329,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    from harness.cluster.world import leave
+    from harness.cluster.world import hard_exit
 
-    leave(0)
+    hard_exit(0)

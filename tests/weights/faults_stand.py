@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from harness.cluster.mesh import ParallelDims, build_mesh
+from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.world import Launch, World, all_gather, open_world
 from harness.config import schema
 from harness.rollout.verl_engine import VerlEngine
@@ -232,9 +232,9 @@ def run(
         if world.rank == 0:
             save_tiny_model(name, folder / "model", 0, overrides=shape, texts=["hello, the quick brown fox"])
         dist.barrier()
-        mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("fsdp",))
+        meshes = build_meshes(ParallelDims(dp=1, tp=2, pp=1), "cpu")
         engine = VerlEngine(
-            build_mesh(ParallelDims(dp=1, tp=2, pp=1), "cpu")["tp"],
+            meshes.engines["tp"],
             log_dir=folder / "engine",
             model_path=str(folder / "model"),
             load_format="dummy",
@@ -244,8 +244,8 @@ def run(
             random_seed=0,
             custom_weight_loader=[SLOW_DOWN],
         )
-        model = load_causal_lm(str(folder / "model"), torch.float32, torch.device("cpu"), mesh)
-        stand = Stand(world, mesh, folder, engine, model)
+        model = load_causal_lm(str(folder / "model"), torch.float32, torch.device("cpu"), meshes.fsdp)
+        stand = Stand(world, meshes.fsdp, folder, engine, model)
         seen["seconds to start"] = round(time.monotonic() - started, 1)
         seen["names"] = [tensor.name for tensor in stand.sync.layout]
         for check in healthy:

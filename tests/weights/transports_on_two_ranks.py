@@ -129,6 +129,6 @@ def difference(engine: Any, model: Any) -> float:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
-    from harness.cluster.world import leave
+    from harness.cluster.world import hard_exit
 
-    leave(0)
+    hard_exit(0)

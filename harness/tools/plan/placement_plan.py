@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from harness.cluster.mesh import ParallelDims
+from harness.cluster.picture import picture
 from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, parse_visible, place
 from harness.cluster.ports import EnginePorts, planned_ports
 
@@ -61,6 +62,10 @@ class Plan:
     device: Literal["cpu", "cuda"]
     ranks: tuple[RankPlan, ...]
     engines: tuple[EnginePlan, ...]
+    locations: tuple[RankLocation, ...]
+    """What the plan was made of; not in its JSON."""
+    base_port: int | None
+    """As locations."""
 
 
 def make_plan(
@@ -99,12 +104,20 @@ def plan_of(
         gpus = (gpu_of(location), engine_gpu_of(location)) if device == "cuda" else (None, None)
         ranks.append(RankPlan(location.rank, at.dp, at.tp, at.pp, location.host, location.local_rank, *gpus))
     on_host = Counter(location.host for location in locations)
-    return Plan(dims, len(on_host), max(on_host.values()), device, tuple(ranks), engines)
+    nproc_per_node = max(on_host.values())
+    return Plan(dims, len(on_host), nproc_per_node, device, tuple(ranks), engines, tuple(locations), base_port)
 
 
 def plan_as_json(plan: Plan, **more: Any) -> str:
-    """The plan's fields as they are, and what else is given, as one JSON object."""
-    return json.dumps(asdict(plan) | more, indent=2)
+    """Return the plan's fields as they are, and what else is given, as one JSON object."""
+    fields = asdict(plan)
+    del fields["locations"], fields["base_port"]
+    return json.dumps(fields | more, indent=2)
+
+
+def plan_as_lines(plan: Plan) -> list[str]:
+    """Draw the plan as a run draws its ranks."""
+    return picture(plan.dims, plan.locations, plan.device, plan.base_port)
 
 
 def _seats(

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils.logging import disable_progress_bar
 
-from harness.cluster.mesh import ParallelDims, build_mesh
+from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.world import World
 from harness.config.schema import Config, TransportName
 from harness.parts import as_config_error, import_sglang, make_model_folder, start_engine, trainer_attention
@@ -133,16 +132,15 @@ def make_engine_and_model(
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
         model_folder = make_model_folder(config, world, folder, rows)
         attention = trainer_attention(config, model_folder, world.device_type, events)
-    mesh = build_mesh(dims, "cpu")
-    ranks_mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("fsdp",))
+    meshes = build_meshes(dims, world.device.type)
     import_sglang(config, world, dims, events, transports)
-    engine = start_engine(config, world, mesh, events, folder, model_folder)
+    engine = start_engine(config, world, meshes.engines, events, folder, model_folder)
     with events.phase("build_trainer", waiting_for="the sharded model"):
         model = load_causal_lm(
             str(model_folder),
             getattr(torch, config.model.master_dtype),
             world.device,
-            ranks_mesh,
+            meshes.fsdp,
             weights=config.model.weights,
             seed=config.run.seed,
             attention=attention,
