@@ -1,24 +1,25 @@
-"""Have a known failure on purpose: the smallest real thing that fails that way, beside a control that passes.
+"""Reproduce a known failure with a minimal program, next to a control run that passes.
 
     python launch/repro.py list [--needs cpu one_gpu several_gpus hosts] [--no-engine] [--names]
     python launch/repro.py show SLUG
     python launch/repro.py run SLUG... | --all [--needs CLASS...] [--no-engine] [--control] [--seconds N] [--json FOLDER]
     python launch/repro.py record FOLDER [--date YYYY-MM-DD]
 
-The two variants differ in one thing, which is printed, and run one after the other in sessions of their own; whatever
-they started is ended. --control runs the healthy one alone. Several cases run side by side as far as there are GPUs for
-them. record writes what was seen into the catalogue of failures.
+The two variants differ in one thing, which is printed, and run one after the other; all processes that they start are ended.
+--control runs the healthy one alone. Several cases run side by side as far as there are GPUs for them. record writes results
+into the catalogue of failures.
 
 Exit codes of run: 1 the failure was reproduced (--control: the control failed); 0 it was not, since this version has it fixed,
-or never had it (--control: the control passed); 125 it cannot run here, or what ran proves nothing (the control failed as well), with
-the reason; 2 a mistake in what was asked. Of several cases: 1 if any was reproduced, else 125 if any could not run or proved
-nothing, else 0. On a machine with GPUs, all that is worth a run there:
+or never had it (--control: the control passed); 125 it cannot run here, or what ran proves nothing (the control failed too),
+with the reason; 2 the command line is wrong. Of several cases: 1 if any was reproduced, else 125 if any could not run or
+proved nothing, else 0. On a machine with GPUs, all that is worth a run there:
 
     python launch/repro.py run --all --needs one_gpu several_gpus --seconds 100 --json FOLDER
 """
 
 import argparse
 import datetime
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -30,17 +31,16 @@ from harness.config.options import Parser
 from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
 from harness.tools import environments
-from harness.tools.repro import requirements, telling
-from harness.tools.repro.case import GPUS, Case, UnknownCase, entry_of, load, slugs
-from harness.tools.repro.result import as_seen, read_result, record
+from harness.tools.repro.case import GPUS, Case, UnknownCase, describe, entry_of, load, slugs
+from harness.tools.repro.case_result import as_seen, read_result, record, write_result
 
 
 def main(arguments: list[str]) -> int:
-    """Everything before a run is instant."""
+    """Return the exit code."""
     try:
-        asked = parser().parse_args(arguments)
-        return int(asked.do(asked))
-    except (UnknownCase, telling.WrongRequest, ConfigError) as error:
+        options = parser().parse_args(arguments)
+        return int(options.do(options))
+    except (UnknownCase, ConfigError) as error:
         return report_user_error(error, rank=0)
 
 
@@ -50,59 +50,66 @@ def parser() -> argparse.ArgumentParser:
     chosen = Parser(add_help=False)
     chosen.add_argument("--needs", nargs="+", choices=tuple(GPUS), default=tuple(GPUS), help="only these classes")
     chosen.add_argument("--no-engine", action="store_true", help="only those without an engine, which take seconds")
-    listing = commands.add_parser("list", parents=[chosen], help="all cases, or some of them")
-    listing.add_argument("--names", action="store_true", help="nothing but the slugs")
-    listing.set_defaults(do=show_list)
-    showing = commands.add_parser("show", help="what one case does, and what was seen of it")
-    showing.add_argument("slug")
-    showing.set_defaults(do=lambda asked: print(telling.described(asked.slug, load(asked.slug))) or 0)
-    running = commands.add_parser("run", parents=[chosen], help="have failures")
-    running.add_argument("slugs", nargs="*", metavar="SLUG")
-    running.add_argument("--all", action="store_true", help="all cases, or those of --needs and --no-engine")
-    running.add_argument("--control", action="store_true", help="run the healthy variant alone")
-    running.add_argument("--seconds", type=float, help="end each variant after so many, if the case does not earlier")
-    running.add_argument("--json", type=Path, metavar="FOLDER", help="write SLUG.json there for each case")
-    running.set_defaults(do=run)
-    recording = commands.add_parser("record", help="write results of run --json into the catalogue")
-    recording.add_argument("folder", type=Path)
-    recording.add_argument("--date", default=datetime.date.today().isoformat(), help="on which they were had")
-    recording.set_defaults(do=record_all)
+    command = commands.add_parser("list", parents=[chosen], help="all cases, or some of them")
+    command.add_argument("--names", action="store_true", help="only the slugs")
+    command.set_defaults(do=show_list)
+    command = commands.add_parser("show", help="what one case does, and when it was seen")
+    command.add_argument("slug")
+    command.set_defaults(do=lambda options: print(describe(options.slug, load(options.slug))) or 0)
+    command = commands.add_parser("run", parents=[chosen], help="reproduce failures")
+    command.add_argument("slugs", nargs="*", metavar="SLUG")
+    command.add_argument("--all", action="store_true", help="all cases, or those of --needs and --no-engine")
+    command.add_argument("--control", action="store_true", help="run the healthy variant alone")
+    command.add_argument("--seconds", type=float, help="time limit of each variant, if below the case's own")
+    command.add_argument("--json", type=Path, metavar="FOLDER", help="write SLUG.json there for each case")
+    command.set_defaults(do=run)
+    command = commands.add_parser("record", help="write results of run --json into the catalogue")
+    command.add_argument("folder", type=Path)
+    command.add_argument("--date", default=datetime.date.today().isoformat(), help="the date of the results")
+    command.set_defaults(do=record_all)
     return made
 
 
-def chosen_cases(asked: argparse.Namespace) -> dict[str, Case]:
-    """Those of --needs and --no-engine."""
+def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
+    """Return those of --needs and --no-engine."""
     cases = {slug: load(slug) for slug in slugs()}
-    return {slug: c for slug, c in cases.items() if c.is_of(asked.needs) and not (asked.no_engine and c.engine)}
+    return {slug: c for slug, c in cases.items() if c.is_of(options.needs) and not (options.no_engine and c.engine)}
 
 
-def show_list(asked: argparse.Namespace) -> int:
-    for slug, case in chosen_cases(asked).items():
-        print(slug if asked.names else telling.in_one_line(slug, case))
+def show_list(options: argparse.Namespace) -> int:
+    for slug, case in chosen_cases(options).items():
+        needs = f"{case.needs}, one_gpu" if case.on_gpu else case.needs
+        line = f"{slug:<32} {needs:<13} {'engine' if case.engine else '':<7} {case.title}"
+        print(slug if options.names else line)
     return 0
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     environments.need("psutil")
-    from harness.tools.repro import one, session
+    from harness.tools.repro import run_cases
 
-    if bool(asked.slugs) == asked.all:
-        raise telling.WrongRequest("run takes either slugs or --all; `list` shows what there is.")
-    cases = chosen_cases(asked) if asked.all else {slug: load(slug) for slug in asked.slugs}
+    if bool(options.slugs) == options.all:
+        raise ConfigError("run takes either slugs or --all; `list` shows what there is.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: ends what runs first
+    cases = chosen_cases(options) if options.all else {slug: load(slug) for slug in options.slugs}
+    gpus, limits = run_cases.visible_gpus(), {"control": options.control, "timeout_seconds": options.seconds}
     if len(cases) == 1:
-        return one.run(*next(iter(cases.items())), control=asked.control, seconds=asked.seconds, folder=asked.json)
-    options = [*(["--control"] if asked.control else []), *(["--seconds", str(asked.seconds)] if asked.seconds else [])]
-    with tempfile.TemporaryDirectory(prefix="repro-results-") as unasked:
-        results = session.run_all(cases, asked.json or Path(unasked), requirements.gpus(), options)
-    print(session.counted(results))
-    return session.exit_code(results)
+        [(slug, case)] = cases.items()
+        result = run_cases.run_case(slug, case, gpus, **limits)
+        if options.json:
+            write_result(options.json, result)
+        return result.exit_code
+    with tempfile.TemporaryDirectory(prefix="repro-results-") as folder:
+        results = run_cases.run_cases(cases, options.json or Path(folder), gpus, **limits)
+    print(run_cases.count_verdicts(results))
+    return run_cases.exit_code_of(results)
 
 
-def record_all(asked: argparse.Namespace) -> int:
-    for file in sorted(asked.folder.glob("*.json")):
-        result = read_result(asked.folder, file.stem)
+def record_all(options: argparse.Namespace) -> int:
+    for file in sorted(options.folder.glob("*.json")):
+        result = read_result(file)
         entry = entry_of(result.slug, load(result.slug)).slug
-        seen = as_seen(result, asked.date)
+        seen = as_seen(result, options.date)
         done = "left out, since it shows nothing" if seen is None else "recorded" if record(entry, seen) else "known"
         print(f"{result.slug}: {result.verdict}: {done} ({entry}.toml)")
     return 0

@@ -1,4 +1,4 @@
-"""The cases and the catalogue of failures tell the same story."""
+"""The cases and the catalogue of failures agree."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ CASES = {slug: load(slug) for slug in slugs()}
 def test_a_case_is_of_an_entry_and_is_sound(slug: str) -> None:
     case = CASES[slug]
     entry = entry_of(slug, case)
-    assert case.failure != slug, "left out where the case has the entry's name"
+    assert case.title and case.failure != slug, "failure is left out where the case has the entry's name"
     assert not entry.repro.no_case, f"{entry.slug} says that it has no case, but {slug} is one"
     assert case.broken != case.healthy
     assert not case.on_gpu or case.needs == "cpu"
@@ -53,29 +53,38 @@ def test_every_case_that_runs_without_a_gpu_was_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slug", "said"),
+    ("slug", "words"),
     [
         ("dsv3-qkv-splt", "did you mean dsv3-qkv-a-split"),
         ("fp8-reload", "is a known failure that has no case: It needs a checkpoint in FP8"),
         ("multinode-tp-init-timeout", "with cases of other names: debian-hosts-file, gloo-wrong-interface"),
     ],
 )
-def test_an_unknown_slug_is_told_in_one_sentence(slug: str, said: str) -> None:
+def test_an_unknown_slug_is_one_sentence(slug: str, words: str) -> None:
     with pytest.raises(UnknownCase) as caught:
         load(slug)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_case_must_be_able_to_show_something() -> None:
-    with pytest.raises(ValueError, match="neither signature nor number"):
-        Case(title="t", needs="cpu", broken="b", healthy="h")
+    with pytest.raises(ValueError, match="must have a signature or a number"):
+        Case(needs="cpu", broken="b", healthy="h")
+
+
+def test_a_limit_follows_from_engine_and_device() -> None:
+    case = Case(needs="cpu", broken="b", healthy="h", signature=("s",))
+    assert (
+        case.timeout_seconds
+        < Case(needs="one_gpu", broken="b", healthy="h", signature=("s",), engine=True).timeout_seconds
+    )
+    assert Case(needs="cpu", broken="b", healthy="h", signature=("s",), timeout_seconds=7).timeout_seconds == 7
 
 
 def test_gpus_of_a_case() -> None:
     number = Number(name="n", broken_above=1, healthy_below=1)
-    plain = Case(title="t", needs="cpu", broken="b", healthy="h", number=number)
-    engine = Case(title="t", needs="cpu", broken="b", healthy="h", number=number, engine=True, on_gpu=True)
-    pair = Case(title="t", needs="several_gpus", broken="b", healthy="h", number=number, engine=True)
+    plain = Case(needs="cpu", broken="b", healthy="h", number=number)
+    engine = Case(needs="cpu", broken="b", healthy="h", number=number, engine=True, on_gpu=True)
+    pair = Case(needs="several_gpus", broken="b", healthy="h", number=number, engine=True)
     assert [plain.gpus(8), engine.gpus(8), engine.gpus(0), pair.gpus(8), pair.gpus(0)] == [0, 1, 0, 2, 2]
     assert [each.is_of(["one_gpu"]) for each in (plain, engine, pair)] == [False, True, False]
 

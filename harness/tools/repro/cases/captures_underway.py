@@ -1,21 +1,20 @@
-"""An engine with the memory saver loads a checkpoint in torch's own format: SGLang's loader of that time called
-empty_cache() inside the saver's memory pool, which torch before 2.8 asserts against."""
+"""An engine with the memory saver cannot load a .bin checkpoint.
+
+SGLang's loader called empty_cache() inside the saver's memory pool, which torch before 2.8 asserts against.
+"""
 
 from pathlib import Path
 
-from harness.tools.repro import variant
 from harness.tools.repro.case import Case
-from harness.tools.repro.engine import tiny_engine
+from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    title="an engine with the memory saver cannot load a .bin checkpoint",
     needs="one_gpu",
     broken="pytorch_model.bin",
     healthy="model.safetensors",
     signature=(r"captures_underway\.empty\(\)",),
     requires=("torch_memory_saver",),
     engine=True,
-    seconds=150,
 )
 
 
@@ -34,7 +33,3 @@ def to_bin(folder: Path) -> None:
         if file.suffix == ".safetensors":
             torch.save(load_file(file), folder / "pytorch_model.bin")
         file.unlink()
-
-
-if __name__ == "__main__":
-    variant.main(program)

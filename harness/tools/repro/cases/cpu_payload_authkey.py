@@ -1,14 +1,15 @@
-"""One rank's tensor, handed to another rank of torchrun as a handle: whoever opens it asks the sender's process for the
-memory, and must know its authkey, which each rank of torchrun has drawn for itself."""
+"""A payload in host memory opens only in a process with the sender's authkey.
+
+The receiver asks the sender's process for the memory, and each rank of torchrun draws an authkey of its own.
+"""
 
 import multiprocessing
 import os
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    title="a payload in host memory opens only in a process with the sender's authkey",
     needs="cpu",
     broken="each rank has an authkey of its own, as processes of torchrun do",
     healthy="all ranks have one authkey",
@@ -32,8 +33,4 @@ def program(broken: bool) -> None:
             print("rank 1 has", deserialize(payload[0]).tolist(), flush=True)
         dist.barrier()
 
-    ranks.start(work)
-
-
-if __name__ == "__main__":
-    variant.main(program)
+    run_ranks(work)

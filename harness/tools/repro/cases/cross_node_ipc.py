@@ -1,34 +1,25 @@
-"""A tensor of rank 0 handed to a rank of another host as a handle: handles name memory of the host that made them. Each
-host must hand its own to the engine's ranks on it."""
+"""A payload of rank 0 does not open on another host.
+
+Handles name memory of the host that made them: each host must give its own to the engine's ranks on it.
+"""
 
 import multiprocessing
 import os
-import subprocess
-import sys
-from pathlib import Path
 
-from harness.tools.repro import variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import run_on_two_hosts
 
 CASE = Case(
-    title="a payload of rank 0 does not open on another host",
     needs="hosts",
     broken="rank 0's payload for the ranks of both hosts",
     healthy="each host's rank opens its own payload",
     signature=(r"rank 1: RuntimeError: unable to open shared memory object",),
 )
-LAUNCHER = Path(__file__).resolve().parents[4] / "launch" / "hosts.py"
 
 
 def program(broken: bool) -> None:
-    if "RANK" in os.environ:
-        hand_over(broken)
-        return
-    hosts = ["--hosts", "2", "--ranks-per-host", "1", "--patience", "3"]
-    sys.exit(subprocess.run([sys.executable, str(LAUNCHER), *hosts, "--", __file__, sys.argv[1]]).returncode)
-
-
-def hand_over(broken: bool) -> None:
+    if "RANK" not in os.environ:
+        run_on_two_hosts()
     import torch
     import torch.distributed as dist
     import torch.multiprocessing
@@ -43,19 +34,10 @@ def hand_over(broken: bool) -> None:
     payloads: list[bytes | None] = [None, None]
     dist.all_gather_object(payloads, serialize(weight))
     if rank == 1:
-        try:
-            print("rank 1 has", receive(deserialize, payloads[0 if broken else 1]), flush=True)
+        try:  # in another process, as a scheduler does: the sender's own would not need the handle
+            with multiprocessing.get_context("fork").Pool(1) as scheduler:
+                print("rank 1 has", scheduler.apply(deserialize, (payloads[0 if broken else 1],)).tolist(), flush=True)
         except Exception as error:
             print(f"rank 1: {type(error).__name__}: {error}", flush=True)
             raise
     dist.barrier()
-
-
-def receive(deserialize: object, payload: bytes | None) -> object:
-    """Opened in another process, as a scheduler does: the maker's own would not need the handle."""
-    with multiprocessing.get_context("fork").Pool(1) as scheduler:
-        return scheduler.apply(deserialize, (payload,)).tolist()  # type: ignore[arg-type]
-
-
-if __name__ == "__main__":
-    variant.main(program)

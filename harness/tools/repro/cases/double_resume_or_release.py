@@ -1,11 +1,12 @@
-"""resume_memory_occupation on an engine that is resumed. Older releases did nothing, or failed in the memory saver."""
+"""A resume without a release before it kills the scheduler.
 
-from harness.tools.repro import variant
+Older releases did nothing, or failed in the memory saver.
+"""
+
 from harness.tools.repro.case import Case
-from harness.tools.repro.engine import tiny_engine
+from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    title="a resume without a release before it kills the scheduler",
     needs="cpu",
     broken="resume",
     healthy="release, then resume",
@@ -13,7 +14,6 @@ CASE = Case(
         r"KeyError: '(weights|kv_cache)'|CUresult error\s+result=1|Cannot resume allocation that is not paused",
     ),
     engine=True,
-    seconds=420,
 )
 
 
@@ -23,7 +23,3 @@ def program(broken: bool) -> None:
             engine.release()
         engine.resume()
         engine.generate()
-
-
-if __name__ == "__main__":
-    variant.main(program)

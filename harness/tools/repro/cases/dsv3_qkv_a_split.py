@@ -1,30 +1,25 @@
-"""DeepSeek-V3's q_a_proj and kv_a_proj_with_mqa are fused when both arrive in one call, and dropped when they do not. The
-answer is success."""
+"""DeepSeek-V3's fused qkv_a projection keeps its old weights if tensors are sent one a call.
 
-from harness.tools.repro import variant
-from harness.tools.repro.case import Case, Number
-from harness.tools.repro.engine import checkpoint, tiny_engine
+SGLang fuses q_a_proj and kv_a_proj_with_mqa if both arrive in one call, drops them otherwise, and answers success.
+"""
+
+from harness.tools.repro.case import Case
+from harness.tools.repro.tiny_engine import LOG_PROBS, checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    title="DeepSeek-V3's fused qkv_a projection keeps its old weights when tensors come one a call",
     needs="cpu",
     broken="one tensor a call",
     healthy="all tensors in one call",
-    number=Number(name="mean log-prob difference", broken_above=0.1, healthy_below=0.05),
+    number=LOG_PROBS,
     engine=True,
     on_gpu=True,
-    seconds=420,
 )
 
 
 def program(broken: bool) -> None:
     with tiny_engine("deepseek_v3") as engine:
         trainer = engine.trainer(seed=1)
-        tensors = checkpoint(trainer)
+        tensors = checkpoint_tensors(trainer)
         for call in [[each] for each in tensors] if broken else [tensors]:
             engine.update(call)
         engine.print_difference(trainer)
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,12 +1,14 @@
-"""GLOO_SOCKET_IFNAME names an interface of another host, as it does when one value is set for all of them."""
+"""GLOO_SOCKET_IFNAME names an interface that this host lacks.
+
+It does if one value is set for all hosts.
+"""
 
 import os
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    title="GLOO_SOCKET_IFNAME names an interface that this host lacks",
     needs="cpu",
     broken="GLOO_SOCKET_IFNAME=absent0",
     healthy="GLOO_SOCKET_IFNAME=lo",
@@ -25,8 +27,4 @@ def program(broken: bool) -> None:
         dist.barrier()
         print(f"rank {rank}: the group is up", flush=True)
 
-    ranks.start(work)
-
-
-if __name__ == "__main__":
-    variant.main(program)
+    run_ranks(work)

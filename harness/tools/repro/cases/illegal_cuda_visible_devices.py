@@ -1,15 +1,15 @@
-"""What one engine is told to see, computed from what its ranks see: by joining their lists, by joining them as a sorted
-set, as RL frameworks of 2025 did, and by the harness's own placement (harness/cluster/placement.py)."""
+"""CUDA_VISIBLE_DEVICES joined from those of the ranks is illegal, out of order, or another engine's.
+
+RL frameworks of 2025 joined the lists as a sorted set. The control is harness/cluster/placement.py.
+"""
 
 import math
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation, parse_visible, place
-from harness.tools.repro import variant
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    title="CUDA_VISIBLE_DEVICES made of the ranks' own lists is illegal, out of order or another engine's",
     needs="cpu",
     broken="the ranks' lists are joined, or joined as a sorted set",
     healthy="each rank's GPU is looked up on its host, and kept in the ranks' order",
@@ -53,7 +53,3 @@ def engines(broken: bool, lists: list[str], tp: int, hosts: int, unique: bool = 
 
 def report(form: str, right: bool, wrong: str) -> None:
     print(f"right {form}" if right else f"WRONG {form}: {wrong}")
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,13 +1,14 @@
-"""Rank 0 hands a gathered tensor to its engine, and the engine's answer waits for the other rank, which is already in the
-gather of the next tensor."""
+"""An engine call between two full_tensor() gathers, on one rank only, blocks both.
+
+Its answer waits for the other rank, which is already in the gather of the next tensor.
+"""
 
 import datetime
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    title="an engine call between two full_tensor() gathers, on one rank only, blocks both",
     needs="cpu",
     broken="the engine is called between two gathers",
     healthy="all is gathered, then the engine is called",
@@ -34,8 +35,4 @@ def program(broken: bool) -> None:
         dist.barrier(engine)
         print(f"rank {rank}: all tensors are with the engine", flush=True)
 
-    ranks.start(work)
-
-
-if __name__ == "__main__":
-    variant.main(program)
+    run_ranks(work)

@@ -1,12 +1,14 @@
-"""torch reads tcp://fd77::1:29500 as host fd77 and port ":1:29500". The address that SGLang's dist_init_addr becomes."""
+"""An IPv6 address without brackets is no address for torch.distributed.
+
+It reads tcp://fd77::1:29500, which SGLang makes of dist_init_addr, as host fd77 and port ":1:29500".
+"""
 
 import datetime
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import free_port
 
 CASE = Case(
-    title="an IPv6 address without brackets is no address for torch.distributed",
     needs="cpu",
     broken="::1:PORT",
     healthy="[::1]:PORT",
@@ -17,12 +19,8 @@ CASE = Case(
 def program(broken: bool) -> None:
     import torch.distributed as dist
 
-    address = f"{'::1' if broken else '[::1]'}:{ranks.free_port()}"
+    address = f"{'::1' if broken else '[::1]'}:{free_port()}"
     dist.init_process_group(
         "gloo", init_method=f"tcp://{address}", rank=0, world_size=1, timeout=datetime.timedelta(seconds=20)
     )
     print(f"a group of {dist.get_world_size()} at {address}")
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,11 +1,11 @@
-"""DeepSeek-V3's router has a bias that is a buffer: named_parameters() does not list it. A receiver on other weights gets
-all that is listed, and keeps its own bias; it then routes otherwise, without an error."""
+"""Weights sent from named_parameters() leave e_score_correction_bias behind.
 
-from harness.tools.repro import variant
+DeepSeek-V3's router has it as a buffer. A receiver with another bias routes otherwise, without an error.
+"""
+
 from harness.tools.repro.case import Case, Number
 
 CASE = Case(
-    title="weights sent from named_parameters() leave e_score_correction_bias behind",
     needs="cpu",
     broken="model.named_parameters() is sent",
     healthy="model.state_dict() is sent",
@@ -32,7 +32,3 @@ def program(broken: bool) -> None:
     with torch.no_grad():
         theirs, ours = (model(tokens).logits.log_softmax(-1) for model in (receiver.eval(), trainer.eval()))
     print(f"mean log-prob difference: {(theirs - ours).abs().mean().item():.3e}")
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,13 +1,15 @@
-"""Rank 1 is told an address of the master at which nobody answers: a closed port, as behind a firewall that rejects."""
+"""Nothing listens at the master's address that a rank has.
+
+A closed port stands for a firewall that rejects.
+"""
 
 import datetime
 import os
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import free_port, run_ranks
 
 CASE = Case(
-    title="nobody answers at the master's address that a rank was given",
     needs="cpu",
     broken="rank 1 has another MASTER_PORT than rank 0",
     healthy="both have the same",
@@ -18,7 +20,7 @@ TIMEOUT = datetime.timedelta(seconds=2)
 
 
 def program(broken: bool) -> None:
-    closed = ranks.free_port()
+    closed = free_port()
 
     def work(rank: int) -> None:
         import torch.distributed as dist
@@ -28,8 +30,4 @@ def program(broken: bool) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
         print(f"rank {rank}: the group is up", flush=True)
 
-    ranks.start(work)
-
-
-if __name__ == "__main__":
-    variant.main(program)
+    run_ranks(work)

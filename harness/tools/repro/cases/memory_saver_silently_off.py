@@ -1,19 +1,17 @@
-"""release_memory_occupation of an engine that was started without enable_memory_saver: it answers, and frees nothing."""
+"""A release without the memory saver answers success and frees nothing."""
 
-from harness.tools.repro import variant
+from harness.runtime.units import GIB
 from harness.tools.repro.case import Case, Number
-from harness.tools.repro.engine import prepare_process, tiny_engine
-from harness.tools.repro.gpu import GIB, free_bytes
+from harness.tools.repro.gpu_helpers import free_bytes
+from harness.tools.repro.tiny_engine import prepare_process, tiny_engine
 
 CASE = Case(
-    title="a release without the memory saver answers success and frees nothing",
     needs="one_gpu",
     broken="enable_memory_saver=False",
     healthy="enable_memory_saver=True",
     number=Number(name="share of the engine's memory held after the release", broken_above=0.9, healthy_below=0.5),
     requires=("torch_memory_saver",),
     engine=True,
-    seconds=150,
 )
 
 
@@ -27,7 +25,3 @@ def program(broken: bool) -> None:
         released = before - free_bytes()
         print(f"the engine held {resumed / GIB:.2f} GiB, and {released / GIB:.2f} GiB after the release")
         print(f"share of the engine's memory held after the release: {released / resumed:.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    variant.main(program)

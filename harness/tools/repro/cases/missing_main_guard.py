@@ -1,16 +1,16 @@
-"""A script that starts a child by `spawn`, as sglang.Engine starts its schedulers, with its start at module level. The child
-imports the script to find its own function, and is about to start children itself."""
+"""A script without `if __name__ == "__main__":` dies in the child that it starts.
+
+sglang.Engine starts schedulers by `spawn`: the child imports the script, and is about to start children too.
+"""
 
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from harness.tools.repro import variant
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    title='a script without `if __name__ == "__main__":` dies in the child that it starts',
     needs="cpu",
     broken="the start stands at module level",
     healthy='it stands under if __name__ == "__main__":',
@@ -37,7 +37,3 @@ def program(broken: bool) -> None:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT + ("start()\n" if broken else 'if __name__ == "__main__":\n    start()\n'))
         sys.exit(subprocess.run([sys.executable, str(script)]).returncode)
-
-
-if __name__ == "__main__":
-    variant.main(program)

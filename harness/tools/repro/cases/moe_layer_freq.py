@@ -1,20 +1,17 @@
-"""transformers 5 writes a DeepSeek-V3 config.json without fields that SGLang reads."""
+"""SGLang misses fields in the config.json that transformers 5 writes for DeepSeek-V3."""
 
 import json
 from pathlib import Path
 
-from harness.tools.repro import variant
 from harness.tools.repro.case import Case
-from harness.tools.repro.engine import tiny_engine
+from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    title="SGLang misses fields in the config.json that transformers 5 writes for DeepSeek-V3",
     needs="cpu",
     broken="config.json as transformers 5 writes it by itself",
     healthy="with moe_layer_freq, topk_method and scoring_func, as DeepSeek's own has them",
     signature=(r"AttributeError: .*'(moe_layer_freq|topk_method|scoring_func)'",),
     engine=True,
-    seconds=420,
 )
 
 
@@ -28,7 +25,3 @@ def strip(folder: Path) -> None:
     for name in ("moe_layer_freq", "topk_method", "scoring_func"):
         del config[name]
     (folder / "config.json").write_text(json.dumps(config))
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,28 +1,28 @@
-"""Two ranks, each one node of one engine: the constructor of every node but the first serves for ever, unless a variable
-says otherwise."""
+"""The constructor of an engine's second node never returns.
+
+Every node but the first serves forever, unless a variable says otherwise.
+"""
 
 import datetime
 import os
 from typing import Any
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
-from harness.tools.repro.engine import prepare_process, tiny_engine
+from harness.tools.repro.local_ranks import free_port, run_ranks
+from harness.tools.repro.tiny_engine import prepare_process, tiny_engine
 
 CASE = Case(
-    title="the constructor of an engine's second node never returns",
     needs="cpu",
     broken="SGLANG_BLOCK_NONZERO_RANK_CHILDREN is not set",
     healthy='it is "0"',
     signature=(r"wait timeout after \d+ ?ms, keys: /node 1 is up",),
     engine=True,
-    seconds=420,
 )
 PATIENCE = datetime.timedelta(seconds=15)
 
 
 def program(broken: bool) -> None:
-    address, port = f"127.0.0.1:{ranks.free_port()}", ranks.free_port()
+    address, port = f"127.0.0.1:{free_port()}", free_port()
     os.environ.pop("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", None)
     if not broken:
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
@@ -40,8 +40,4 @@ def program(broken: bool) -> None:
             store.set(f"node {rank} is done", "")
             store.wait(["node 0 is done", "node 1 is done"])
 
-    ranks.start(work)
-
-
-if __name__ == "__main__":
-    variant.main(program)
+    run_ranks(work)

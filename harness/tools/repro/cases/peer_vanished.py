@@ -1,15 +1,16 @@
-"""Rank 0 is killed inside gather_object, as SGLang's SIGQUIT handler does to a rank whose scheduler died. What the other
-rank says then is the same whatever killed it, and proves nothing about the cause."""
+"""A rank that is killed shows on the others as a closed connection only.
+
+Whatever killed it, the error is the same, and says nothing about the cause.
+"""
 
 import os
 import signal
 import time
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    title="a rank that is killed shows on the others as a closed connection only",
     needs="cpu",
     broken="rank 0 is killed by SIGKILL before it takes part",
     healthy="it takes part",
@@ -30,8 +31,4 @@ def program(broken: bool) -> None:
         dist.barrier()
         print(f"rank {rank}: gathered", flush=True)
 
-    ranks.start(work)
-
-
-if __name__ == "__main__":
-    variant.main(program)
+    run_ranks(work)

@@ -1,14 +1,16 @@
-"""Two engines of two ranks on one host draw their port from Python's global generator, which the trainer has seeded alike
-on every rank. One server loses, or rank 0 of one engine forms a group with rank 1 of the other."""
+"""Two engines that draw their port from one seed meet on one port.
+
+A trainer seeds Python's global generator alike on every rank. One server loses, or rank 0 of one engine forms a group with
+rank 1 of the other.
+"""
 
 import datetime
 import random
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    title="two engines that draw their port from one seed meet on one port",
     needs="cpu",
     broken="random.seed(42) on every rank, as the trainer wants it",
     healthy="each engine draws from a generator of its own",
@@ -37,8 +39,4 @@ def program(broken: bool) -> None:
             print(f"WRONG GROUP: engine {engine} rank {tp_rank} met a rank of another engine", flush=True)
         dist.barrier()
 
-    ranks.start(work, 4)
-
-
-if __name__ == "__main__":
-    variant.main(program)
+    run_ranks(work, 4)

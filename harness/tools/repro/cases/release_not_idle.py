@@ -1,17 +1,17 @@
-"""release_memory_occupation while a request runs, as a health probe or an unfinished rollout leaves one behind."""
+"""A release while a request runs kills the scheduler.
 
-from harness.tools.repro import variant
+A health probe, or an unfinished rollout, leaves one behind.
+"""
+
 from harness.tools.repro.case import Case
-from harness.tools.repro.engine import PROMPT, tiny_engine
+from harness.tools.repro.tiny_engine import PROMPT, tiny_engine
 
 CASE = Case(
-    title="a release while a request runs kills the scheduler",
     needs="cpu",
     broken="the engine is released after the first of 1000 tokens",
     healthy="it is released after the last of 4",
     signature=(r"release_memory_occupation should be called only when|assert self\._?is_(no_request|fully_idle)",),
     engine=True,
-    seconds=420,
 )
 
 
@@ -25,7 +25,3 @@ def program(broken: bool) -> None:
         engine.release()
         print("released", flush=True)
         engine.resume()
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,11 +1,9 @@
-"""release_memory_occupation on an engine that sleeps already."""
+"""A second release in a row ends the scheduler in the memory saver."""
 
-from harness.tools.repro import variant
 from harness.tools.repro.case import Case
-from harness.tools.repro.engine import tiny_engine
+from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    title="a second release in a row ends the scheduler in the memory saver",
     needs="one_gpu",
     broken="release, release, resume",
     healthy="release, resume",
@@ -13,7 +11,6 @@ CASE = Case(
     failure="double-resume-or-release",
     requires=("torch_memory_saver",),
     engine=True,
-    seconds=150,
 )
 
 
@@ -23,7 +20,3 @@ def program(broken: bool) -> None:
             engine.release()
         engine.resume()
         engine.generate()
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,16 +1,17 @@
-"""While TP rank 0 generates, the other ranks already wait for its answer in a collective; they wait no longer than the
-group's time-out, 30 minutes by default, here 2 s."""
+"""Generating takes longer than the timeout of the group in which the other ranks wait.
+
+TP rank 0 generates, and the others wait for its answer in a collective: 30 minutes by default, here 2 s.
+"""
 
 import datetime
 import time
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    title="generating takes longer than the time-out of the group in which the other ranks wait",
     needs="cpu",
-    broken="generating takes 5 s, the time-out is 2 s",
+    broken="generating takes 5 s, the timeout is 2 s",
     healthy="generating takes 0.5 s",
     signature=(r"[Tt]imed out waiting 2000ms for recv operation to complete",),
 )
@@ -28,8 +29,4 @@ def program(broken: bool) -> None:
         dist.broadcast_object_list(told, src=0, group=answers)
         print(f"rank {rank}: has the answers", flush=True)
 
-    ranks.start(work)
-
-
-if __name__ == "__main__":
-    variant.main(program)
+    run_ranks(work)

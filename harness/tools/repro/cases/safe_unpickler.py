@@ -1,13 +1,11 @@
-"""A class of the trainer's own in a payload: SGLang opens payloads with an unpickler that lets known classes in only."""
+"""SGLang's unpickler refuses a payload that holds a class of your own."""
 
 import base64
 from dataclasses import dataclass
 
-from harness.tools.repro import variant
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    title="SGLang refuses a payload that holds a class of your own",
     needs="cpu",
     broken="the payload is a dataclass of the script",
     healthy="the payload is a dict",
@@ -30,7 +28,3 @@ def program(broken: bool) -> None:
     names = ["lm_head.weight"]
     payload = base64.b64encode(serialize(Weights(names) if broken else {"names": names})).decode()
     print("opened:", source.load("srt/utils/common.py", "MultiprocessingSerializer").deserialize(payload))
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,15 +1,15 @@
-"""A scheduler is killed, as the out-of-memory killer does: SGLang then SIGKILLs the process that built the engine, which
-vanishes without a word of its own."""
+"""A scheduler is killed, and SGLang kills the process that built the engine.
+
+The out-of-memory killer does so. The process vanishes without an error of its own.
+"""
 
 import os
 import signal
 
-from harness.tools.repro import variant
 from harness.tools.repro.case import Case
-from harness.tools.repro.engine import tiny_engine
+from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    title="when a scheduler is killed, SGLang kills the process that built the engine",
     needs="cpu",
     broken="SIGKILL to the scheduler",
     healthy="signal 0, which does nothing",
@@ -19,7 +19,6 @@ CASE = Case(
     ),
     failure="peer-vanished",
     engine=True,
-    seconds=420,
 )
 
 
@@ -32,7 +31,3 @@ def program(broken: bool) -> None:
         print("schedulers:", [each.name() for each in schedulers], flush=True)
         os.kill(schedulers[0].pid, signal.SIGKILL if broken else 0)
         engine.generate()  # waits for an answer that never comes, until SGLang ends it
-
-
-if __name__ == "__main__":
-    variant.main(program)

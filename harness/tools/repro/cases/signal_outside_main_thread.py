@@ -1,19 +1,19 @@
-"""An engine built in a thread, as asynchronous trainers do; releases until 0.5.9 set their signal handlers regardless."""
+"""An engine cannot be built outside of the main thread.
+
+Asynchronous trainers do. Releases until 0.5.9 set their signal handlers regardless.
+"""
 
 import threading
 
-from harness.tools.repro import variant
 from harness.tools.repro.case import Case
-from harness.tools.repro.engine import tiny_engine
+from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    title="an engine cannot be built outside of the main thread",
     needs="cpu",
     broken="the engine is built in a threading.Thread",
     healthy="it is built in the main thread",
     signature=(r"signal only works in main thread of the main interpreter",),
     engine=True,
-    seconds=420,
 )
 
 
@@ -28,7 +28,3 @@ def program(broken: bool) -> None:
     thread = threading.Thread(target=build)
     thread.start()
     thread.join()
-
-
-if __name__ == "__main__":
-    variant.main(program)

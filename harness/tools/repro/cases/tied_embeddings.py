@@ -1,11 +1,11 @@
-"""A model whose head is its embedding: named_parameters() names it once. A pipeline's last stage, which has the head and
-not the embedding, gets nothing."""
+"""A tied lm_head.weight is in no list of parameters, so the stage that needs it never gets it.
 
-from harness.tools.repro import variant
+named_parameters() names it once, as the embedding, which a pipeline's last stage does not have.
+"""
+
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    title="a tied lm_head.weight is in no list of parameters, so the stage that needs it never gets it",
     needs="cpu",
     broken="tie_word_embeddings=True",
     healthy="tie_word_embeddings=False",
@@ -24,7 +24,3 @@ def program(broken: bool) -> None:
     print("for the last stage:", *last_stage)
     if "lm_head.weight" not in last_stage:
         print("the last stage gets no weight for its head")
-
-
-if __name__ == "__main__":
-    variant.main(program)

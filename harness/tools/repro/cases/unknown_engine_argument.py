@@ -1,11 +1,11 @@
-"""An argument of another release: disable_piecewise_cuda_graph came and went, here one that no release has ever had stands
-for it, so that the case says the same of every release."""
+"""An engine argument of another release is a TypeError, or an error of its own, deep inside SGLang.
 
-from harness.tools.repro import variant
+disable_piecewise_cuda_graph came and went; an argument of no release stands for it, to fail alike with all.
+"""
+
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    title="an engine argument of another release is a TypeError, or an error of its own, deep inside SGLang",
     needs="cpu",
     broken="the argument is passed as it is",
     healthy="it is looked up in this sglang first, and dropped",
@@ -28,7 +28,3 @@ def program(broken: bool) -> None:
         print("dropped:", *dropped)
         return
     source.load("srt/server_args.py", "ServerArgs")(**given)
-
-
-if __name__ == "__main__":
-    variant.main(program)

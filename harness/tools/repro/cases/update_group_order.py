@@ -1,13 +1,14 @@
-"""The group over which weights are broadcast: the engine's init_weights_update_group returns when all have joined, the
-trainer's rank 0 among them. A trainer that calls it and joins afterwards waits for itself. Rank 1 stands for the engine."""
+"""The trainer waits for the engine to join the update group before it joins the group itself.
+
+init_weights_update_group returns when all have joined, the trainer's rank 0 among them. Rank 1 stands for the engine.
+"""
 
 import datetime
 
-from harness.tools.repro import ranks, variant
 from harness.tools.repro.case import Case
+from harness.tools.repro.local_ranks import free_port, run_ranks
 
 CASE = Case(
-    title="the trainer waits for the engine's answer that it has joined the update group, before it joins itself",
     needs="cpu",
     broken="the trainer joins after the engine has answered",
     healthy="the trainer joins, and then asks for the answer",
@@ -18,7 +19,7 @@ ANSWER = datetime.timedelta(seconds=2)
 
 
 def program(broken: bool) -> None:
-    port = ranks.free_port()
+    port = free_port()
 
     def work(rank: int) -> None:
         import torch.distributed as dist
@@ -31,8 +32,4 @@ def program(broken: bool) -> None:
         dist.barrier()
         print(f"rank {rank}: the update group is up", flush=True)
 
-    ranks.start(work)
-
-
-if __name__ == "__main__":
-    variant.main(program)
+    run_ranks(work)

@@ -1,10 +1,11 @@
-"""The import with which every script of spring 2025 began."""
+"""sglang ships no VerlEngine any more.
 
-from harness.tools.repro import variant
+Every script of spring 2025 imports it.
+"""
+
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    title="sglang ships no VerlEngine any more",
     needs="cpu",
     broken="VerlEngine is imported from sglang",
     healthy="VerlEngine is imported from this harness",
@@ -25,7 +26,3 @@ def program(broken: bool) -> None:
         from harness.rollout.verl_engine import VerlEngine
 
         print(VerlEngine)
-
-
-if __name__ == "__main__":
-    variant.main(program)

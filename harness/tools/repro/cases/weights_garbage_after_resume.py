@@ -1,18 +1,18 @@
-"""A release drops what the weights hold, by design; after the resume the memory is there, and nothing is in it."""
+"""An engine that was resumed and not updated generates with weights that no process wrote.
 
-from harness.tools.repro import variant
-from harness.tools.repro.case import Case, Number
-from harness.tools.repro.engine import checkpoint, tiny_engine
+A release drops them, by design.
+"""
+
+from harness.tools.repro.case import Case
+from harness.tools.repro.tiny_engine import LOG_PROBS, checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    title="an engine that was resumed and not updated generates with weights that nobody wrote",
     needs="one_gpu",
     broken="release, resume, generate",
     healthy="release, resume, update, generate",
-    number=Number(name="mean log-prob difference", broken_above=0.1, healthy_below=0.05),
+    number=LOG_PROBS,
     requires=("torch_memory_saver",),
     engine=True,
-    seconds=150,
 )
 
 
@@ -22,9 +22,5 @@ def program(broken: bool) -> None:
         engine.release()
         engine.resume()
         if not broken:
-            engine.update(checkpoint(trainer))
+            engine.update(checkpoint_tensors(trainer))
         engine.print_difference(trainer)
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,11 +1,12 @@
-"""A tensor sent transposed, as a name wrongly mapped makes it: the scheduler dies, and takes its parent with it."""
+"""A tensor of a wrong shape kills the scheduler, which takes its parent along.
 
-from harness.tools.repro import variant
+A wrongly mapped name makes a tensor transposed.
+"""
+
 from harness.tools.repro.case import Case
-from harness.tools.repro.engine import checkpoint, tiny_engine
+from harness.tools.repro.tiny_engine import checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    title="a tensor of a wrong shape kills the scheduler",
     needs="cpu",
     broken="down_proj is sent transposed",
     healthy="it is sent as the checkpoint has it",
@@ -14,19 +15,14 @@ CASE = Case(
         r"assert param\.size\(\) == loaded_weight\.size\(\)",
     ),
     engine=True,
-    seconds=420,
 )
 
 
 def program(broken: bool) -> None:
     with tiny_engine() as engine:
-        tensors = dict(checkpoint(engine.trainer(seed=1)))
+        tensors = dict(checkpoint_tensors(engine.trainer(seed=1)))
         name = "model.layers.1.mlp.down_proj.weight"
         if broken:
             tensors[name] = tensors[name].T.contiguous()
         engine.update(list(tensors.items()))
         engine.generate()
-
-
-if __name__ == "__main__":
-    variant.main(program)

@@ -1,4 +1,4 @@
-"""A real SGLang engine on a tiny model, for cases: on the GPU where there is one, in SGLang's CPU mode elsewhere."""
+"""A real SGLang engine on a tiny model: on the GPU where there is one, in SGLang's CPU mode elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.rollout.sglang_api.probe import SGLangApi
+from harness.rollout import sglang_api
+from harness.tools.repro.case import Number
 
 if TYPE_CHECKING:
     import torch
@@ -20,58 +21,51 @@ if TYPE_CHECKING:
 PROMPT = list(range(5, 37))
 NEW_TOKENS = 16
 TEXTS = ["the quick brown fox jumps over the lazy dog"] * 4
+LOG_PROBS = Number(name="mean log-prob difference", broken_above=0.1, healthy_below=0.05)
+"""What TinyEngine.print_difference prints, where the engine must have the trainer's weights."""
 
-Named = Sequence[tuple[str, "torch.Tensor"]]
+NamedTensors = Sequence[tuple[str, "torch.Tensor"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyEngine:
-    """An engine that runs, and what a trainer beside it needs. The engine starts on the weights of seed 0."""
+    """A running sglang.Engine, started on the weights of seed 0, and what a trainer beside it needs."""
 
-    api: SGLangApi
+    api: sglang_api.SGLangApi
     engine: Any
-    """sglang.Engine."""
     folder: Path
     """Of its checkpoint."""
     name: str
     device: Literal["cpu", "cuda"]
 
     def trainer(self, seed: int) -> Any:
-        """A transformers model of the same shape with other weights, on the engine's device."""
+        """Return a transformers model of the same shape with other weights, on the engine's device."""
         from harness.task.tiny_models import tiny_config, tiny_model
 
         config = tiny_config(self.name, self.device)
         return tiny_model(config, seed, dtype_on(self.device)).eval().to(self.device)
 
-    def update(self, tensors: Named, *, flush_cache: bool = True) -> None:
-        """update_weights_from_tensor, in a session where this sglang wants one."""
-        from harness.rollout import sglang_api
-
+    def update(self, tensors: NamedTensors, *, flush_cache: bool = True) -> None:
+        """Call update_weights_from_tensor, in a session where this sglang needs one."""
         with sglang_api.update_session(self.api, self.engine):
             sglang_api.update_weights_from_tensor(self.api, self.engine, tensors, flush_cache=flush_cache)
 
     def release(self, tags: Sequence[str] | None = None) -> None:
-        """release_memory_occupation."""
-        from harness.rollout import sglang_api
-
+        """Call release_memory_occupation."""
         sglang_api.release_memory_occupation(self.api, self.engine, tags)
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
-        """resume_memory_occupation."""
-        from harness.rollout import sglang_api
-
+        """Call resume_memory_occupation."""
         sglang_api.resume_memory_occupation(self.api, self.engine, tags)
 
     def generate(self) -> dict[str, Any]:
-        """The engine's answer to PROMPT, greedily, with log-probs."""
+        """Return the engine's greedy answer to PROMPT, with log-probs."""
         sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-        answer: list[dict[str, Any]] = self.engine.generate(
-            input_ids=[PROMPT], sampling_params=sampling, return_logprob=True
-        )
-        return answer[0]
+        answers = self.engine.generate(input_ids=[PROMPT], sampling_params=sampling, return_logprob=True)
+        return dict(answers[0])
 
     def print_difference(self, model: Any) -> None:
-        """`mean log-prob difference: N`: |engine - model| over NEW_TOKENS tokens that the engine samples, in nats.
+        """Print the mean |engine - model| of the log-probs of NEW_TOKENS tokens that the engine samples, in nats.
 
         A NaN counts as an infinite difference: trainers here have none.
         """
@@ -80,19 +74,19 @@ class TinyEngine:
         sampled = [(log_prob, token) for log_prob, token, *_ in self.generate()["meta_info"]["output_token_logprobs"]]
         tokens = PROMPT + [token for _, token in sampled]
         with torch.no_grad():
-            ours = model(torch.tensor([tokens], device=self.device)).logits[0].float().log_softmax(-1)
-        gaps = [abs(ours[len(PROMPT) - 1 + n, token].item() - its) for n, (its, token) in enumerate(sampled)]
+            trainer = model(torch.tensor([tokens], device=self.device)).logits[0].float().log_softmax(-1)
+        gaps = [
+            abs(trainer[len(PROMPT) - 1 + n, token].item() - log_prob) for n, (log_prob, token) in enumerate(sampled)
+        ]
         mean = sum(gaps) / len(gaps)
-        print(f"mean log-prob difference: {math.inf if math.isnan(mean) else mean:.3e}", flush=True)
+        print(f"{LOG_PROBS.name}: {math.inf if math.isnan(mean) else mean:.3e}", flush=True)
 
 
 @contextmanager
 def tiny_engine(
     name: str = "qwen2", *, prepare: Callable[[Path], None] | None = None, **args: Any
 ) -> Iterator[TinyEngine]:
-    """From the main thread, under `if __name__ == "__main__":`. prepare: may change the checkpoint's folder first."""
-    from harness.rollout import sglang_api
-
+    """Start an engine, and shut it down at the end. prepare: may change the checkpoint's folder first."""
     api = sglang_api.probe()
     tp, stages, hosts = (args.get(name, 1) for name in ("tp_size", "pp_size", "nnodes"))
     device = prepare_process(ranks=tp * stages // hosts if api.cores_by_device else tp)
@@ -116,12 +110,10 @@ def tiny_engine(
 
 
 def prepare_process(ranks: int = 1) -> Literal["cpu", "cuda"]:
-    """Where engines of this process will run; in CPU mode what SGLang then lacks is put in place."""
+    """Return where engines of this process will run; in CPU mode put in place what SGLang lacks there."""
     from harness.rollout.cpu.activate import activate, engine_environment
 
-    os.environ.setdefault(
-        "NCCL_NVLS_ENABLE", "0"
-    )  # multicast memory outlives a process that is killed on some machines
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its memory outlives a process that is killed on some machines
     import torch
 
     if torch.cuda.is_available():
@@ -133,18 +125,13 @@ def prepare_process(ranks: int = 1) -> Literal["cpu", "cuda"]:
 
 
 def dtype_on(device: str) -> str:
-    """float32 on the CPU, where it is as fast and shows the smallest difference."""
+    """Return float32 on the CPU, where it is as fast and shows the smallest difference."""
     return "float32" if device == "cpu" else "bfloat16"
 
 
-def checkpoint(model: Any) -> Named:
-    """All tensors as save_pretrained names them, in the order of the live ones."""
+def checkpoint_tensors(model: Any) -> NamedTensors:
+    """Return all tensors as save_pretrained names them."""
     from harness.weights.names import checkpoint_layout
 
     live = model.state_dict()
     return [(each.name, each.view(live[each.live_name]).contiguous()) for each in checkpoint_layout(model, live)]
-
-
-def live(model: Any) -> Named:
-    """All tensors as the model names them in memory."""
-    return [(name, tensor.detach()) for name, tensor in model.state_dict().items()]

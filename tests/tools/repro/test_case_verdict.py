@@ -4,25 +4,26 @@ import math
 
 import pytest
 
-from harness.tools.repro.case import Case, Number
-from harness.tools.repro.variant import ABSENT, CANNOT
-from harness.tools.repro.verdict import Outcome, decisive, judge, judge_twin, passes
+from harness.tools.repro.case import ABSENT, CANNOT, Case, Number
+from harness.tools.repro.case_verdict import CaseVerdict, VariantOutcome, decisive_lines, judge
 
-WORDS = Case(title="t", needs="cpu", broken="b", healthy="h", signature=(r"it (broke|burst)", r"code \d+"))
-MEASURED = Case(
-    title="t", needs="cpu", broken="b", healthy="h", number=Number(name="gap", broken_above=0.1, healthy_below=0.05)
-)
-BOTH = Case(title="t", needs="cpu", broken="b", healthy="h", signature=("lost",), number=MEASURED.number)
+WORDS = Case(needs="cpu", broken="b", healthy="h", signature=(r"it (broke|burst)", r"code \d+"))
+MEASURED = Case(needs="cpu", broken="b", healthy="h", number=Number(name="gap", broken_above=0.1, healthy_below=0.05))
+BOTH = Case(needs="cpu", broken="b", healthy="h", signature=("lost",), number=MEASURED.number)
 GOOD = "all is well"
 BROKE = "it broke\ncode 7"
 
 
-def outcome(output: str, code: int | None = 0) -> Outcome:
-    return Outcome(exit_code=code, output=output, seconds=1.0)
+def outcome(output: str, code: int | None = 0) -> VariantOutcome:
+    return VariantOutcome(exit_code=code, output=output, seconds=1.0)
+
+
+def verdict_of(case: Case, broken: VariantOutcome, healthy: VariantOutcome) -> CaseVerdict:
+    return judge(case, {"broken": broken, "healthy": healthy})
 
 
 @pytest.mark.parametrize(
-    ("broken", "healthy", "kind", "exit_code", "said"),
+    ("broken", "healthy", "kind", "exit_code", "words"),
     [
         (outcome(BROKE, 1), outcome(GOOD), "reproduced", 1, '"it broke", "code 7"; its control passed'),
         (outcome(BROKE, -9), outcome(GOOD), "reproduced", 1, "it broke"),
@@ -41,10 +42,12 @@ def outcome(output: str, code: int | None = 0) -> Outcome:
         (outcome(CANNOT + "no GPU.", 1), outcome(GOOD), "proves nothing", 125, "exit code 1"),
     ],
 )
-def test_verdict_of_a_signature(broken: Outcome, healthy: Outcome, kind: str, exit_code: int, said: str) -> None:
-    verdict = judge(WORDS, broken, healthy)
+def test_verdict_of_a_signature(
+    broken: VariantOutcome, healthy: VariantOutcome, kind: str, exit_code: int, words: str
+) -> None:
+    verdict = verdict_of(WORDS, broken, healthy)
     assert (verdict.kind, verdict.exit_code) == (kind, exit_code)
-    assert said in verdict.sentence
+    assert words in verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -63,26 +66,25 @@ def test_verdict_of_a_signature(broken: Outcome, healthy: Outcome, kind: str, ex
     ],
 )
 def test_verdict_of_a_number(broken: str, healthy: str, kind: str) -> None:
-    assert judge(MEASURED, outcome(broken), outcome(healthy)).kind == kind
+    assert verdict_of(MEASURED, outcome(broken), outcome(healthy)).kind == kind
 
 
 def test_a_case_with_both_needs_both() -> None:
-    assert judge(BOTH, outcome("lost\ngap: 0.2"), outcome("gap: 0.01")).kind == "reproduced"
-    assert judge(BOTH, outcome("gap: 0.2"), outcome("gap: 0.01")).kind == "proves nothing"
-    assert judge(BOTH, outcome("lost\ngap: 0.01"), outcome("gap: 0.01")).kind == "proves nothing"
+    assert verdict_of(BOTH, outcome("lost\ngap: 0.2"), outcome("gap: 0.01")).kind == "reproduced"
+    assert verdict_of(BOTH, outcome("gap: 0.2"), outcome("gap: 0.01")).kind == "proves nothing"
+    assert verdict_of(BOTH, outcome("lost\ngap: 0.01"), outcome("gap: 0.01")).kind == "proves nothing"
 
 
-def test_the_twin_alone() -> None:
-    assert judge_twin(MEASURED, outcome("gap: 0.01")).exit_code == 0
-    failed = judge_twin(MEASURED, outcome("gap: 0.3"))
+def test_the_control_alone() -> None:
+    assert judge(MEASURED, {"healthy": outcome("gap: 0.01")}).exit_code == 0
+    failed = judge(MEASURED, {"healthy": outcome("gap: 0.3")})
     assert (failed.kind, failed.exit_code) == ("the control failed", 1)
     assert "gap is 0.3, not below 0.05" in failed.sentence
 
 
 def test_an_absent_thing_has_no_number() -> None:
     absent = outcome(ABSENT + "sglang 0.4 has none.")
-    assert passes(MEASURED, absent)
-    assert judge(MEASURED, absent, absent).sentence == "sglang 0.4 has none."
+    assert verdict_of(MEASURED, absent, absent).sentence == "sglang 0.4 has none."
 
 
 def test_a_number_is_read_from_its_own_line_only() -> None:
@@ -93,8 +95,8 @@ def test_a_number_is_read_from_its_own_line_only() -> None:
 
 def test_the_decisive_lines_are_few_and_have_what_matters() -> None:
     log = "\n".join([*(f"line {n}" for n in range(100)), "before", "it broke", "after", "code 7", *["tail"] * 50])
-    lines = decisive(WORDS, log)
+    lines = decisive_lines(WORDS, log)
     assert {"before", "it broke", "after", "code 7"} <= set(lines) and len(lines) <= 10
-    assert decisive(WORDS, "one\ntwo") == ["one", "two"]
-    assert decisive(WORDS, "") == []
-    assert decisive(WORDS, "\n".join(map(str, range(40)))) == [str(n) for n in range(30, 40)]
+    assert decisive_lines(WORDS, "one\ntwo") == ["one", "two"]
+    assert decisive_lines(WORDS, "") == []
+    assert decisive_lines(WORDS, "\n".join(map(str, range(40)))) == [str(n) for n in range(30, 40)]
