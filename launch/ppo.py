@@ -49,8 +49,9 @@ def main(arguments: list[str]) -> int:
     except (ValueError, UnsupportedEnvironment) as error:  # only the first rank of each host looks
         return report_user_error(error, rank=0)
     from harness.run import run
+    from harness.tools.observers import standard_observers
 
-    return run(command.config)
+    return run(command.config, standard_observers(command.config))
 
 
 def show(command: Command) -> int:

@@ -66,6 +66,7 @@ def main(arguments: list[str]) -> int:
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)
     from harness.run import Job, run
+    from harness.tools.observers import standard_observers
 
     def load() -> Job:
         from harness.tools.sync.job import SyncJob
@@ -79,7 +80,7 @@ def main(arguments: list[str]) -> int:
             json=options.json,
         )
 
-    return run(command.config, load)
+    return run(command.config, standard_observers(command.config), load)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,19 @@
 """What every job builds before its own parts, where it needs no engine."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import Gemma2Config, PretrainedConfig, Qwen2Config
 
 from harness.config.command import parse
-from harness.parts import trainer_attention
 from harness.runtime.errors import UnsupportedEnvironment
-
-
-class Said:
-    """In place of an EventLog."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
+from harness.train import trainer_attention
 
 
 def attention(config: PretrainedConfig, folder: Path, device: str) -> tuple[str, list[str]]:
     config.save_pretrained(folder)
-    said: Any = Said()
-    return trainer_attention(parse([]).config, folder, device, said), said.lines
+    said: list[str] = []
+    return trainer_attention(parse([]).config, folder, device, said.append), said
 
 
 def test_attention_that_is_not_sdpa_is_said_with_its_reason(tmp_path: Path) -> None:

@@ -43,6 +43,15 @@ def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
     return CANNOT_RUN_HERE if isinstance(error, UnsupportedEnvironment) else MISTAKE
 
 
+def say(text: str, descriptor: int = 2) -> None:
+    """Print a block on standard error in one write, so that no line of another process comes between.
+
+    Raise nothing: the screen may be gone.
+    """
+    with suppress(OSError):
+        os.write(descriptor, text.encode())
+
+
 def say_after(pid: int, sentence: str) -> None:
     """Wait until that process has ended, then print on its standard error, or on ours where that cannot be opened.
 

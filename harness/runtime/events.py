@@ -1,23 +1,27 @@
-"""Phases and facts of one rank: a line of events.jsonl each; on rank 0 also a line on the console.
+"""Phases and facts of one rank: a line each in events/rankN.jsonl; on rank 0 also on the console.
 
-A phase has a name, a start, an end and a memory figure. While one lasts, rank 0 says every few seconds what is being
-waited for, so that a silent minute is never a mystery.
+A phase has a name, a start, an end, seconds and memory. While a long one lasts, rank 0 prints every few seconds what it
+waits for.
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-PATIENCE_SECONDS = 10.0  # how often a phase that lasts says what it waits for
+from harness.runtime.memory_gauge import Gauge, PhaseMemory
+from harness.runtime.observer import Observer
+
+PATIENCE_SECONDS = 10.0
+"""How often the console names what a long phase waits for."""
 
 
 class ConsoleGone(OSError):
-    """Whoever read standard output has ended: no peer of the run, as a BrokenPipeError by itself might say."""
+    """Standard output is a closed pipe. Distinct from BrokenPipeError, which could be a lost connection to another rank."""
 
 
 @dataclass(slots=True)
@@ -45,19 +49,6 @@ class Console:
             raise ConsoleGone("nobody reads this run's output any more: standard output is a closed pipe.") from error
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseMemory:
-    """Bytes by name at the end of a phase."""
-
-    phase: str
-    step: int | None
-    figures: Mapping[str, int]
-
-
-PhaseObserver = Callable[[str, int | None], None]
-"""Is told a phase's name and step."""
-
-
 @dataclass(slots=True)
 class EventLog:
     """What one rank did, in order. Safe to use from several threads of that rank."""
@@ -66,22 +57,15 @@ class EventLog:
     rank: int
     host: str
     console: Console | None = None
-    memory: Callable[[], dict[str, int]] = dict
-    """Returns bytes by name; called at the end of each phase."""
+    gauge: Gauge | None = None
+    observer: Observer = field(default_factory=Observer)
+    """Is called at the start and end of each phase, before and after its work."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Durations of finished phases by name, in seconds."""
     step_seconds: dict[int, dict[str, float]] = field(default_factory=dict)
     """The same of each step, by step and name."""
     phase_memory: list[PhaseMemory] = field(default_factory=list)
-    """What `memory` returned at the end of each finished phase of a step."""
-    phase_begins: list[PhaseObserver] = field(default_factory=list)
-    """Called in order at the start of each phase; the phase's work waits for them."""
-    phase_ends: list[PhaseObserver] = field(default_factory=list)
-    """Called in order at the end of each phase that did not fail."""
-    builds: list[Callable[[str, Any], None]] = field(default_factory=list)
-    """Called in order with the name of a part of the run, and the part, once it is built."""
-    endings: list[Callable[[str, str], None]] = field(default_factory=list)
-    """Called in order with the reason, in one line, for which this rank is about to end, and with its traceback or ""."""
+    """Memory at the end of each finished phase of a step."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _file: IO[str] | None = None
 
@@ -98,48 +82,42 @@ class EventLog:
             self._file.flush()
 
     def fail(self, error: str, traceback: str = "") -> None:
-        """This rank is about to end, because of this error: a fact, told to whoever wants to know. From any thread."""
+        """Write the error that is about to end this rank, and announce it. From any thread."""
         with suppress(OSError):  # the disk may be what failed
             self.fact("failed", error=error, traceback=traceback)
-        for tell in self.endings:
-            tell(error, traceback)
-
-    def built(self, name: str, part: Any) -> None:
-        """A part of the run is there: told to whoever wants to know."""
-        for observe in self.builds:
-            observe(name, part)
+        self.observer.failed(error, traceback)
 
     def say(self, text: str) -> None:
-        """A line on the console, on rank 0; a fact on every rank."""
+        """Write a fact on every rank; on rank 0 print it too."""
         self.fact("say", text=text)
         if self.console:
             self.console.say(text)
 
     @contextmanager
     def phase(self, name: str, step: int | None = None, waiting_for: str = "") -> Iterator[None]:
-        """Mark a phase. With `waiting_for`, the console says every few seconds what a long one waits for."""
+        """Mark a phase. With `waiting_for`, the console prints every few seconds what a long one waits for."""
         started = time.monotonic()
         self.fact("phase_start", phase=name, step=step)
-        for observe in self.phase_begins:
-            observe(name, step)
+        if self.gauge:
+            self.gauge.begin()
+        self.observer.phase_begins(name, step)
         stop = self._announce(name, waiting_for) if self.console and waiting_for else None
         try:
             yield
         except BaseException as error:
-            with suppress(OSError):  # on a full disk it is the first failure that must be told
+            with suppress(OSError):  # on a full disk the first failure must be raised
                 self.fact("phase_failed", phase=name, step=step, error=f"{type(error).__name__}: {error}")
             raise
         else:
             elapsed = time.monotonic() - started
             self.seconds.setdefault(name, []).append(elapsed)
-            figures = self.memory()
+            figures = self.gauge.end() if self.gauge else {}
             if step is not None:
                 of_step = self.step_seconds.setdefault(step, {})
                 of_step[name] = of_step.get(name, 0.0) + elapsed
                 self.phase_memory.append(PhaseMemory(name, step, figures))
             self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=figures)
-            for observe in self.phase_ends:
-                observe(name, step)
+            self.observer.phase_ends(name, step)
         finally:
             if stop:
                 stop.set()

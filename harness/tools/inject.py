@@ -9,18 +9,23 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from harness.cluster.world import Launch, all_gather
 from harness.config.faults import Fault, parse_fault
+from harness.config.layers import ConfigError
+from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.runtime.observer import Observer, RunContext
+from harness.runtime.phases import MEET
 from harness.trainer.offload import local
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for types alone: these import transformers
     from harness.trainer.learner import Learner
     from harness.weights.gather import Bucket
     from harness.weights.sync import WeightSync
@@ -39,67 +44,66 @@ class InjectedFault(RuntimeError):
     """The exception that was asked for."""
 
 
-@dataclass(slots=True)
-class Injector:
-    """The faults of one rank. Each happens once."""
+class Injector(Observer):
+    """Cause the faults of run.inject that are meant for this rank, each once."""
 
-    pending: list[Fault]
-    flush: Callable[[], None]
-    """Returns once the other hosts know where this rank is."""
-    folder: Path | None = None
-    """The run directory, once there is one."""
-    announce: Callable[[str], None] | None = None
-    """Called with each fault before it happens: the verdict says that it was asked for."""
-    fact: Callable[..., None] | None = None
-    """EventLog.fact, once there is one."""
-    learners: dict[str, "Learner"] = field(default_factory=dict)
-    """By the phase that updates them."""
-    sync: "WeightSync | None" = None
-    _undo: list[Callable[[], None]] = field(default_factory=list)
-    _held: list[Any] = field(default_factory=list)
+    def __init__(self, flush: Callable[[], None], announce: Callable[[str], None]) -> None:
+        """flush: returns once the other hosts know this rank's phase. announce: is called with each fault before it happens."""
+        self.flush, self.announce = flush, announce
+        self.pending: list[Fault] = []
+        self.run: RunContext | None = None
+        self.learners: dict[str, Learner] = {}
+        """By the phase that updates them."""
+        self.sync: WeightSync | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._held: list[Any] = []
 
-    @classmethod
-    def of(cls, texts: Sequence[str], rank: int, flush: Callable[[], None]) -> "Injector":
-        """Those of run.inject that are meant for this rank."""
-        return cls([fault for fault in map(parse_fault, texts) if fault.rank == rank], flush)
+    def launched(self, config: Config, launch: Launch) -> None:
+        """Read the faults of this rank."""
+        self.pending = [fault for fault in map(parse_fault, config.run.inject) if fault.rank == launch.rank]
+
+    def met(self, run: RunContext) -> None:
+        """Raise UnsupportedEnvironment where a disk would have to be filled that others need."""
+        self.run = run
+        disk = os.statvfs(run.folder)
+        free = disk.f_bavail * disk.f_frsize
+        if any(fault.kind == "full-disk" for fault in self.pending) and free > LARGEST_DISK:
+            raise UnsupportedEnvironment(
+                f"run.inject has full-disk, but the disk of run.dir = {run.folder} has {free >> 20} MiB free, and no more than"
+                f" {LARGEST_DISK >> 20} are filled on purpose; give a run.dir on a small one (mount -t tmpfs -o size=64m)."
+            )
 
     def built(self, name: str, part: Any) -> None:
-        """An observer of the run's parts."""
+        """Keep what a fault of weights or gradients reaches into."""
         if name == "sync":
             self.sync = part
         elif name in ("actor", "critic"):
             self.learners[f"update_{name}"] = part
 
     def come_late(self, phase: str, step: int | None) -> None:
-        """An observer for the very start of a phase, when nobody has been told of it."""
+        """Begin a phase later than the other ranks."""
         for fault in self._due(phase, step, "slow"):
             self._happens(fault)
             time.sleep(SLOW_SECONDS)
 
-    def begins(self, phase: str, step: int | None) -> None:
-        """An observer for the start of a phase, after all others."""
+    def phase_begins(self, phase: str, step: int | None) -> None:
+        """Cause the faults of this phase."""
         for fault in self._due(phase, step):
-            if self.announce:
-                self.announce(str(fault))
+            self.announce(str(fault))
             self.flush()
             self._happens(fault)
             getattr(self, "_" + fault.kind.replace("-", "_"))(fault)
 
-    def ends(self, phase: str, step: int | None) -> None:
-        """An observer for the end of a phase: what was changed for one phase is as it was."""
+    def phase_ends(self, phase: str, step: int | None) -> None:
+        """Undo what was changed for one phase."""
         while self._undo:
             self._undo.pop()()
 
-    def check_disk(self, folder: Path) -> None:
-        """Raises UnsupportedEnvironment where a disk would have to be filled that others need."""
-        self.folder = folder
-        disk = os.statvfs(folder)
-        free = disk.f_bavail * disk.f_frsize
-        if any(fault.kind == "full-disk" for fault in self.pending) and free > LARGEST_DISK:
-            raise UnsupportedEnvironment(
-                f"run.inject has full-disk, but the disk of run.dir = {folder} has {free >> 20} MiB free, and no more than"
-                f" {LARGEST_DISK >> 20} are filled on purpose; give a run.dir on a small one (mount -t tmpfs -o size=64m)."
-            )
+    def passed(self) -> None:
+        """Raise ConfigError on every rank where a fault that was asked for never happened. A collective call."""
+        never = [str(fault) for pending in all_gather(self.pending) for fault in pending]
+        if never:
+            raise ConfigError(f"run.inject: {', '.join(never)} never happened, because this run has no such phase.")
 
     def _due(self, phase: str, step: int | None, kind: str = "") -> list[Fault]:
         due = [fault for fault in self.pending if fault.matches(phase, step) and kind in ("", fault.kind)]
@@ -107,8 +111,8 @@ class Injector:
         return due
 
     def _happens(self, fault: Fault) -> None:
-        if self.fact:
-            self.fact("injected", fault=str(fault))
+        if self.run:
+            self.run.events.fact("injected", fault=str(fault))
 
     def _exception(self, fault: Fault) -> None:
         raise InjectedFault(f"{fault} was asked for")
@@ -148,8 +152,8 @@ class Injector:
 
     def _full_disk(self, fault: Fault) -> None:
         """The file has no name, and its bytes are free again once this process has ended."""
-        assert self.folder is not None
-        file = os.open(self.folder, os.O_TMPFILE | os.O_WRONLY)
+        assert self.run is not None
+        file = os.open(self.run.folder, os.O_TMPFILE | os.O_WRONLY)
         self._held.append(file)
         for size in (1 << 20, 1 << 12, 1):
             try:
@@ -157,7 +161,7 @@ class Injector:
                     os.write(file, bytes(size))
             except OSError:
                 continue  # full, but for less than that
-        raise OSError(28, "No space left on device", str(self.folder))
+        raise OSError(28, "No space left on device", str(self.run.folder))
 
     def _nan_gradient(self, fault: Fault) -> None:
         learner = self.learners[fault.phase]
@@ -215,6 +219,17 @@ class Injector:
         live, before = self.sync.live, self.sync.live[name]
         live[name] = tensor
         self._undo.append(lambda: live.__setitem__(name, before))
+
+
+class LateRank(Observer):
+    """Delay a rank at the start of a phase; given before the watchdog, which must not know yet of the phase."""
+
+    def __init__(self, injector: Injector) -> None:
+        self.injector = injector
+
+    def phase_begins(self, phase: str, step: int | None) -> None:
+        if phase != MEET:  # in which no observer follows another rank yet
+            self.injector.come_late(phase, step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ def plant() -> None:
 if __name__ == "__main__":
     from harness.config.command import parse
     from harness.run import run
+    from harness.tools.observers import standard_observers
 
     config = parse(sys.argv[1:]).config
     plant()
-    sys.exit(run(config))
+    sys.exit(run(config, standard_observers(config)))

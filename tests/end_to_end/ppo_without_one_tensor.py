@@ -34,7 +34,8 @@ def forget() -> None:
 if __name__ == "__main__":
     from harness.config.command import parse
     from harness.run import run
+    from harness.tools.observers import standard_observers
 
     config = parse(sys.argv[1:]).config
     forget()
-    sys.exit(run(config))
+    sys.exit(run(config, standard_observers(config)))

@@ -1,28 +1,37 @@
-"""A rank's side of harm at a phase: it knocks before the phase's work begins, and waits until it may go on."""
+"""A rank's side of a fault at a phase: it reports the phase to launch/hosts.py and waits until it may continue."""
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable
 
-from harness.runtime.events import PhaseObserver
+from harness.cluster.world import Launch
+from harness.config.schema import Config
+from harness.runtime.observer import Observer
+from harness.runtime.phases import MEET
 
-VARIABLE = "HARNESS_EMULATOR"
-"""Names the socket that launch/hosts.py serves; set only where something is to be hurt at a phase."""
+PHASE_SOCKET = "HARNESS_EMULATOR"
+"""Variable: the socket that launch/hosts.py serves; set only where a host is to fail at a phase."""
 GO = b"go\n"
 
 
-def phase_observer(environment: Mapping[str, str], rank: int) -> PhaseObserver | None:
-    """What tells launch/hosts.py that this rank begins a phase, and waits for its answer; None where nobody asks."""
-    path = environment.get(VARIABLE)
-    if not path:
-        return None
+class EmulatedHost(Observer):
+    """Report each phase of this rank before its work begins."""
 
-    def phase_client(phase: str, step: int | None) -> None:
-        line = {"rank": rank, "host": socket.gethostname(), "phase": phase, "step": step}
-        with socket.socket(socket.AF_UNIX) as door:
-            door.connect(path)
-            door.sendall(json.dumps(line).encode() + b"\n")
-            if door.recv(len(GO), socket.MSG_WAITALL) != GO:
-                raise ConnectionError(f"launch/hosts.py closed {path} without an answer to phase {phase}.")
+    def __init__(self, path: str, flush: Callable[[], None]) -> None:
+        """flush: returns once the other hosts know this rank's phase."""
+        self.path, self.flush, self.rank = path, flush, -1
 
-    return phase_client
+    def launched(self, config: Config, launch: Launch) -> None:
+        self.rank = launch.rank
+
+    def phase_begins(self, phase: str, step: int | None) -> None:
+        """Report the phase and wait for the answer. Raise ConnectionError where launch/hosts.py closes the socket."""
+        if phase == MEET:
+            return  # the other hosts cannot know of it yet
+        self.flush()
+        line = {"rank": self.rank, "host": socket.gethostname(), "phase": phase, "step": step}
+        with socket.socket(socket.AF_UNIX) as server:
+            server.connect(self.path)
+            server.sendall(json.dumps(line).encode() + b"\n")
+            if server.recv(len(GO), socket.MSG_WAITALL) != GO:
+                raise ConnectionError(f"launch/hosts.py closed {self.path} without an answer to phase {phase}.")

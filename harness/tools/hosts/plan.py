@@ -9,7 +9,7 @@ from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.hosts import harms
 from harness.tools.hosts.harms import AtPhase, Conditions, Harm
 from harness.tools.hosts.host import HostSpec, Interface
-from harness.tools.hosts.phase_client import VARIABLE
+from harness.tools.hosts.phase_client import PHASE_SOCKET
 
 Network = Literal["ipv4", "ipv6", "both"]
 Isolation = Literal["namespaces", "processes", "auto"]
@@ -308,7 +308,7 @@ def environment(plan: Plan, host: HostPlan, folder: Path, current: Mapping[str, 
     if not plan.namespaces:
         changes |= {"HARNESS_HOST": host.name, "NCCL_HOSTID": host.name}
     if plan.knocks:
-        changes[VARIABLE] = str(folder / "phase_client")
+        changes[PHASE_SOCKET] = str(folder / "phase_client")
     return changes
 
 

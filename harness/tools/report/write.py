@@ -1,6 +1,5 @@
 """Write report.md and report.html of a run directory, from its files alone."""
 
-from contextlib import suppress
 from pathlib import Path
 
 from harness.tools.export.subject import read_subject
@@ -19,9 +18,3 @@ def write_reports(folder: Path) -> tuple[Path, Path]:
         part.write_text(text, encoding="utf-8")
         part.replace(file)
     return written
-
-
-def write_reports_of_passed_run(folder: Path) -> None:
-    """For rank 0 of a run that passed: a report must not fail it."""
-    with suppress(OSError, ValueError):
-        write_reports(folder)

@@ -17,25 +17,24 @@ from rich.table import Table
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from harness.cluster.mesh import ParallelDims, build_meshes
+from harness.cluster.mesh import build_meshes
 from harness.cluster.world import World
-from harness.config.schema import Config, TransportName
-from harness.parts import as_config_error, import_sglang, make_model_folder, start_engine, trainer_attention
+from harness.config.schema import TransportName
 from harness.rollout import sglang_api
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
+from harness.runtime.observer import RunContext
 from harness.runtime.run_folder import write_config
+from harness.runtime.units import MIB
 from harness.task.data import load_rows
-from harness.tools.report.write import write_reports_of_passed_run
 from harness.tools.sync.bench import Row, bench
+from harness.train import as_config_error, import_sglang, make_model_folder, start_engine, trainer_attention
 from harness.trainer.model import load_causal_lm
 from harness.weights.perturb import perturb
 from harness.weights.readback import differences, unreadable
 from harness.weights.sync import WeightSync
 from harness.weights.transports import choose_transport
 from harness.weights.verify import WeightsDidNotArrive
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,34 +50,36 @@ class SyncJob:
     one_by_one: bool
     json: str
 
-    def __call__(
-        self, config: Config, world: World, dims: ParallelDims, events: EventLog, folder: Path, launched: float
-    ) -> int:
+    def __call__(self, run: RunContext) -> str:
+        """Sync with each transport; return the verdict. A collective call of all ranks."""
+        config, world, events, folder = run.config, run.world, run.events, run.folder
         disable_progress_bar()
         events.say(f"imported torch and transformers; run directory {folder}")
         if self.bench:
             config = replace(config, weights=replace(config.weights, verify="off"))
+            run = replace(run, config=config)
         api = sglang_api.probe()
         asked = self.transports or (config.weights.transport,)
         configs = [replace(config, weights=replace(config.weights, transport=name)) for name in asked]
         chosen = [choose_transport(each, api, world.device_type) for each in configs]
         config = replace(config, weights=replace(config.weights, transport=chosen[0].name))
+        run = replace(run, config=config)
         if world.rank == 0:
             write_config(folder, config, world.device_type)
-        engine, model = make_engine_and_model(config, world, dims, events, folder, [name for name, _ in chosen])
+        engine, model = make_engine_and_model(run, [name for name, _ in chosen])
+        verdicts = []
         for name, reason in chosen:
             weights = replace(config.weights, transport=name)
             sync = WeightSync(engine, model, weights, folder, getattr(torch, config.model.dtype))
-            events.built("sync", sync)
+            events.observer.built("sync", sync)
             events.say(f"{sync.nbytes / 1e6:.1f} MB in {len(sync.buckets)} buckets, by {name} ({reason})")
-            arrived = self.time(sync, world, events) if self.bench else self.verify(sync, world, events)
+            verdicts.append(self.time(sync, world, events) if self.bench else self.verify(sync, world, events))
             sync.close()
-            events.say(arrived)
         with events.phase("shutdown", waiting_for="the engine's processes to end"):
             engine.shutdown()
-        if world.rank == 0:
-            write_reports_of_passed_run(folder)
-        return 0
+        for verdict in verdicts[:-1]:
+            events.say(verdict)
+        return verdicts[-1]
 
     def verify(self, sync: WeightSync, world: World, events: EventLog) -> str:
         """Change every tensor, sync, read back, again and again. Raises WeightsDidNotArrive at the first difference."""
@@ -118,23 +119,17 @@ class SyncJob:
         )
 
 
-def make_engine_and_model(
-    config: Config,
-    world: World,
-    dims: ParallelDims,
-    events: EventLog,
-    folder: Path,
-    transports: Sequence[TransportName],
-) -> tuple[VerlEngine, nn.Module]:
-    """An engine for each (tp, pp) group, and the sharded model."""
+def make_engine_and_model(run: RunContext, transports: Sequence[TransportName]) -> tuple[VerlEngine, nn.Module]:
+    """Return an engine for each (tp, pp) group, and the sharded model. A collective call of all ranks."""
+    config, world, events = run.config, run.world, run.events
     with as_config_error(), events.phase("inputs", waiting_for="the model's folder"):
         sglang_api.check_arguments(sglang_api.probe(), config.engine.args, {})
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
-        model_folder = make_model_folder(config, world, folder, rows)
-        attention = trainer_attention(config, model_folder, world.device_type, events)
-    meshes = build_meshes(dims, world.device.type)
-    import_sglang(config, world, dims, events, transports)
-    engine = start_engine(config, world, meshes.engines, events, folder, model_folder)
+        model_folder = make_model_folder(run, rows)
+        attention = trainer_attention(config, model_folder, world.device_type, events.say)
+    meshes = build_meshes(run.dims, world.device.type)
+    import_sglang(run, transports)
+    engine = start_engine(run, meshes.engines, model_folder)
     with events.phase("build_trainer", waiting_for="the sharded model"):
         model = load_causal_lm(
             str(model_folder),

@@ -11,11 +11,12 @@ from typing import Any
 import psutil
 
 from harness.rollout import scratch
+from harness.runtime.errors import say
 from harness.runtime.processes import end_processes, is_alive
 from harness.tools.watchdog.late_report import SECONDS as REPORT_SECONDS
 from harness.tools.watchdog.late_report import report_failed_run
 from harness.tools.watchdog.launcher import Launcher, Wait
-from harness.tools.watchdog.processes import Descendants, say
+from harness.tools.watchdog.processes import Descendants
 from harness.tools.watchdog.shared_memory import SharedMemory
 from harness.tools.watchdog.verdict import Verdict
 

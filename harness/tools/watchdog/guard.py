@@ -17,12 +17,13 @@ from typing import Any
 
 import psutil
 
+from harness.runtime.errors import say
 from harness.runtime.processes import descendants, end_processes, is_alive, is_stopped, started_at
 from harness.tools.watchdog import private_socket
 from harness.tools.watchdog.failure import SHOWN, is_echo, shortened
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, open_for_beats
 from harness.tools.watchdog.lost_watchdog import keep_failure
-from harness.tools.watchdog.processes import MARK, launcher, say
+from harness.tools.watchdog.processes import MARK, launcher
 from harness.tools.watchdog.silence import Silence
 from harness.tools.watchdog.stacks import offer_own_stack
 

@@ -1,6 +1,5 @@
 """Processes of this host, known before they are orphans: who started whom, how one ended, and the end of all of them."""
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,9 +88,3 @@ def said_status(status: int) -> str:
     if number in list(Signals):
         return f"was killed by {Signals(number).name}"
     return f"was killed by signal {number}" if number else f"ended with exit code {status >> 8}, without a word"
-
-
-def say(text: str, descriptor: int = 2) -> None:
-    """A block on stderr in one write, so that no other process's lines come between. Nobody may be left to read it."""
-    with suppress(OSError):
-        os.write(descriptor, text.encode())

@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from harness.config.command import parse
+from harness.runtime.observer import RunContext
 from harness.runtime.phases import MEET, PHASES, RUN
 
 IN_PHASE_SECONDS = 0.05
@@ -20,25 +21,26 @@ if "--hang" in words:
     del words[at : at + 2]
 
 
-def phases_only(config, world, dims, events, folder, launched) -> int:  # type: ignore[no-untyped-def]
+def phases_only(context: RunContext) -> str:
     """A job of harness.run."""
     import torch
     import torch.distributed as dist
 
-    for step in range(config.run.steps):
+    for step in range(context.config.run.steps):
         for name in PHASES:
             if name not in (MEET, RUN):
-                with events.phase(name, step):
+                with context.events.phase(name, step):
                     dist.all_reduce(torch.ones(1))
                     time.sleep(IN_PHASE_SECONDS)
                     dist.all_reduce(torch.ones(1))
-                    if hang == f"{world.rank}@{name}":
+                    if hang == f"{context.world.rank}@{name}":
                         time.sleep(600)
-    events.say("all phases done")
-    return 0
+    return "PASSED: all phases"
 
 
 if __name__ == "__main__":
     from harness.run import run
+    from harness.tools.observers import standard_observers
 
-    sys.exit(run(parse(words).config, lambda: phases_only))
+    config = parse(words).config
+    sys.exit(run(config, standard_observers(config), lambda: phases_only))

@@ -23,9 +23,11 @@ import torch.distributed as dist
 
 from harness.config.command import parse
 from harness.run import run
+from harness.runtime.observer import RunContext
 from harness.runtime.phases import MEET, PHASES, RUN, STEP_PHASES
 from harness.runtime.processes import is_alive
 from harness.tools.hosts import kernel
+from harness.tools.observers import standard_observers
 
 RANKS, AT_ONCE = 2, 4
 GIVEN_UP_SECONDS, LINGER_SECONDS = 60.0, 8.0  # a report of the failed run may take 5 s
@@ -33,19 +35,19 @@ LOOK_SECONDS = 0.1
 """How often torchrun looks after its ranks."""
 
 
-def phases_only(config, world, dims, events, folder, launched) -> int:  # type: ignore[no-untyped-def]
+def phases_only(context: RunContext) -> str:
     """A job of harness.run: every phase in order, with a collective at both ends, and a file in /dev/shm."""
-    memory = shared_memory.SharedMemory(memory_name(os.getsid(0), world.rank), create=True, size=4096)
+    memory = shared_memory.SharedMemory(memory_name(os.getsid(0), context.world.rank), create=True, size=4096)
     resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
     time.sleep(1.2)  # until the watchdog has looked
-    for step in range(config.run.steps):
+    for step in range(context.config.run.steps):
         for name in PHASES:
             if name not in (MEET, RUN):
-                with events.phase(name, step if name in STEP_PHASES else None):
+                with context.events.phase(name, step if name in STEP_PHASES else None):
                     dist.all_reduce(torch.ones(1))
                     dist.all_reduce(torch.ones(1))
     memory.unlink()
-    return 0
+    return "PASSED: all phases"
 
 
 def memory_name(session: int, rank: int) -> str:
@@ -58,7 +60,8 @@ def be_rank(cell: dict[str, Any], rank: int, port: int) -> None:
         **{"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"},
     }
     words = ["configs/cpu/quickstart.toml", "--run.dir", cell["folder"], *cell["words"]]
-    os._exit(run(parse(words).config, lambda: phases_only))
+    config = parse(words).config
+    os._exit(run(config, standard_observers(config), lambda: phases_only))
 
 
 def agent(cell: dict[str, Any]) -> int:

@@ -1,0 +1,105 @@
+"""The one seam between a run and the tools around it: what a run announces, and to whom."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # types alone: the rooms above import this one
+    from harness.cluster.mesh import ParallelDims
+    from harness.cluster.world import Launch, World
+    from harness.config.schema import Config
+    from harness.runtime.events import EventLog
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunContext:
+    """Hold what a run knows once its ranks have met; one on every rank."""
+
+    config: "Config"
+    world: "World"
+    dims: "ParallelDims"
+    events: "EventLog"
+    folder: Path
+    """The run directory."""
+    launched: float
+    """UNIX time at which torchrun started."""
+
+
+class Observer:
+    """Watch a run on one rank. Each method does nothing here; a tool overrides those that it needs.
+
+    A run calls its observers in the order in which they were given and waits for each, so one may delay or end the rank.
+    Calls come in this order: launched, phases begin and end, met (a collective call), parts are built, and last one of
+    passed and failed, then finished, unless the process is killed. launched, phase_begins, met and passed may raise, which ends the run.
+    """
+
+    def launched(self, config: "Config", launch: "Launch") -> None:
+        """React to a valid launch, before torch.distributed and CUDA are initialized."""
+
+    def met(self, run: RunContext) -> None:
+        """React to the first moment at which all ranks can communicate. A collective call of all ranks."""
+
+    def phase_begins(self, phase: str, step: int | None) -> None:
+        """React to the start of a phase, before its work."""
+
+    def phase_ends(self, phase: str, step: int | None) -> None:
+        """React to the end of a phase that did not fail."""
+
+    def built(self, name: str, part: Any) -> None:
+        """React to a part of the run: "sync", "actor", "critic" or "record", each once it exists."""
+
+    def passed(self) -> None:
+        """React to a job that passed, before its verdict is printed. A collective call of all ranks."""
+
+    def failed(self, error: str, traceback: str) -> None:
+        """React to the error, in one line, that is about to end this rank; traceback may be "". From any thread."""
+
+    def interrupted(self, signal_name: str) -> None:
+        """React to the signal that is about to end this rank."""
+
+    def finished(self, code: int) -> None:
+        """React to the exit code with which this rank is about to exit on its own."""
+
+
+class Observers(Observer):
+    """Pass each call on to several observers, in order."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self.observers = tuple(observers)
+
+    def launched(self, config: "Config", launch: "Launch") -> None:
+        for each in self.observers:
+            each.launched(config, launch)
+
+    def met(self, run: RunContext) -> None:
+        for each in self.observers:
+            each.met(run)
+
+    def phase_begins(self, phase: str, step: int | None) -> None:
+        for each in self.observers:
+            each.phase_begins(phase, step)
+
+    def phase_ends(self, phase: str, step: int | None) -> None:
+        for each in self.observers:
+            each.phase_ends(phase, step)
+
+    def built(self, name: str, part: Any) -> None:
+        for each in self.observers:
+            each.built(name, part)
+
+    def passed(self) -> None:
+        for each in self.observers:
+            each.passed()
+
+    def failed(self, error: str, traceback: str) -> None:
+        for each in self.observers:
+            each.failed(error, traceback)
+
+    def interrupted(self, signal_name: str) -> None:
+        for each in self.observers:
+            each.interrupted(signal_name)
+
+    def finished(self, code: int) -> None:
+        for each in self.observers:
+            each.finished(code)

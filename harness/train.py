@@ -1,0 +1,399 @@
+"""The main job: build the parts of a run, loop over its steps, return the verdict."""
+
+import faulthandler
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from harness.cluster.placement import place
+from harness.cluster.world import World, all_gather
+from harness.config.layers import ConfigError
+from harness.config.rules import warnings
+from harness.config.schema import Config, TransportName
+from harness.ppo import Ppo
+from harness.rollout import sglang_api
+from harness.rollout.cpu.activate import require_absorbed_mla
+from harness.rollout.memory import MemoryStages, gpu_free_bytes
+from harness.rollout.shipped_verl_engine import ShippedVerlEngine
+from harness.rollout.verl_engine import VerlEngine
+from harness.runtime.background import in_background
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.runtime.events import EventLog
+from harness.runtime.observer import RunContext
+from harness.runtime.processes import descendants, end_processes
+from harness.runtime.run_folder import write_config
+from harness.runtime.run_record import RunRecord, Stage, step_line
+from harness.task.architectures import ARCHITECTURES, is_tiny
+from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
+from harness.task.tiny_models import save_tiny_model
+from harness.trainer.actor import Actor, Reference
+from harness.trainer.advantages import AdaptiveKl, FixedKl
+from harness.trainer.critic import Critic
+from harness.trainer.model import Attention, choose_attention, load_causal_lm, load_value_model
+from harness.trainer.offload import Offloaded
+from harness.weights.devices import check_gpus
+from harness.weights.reload import Reload, check_shared
+from harness.weights.sync import WeightSync
+from harness.weights.transports import choose_transport
+from harness.weights.verification_summary import report_section, verdict_phrase
+from harness.weights.verify import Verification, check_level
+
+
+def train(run: RunContext) -> str:
+    """Build the parts, run the steps and the check after the last update. Return the verdict. A collective call of all ranks.
+
+    After a failure the engine's processes are still alive: run.py ends them.
+    """
+    config, world, events = run.config, run.world, run.events
+    disable_progress_bar()  # transformers' takes a second on every rank
+    record = RunRecord(file=None if world.rank else run.folder / "metrics.jsonl", launched=run.launched)
+    events.observer.built("record", record)
+    events.say(f"imported torch and transformers; run directory {run.folder}")
+    for sentence in warnings(config):
+        events.say(f"warning: {sentence}")
+    ppo = build(run, record)
+    with record.timed("baseline"):
+        ppo.take_baseline()
+    for index in range(config.run.steps):
+        started = time.monotonic()
+        metrics = ppo.step(index)
+        metrics["seconds"] = time.monotonic() - started
+        metrics |= {f"seconds/{name}": seconds for name, seconds in events.step_seconds[index].items()}
+        if index == 0 and ppo.first_token_at is not None:
+            record.startup["first_sync"] = events.seconds["sync"][0]
+            record.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
+            record.startup["first_token"] = ppo.first_token_at - run.launched
+            events.say(record.startup_line(models_beside_engine=world.device.type == "cpu"))
+        record.add(metrics, gather_stages(events, index))
+        events.say(step_line(metrics))
+    record.finish(ppo.final_check(config.run.steps))
+    # Only where all went well: it is a collective call, and a rank that failed alone would wait in it for the others.
+    with events.phase("shutdown", waiting_for="the engine's processes to end"):
+        ppo.sync.close()
+        ppo.engine.shutdown()
+    rollouts = [*record.steps, record.final]
+    record.verification = report_section(ppo.verification, rollouts, events.seconds)
+    return f"PASSED: {len(record.steps)} PPO steps; {verdict_phrase(ppo.verification, rollouts)}"
+
+
+def gather_stages(events: EventLog, step: int) -> list[Stage]:
+    """Return the memory of all ranks at the end of each phase of one step, in order. A collective call of all ranks."""
+    mine = {each.phase: each.figures for each in events.phase_memory if each.step == step}
+    everyone = all_gather(mine)
+    shared = [phase for phase in mine if all(phase in other for other in everyone)]
+    return [Stage(phase=phase, step=step, ranks=tuple(other[phase] for other in everyone)) for phase in shared]
+
+
+def build(run: RunContext, record: RunRecord) -> Ppo:
+    """Return every part of the run on this rank. On CPU the trainer's models are built while the engine's schedulers start."""
+    config, world, events, folder = run.config, run.world, run.events, run.folder
+    api = sglang_api.probe()
+    with as_config_error(), events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"):
+        sglang_api.check_arguments(api, config.engine.args, {})
+        check_level(config, api)
+        transport, reason = choose_transport(config, api, world.device_type)
+        checkpoints = checkpoint_folder(run)
+        rows = load_rows(config.task.source, config.task.split, config.task.rows)
+        model_folder = make_model_folder(run, rows)
+        tokenizer = load_tokenizer(model_folder)
+        attention = trainer_attention(config, model_folder, world.device_type, events.say)
+        prompts = PromptSampler(
+            tokenize_prompts(
+                rows, tokenizer, config.task.template, config.task.max_prompt_tokens, config.task.long_prompts
+            ),
+            config.rollout.prompts_per_step,
+            config.run.seed,
+        )
+    events.say(f"{len(prompts.prompts)} prompts of {len(rows)} rows ({config.task.source})")
+    config = replace(config, weights=replace(config.weights, transport=transport))
+    run = replace(run, config=config)
+    events.say(f'weights.transport = "{transport}" ({reason})')
+    if world.rank == 0:
+        write_config(folder, config, world.device_type)
+    if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
+        events.say("engine starts with dummy weights, so tensors missing from the first sync are detected")
+    meshes = build_meshes(run.dims, world.device.type)
+    with record.timed("sglang_import"):
+        import_sglang(run, [transport])
+    shipped = config.engine.implementation == "sglang"
+
+    def start_trainer() -> Future[tuple[Actor, Critic | None, Reference | None]]:
+        return in_background(lambda: build_trainer(run, meshes.fsdp, model_folder, attention, record), "build-trainer")
+
+    # On a GPU after the engine: sglang sizes its KV cache by what is free, and releases it before the trainer is built.
+    trainer = start_trainer() if world.device.type == "cpu" or shipped else None
+    with record.timed("engine"):
+        if shipped and trainer:
+            trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
+        engine = start_engine(run, meshes.engines, model_folder)
+    memory = make_memory_stages(run, engine)
+    if engine.has_memory_saver and config.engine.initial_weights == "dummy":
+        with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):
+            memory.release_all()
+    with events.phase("build_trainer", waiting_for="actor, critic and reference"):
+        actor, critic, reference = (trainer or start_trainer()).result()
+    sync = WeightSync(engine, actor.model, config.weights, folder, getattr(torch, config.model.dtype))
+    for name, part in (("sync", sync), ("actor", actor.learner), *([("critic", critic.learner)] if critic else [])):
+        events.observer.built(name, part)
+    return Ppo(
+        config=config,
+        world=world,
+        dims=run.dims,
+        events=events,
+        engine=engine,
+        memory=memory,
+        sync=sync,
+        verification=Verification(
+            config=config,
+            world=world,
+            events=events,
+            memory=memory,
+            sync=sync,
+            reload=Reload(sync=sync, world=world, source=model_folder, folder=checkpoints),
+            prompts=[prompt.input_ids for prompt in prompts.prompts[:4]],
+        ),
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        kl_control=kl_control(config),
+        prompts=prompts,
+        tokenizer=tokenizer,
+    )
+
+
+def build_trainer(
+    run: RunContext, ranks_mesh: DeviceMesh, model_folder: Path, attention: Attention, record: RunRecord
+) -> tuple[Actor, Critic | None, Reference | None]:
+    """Return the actor, the critic where GAE needs one, the reference where the KL counts. A collective call of all ranks."""
+    config, world = run.config, run.world
+    compute, master = getattr(torch, config.model.dtype), getattr(torch, config.model.master_dtype)
+
+    def load(load_model: Callable[..., nn.Module], checkpointing: bool, dtype: torch.dtype = master) -> nn.Module:
+        return load_model(
+            str(model_folder),
+            dtype,
+            world.device,
+            ranks_mesh,
+            weights=config.model.weights,
+            seed=config.run.seed,
+            attention=attention,
+            gradient_checkpointing=checkpointing,
+            compute_dtype=compute,
+        )
+
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # the current device is each thread's own
+    with record.timed("models"):
+        model = load(load_causal_lm, config.actor.gradient_checkpointing)
+        offloaded = Offloaded.of(config.memory, "actor")
+        actor = Actor(model, config.actor, config.algorithm, config.rollout, ranks_mesh, world.device, offloaded)
+        critic = reference = None
+        if config.algorithm.has_critic:
+            value_model = load(load_value_model, config.critic.gradient_checkpointing)
+            offloaded = Offloaded.of(config.memory, "critic")
+            critic = Critic(value_model, config.critic, config.rollout, ranks_mesh, world.device, offloaded)
+        if config.algorithm.kl_placement != "none":
+            frozen = load(load_causal_lm, False, compute)  # without updates there is nothing that rounding could lose
+            offloaded = Offloaded.of(config.memory, "reference")
+            reference = Reference(frozen, config.rollout.temperature, ranks_mesh, world.device, offloaded)
+    return actor, critic, reference
+
+
+def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> VerlEngine:
+    """Return this rank's engine, serving, on the GPU that it should be on. mesh: over dp, tp and pp. A collective call.
+
+    Raise EngineFailed where it does not start, ValueError where it runs on another GPU than planned.
+    """
+    config, world, events = run.config, run.world, run.events
+    shipped = config.engine.implementation == "sglang"
+    parallel = config.parallel
+    waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
+    with events.phase("start_engine", waiting_for=waiting):
+        engine = (ShippedVerlEngine if shipped else VerlEngine)(
+            mesh["tp", "pp"] if parallel.pp > 1 else mesh["tp"],
+            log_dir=run.folder / "engines",
+            base_port=config.engine.base_port,
+            colocate=parallel.colocate,
+            defaults=config.engine.defaults,
+            on_death=lambda message: _end_with(message, events),
+            model_path=str(model_folder),
+            **engine_arguments(config, world),
+        )
+    version = engine.api.version
+    maker = "sglang's own VerlEngine" if shipped else "the harness's VerlEngine"
+    events.say(
+        f"engine up: sglang {version} behind {maker}, {parallel.dp} engine(s) of tp {parallel.tp}, pp {parallel.pp},"
+        f" {engine.nnodes} host(s) each"
+    )
+    events.fact(
+        "engine",
+        version=version,
+        device=world.device_type,
+        defaults=config.engine.defaults,
+        dropped_defaults=engine.dropped_defaults,
+        arguments={name: value for name, value in engine.engine_args.items() if name != "custom_weight_loader"},
+    )
+    check_gpus(world, engine, parallel.colocate)
+    return engine
+
+
+def _end_with(message: str, events: EventLog) -> NoReturn:
+    """End this rank from the engine's watching thread: the main one may sit in a collective for minutes."""
+    print(message, file=sys.stderr, flush=True)
+    events.fail(message)
+    end_processes(descendants(), patience_seconds=0)
+    hard_exit(1)
+
+
+def engine_arguments(config: Config, world: World) -> dict[str, Any]:
+    """Return the arguments of this rank's engine, the user's own last."""
+    dp_index = world.rank // (config.parallel.tp * config.parallel.pp)
+    return {
+        "device": world.device_type,
+        "dtype": config.model.dtype,
+        # Engines of one run must not sample alike.
+        "random_seed": config.run.seed * 1009 + dp_index,
+        "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
+        # Prompts leave and responses arrive as token ids; no tokenizer or detokenizer can then differ or fail.
+        "skip_tokenizer_init": True,
+    } | config.engine.args
+
+
+def import_sglang(run: RunContext, transports: Sequence[TransportName]) -> None:
+    """Import what an engine needs: it takes as long as starting it, and no other thread may import meanwhile.
+
+    On the CPU only on ranks that use it: the others would take the cores of those that do.
+    """
+    config, world = run.config, run.world
+    with run.events.phase("import_sglang", waiting_for="SGLang's import"):
+        placements = place(run.dims, world.locations, world.device_type)
+        builds = any(world.rank == node.builder for placement in placements for node in placement.nodes)
+        shipped = config.engine.implementation == "sglang"
+        if builds or shipped or world.device_type == "cuda" or "bucket" in transports:
+            sglang_api.import_engine()
+    faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python
+
+
+def make_memory_stages(run: RunContext, engine: VerlEngine) -> MemoryStages:
+    """Return the engine's release and resume, measured on the GPU of this rank's engine rank."""
+    gpu = run.world.engine_gpu if engine.has_memory_saver else None
+    return MemoryStages(
+        engine,
+        free_bytes=None if gpu is None else gpu_free_bytes(gpu),
+        resume_mode=run.config.memory.resume,
+        say=run.events.say,
+        fact=run.events.fact,
+    )
+
+
+def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
+    """Return the folder that trainer and engine load: as configured, or a tiny model made once on each host.
+
+    Raise UnsupportedEnvironment for a model that this sglang's CPU mode cannot serve.
+    """
+    config, world, folder = run.config, run.world, run.folder
+    if not is_tiny(config.model.name):
+        target = Path(config.model.name)
+        _check_mla(target, world)
+        return target
+    target = folder / f"model-host{world.hosts.index(world.host)}"
+    first_on_host = next(location.rank for location in world.locations if location.host == world.host)
+    if world.rank == first_on_host:
+        texts = [row.question + row.answer for row in rows]
+        save_tiny_model(
+            config.model.name,
+            target,
+            config.run.seed,
+            config.model.dtype,
+            world.device_type,
+            config.model.overrides,
+            texts=texts,
+            weights=config.model.weights == "checkpoint",
+        )
+    dist.barrier()
+    _check_mla(target, world)
+    return target
+
+
+def _check_mla(model_folder: Path, world: World) -> None:
+    """Raise UnsupportedEnvironment for a model with MLA (DeepSeek) where this sglang's CPU mode cannot serve it."""
+    config = model_folder / "config.json"
+    if (
+        world.device.type == "cpu"
+        and config.is_file()
+        and "kv_lora_rank" in json.loads(config.read_text(encoding="utf-8"))
+    ):
+        try:
+            require_absorbed_mla()
+        except NotImplementedError as error:
+            raise UnsupportedEnvironment(str(error)) from error
+
+
+def trainer_attention(config: Config, model_folder: Path, device: str, say: Callable[[str], None]) -> Attention:
+    """Return the trainer's attention implementation; say why where it is not sdpa.
+
+    Raise ValueError where the model cannot have what was asked, UnsupportedEnvironment where SGLang's CPU mode does not
+    compute the model's attention.
+    """
+    model_config = AutoConfig.from_pretrained(str(model_folder))
+    attention, why = choose_attention(model_config, config.model.attention)
+    if why:
+        say(f'model.attention = "{attention}": {why}')
+    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    if capped and device == "cpu" and "attention_backend" not in config.engine.args:
+        raise UnsupportedEnvironment(
+            f"{model_config.model_type} caps attention logits (attn_logit_softcapping), which SGLang's torch_native attention on"
+            " the CPU leaves out: it would compute another model."
+        )
+    return attention
+
+
+def load_tokenizer(model_folder: Path) -> Any:
+    """Return the tokenizer beside the model. Raise ConfigError where there is no such model."""
+    try:
+        return AutoTokenizer.from_pretrained(str(model_folder))
+    except (OSError, ValueError) as error:
+        cause = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f'model.name = "{model_folder}" is no tiny model ({", ".join(ARCHITECTURES)}), and neither a folder nor a hub'
+            f" id whose tokenizer can be loaded here: {cause}"
+        ) from error
+
+
+def checkpoint_folder(run: RunContext) -> Path:
+    """Return where the trainer's checkpoints go; where engines load them, after a check that all hosts see it."""
+    config, world, folder = run.config, run.world, run.folder
+    parent = Path(config.weights.folder).resolve() if config.weights.folder else folder
+    if config.weights.verify == "full" or config.weights.transport == "disk":
+        check_shared(parent, world, "weights.folder" if config.weights.folder else "run.dir")
+    return parent / f"{folder.name}-reload"
+
+
+def kl_control(config: Config) -> FixedKl | AdaptiveKl:
+    """Return a fixed coefficient, or one that holds the KL at its target."""
+    algorithm = config.algorithm
+    if algorithm.kl_target == 0:
+        return FixedKl(algorithm.kl_coefficient)
+    return AdaptiveKl(algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon)
+
+
+@contextmanager
+def as_config_error() -> Iterator[None]:
+    """Raise ValueErrors from in here as ConfigError: data, a model or engine arguments that are missing or wrong."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
