@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.runtime.memory_gauge import GIB, steady
+from harness.runtime.units import GIB
+from harness.tools.report.run_report import steady
 from tests.end_to_end.launching import REPOSITORY, Job, run
 
 pytestmark = pytest.mark.gpu

@@ -10,6 +10,7 @@ import pytest
 
 from harness.runtime import events
 from harness.runtime.events import Console, EventLog
+from harness.runtime.observer import Observer, Observers
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -17,7 +18,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def log_at(path: Path, console: Console | None = None) -> EventLog:
-    return EventLog(path / "events" / "rank3.jsonl", 3, "here", console, memory=lambda: {"rss": 7})
+    return EventLog(path / "events" / "rank3.jsonl", 3, "here", console)
 
 
 def test_a_fact_is_one_line_with_time_rank_and_host(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_a_phase_has_a_start_an_end_seconds_and_memory(tmp_path: Path) -> None:
     log.close()
     start, end, *_ = lines(log.path)
     assert (start["event"], start["phase"], start["step"]) == ("phase_start", "sync", 0)
-    assert (end["event"], end["phase"], end["step"], end["memory"]) == ("phase_end", "sync", 0, {"rss": 7})
+    assert (end["event"], end["phase"], end["step"], end["memory"]) == ("phase_end", "sync", 0, {})
     assert end["seconds"] >= 0.02
     assert log.seconds["sync"][0] == end["seconds"] and len(log.seconds["sync"]) == 2
 
@@ -113,10 +114,29 @@ def test_a_block_is_shown_without_a_time() -> None:
     assert stream.getvalue() == "a table\n"
 
 
-def test_a_rank_that_ends_leaves_the_reason_and_tells_whoever_wants_to_know(tmp_path: Path) -> None:
-    log, told = log_at(tmp_path), list[str]()
-    log.endings += [lambda error, traceback: told.append(error)] * 2
+class Watcher(Observer):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, ...]] = []
+
+    def phase_begins(self, phase: str, step: int | None) -> None:
+        self.calls.append(("begins", phase))
+
+    def phase_ends(self, phase: str, step: int | None) -> None:
+        self.calls.append(("ends", phase))
+
+    def failed(self, error: str, traceback: str) -> None:
+        self.calls.append(("failed", error, traceback))
+
+
+def test_observers_are_called_around_phases_and_at_a_failure_each_in_order(tmp_path: Path) -> None:
+    first, second = Watcher(), Watcher()
+    log = EventLog(tmp_path / "rank3.jsonl", 3, "here", observer=Observers([first, second]))
+    with log.phase("sync", 0):
+        assert first.calls == second.calls == [("begins", "sync")]
+    with pytest.raises(ValueError, match="no"), log.phase("generate", 0):
+        raise ValueError("no")
     log.fail("ValueError: no", traceback="where")
-    assert told == ["ValueError: no"] * 2
-    (line,) = lines(log.path)
-    assert (line["event"], line["error"], line["traceback"]) == ("failed", "ValueError: no", "where")
+    assert first.calls[1:] == [("ends", "sync"), ("begins", "generate"), ("failed", "ValueError: no", "where")]
+    assert first.calls == second.calls
+    last = lines(log.path)[-1]
+    assert (last["event"], last["error"], last["traceback"]) == ("failed", "ValueError: no", "where")

@@ -105,7 +105,7 @@ def context(subject: Subject) -> dict[str, Any]:
         "allowed": allowed(subject),
         "saver": saver,
         "dummy": dummy,
-        "all": resume_all,
+        "resume_all": resume_all,
         "apart": apart,
         "engine_gpu": "torch.cuda.current_device() + LOCAL_WORLD" if apart else "",
         "pp_first": parallel.rank_order == "dp,pp,tp",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.hosts.phase_client import VARIABLE, phase_observer
+from harness.tools.hosts.phase_client import EmulatedHost
 from harness.tools.hosts.phase_server import Door
 
 
@@ -14,16 +14,11 @@ def turn(selector: selectors.BaseSelector) -> None:
         key.data()
 
 
-def test_nobody_knocks_where_nobody_asks() -> None:
-    assert phase_observer({}, 0) is None
-
-
 def test_a_rank_waits_until_the_answer(tmp_path: Path) -> None:
     selector = selectors.DefaultSelector()
     heard: list[tuple[str, int | None, bool]] = []
     Door(tmp_path / "phase_client", selector, lambda phase, step: heard.append((phase, step, rank.is_alive())))
-    phase_client = phase_observer({VARIABLE: str(tmp_path / "phase_client")}, 3)
-    assert phase_client
+    phase_client = EmulatedHost(str(tmp_path / "phase_client"), lambda: None).phase_begins
 
     def phases() -> None:
         phase_client("run", None)
@@ -56,8 +51,7 @@ def test_a_launcher_that_is_gone_is_said(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "phase_client"))
         listener.listen()
-        phase_client = phase_observer({VARIABLE: str(tmp_path / "phase_client")}, 0)
-        assert phase_client
+        phase_client = EmulatedHost(str(tmp_path / "phase_client"), lambda: None).phase_begins
 
         def hang_up() -> None:
             visitor, _ = listener.accept()

@@ -1,0 +1,92 @@
+"""The record of a run: metrics.jsonl, the lines of the console, memory by phase."""
+
+import json
+import time
+from importlib import metadata
+from pathlib import Path
+
+from harness.runtime.run_record import Metrics, RunRecord, Stage, installed_versions, stage_metrics, step_line
+from harness.runtime.units import GIB
+
+STEP = {
+    "reward_mean": 0.25, "truncated_share": 0.5, "log_prob_difference_mean": 2.5e-6, "actor/loss": -0.125, "actor/grad_norm": 0.5,
+    "actor/entropy": 4.75, "seconds": 1.5,
+}  # fmt: skip
+CRITIC = {"critic/loss": 0.75, "critic/explained_variance": -0.5}
+
+
+def record_in(folder: Path) -> RunRecord:
+    return RunRecord(file=folder / "metrics.jsonl", launched=time.time() - 5)
+
+
+def step(index: int, **changed: float) -> Metrics:
+    return {"step": float(index)} | STEP | changed
+
+
+def test_metrics_are_one_line_a_step_and_the_first_has_the_start(tmp_path: Path) -> None:
+    record = record_in(tmp_path)
+    with record.timed("engine"):
+        time.sleep(0.02)
+    record.add(step(0))
+    record.add(step(1))
+    record.finish({"log_prob_difference_mean": 3e-6})
+    first, second, final = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 5 <= first.pop("startup/launch_and_import") < 10 and 0.02 <= first.pop("startup/engine") < 5
+    assert (first, second) == (step(0), step(1))
+    assert final == {"kind": "final_check", "final/step": 2, "final/log_prob_difference_mean": 3e-6}
+
+
+def test_ranks_other_than_0_write_nothing(tmp_path: Path) -> None:
+    record = RunRecord(file=None, launched=0.0)
+    record.add(step(0))
+    assert record.steps == [step(0)] and list(tmp_path.iterdir()) == []
+
+
+def test_lines_of_a_step_and_of_the_start(tmp_path: Path) -> None:
+    record = record_in(tmp_path)
+    record.startup |= {"launch_and_import": 1.0, "engine": 2.25, "first_token": 9.5}
+    assert record.startup_line(models_beside_engine=True) == (
+        "first token 9.5 s after launch (seconds: launch_and_import 1.0, engine 2.2; models beside engine)"
+    )
+    assert step_line(step(3)) == (
+        "step 3  reward 0.250  truncated 50%  log-prob difference 2.5e-06  actor loss -0.1250  grad norm 0.500  1.5 s"
+    )
+    assert "explained variance -0.500" in step_line(step(3, **CRITIC))
+
+
+def test_versions_of_what_is_not_installed() -> None:
+    found = installed_versions()
+    assert found["torch"] == metadata.version("torch")
+    assert all(version for version in found.values())
+
+
+def on_gpu(used: int, engine: int, peak: int = 0) -> dict[str, int]:
+    """A GPU of 100 GiB; all in GiB."""
+    figures = {"rss": 2, "used": used, "reserved": used + 5, "peak": peak, "before": 3, "engine": engine}
+    return {name: size * GIB for name, size in (figures | {"free": 95 - used - engine, "total": 100}).items()}
+
+
+STAGES = [
+    Stage(phase="resume_weights", step=2, ranks=(on_gpu(10, 20), on_gpu(11, 20))),
+    Stage(phase="sync", step=2, ranks=(on_gpu(10, 20, peak=14), on_gpu(12, 20, peak=13))),
+    Stage(phase="release", step=2, ranks=(on_gpu(4, 1), on_gpu(5, 2))),
+]
+ON_CPU = [Stage(phase="sync", step=0, ranks=({"rss": 3 * GIB}, {"rss": 2 * GIB}))]
+
+
+def test_metrics_have_the_worst_rank_all_ranks_and_the_end() -> None:
+    metrics = stage_metrics(STAGES)
+    assert metrics["memory/sync/used"] == 12 * GIB and metrics["memory/sync/free"] == 63 * GIB
+    assert metrics["memory/sync/extra"] == 11 * GIB
+    assert metrics["memory/end"] == 12 * GIB
+    assert metrics["memory/ranks_mib"]["sync"]["used"] == [10 * 1024, 12 * 1024]
+    assert list(metrics["memory/ranks_mib"]) == ["resume_weights", "sync", "release"]
+
+
+def test_metrics_of_a_cpu_are_the_host_memory() -> None:
+    assert stage_metrics(ON_CPU) == {
+        "memory/sync/rss": 3 * GIB,
+        "memory/end": 3 * GIB,
+        "memory/ranks_mib": {"sync": {"rss": [3072, 2048]}},
+    }
+    assert stage_metrics([]) == {}

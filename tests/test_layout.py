@@ -1,0 +1,166 @@
+"""The house: which room may import which, one name for one thing, what must be light, and text that any machine can read."""
+
+import ast
+import collections
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+IMPORTS = {
+    "runtime": set(),
+    "task": {"runtime"},
+    "config": {"runtime", "task"},
+    "cluster": {"config", "runtime"},
+    "rollout": {"cluster", "config", "runtime"},
+    "trainer": {"cluster", "config", "runtime", "task"},
+    "weights": {"cluster", "config", "rollout", "runtime", "trainer"},
+    "ppo": {"cluster", "config", "rollout", "runtime", "task", "trainer", "weights"},
+    "train": {"cluster", "config", "ppo", "rollout", "runtime", "task", "trainer", "weights"},
+    "run": {"cluster", "config", "rollout", "runtime", "train"},
+}
+"""Rooms of the reference -> what each may import besides itself. The tools are in none of them."""
+TOOLS = {
+    "bisection": set(),
+    "diagnose": set(),
+    "doctor": {"hosts"},
+    "environments": set(),
+    "export": {"diagnose", "inject", "plan", "watchdog"},
+    "hosts": set(),
+    "inject": set(),
+    "memory_search": set(),
+    "observers": {"hosts", "inject", "report", "watchdog"},
+    "plan": set(),
+    "preflight": {"environments", "plan"},
+    "report": {"diagnose", "export"},
+    "repro": {"diagnose", "environments", "hosts"},
+    "sync": set(),
+    "watchdog": {"diagnose"},
+}
+"""Tools -> the other tools that each may import; the reference is open to all."""
+ONLY_THESE_IMPORT_SGLANG = ("harness/rollout/sglang_api", "harness/rollout/cpu/standins/harness_sglang_cpu.py")
+LIGHT = (
+    "harness.config.command",
+    "harness.cluster.placement",
+    "harness.tools.diagnose.diagnose",
+    "harness.tools.watchdog.watchdog",
+    "harness.tools.plan.memory",
+    "harness.tools.preflight",
+)
+"""What must start at once, so without torch."""
+
+
+def python_files(folder: str) -> list[Path]:
+    return sorted((REPOSITORY / folder).rglob("*.py"))
+
+
+def harness_imports(file: Path) -> Iterator[str]:
+    """Yield dotted names of harness that a file imports, types apart: `from a import b` as a.b."""
+    tree = ast.parse(file.read_text())
+    for_types = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("harness."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "harness":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(parts: list[str]) -> str:
+    """Return the room of a dotted or slashed name below harness: "weights", or "tools/doctor"."""
+    parts = [part.removesuffix(".py") for part in parts]
+    return "/".join(parts[1:3] if parts[1] == "tools" else parts[1:2])
+
+
+def test_every_room_imports_only_what_the_table_allows() -> None:
+    wrong = []
+    for file in python_files("harness"):
+        path = file.relative_to(REPOSITORY)
+        if path.name == "__init__.py" and len(path.parts) <= 3 - (path.parts[1] != "tools"):
+            continue
+        room = room_of(list(path.parts))
+        tool = room.removeprefix("tools/")
+        allowed = {f"tools/{each}" for each in TOOLS[tool]} if room.startswith("tools/") else IMPORTS[room]
+        for name in sorted(set(harness_imports(file))):
+            target = room_of(name.split("."))
+            if (
+                target != room
+                and target not in allowed
+                and (not room.startswith("tools/") or target.startswith("tools/"))
+            ):
+                wrong.append(f"{path}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_tables_are_of_this_tree_and_have_no_circles() -> None:
+    rooms = {room_of(list(file.relative_to(REPOSITORY).parts)) for file in python_files("harness")} - {
+        "__init__",
+        "tools/__init__",
+    }
+    assert rooms == {*IMPORTS, *(f"tools/{tool}" for tool in TOOLS)}
+    for table in (IMPORTS, TOOLS):
+        left = {room: set(allowed) for room, allowed in table.items()}
+        while free := [room for room, allowed in left.items() if not allowed]:
+            left = {room: allowed - set(free) for room, allowed in left.items() if room not in free}
+        assert not left, "rooms that import each other in a circle"
+
+
+def test_one_name_for_one_module_and_one_class() -> None:
+    modules: dict[str, list[str]] = collections.defaultdict(list)
+    classes: dict[str, list[str]] = collections.defaultdict(list)
+    for file in python_files("harness"):
+        path = str(file.relative_to(REPOSITORY))
+        if file.name == "__init__.py" or "standins" in path or "repro/cases" in path:
+            continue
+        modules[file.stem].append(path)
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].append(path)
+    twice = {name: paths for table in (modules, classes) for name, paths in table.items() if len(paths) > 1}
+    assert not twice, twice
+
+
+def test_only_one_package_imports_sglang() -> None:
+    wrong = [
+        path
+        for folder in ("harness", "launch")
+        for file in python_files(folder)
+        if (path := str(file.relative_to(REPOSITORY))) != "launch/minimal.py"
+        and "repro/cases" not in path
+        and any(
+            (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "sglang" for alias in node.names))
+            or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang")
+            for node in ast.walk(ast.parse(file.read_text()))
+        )
+        and not path.startswith(ONLY_THESE_IMPORT_SGLANG)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_must_start_at_once_imports_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"importing {module} imports torch"
+
+
+def test_text_is_ascii_and_names_no_path_of_a_machine() -> None:
+    machine = tuple(f"/{folder}/" for folder in ("work", "root", "home"))
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    wrong = []
+    for file in map(REPOSITORY.joinpath, listed.splitlines()):
+        if file.suffix in (".parquet", ".png", ".gif") or not file.is_file():
+            continue
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if any(word in line for word in machine) or (file.suffix == ".py" and not line.isascii()):
+                wrong.append(f"{file.relative_to(REPOSITORY)}:{number}: {line.strip()}")
+    assert not wrong, "\n".join(wrong)
