@@ -34,6 +34,7 @@ from harness.cluster.world import (
     own_location,
 )
 from harness.config.layers import ConfigError, digest
+from harness.config.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
 from harness.config.schema import Config
 from harness.rollout.cpu.activate import activate
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error, say
@@ -42,7 +43,6 @@ from harness.runtime.memory_gauge import Gauge
 from harness.runtime.observer import Observer, Observers, RunContext
 from harness.runtime.phases import MEET, RUN
 from harness.runtime.processes import descendants, end_processes
-from harness.runtime.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
 from harness.runtime.run_record import installed_versions
 
 FAILED = 1

@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from harness.cluster.mesh import build_meshes
 from harness.cluster.placement import place
-from harness.cluster.world import World, all_gather
+from harness.cluster.world import World, all_gather, hard_exit
 from harness.config.layers import ConfigError
 from harness.config.rules import warnings
+from harness.config.run_folder import write_config
 from harness.config.schema import Config, TransportName
 from harness.ppo import Ppo
 from harness.rollout import sglang_api
@@ -34,7 +36,6 @@ from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.events import EventLog
 from harness.runtime.observer import RunContext
 from harness.runtime.processes import descendants, end_processes
-from harness.runtime.run_folder import write_config
 from harness.runtime.run_record import RunRecord, Stage, step_line
 from harness.task.architectures import ARCHITECTURES, is_tiny
 from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts

@@ -24,7 +24,7 @@ IMPORTS = {
 }
 """Rooms of the reference -> what each may import besides itself. The tools are in none of them."""
 TOOLS = {
-    "bisection": set(),
+    "bisection": {"diagnose", "environments", "hosts"},
     "diagnose": set(),
     "doctor": {"hosts"},
     "environments": set(),
@@ -36,7 +36,7 @@ TOOLS = {
     "plan": set(),
     "preflight": {"environments", "plan"},
     "report": {"diagnose", "export"},
-    "repro": {"diagnose", "environments", "hosts"},
+    "repro": {"diagnose", "environments", "hosts", "watchdog"},
     "sync": set(),
     "watchdog": {"diagnose"},
 }

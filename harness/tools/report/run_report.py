@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.cluster.picture import picture_of
+from harness.config.run_folder import CONFIG
 from harness.runtime.observer import RunContext
-from harness.runtime.run_folder import CONFIG
 from harness.runtime.run_record import RunRecord, Stage, installed_versions, stage_metrics, taken
 from harness.runtime.units import GIB, MIB
 

@@ -19,12 +19,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from harness.cluster.mesh import build_meshes
 from harness.cluster.world import World
+from harness.config.run_folder import write_config
 from harness.config.schema import TransportName
 from harness.rollout import sglang_api
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
 from harness.runtime.observer import RunContext
-from harness.runtime.run_folder import write_config
 from harness.runtime.units import MIB
 from harness.task.data import load_rows
 from harness.tools.sync.bench import Row, bench

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation
 from harness.cluster.world import World
+from harness.config.run_folder import write_config
 from harness.config.schema import Config
 from harness.runtime.events import EventLog
 from harness.runtime.observer import RunContext
@@ -35,6 +36,7 @@ def markdown(record: RunRecord, folder: Path) -> str:
     config, events = Config(), EventLog(folder / "rank0.jsonl", 0, "h")
     dims = ParallelDims.of(config.parallel)
     run = RunContext(config=config, world=world, dims=dims, events=events, folder=folder, launched=record.launched)
+    write_config(folder, config, "cpu")
     return PassedRun(run, record).markdown()
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.runtime.run_folder import make_run_folder
+from harness.config.run_folder import make_run_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUNS = 6
@@ -13,7 +13,7 @@ RUN = f"""
 import sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 from datetime import datetime
-from harness.runtime.run_folder import make_run_folder
+from harness.config.run_folder import make_run_folder
 print("ready", flush=True)
 sys.stdin.readline()
 print(make_run_folder(sys.argv[1], datetime(2026, 11, 21)))
