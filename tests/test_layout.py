@@ -36,7 +36,7 @@ TOOLS = {
     "plan": set(),
     "preflight": {"environments", "plan"},
     "report": {"diagnose", "export"},
-    "repro": {"diagnose", "environments", "hosts", "watchdog"},
+    "repro": {"diagnose", "hosts"},
     "sync": set(),
     "watchdog": {"diagnose"},
 }
@@ -47,7 +47,7 @@ LIGHT = (
     "harness.cluster.placement",
     "harness.tools.diagnose.diagnose",
     "harness.tools.watchdog.watchdog",
-    "harness.tools.plan.memory",
+    "harness.tools.plan.memory_estimate",
     "harness.tools.preflight",
 )
 """What must start at once, so without torch."""

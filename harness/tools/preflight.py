@@ -31,8 +31,8 @@ from harness.task.architectures import ARCHITECTURES, is_tiny
 from harness.task.data import check_rows, check_template, is_hub_id
 from harness.task.tiny_models import CONFIG_CLASSES, NOT_OVERRIDABLE, tiny_fields
 from harness.tools import environments
+from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
 from harness.tools.plan.refusals import padded, refusals
-from harness.tools.plan.shapes import Fields, UnknownShape, model_fields, model_shape
 
 Device = Literal["cpu", "cuda"]
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.placement import RankLocation, gpu_of, parse_visible, place
-from harness.tools.plan.placement_plan import Plan, make_plan
+from harness.tools.plan.placement_plan import PlacementPlan, plan_placement
 
 NNODES, PER_HOST = 64, 8
 WORLD = NNODES * PER_HOST
@@ -42,7 +42,7 @@ def visible_by_host(kind: str) -> tuple[str | None, ...]:
     return {"unset": (), "orders": tuple(orders), "uuids": tuple(uuids), "mixed": tuple(mixed)}[kind]
 
 
-def seats_of(plan: Plan, visible: tuple[str | None, ...]) -> list[RankLocation]:
+def seats_of(plan: PlacementPlan, visible: tuple[str | None, ...]) -> list[RankLocation]:
     """What the ranks would report of themselves, in no order."""
     locations = [
         RankLocation(
@@ -60,7 +60,7 @@ def seats_of(plan: Plan, visible: tuple[str | None, ...]) -> list[RankLocation]:
 
 @pytest.mark.parametrize("dims", SHAPES)
 def test_the_mesh_is_the_plan_s(dims: ParallelDims) -> None:
-    plan = make_plan(dims, NNODES, PER_HOST, "cuda", 30000)
+    plan = plan_placement(dims, NNODES, PER_HOST, "cuda", 30000)
     engines = {engine.dp: [rank for node in engine.nodes for rank in node.ranks] for engine in plan.engines}
     for rank in (0, 7, 8, 131, 256, 511):
         with fake_world(rank):
@@ -82,7 +82,7 @@ def _same_but(one: object, other: object, axis: str) -> bool:
 @pytest.mark.parametrize("dims", SHAPES)
 def test_the_placement_is_the_plan_s(dims: ParallelDims, kind: str) -> None:
     visible = visible_by_host(kind)
-    plan = make_plan(dims, NNODES, PER_HOST, "cuda", 30000, visible)
+    plan = plan_placement(dims, NNODES, PER_HOST, "cuda", 30000, visible)
     locations = seats_of(plan, visible)
     for placement, engine in zip(place(dims, locations, "cuda"), plan.engines, strict=True):
         assert placement.dp == engine.dp
@@ -98,7 +98,7 @@ def test_the_placement_is_the_plan_s(dims: ParallelDims, kind: str) -> None:
 def test_a_mesh_that_placement_refuses_the_plan_refuses_too() -> None:
     dims = ParallelDims(dp=16, tp=16, pp=2)  # tensor-parallel ranks of one stage on every other GPU of four hosts
     with pytest.raises(ValueError, match='set parallel.rank_order = "dp,pp,tp"'):
-        make_plan(dims, NNODES, PER_HOST, "cuda", 30000)
+        plan_placement(dims, NNODES, PER_HOST, "cuda", 30000)
     locations = [RankLocation(rank, f"host{rank // PER_HOST}", rank % PER_HOST, None) for rank in range(WORLD)]
     with pytest.raises(ValueError, match='set parallel.rank_order = "dp,pp,tp"'):
         place(dims, locations, "cuda")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, parse_visible, place
-from harness.tools.plan.placement_plan import make_plan, plan_as_json, plan_as_lines
+from harness.tools.plan.placement_plan import plan_placement
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(64))
 
@@ -91,24 +91,24 @@ def test_two_torchruns_of_a_host_may_not_overlap() -> None:
 
 
 def test_the_plan_shows_both_gpus() -> None:
-    plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, ("3,1,0,2",), False)
+    plan = plan_placement(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, ("3,1,0,2",), False)
     assert [(rank.gpu, rank.engine_gpu) for rank in plan.ranks] == [("3", "0"), ("1", "2")]
     assert plan.engines[0].nodes[0].cuda_visible_devices == "0,2"
-    assert plan_as_lines(plan)[1] == (
+    assert plan.as_lines()[1] == (
         "  host0  rank 0 dp0 tp0 pp0 GPU 3, engine's GPU 0 | rank 1 dp0 tp1 pp0 GPU 1, engine's GPU 2"
     )
-    assert '"engine_gpu": "0"' in plan_as_json(plan)
+    assert '"engine_gpu": "0"' in plan.as_json()
 
 
 def test_the_plan_with_uuids_stays_within_its_width() -> None:
-    plan = make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, (",".join(UUIDS[:4]),), False)
-    lines = plan_as_lines(plan)
+    plan = plan_placement(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, (",".join(UUIDS[:4]),), False)
+    lines = plan.as_lines()
     assert max(map(len, lines)) <= 120
     assert all(uuid in "\n".join(lines) for uuid in UUIDS[:4])
 
 
 def test_on_the_cpu_nothing_is_apart() -> None:
     shared, apart = (
-        make_plan(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cpu", 30000, (), colocate) for colocate in (True, False)
+        plan_placement(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cpu", 30000, (), colocate) for colocate in (True, False)
     )
     assert shared == apart

@@ -1,1 +1,1 @@
-"""What a run would take of each GPU, from shapes alone: no torch, no transformers, no network."""
+"""The placement of a run and the memory of its GPUs, from config and shapes alone: no torch, no network."""

@@ -1,7 +1,7 @@
-"""Models that an engine cannot be cut from, or that cannot hold a prompt and its response: known from config.json alone.
+"""Why a model cannot be served on a mesh, or cannot hold a prompt and its response: known from config.json alone.
 
-The one place for it: --check, --dry-run, the quickstart and the launch ask here. Rules as of sglang 0.5.20, for any
-architecture whose config names its sizes as most do; a size that is not there is not judged.
+--check, --dry-run, the quickstart and the launch all ask here. Rules as of sglang 0.5.20, for any architecture whose config
+names its sizes as most do; a size that is not there is not judged.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ CPU_PADS = "SGLang refuses it on CUDA; its CPU mode pads the model (--engine.dev
 
 
 class _Sizes:
-    """Whole numbers of a config by name, those of a multi-modal model's language part; None where there is none."""
+    """Whole numbers of a config by name, those of a multi-modal model's language part; None for a missing one."""
 
     def __init__(self, fields: Mapping[str, Any], shape: Mapping[str, Any] | None = None) -> None:
         """shape: model.overrides, whose keys are the user's own."""
@@ -22,17 +22,17 @@ class _Sizes:
         self.fields: Mapping[str, Any] = {**fields, **inner} if isinstance(inner, Mapping) else fields
 
     def __getitem__(self, names: str) -> int | None:
-        """The first of these names, separated by spaces, that has one above 0."""
+        """Return the first of these names, separated by spaces, that is above 0."""
         values = (self.fields.get(name) for name in names.split())
         return next((value for value in values if type(value) is int and value > 0), None)
 
     def key(self, name: str) -> str:
-        """As the user writes it, where the user did."""
+        """Return the name as the user wrote it, if the user did."""
         return f"model.overrides.{name}" if name in self.shape else f"the model's {name}"
 
 
 def refusals(fields: Mapping[str, Any], config: Config, device: Literal["cpu", "cuda"]) -> Iterator[str]:
-    """One sentence for each reason why this model cannot be served on this mesh. fields: of the model's config.json."""
+    """Yield a sentence for each reason why this model cannot be served on this mesh. fields: of its config.json."""
     sizes, parallel = _Sizes(fields, config.model.overrides), config.parallel
     layers = sizes["num_hidden_layers"]
     if layers is not None and layers < parallel.pp:
@@ -45,12 +45,12 @@ def refusals(fields: Mapping[str, Any], config: Config, device: Literal["cpu", "
 
 
 def padded(fields: Mapping[str, Any], config: Config) -> list[str]:
-    """What SGLang's CPU mode pads, and CUDA would refuse: sentences."""
+    """Return a sentence for each size that SGLang's CPU mode pads, and CUDA would refuse."""
     return list(_uneven(_Sizes(fields), config.parallel.tp))
 
 
 def context_length(fields: Mapping[str, Any]) -> int | None:
-    """Tokens that the model has positions for, as SGLang derives it; None where its config does not say."""
+    """Return the tokens that the model has positions for, as SGLang derives them, None if its config does not say."""
     sizes = _Sizes(fields)
     length = sizes["max_sequence_length seq_length max_seq_len model_max_length max_position_embeddings"]
     rope = sizes.fields.get("rope_scaling") or sizes.fields.get("rope_parameters") or {}
@@ -71,7 +71,7 @@ def _uneven(sizes: _Sizes, tp: int) -> Iterator[str]:
 
 
 def _inconsistent(sizes: _Sizes) -> Iterator[str]:
-    """Sizes of which no attention can be made, on any device."""
+    """Yield sizes of which no attention can be made, on any device."""
     heads, kv_heads, hidden = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["hidden_size"]
     is_mla = sizes["kv_lora_rank"] is not None
     if heads is None or is_mla:
@@ -95,7 +95,7 @@ def _experts(sizes: _Sizes, config: Config, device: Literal["cpu", "cuda"]) -> I
     tp, arguments = config.parallel.tp, config.engine.args
     ranks = arguments.get("ep_size") or arguments.get("expert_parallel_size") or 1
     if type(ranks) is not int:
-        return  # SGLang says so
+        return  # SGLang reports it
     if tp % ranks or experts % ranks:
         yield f"engine.args.ep_size = {ranks} must divide parallel.tp = {tp} and the model's {experts} experts."
     elif device == "cuda" and width is not None and width % (tp // ranks):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from harness.config.command import parse
-from harness.tools.plan.memory import GIB, Estimate, estimate
-from harness.tools.plan.text import as_dict, as_lines
+from harness.runtime.units import GIB
+from harness.tools.plan.memory_estimate import MemoryEstimate
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MEMORY_7B = str(CONFIGS / "gpu/memory_7b.toml")
@@ -15,22 +15,18 @@ DEEPSEEK = str(CONFIGS / "multinode/deepseek_v3_671b.toml")
 H200 = 139.8  # GiB that torch sees of one
 
 
-def of(*words: str, gib: float = H200) -> Estimate:
-    return estimate(parse(words).config, int(gib * GIB))
-
-
-def stage(found: Estimate, name: str) -> dict[str, int]:
-    return next(dict(each.parts) for each in found.stages if each.name == name)
+def of(*words: str, gib: float = H200) -> MemoryEstimate:
+    return MemoryEstimate(parse(words).config, int(gib * GIB))
 
 
 @pytest.mark.parametrize(
-    ("wake", "fraction", "passed"),
+    ("resume", "fraction", "passed"),
     [("staged", 0.9, True), ("all", 0.86, True), ("all", 0.9, False), ("all", 0.94, False)],
 )
-def test_the_verdict_is_what_4_h200_did(wake: str, fraction: float, passed: bool) -> None:
+def test_the_verdict_is_what_4_h200_did(resume: str, fraction: float, passed: bool) -> None:
     """As README has it: configs/gpu/memory_7b.toml with sglang 0.5.17, which was then of bfloat16 throughout."""
     then = ["--model.master_dtype", "bfloat16", "--memory.offload_parameters", "actor"]
-    found = of(MEMORY_7B, *then, "--memory.resume", wake, "--engine.args.mem_fraction_static", str(fraction))
+    found = of(MEMORY_7B, *then, "--memory.resume", resume, "--engine.args.mem_fraction_static", str(fraction))
     assert found.fits is passed, found.problems
     assert found.engine[0].weights / GIB == pytest.approx(3.5, abs=0.1)
 
@@ -39,15 +35,14 @@ def test_float32_masters_cost_what_they_are_and_the_config_still_fits() -> None:
     mixed, narrow = of(MEMORY_7B), of(MEMORY_7B, "--model.master_dtype", "bfloat16")
     assert mixed.fits and narrow.fits, mixed.problems
     assert not of(MEMORY_7B, "--memory.resume", "all").fits
-    wide, thin = stage(mixed, "update_actor"), stage(narrow, "update_actor")
+    wide, thin = mixed.stages["update_actor"], narrow.stages["update_actor"]
     for part in ("actor: parameters", "actor: gradients", "actor: AdamW states"):
         assert wide[part] == 2 * thin[part]
     assert wide["reference: parameters"] == thin["reference: parameters"], "it does not learn"
-    sync = stage(mixed, "sync")
-    assert sync["sync: its two buffers"] == stage(narrow, "sync")["sync: its two buffers"], "what is sent is bfloat16"
-    assert sync["sync: own rows, cast"] == mixed.bucket_bytes // 4 and "sync: own rows, cast" not in stage(
-        narrow, "sync"
-    )
+    sync = mixed.stages["sync"]
+    assert sync["sync: its two buffers"] == narrow.stages["sync"]["sync: its two buffers"], "what is sent is bfloat16"
+    assert sync["sync: own rows, cast"] == mixed.bucket_bytes // 4
+    assert "sync: own rows, cast" not in narrow.stages["sync"]
     assert mixed.bucket_bytes == narrow.bucket_bytes and mixed.engine == narrow.engine
 
 
@@ -65,18 +60,18 @@ def test_at_once_fails_in_the_sync_and_says_which_fraction_would_do() -> None:
 def test_what_is_offloaded_leaves_the_gpu_and_is_in_the_host() -> None:
     none, some = of(MEMORY_7B, "--memory.offload_parameters", "[]", "--memory.offload_optimizer", "[]"), of(MEMORY_7B)
     assert none.host_bytes == 0
-    moved = stage(none, "generate")
-    actor = stage(some, "update_actor")
-    assert "actor: AdamW states" not in stage(some, "update_critic")
-    assert "actor: parameters" not in stage(some, "generate")
+    moved = none.stages["generate"]
+    actor = some.stages["update_actor"]
+    assert "actor: AdamW states" not in some.stages["update_critic"]
+    assert "actor: parameters" not in some.stages["generate"]
     assert moved["actor: parameters"] == actor["actor: parameters"]
-    critic = stage(some, "update_critic")
+    critic = some.stages["update_critic"]
     states = actor["actor: AdamW states"] + critic["critic: AdamW states"]
     assert some.host_bytes == states + actor["actor: parameters"] + critic["critic: parameters"]
 
 
 def test_roles_are_those_of_the_algorithm() -> None:
-    names = {name for each in of(MEMORY_7B).stages for name in each.parts}
+    names = {name for parts in of(MEMORY_7B).stages.values() for name in parts}
     assert {"critic: parameters", "reference: parameters"} <= names
     lean = of(
         MEMORY_7B,
@@ -86,21 +81,27 @@ def test_roles_are_those_of_the_algorithm() -> None:
         "none",
         *["--memory.offload_parameters", "actor", "--memory.offload_optimizer", "actor"],
     )
-    assert [each.name for each in lean.stages] == ["sync", "generate", "log_probs", "update_actor"]
-    assert not any("critic" in name or "reference" in name for each in lean.stages for name in each.parts)
+    assert list(lean.stages) == ["sync", "generate", "log_probs", "update_actor"]
+    assert not any("critic" in name or "reference" in name for parts in lean.stages.values() for name in parts)
 
 
 def test_without_the_memory_saver_the_engine_is_always_there() -> None:
     found = of(MEMORY_7B, "--engine.args.enable_memory_saver", "false")
-    assert all("engine: KV cache" in each.parts for each in found.stages if each.name != "sync")
+    assert all("engine: KV cache" in parts for name, parts in found.stages.items() if name != "sync")
 
 
 def test_apart_engine_and_trainer_have_gpus_of_their_own() -> None:
     found = of(MEMORY_7B, "--parallel.colocate", "false")
-    engine, *trainer = found.stages
-    assert engine.name == "engine's GPU"
-    assert not any(name.startswith("actor") for name in engine.parts)
-    assert not any(name.startswith("engine") for each in trainer for name in each.parts)
+    (name, engine), *trainer = found.stages.items()
+    assert name == "engine's GPU"
+    assert not any(part.startswith("actor") for part in engine)
+    assert not any(part.startswith("engine") for _, parts in trainer for part in parts)
+
+
+def test_what_is_not_counted_is_noted() -> None:
+    assert any(
+        "engine.args.cpu_offload_gb = 4" in note for note in of(MEMORY_7B, "--engine.args.cpu_offload_gb", "4").notes
+    )
 
 
 def test_weights_that_leave_no_room_keep_the_engine_from_starting() -> None:
@@ -128,15 +129,15 @@ def test_deepseek_v3_on_512_gpus() -> None:
 @pytest.mark.parametrize("words", [(MEMORY_7B,), (DEEPSEEK,), (MEMORY_7B, "--parallel.pp", "2", "--parallel.tp", "2")])
 def test_text_and_json_say_the_same(words: tuple[str, ...]) -> None:
     found = of(*words)
-    lines = as_lines(found, 8, "a test")
+    lines = found.as_lines(8, "a test")
     assert max(map(len, lines)) <= 120
     assert all(line.isascii() for line in lines)
     verdict = "it fits" if found.fits else "it does NOT fit"
     assert any(f"VERDICT: {verdict}" in line for line in lines)
-    told = json.loads(json.dumps(as_dict(found)))
-    assert told["fits"] is found.fits
-    assert [each["total"] for each in told["stages"]] == [sum(each["parts"].values()) for each in told["stages"]]
-    assert len(told["engine"]) == len(found.engine)
+    read = json.loads(json.dumps(found.as_dict()))
+    assert read["fits"] is found.fits
+    assert [each["total"] for each in read["stages"]] == [sum(each["parts"].values()) for each in read["stages"]]
+    assert len(read["engine"]) == len(found.engine)
 
 
 def test_more_stages_than_layers_are_a_problem_and_no_crash() -> None:

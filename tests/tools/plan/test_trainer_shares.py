@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from harness.config.schema import Actor
 from harness.task.architectures import ARCHITECTURES
 from harness.task.tiny_models import tiny_config
-from harness.tools.plan.shapes import ModelShape, model_fields, model_shape
-from harness.tools.plan.trainer import Precision, largest_bucket, padding_factor, trainer_share
+from harness.tools.plan.gpu_shares import Precision, largest_bucket, padding_factor, trainer_share
+from harness.tools.plan.model_shapes import ModelShape, model_fields, model_shape
 from harness.trainer.learner import Learner
 from harness.trainer.model import load_causal_lm, load_value_model, named_tensors
 from harness.trainer.offload import NOTHING, storages_of
@@ -71,9 +71,9 @@ def test_the_largest_bucket_is_the_planner_s(name: str, ranks: int, tmp_path: ob
 
 
 def test_slots_are_those_of_the_link() -> None:
-    from harness.tools.plan import trainer
+    from harness.tools.plan import gpu_shares
 
-    assert (trainer.SLOTS, trainer.ALIGNMENT) == (SLOTS, ALIGNMENT)
+    assert (gpu_shares.SLOTS, gpu_shares.ALIGNMENT) == (SLOTS, ALIGNMENT)
 
 
 def test_padding_counts_experts_that_do_not_divide() -> None:

@@ -1,0 +1,323 @@
+"""Memory of one GPU in each stage of a step, and whether it fits.
+
+The order of a step is harness/ppo.py's; what stays on the GPU between stages is what memory.offload_* does not name.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from textwrap import wrap
+from typing import Any, Literal
+
+from harness.config.schema import Config
+from harness.rollout.defaults import engine_defaults
+from harness.runtime.units import GIB, MIB
+from harness.tools.plan.gpu_shares import (
+    FLOAT32_BYTES,
+    Precision,
+    TrainerShare,
+    engine_shares,
+    kv_element_bytes,
+    largest_bucket,
+    padding_factor,
+    slots_bytes,
+    trainer_share,
+)
+from harness.tools.plan.model_shapes import model_fields, model_shape
+
+CONTEXT_BYTES = GIB // 2
+"""Of a CUDA context, of which trainer and scheduler have one each: taken when the engine starts. Assumed."""
+BESIDE_BYTES = 5.7 * GIB
+"""CUDA contexts, NCCL's buffers and what SGLang keeps when released, of trainer and scheduler together, after a step.
+
+Of 14.6 GiB that were in use at the end of a step of configs/gpu/memory_7b.toml (4 H200, sglang 0.5.17, torch 2.11), what is
+neither parameters of critic and reference nor the sync's buffers.
+"""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+NOTABLE_PADDING = 1.05
+# Arguments that make SGLang cut or store weights in another way than is counted here.
+NOT_COUNTED = (
+    "quantization", "enable_dp_attention", "dp_size", "speculative_algorithm", "cpu_offload_gb", "enable_lora",
+    "ep_num_redundant_experts", "moe_dense_tp_size",
+)  # fmt: skip
+BESIDE, KV_CACHE, GATHERED = "CUDA, NCCL, SGLang", "engine: KV cache", "FSDP2: layers gathered"
+WIDTH = 120
+
+Role = Literal["actor", "critic", "reference"]
+Parts = dict[str, int]
+"""What is on the GPU, in bytes."""
+
+
+class MemoryEstimate:
+    """The GPU of the rank that has most, in bytes, for GPUs that no other process uses.
+
+    stages: the times of a step when memory is at its height. host_bytes: offloaded to host memory, a rank. problems: why it
+    does not fit. notes: what is special or not counted.
+    """
+
+    def __init__(self, config: Config, gpu_bytes: int) -> None:
+        """Raise UnknownShape where the model's config is not known here."""
+        parallel = config.parallel
+        model = model_shape(model_fields(config.model.name, config.model.overrides, "cuda"))
+        self.config, self.model, self.gpu_bytes = config, model, gpu_bytes
+        self.parameters, self.buffers = model.parameters, model.buffers
+        self.arguments = {**engine_defaults("cuda", config.engine.defaults), **config.engine.args}
+        self.element = DTYPE_BYTES[config.model.dtype]
+        self.ranks = parallel.dp * parallel.tp * parallel.pp
+        processes = 2 if parallel.colocate else 1  # on one GPU
+        self.beside = int(BESIDE_BYTES * processes / 2)
+        kv_bytes = kv_element_bytes(self.element, self.arguments)
+        self.engine = engine_shares(model, parallel.tp, parallel.pp, self.element, kv_bytes)
+        # SGLang takes the fraction of what is free when the engine starts, which is before the trainer is built.
+        self.fraction, self.usable = float(self.arguments["mem_fraction_static"]), gpu_bytes - processes * CONTEXT_BYTES
+        self.static_bytes = int(self.fraction * self.usable)
+        # The stage with least room decides for all, as SGLang has it; one without a layer caches nothing.
+        room = min((self.static_bytes - each.weights) // each.kv_token for each in self.engine if each.kv_token)
+        self.kv_tokens = max(0, min(room, int(self.arguments.get("max_total_tokens") or room)))
+        learns = Precision(master=DTYPE_BYTES[config.model.master_dtype], compute=self.element)
+        self.casts = learns.master != learns.compute
+        self.trainers: dict[Role, TrainerShare] = {"actor": trainer_share(model, self.ranks, learns)}
+        if config.algorithm.has_critic:
+            self.trainers["critic"] = trainer_share(model, self.ranks, learns, head=False)
+        if config.algorithm.kl_placement != "none":
+            frozen = Precision(master=self.element, compute=self.element)
+            self.trainers["reference"] = trainer_share(model, self.ranks, frozen)
+        self.bucket_bytes = largest_bucket(model, self.ranks, self.element, config.weights.bucket_size_mib * MIB)
+        self.stages = dict(self._stages())
+        self.host_bytes = sum(
+            share.parameters * (role in config.memory.offload_parameters)
+            + share.optimizer * (role in config.memory.offload_optimizer)
+            + share.gradients * (role in config.memory.offload_gradients)
+            for role, share in self.trainers.items()
+        )
+        self.problems = [*self._engine_problems(), *self._overfull()]
+        self.notes = list(self._notes())
+
+    @property
+    def fits(self) -> bool:
+        """Return whether there is no problem."""
+        return not self.problems
+
+    def _stages(self) -> Iterator[tuple[str, Parts]]:
+        if self.config.parallel.colocate:
+            yield "sync", self._stage("sync", engine=self._engine(kv_cache=self.config.memory.resume == "all"))
+            yield "generate", self._stage("generate", active=(), engine=self._engine(kv_cache=True))
+        else:
+            received = {"sync: bucket received": self.bucket_bytes}
+            yield "engine's GPU", {BESIDE: self.beside} | self._engine(kv_cache=True) | received
+            yield "sync", self._stage("sync")
+        tokens = self.config.task.max_prompt_tokens + self.config.rollout.max_response_tokens
+        # Logits, their float32 copy at temperature, and for the entropy the softmax, another copy and their product.
+        size = self.config.actor.microbatch_size * tokens * self.model.vocab_size
+        logits = size * (self.element + 4 * FLOAT32_BYTES)
+        yield "log_probs", self._stage("log_probs", passing=self._forward("actor", logits))
+        if "reference" in self.trainers:
+            passing = self._forward("reference", logits)
+            yield "reference", self._stage("reference", active=("reference",), passing=passing)
+        if "critic" in self.trainers:
+            yield "update_critic", self._update("critic", 0, tokens)
+        yield "update_actor", self._update("actor", logits, tokens)
+
+    def _stage(
+        self,
+        name: str,
+        active: tuple[Role, ...] = ("actor",),
+        learning: Role | None = None,
+        engine: Parts | None = None,
+        passing: Parts | None = None,
+    ) -> Parts:
+        """Return what is on a trainer's GPU.
+
+        active: roles whose parameters are there, offloaded or not. engine: what of it is resumed; without a memory saver all
+        of it always is.
+        """
+        if engine is None:
+            saver = self.arguments.get("enable_memory_saver") or not self.config.parallel.colocate
+            engine = {} if saver else self._engine(kv_cache=True)
+        memory, parts = self.config.memory, {BESIDE: self.beside, **engine}
+        for role, share in self.trainers.items():
+            if role in active or role not in memory.offload_parameters:
+                parts[f"{role}: parameters"] = share.parameters
+            if role != "reference" and (role == learning or role not in memory.offload_optimizer):
+                parts[f"{role}: AdamW states"] = share.optimizer
+            if role == learning:
+                parts[f"{role}: gradients"] = share.gradients
+        colocate, transport = self.config.parallel.colocate, self.config.weights.transport
+        if name == "sync" or (transport == "stream" and colocate):  # whose buffers stay open from the first sync on
+            size = slots_bytes(self.bucket_bytes) if colocate and transport != "disk" else self.bucket_bytes
+            parts["sync: its two buffers" if colocate else "sync: bucket gathered"] = size
+        if self.casts and name == "sync":
+            parts["sync: own rows, cast"] = self.bucket_bytes // self.ranks
+        return parts | (passing or {})
+
+    def _engine(self, kv_cache: bool) -> Parts:
+        """Return the share of the pipeline stage that has most."""
+        weights = max(share.weights for share in self.engine)
+        most = max(share.weights + self.kv_tokens * share.kv_token for share in self.engine)
+        return {"engine: weights": weights} | ({KV_CACHE: most - weights} if kv_cache else {})
+
+    def _forward(self, role: Role, logits: int) -> Parts:
+        share = self.trainers[role]
+        return _larger({GATHERED: share.forward}, {GATHERED: share.outside, "logits": logits})
+
+    def _update(self, role: Literal["actor", "critic"], logits: int, tokens: int) -> Parts:
+        share, section = self.trainers[role], getattr(self.config, role)
+        inputs = section.microbatch_size * tokens * self.model.hidden_size * self.model.layers * self.element
+        kept = {"layers' inputs kept": inputs * section.gradient_checkpointing}
+        passing = _larger(
+            {GATHERED: share.backward, **kept},
+            {GATHERED: share.outside, "logits": logits, **kept},
+            {"AdamW's temporaries": share.optimizer_step},
+        )
+        return self._stage(f"update_{role}", active=(role,), learning=role, passing=passing)
+
+    def _engine_problems(self) -> Iterator[str]:
+        weights = max(share.weights for share in self.engine)
+        needed = self.config.task.max_prompt_tokens + self.config.rollout.max_response_tokens
+        if self.kv_tokens >= needed:
+            return
+        least = max(share.weights + needed * share.kv_token for share in self.engine) / self.usable
+        remedy = f"at least {least:.3f} is needed"
+        if least >= 1:
+            remedy = "no share of this GPU is enough: raise parallel.tp or pp"
+        if weights >= self.static_bytes:
+            yield (
+                f"the engine cannot start: its weights take {gib(weights)} GiB of each GPU, and mem_fraction_static ="
+                f" {self.fraction:g} leaves it {gib(self.static_bytes)}; {remedy}."
+            )
+        else:
+            yield (
+                f"the engine's KV cache has room for {self.kv_tokens} tokens, and one prompt with its response may take"
+                f" {needed} (mem_fraction_static = {self.fraction:g}; {remedy})."
+            )
+
+    def _overfull(self) -> Iterator[str]:
+        for name, parts in self.stages.items():
+            over = sum(parts.values()) - self.gpu_bytes
+            if over <= 0:
+                continue
+            part, size = max(parts.items(), key=lambda item: item[1])
+            remedy = ""
+            if parts.get(KV_CACHE, 0) > over:
+                largest = math.floor((self.static_bytes - over) / self.usable * 1000) / 1000
+                remedy = f"; with mem_fraction_static up to {largest:.3f} it would fit"
+            elif part == GATHERED:
+                remedy = (
+                    f": FSDP2 has the whole of a layer on every GPU, up to {self.model.largest_layer / 1e9:.1f} B elements,"
+                    " however many GPUs there are"
+                )
+            yield (
+                f"{name} needs {gib(self.gpu_bytes + over)} GiB, {gib(over)} more than there are; the largest part is"
+                f" {part}, {gib(size)}{remedy}."
+            )
+
+    def _notes(self) -> Iterator[str]:
+        config, experts = self.config, self.model.experts
+        if (factor := padding_factor(self.model, self.ranks)) > NOTABLE_PADDING:
+            rows = f" ({experts} experts are {experts} rows)" if experts else ""
+            yield (
+                f"FSDP2 gives each of {self.ranks} ranks at least one row of every tensor: together they keep {factor:.2f}"
+                f" times the model's elements, and a layer is gathered with that padding{rows}."
+            )
+        if self.bucket_bytes > config.weights.bucket_size_mib * MIB:
+            yield (
+                f"the sync's largest bucket is {self.bucket_bytes // MIB} MiB, more than weights.bucket_size_mib ="
+                f" {config.weights.bucket_size_mib}: one row of each of the {self.ranks} ranks, a tensor of a dense layer, and"
+                " what fuses on arrival stay whole."
+            )
+        for name in filter(config.engine.args.get, NOT_COUNTED):
+            yield f"engine.args.{name} = {config.engine.args[name]} changes what the engine holds; that is not counted here."
+        checkpoints = config.actor.gradient_checkpointing
+        if "critic" in self.trainers:
+            checkpoints = checkpoints and config.critic.gradient_checkpointing
+        off = "" if checkpoints else " (gradient_checkpointing is off)"
+        yield (
+            f"left out: layers' activations{off}, fragments of torch's allocator, what SGLang computes with"
+            " (1 - mem_fraction_static of the GPU is meant for that), what weights.verify = bytes or full needs, other users"
+            " of the GPU."
+        )
+        yield (
+            f"{BESIDE}: contexts, buffers, what SGLang does not free when released; {gib(BESIDE_BYTES)} GiB in the one run of"
+            " 4 H200 in which it was measured, more or less in others."
+        )
+        yield "experts are counted as transformers 5 holds them, a layer's in two tensors; SGLang as of 0.5.20."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what --json has; bytes."""
+        names = ("gpu_bytes", "parameters", "buffers", "fraction", "static_bytes", "kv_tokens", "bucket_bytes")
+        values = {name: getattr(self, name) for name in (*names, "host_bytes", "problems", "notes", "fits")}
+        stages = [{"name": name, "total": sum(parts.values()), "parts": parts} for name, parts in self.stages.items()]
+        engine = [asdict(share) for share in self.engine]
+        return values | {"dtype": self.config.model.dtype, "engine": engine, "stages": stages}
+
+    def as_lines(self, ranks_per_host: int, source: str) -> list[str]:
+        """Return a table with a column for each stage, the verdict and the notes, in at most WIDTH columns.
+
+        source: where the GPU's size comes from, as the end of a sentence.
+        """
+        buffers = f" and {self.buffers:,} in buffers" if self.buffers else ""
+        lines = [f"Memory of each GPU in GiB, estimated for {gib(self.gpu_bytes)} GiB ({source})"]
+        lines += _sentence(f"model: {self.parameters:,} parameters ({self.config.model.dtype}){buffers}")
+        lines += [*_sentence(self._engine_sentence()), "", *self._table(), ""]
+        if self.host_bytes:
+            lines += _sentence(
+                f"host memory: {gib(self.host_bytes)} GiB offloaded by each rank,"
+                f" {gib(self.host_bytes * ranks_per_host)} on a host of {ranks_per_host}, before CUDA rounds pinned blocks up"
+            )
+        if self.fits:
+            size, fullest = max((sum(parts.values()), name) for name, parts in self.stages.items())
+            lines.append(
+                f"VERDICT: it fits; {fullest} is the fullest stage and leaves {gib(self.gpu_bytes - size)} GiB"
+            )
+        else:
+            lines.append("VERDICT: it does NOT fit")
+        for number, problem in enumerate(self.problems, 1):
+            lines += _sentence(f"{number}. {problem}", "     ")
+        return lines + [line for note in self.notes for line in _sentence(f"- {note}")]
+
+    def _engine_sentence(self) -> str:
+        parts = [
+            (f"stage {share.stage} (layers {share.first_layer}-{share.last_layer}): " if len(self.engine) > 1 else "")
+            + f"weights {_cell(share.weights)}, KV cache {share.kv_token:,} bytes a token"
+            for share in self.engine
+        ]
+        room = f"room for {self.kv_tokens:,} tokens" if self.kv_tokens else "no room for a token"
+        return (
+            f"engine, each rank: {'; '.join(parts)}; mem_fraction_static = {self.fraction:g}"
+            f" is {gib(self.static_bytes)} for both, {room}"
+        )
+
+    def _table(self) -> list[str]:
+        names = list(dict.fromkeys(name for parts in self.stages.values() for name in parts))
+        totals = [sum(parts.values()) for parts in self.stages.values()]
+        rows = [["", *self.stages]]
+        rows += [
+            [name, *(_cell(each[name]) if name in each else "-" for each in self.stages.values())] for name in names
+        ]
+        rows.append(["TOTAL", *map(gib, totals)])
+        rows.append([f"of {gib(self.gpu_bytes)}", *("fits" if t <= self.gpu_bytes else "DOES NOT" for t in totals)])
+        label = max(len(name) for name in (*names, "TOTAL"))
+        widths = [max(len(name), 8) for name in self.stages]
+        return [
+            f"  {name.ljust(label)}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+            for name, *cells in rows
+        ]
+
+
+def gib(nbytes: float) -> str:
+    """Format bytes as GiB with one digit, two below 1."""
+    return f"{nbytes / GIB:.1f}" if abs(nbytes) >= GIB else f"{nbytes / GIB:.2f}"
+
+
+def _larger(*alternatives: Parts) -> Parts:
+    """Return the largest of parts that are never there at once."""
+    return max(alternatives, key=lambda parts: sum(parts.values()))
+
+
+def _cell(nbytes: int) -> str:
+    """Format a cell of a column in GiB; what would be 0.00 or 0.01 there, in MiB."""
+    return "0" if nbytes == 0 else f"{nbytes / MIB:.1f} MiB" if nbytes < 16 * MIB else gib(nbytes)
+
+
+def _sentence(text: str, indent: str = "    ") -> list[str]:
+    return wrap(text, WIDTH - 2, initial_indent="  ", subsequent_indent=indent, break_on_hyphens=False)
