@@ -45,7 +45,7 @@ class Ppo:
     actor: Actor
     critic: Critic | None
     reference: Reference | None
-    kl_control: advantages.FixedKl | advantages.AdaptiveKl
+    kl_control: advantages.KlControl
     prompts: PromptSampler
     tokenizer: Any
     first_token_at: float | None = field(default=None)

@@ -41,7 +41,7 @@ from harness.task.architectures import ARCHITECTURES, is_tiny
 from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
 from harness.task.tiny_models import save_tiny_model
 from harness.trainer.actor import Actor, Reference
-from harness.trainer.advantages import AdaptiveKl, FixedKl
+from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
 from harness.trainer.model import Attention, choose_attention, load_causal_lm, load_value_model
 from harness.trainer.offload import Offloaded
@@ -147,7 +147,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = (trainer or start_trainer()).result()
     sync = WeightSync(engine, actor.model, config.weights, folder, getattr(torch, config.model.dtype))
-    for name, part in (("sync", sync), ("actor", actor.learner), *([("critic", critic.learner)] if critic else [])):
+    for name, part in (("sync", sync), ("actor", actor), *([("critic", critic)] if critic else [])):
         events.observer.built(name, part)
     return Ppo(
         config=config,
@@ -169,7 +169,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         actor=actor,
         critic=critic,
         reference=reference,
-        kl_control=kl_control(config),
+        kl_control=KlControl(config.algorithm.kl_coefficient, config.algorithm.kl_target, config.algorithm.kl_horizon),
         prompts=prompts,
         tokenizer=tokenizer,
     )
@@ -381,14 +381,6 @@ def checkpoint_folder(run: RunContext) -> Path:
     if config.weights.verify == "full" or config.weights.transport == "disk":
         check_shared(parent, world, "weights.folder" if config.weights.folder else "run.dir")
     return parent / f"{folder.name}-reload"
-
-
-def kl_control(config: Config) -> FixedKl | AdaptiveKl:
-    """Return a fixed coefficient, or one that holds the KL at its target."""
-    algorithm = config.algorithm
-    if algorithm.kl_target == 0:
-        return FixedKl(algorithm.kl_coefficient)
-    return AdaptiveKl(algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon)
 
 
 @contextmanager

@@ -111,8 +111,8 @@ class _Drawing:
             yield from _wrapped(f"  {heads[host]} ", ranks, " |")
         for engine in block.engines:
             for node in engine.nodes:
-                ranks = [rank - rank_0 for rank in node.ranks]
-                items = [f"ranks {runs(ranks)}", f"builder rank {ranks[0]}"]
+                numbers = [rank - rank_0 for rank in node.ranks]
+                items = [f"ranks {runs(numbers)}", f"builder rank {numbers[0]}"]
                 if node.visible_devices:
                     first, *more = node.visible_devices
                     uuids = "-" in first  # so long that each is an item

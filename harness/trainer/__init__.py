@@ -1,4 +1,4 @@
-"""The learner's side: FSDP2 models and the PPO arithmetic."""
+"""FSDP2 models and the PPO arithmetic."""
 
 from harness.runtime import hf
 

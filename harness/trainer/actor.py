@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.config import schema
 from harness.trainer.advantages import kl, masked_sum
 from harness.trainer.batch import Batch, microbatches
-from harness.trainer.learner import Learner, check_same_on_all_ranks
+from harness.trainer.learner import Learner, check_same_size
 from harness.trainer.losses import Counts, aggregate, entropy_from_logits, log_probs_from_logits, policy_loss
 from harness.trainer.offload import NOTHING, Offload, Offloaded
 
@@ -17,10 +17,9 @@ from harness.trainer.offload import NOTHING, Offload, Offloaded
 def token_log_probs(
     model: nn.Module, batch: Batch, temperature: float, entropy_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each token and entropy of the distribution it was drawn from: [B, T], float32 or better, nats.
+    """Return each token's log-prob and the entropy of its distribution: [B, T], float32 or better, nats.
 
-    Position 0, which nothing precedes, is 0. Without entropy_gradient the entropies are detached, which spares the
-    memory.
+    Position 0, which nothing precedes, is 0. Without entropy_gradient the entropies are detached, which spares memory.
     """
     output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
     logits = output.logits[:, :-1]
@@ -33,11 +32,11 @@ def token_log_probs(
 def batch_log_probs(
     model: nn.Module, batch: Batch, microbatch_size: int, temperature: float, mesh: DeviceMesh, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """token_log_probs of a rank's batch, microbatch by microbatch, on the batch's device; a collective call.
+    """Return token_log_probs of a rank's batch, by microbatches, on the batch's device; a collective call.
 
-    Raises ValueError if the ranks' batches differ in size.
+    Raise ValueError if the ranks' batches differ in size.
     """
-    check_same_on_all_ranks("the number of sequences in the batch", len(batch), mesh, device)
+    check_same_size(batch, mesh, device)
     model.eval()
     parts = [token_log_probs(model, part.to(device), temperature) for part in microbatches(batch, microbatch_size)]
     log_probs, entropy = (torch.cat(tensors).to(batch.input_ids.device) for tensors in zip(*parts, strict=True))
@@ -62,15 +61,15 @@ class Reference:
         self._offload = Offload(model.parameters, offloaded.parameters)
 
     def on_device(self) -> AbstractContextManager[None]:
-        """The parameters have their memory in here."""
+        """Give the parameters their memory inside this context."""
         return self._offload.on_device()
 
     def log_probs(self, batch: Batch, microbatch_size: int) -> Tensor:
-        """Log-probs [B, T] of the rank's batch; a collective call."""
+        """Return the log-probs [B, T] of the rank's batch; a collective call."""
         return batch_log_probs(self.model, batch, microbatch_size, self.temperature, self.mesh, self.device)[0]
 
 
-class Actor:
+class Actor(Learner[schema.Actor]):
     """The policy and its optimizer."""
 
     def __init__(
@@ -83,47 +82,20 @@ class Actor:
         device: torch.device,
         offloaded: Offloaded = NOTHING,
     ) -> None:
-        """Of the rollout section it needs the sampling temperature and the longest response."""
-        self.config = config
+        """Build the optimizer; of the rollout section temperature and longest response are used."""
+        super().__init__("actor", model, config, mesh, device, offloaded)
         self.algorithm = algorithm
         self.rollout = rollout
-        self.learner = Learner("actor", model, config, mesh, device, offloaded)
-
-    @property
-    def model(self) -> nn.Module:
-        """The sharded model."""
-        return self.learner.model
-
-    def on_device(self) -> AbstractContextManager[None]:
-        """The parameters have their memory in here: for log-probs, a sync, a checkpoint."""
-        return self.learner.on_device()
-
-    def learning(self) -> AbstractContextManager[None]:
-        """Parameters and optimizer states have their memory in here: for updates."""
-        return self.learner.learning()
 
     def log_probs(self, batch: Batch, microbatch_size: int) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, [B, T], of the rank's batch, without gradient; a collective call."""
-        learner = self.learner
-        return batch_log_probs(
-            learner.model, batch, microbatch_size, self.rollout.temperature, learner.mesh, learner.device
-        )
-
-    def update(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
-        """All optimizer steps on the rank's batch; a collective call. See Learner.update.
-
-        The batch needs old_log_probs and advantages, and reference_log_probs where the KL is in the loss. Metrics:
-        loss, policy_loss, entropy, clip_fraction, clip_fraction_lower, update_kl, grad_norm and, where it is in the
-        loss, kl.
-        """
-        return self.learner.update(batch, generator, self.loss)
-
-    def step(self, minibatch: Batch) -> dict[str, float]:
-        """One optimizer step on a minibatch; a collective call. See Learner.step."""
-        return self.learner.step(minibatch, self.loss)
+        """Return log-probs and entropies, [B, T], of the rank's batch, without gradient; a collective call."""
+        return batch_log_probs(self.model, batch, microbatch_size, self.rollout.temperature, self.mesh, self.device)
 
     def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
-        """A microbatch's share of the minibatch's loss, and its metrics as sums over tokens."""
+        """See Learner.loss. The batch needs old_log_probs, advantages and, with the KL in the loss, reference_log_probs.
+
+        Metrics: policy_loss, entropy, clip_fraction, clip_fraction_lower, update_kl and, where it is in the loss, kl.
+        """
         config, mask = self.config, batch.response_mask
         log_probs, entropy = token_log_probs(
             self.model, batch, self.rollout.temperature, entropy_gradient=config.entropy_coefficient != 0

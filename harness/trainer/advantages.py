@@ -1,9 +1,8 @@
-"""From rewards to advantages: masked statistics, GAE, GRPO, RLOO and the KL to the reference. Pure functions of
-tensors.
+"""From rewards to advantages: masked statistics, GAE, GRPO, RLOO and the KL to the reference.
 
-Masks are [B, T], any dtype, nonzero where a token counts. Statistics follow verl 0.9.1 (core_algos.py,
-torch_functional.py) to the last epsilon, so that numbers can be compared. Where a statistic spans several ranks,
-`all_sum` adds a tensor up over them.
+Pure functions of tensors. Masks are [B, T], any dtype, nonzero where a token counts. Statistics follow verl 0.9.1
+(core_algos.py, torch_functional.py) to the last epsilon, so that numbers can be compared. Where a statistic spans
+several ranks, `all_sum` adds a tensor up over them.
 """
 
 from collections.abc import Callable
@@ -19,24 +18,24 @@ AllSum = Callable[[Tensor], Tensor]
 
 
 def one_rank(total: Tensor) -> Tensor:
-    """The `all_sum` of a single rank: the sum over ranks is its own."""
+    """Return the total: the `all_sum` of a single rank."""
     return total
 
 
 def masked_sum(x: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
-    """Sum of x where mask is nonzero, a scalar. What lies under a zero mask does not matter, NaN included."""
+    """Sum x where mask is nonzero, a scalar. What lies under a zero mask does not matter, NaN included."""
     return all_sum(torch.where(mask.bool(), x, torch.zeros_like(x)).sum())
 
 
 def masked_mean(x: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
-    """Mean of x where mask is nonzero, a scalar: sum / (n + 1e-8), hence 0 for an empty mask."""
+    """Average x where mask is nonzero, a scalar: sum / (n + 1e-8), hence 0 for an empty mask."""
     return masked_sum(x, mask, all_sum) / (all_sum(mask.bool().sum().to(x.dtype)) + 1e-8)
 
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True, all_sum: AllSum = one_rank) -> Tensor:
-    """Variance of x where mask is nonzero, a scalar; unbiased divides by n - 1.
+    """Return the variance of x where mask is nonzero, a scalar; unbiased divides by n - 1.
 
-    Raises ValueError if unbiased and fewer than two tokens count.
+    Raise ValueError if unbiased and fewer than two tokens count.
     """
     mean = masked_mean(x, mask, all_sum)
     variance = masked_mean((x - mean).square(), mask, all_sum)
@@ -44,14 +43,14 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True, all_sum: AllSum =
         return variance
     count = all_sum(mask.bool().sum().to(x.dtype))
     if count < 2:
-        raise ValueError(f"mask counts {int(count)} tokens, but an unbiased variance needs at least 2")
+        raise ValueError(f"an unbiased variance needs at least 2 tokens in the mask, got {int(count)}")
     return variance * count / (count - 1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, all_sum: AllSum = one_rank) -> Tensor:
-    """x scaled to variance 1, and to mean 0 if shift_mean, over the tokens that count; 0 elsewhere.
+    """Scale x to variance 1, and to mean 0 if shift_mean, over the tokens that count; 0 elsewhere.
 
-    Raises ValueError if fewer than two tokens count.
+    Raise ValueError if fewer than two tokens count.
     """
     mean = masked_mean(x, mask, all_sum)
     white = (x - mean) * torch.rsqrt(masked_var(x, mask, all_sum=all_sum) + 1e-8)
@@ -59,7 +58,7 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, all_sum: All
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
-    """1 - var(returns - values) / var(returns), a scalar; 0 where the returns do not vary: nothing to explain."""
+    """Return 1 - var(returns - values) / var(returns), a scalar; 0 where the returns do not vary."""
     total = masked_var(returns, mask, unbiased=False, all_sum=all_sum)
     left = masked_var(returns - values, mask, unbiased=False, all_sum=all_sum)
     # Equal returns have a variance of rounding errors, not of 0.
@@ -68,9 +67,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: A
 
 
 def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
-    """Rewards per token, [B, T]: a response's score [B] at its last token, less kl_coefficient * kl [B, T] at each.
+    """Return [B, T]: a response's score [B] at its last token, less kl_coefficient * kl [B, T] at each token.
 
-    Raises ValueError if a row's mask is empty: its score would have no token to stand at.
+    Raise ValueError if a row's mask is empty: its score would have no token to stand at.
     """
     counts = mask.bool()
     if not bool(counts.any(dim=-1).all()):
@@ -85,7 +84,7 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coe
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), [B, T], not whitened, 0 under mask 0.
+    """Estimate (advantages, returns), [B, T], by GAE (arXiv 1506.02438); not whitened, 0 under mask 0.
 
     rewards [B, T] and values [B, T] share one float dtype. Where the mask is 0, as in the prompts of later turns, the
     recursion carries the next value and advantage over, so that what lies there has no influence.
@@ -127,14 +126,14 @@ class _Groups:
         return cls(scores, scores - least - mean, row, count)
 
     def std(self) -> Tensor:
-        """Of each row's group, unbiased; 1 where it has one response."""
+        """Unbiased, of each row's group; 1 where it has one response."""
         squares = self.centred.new_zeros(int(self.row.max()) + 1).index_add(0, self.row, self.centred.square())
         variance = squares[self.row] / (self.count - 1).clamp(min=1)
         return torch.where(self.count > 1, variance.sqrt(), torch.ones_like(variance))
 
 
 def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """Group-relative advantages (arXiv 2402.03300), [B, T]: (score - mean) / (std + epsilon) within a prompt's group.
+    """Return group-relative advantages (arXiv 2402.03300), [B, T]: (score - mean) / (std + epsilon) within a group.
 
     rewards [B, T], added up to a score per row; group [B] integers, equal for the responses of one prompt. The std is
     unbiased. A response alone in its group has mean 0 and std 1: its score passes through. normalize_by_std False is
@@ -148,7 +147,7 @@ def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = 
 
 
 def rloo(rewards: Tensor, mask: Tensor, group: Tensor) -> Tensor:
-    """Leave-one-out advantages (arXiv 2402.14740), [B, T]: a score less the mean of its group's others, if any."""
+    """Return leave-one-out advantages (arXiv 2402.14740), [B, T]: a score less the mean of its group's others, if any."""
     groups = _Groups.of(rewards, mask, group)
     others = groups.centred * groups.count / (groups.count - 1).clamp(min=1)
     advantages = torch.where(groups.count > 1, others, groups.scores)
@@ -156,7 +155,7 @@ def rloo(rewards: Tensor, mask: Tensor, group: Tensor) -> Tensor:
 
 
 def kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
-    """KL of the policy from the reference, estimated at each sampled token, nats, shape of the inputs.
+    """Estimate the policy's KL from the reference at each sampled token: nats, shape of the inputs.
 
     Estimators after http://joschu.net/blog/kl-approx.html: k1 is unbiased and may be negative, k2 is half its square,
     k3 is unbiased and never negative. k3 is clamped as in verl: its exponent to +-20, its value to +-10. A "+" keeps the
@@ -177,28 +176,19 @@ def kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -
     if estimator == "k3":
         exponent = (-difference).clamp(min=-20, max=20)
         return (exponent.exp() - exponent - 1).clamp(min=-10, max=10)
-    raise ValueError(f"kl_estimator is {estimator!r}, but must be one of {', '.join(get_args(KlEstimator))}")
+    raise ValueError(f"kl_estimator must be one of {', '.join(get_args(KlEstimator))}, got {estimator!r}")
 
 
 @dataclass
-class FixedKl:
-    """A KL coefficient that stays."""
+class KlControl:
+    """The KL's coefficient: fixed where target is 0, else adapted to hold the KL near target (arXiv 1909.08593)."""
 
     coefficient: float
+    target: float = 0.0
+    horizon: int = 10_000
 
     def update(self, current_kl: float, sequences: int) -> None:
-        """Nothing to do."""
-
-
-@dataclass
-class AdaptiveKl:
-    """A KL coefficient that holds the KL near target (arXiv 1909.08593): at most 20 % per horizon sequences."""
-
-    coefficient: float
-    target: float
-    horizon: int
-
-    def update(self, current_kl: float, sequences: int) -> None:
-        """Adapt to the mean KL of a step that saw so many sequences."""
-        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        self.coefficient *= 1 + error * sequences / self.horizon
+        """Adapt to the mean KL of a step that saw so many sequences: at most 20 % per horizon sequences."""
+        if self.target:
+            error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+            self.coefficient *= 1 + error * sequences / self.horizon

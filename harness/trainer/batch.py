@@ -45,46 +45,46 @@ class Batch:
     """float [B, T]: what the values are trained towards."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a field's shape does not fit input_ids."""
+        """Raise ValueError if a field's shape does not fit input_ids."""
         rows, length = self.input_ids.shape
         for name, tensor in self.tensors().items():
             shape = (rows,) if name in ("group", "scores", "truncated") else (rows, length)
             if tuple(tensor.shape) != shape:
-                raise ValueError(f"batch field {name} has shape {tuple(tensor.shape)}, but must have {shape}")
+                raise ValueError(f"batch field {name} must have shape {shape}, got {tuple(tensor.shape)}")
 
     def __len__(self) -> int:
         """Number of sequences, B."""
         return self.input_ids.shape[0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are set, by name."""
+        """Return the fields that are set, by name."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
     def require(self, name: str) -> Tensor:
-        """The field of that name; raises ValueError if it is not set."""
+        """Return the field of that name. Raise ValueError if it is not set."""
         tensor = self.tensors().get(name)
         if tensor is None:
             raise ValueError(f"batch field {name} is not set, but this update needs it")
         return tensor
 
     def replace(self, **fields: Tensor) -> "Batch":
-        """The batch with these fields set."""
+        """Return the batch with these fields set."""
         return dataclasses.replace(self, **fields)
 
     def select(self, rows: Tensor | slice) -> "Batch":
-        """The batch of these rows, in this order."""
+        """Return the batch of these rows, in this order."""
         return Batch(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch with every tensor on that device."""
+        """Return the batch with every tensor on that device."""
         return Batch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
 
 def from_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:
-    """The batch of these token ids, one prompt for each response, padded on the right with pad_id to the longest.
+    """Return the batch of these token ids, one prompt for each response, padded on the right to the longest.
 
-    Raises ValueError if the numbers differ, or a prompt or response has no token.
+    Raise ValueError if the numbers differ, or a prompt or response has no token.
     """
     if len(prompts) != len(responses):
         raise ValueError(
@@ -95,22 +95,21 @@ def from_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Sequenc
             raise ValueError(
                 f"sequence {row} has {len(prompt)} prompt and {len(response)} response tokens, but needs one of each"
             )
-    lengths = [(len(prompt), len(response)) for prompt, response in zip(prompts, responses, strict=True)]
-    longest = max((before + after for before, after in lengths), default=0)
+    longest = max((len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)), default=0)
     input_ids = torch.full((len(prompts), longest), pad_id, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
-    response_mask = torch.zeros_like(input_ids)
-    for row, (before, after) in enumerate(lengths):
-        input_ids[row, : before + after] = torch.tensor([*prompts[row], *responses[row]])
-        attention_mask[row, : before + after] = 1
-        response_mask[row, before : before + after] = 1
+    attention_mask, response_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        before, end = len(prompt), len(prompt) + len(response)
+        input_ids[row, :end] = torch.tensor([*prompt, *response])
+        attention_mask[row, :end] = 1
+        response_mask[row, before:end] = 1
     return Batch(input_ids=input_ids, attention_mask=attention_mask, response_mask=response_mask)
 
 
 def scatter_responses(values: Sequence[Sequence[float]], batch: Batch, dtype: torch.dtype = torch.float32) -> Tensor:
-    """One number for each response token, as the engine reports them, in the batch's alignment: [B, T], 0 elsewhere.
+    """Align one number for each response token, as the engine reports them, with the batch: [B, T], 0 elsewhere.
 
-    Raises ValueError if a row has more or fewer numbers than response tokens.
+    Raise ValueError if a row has more or fewer numbers than response tokens.
     """
     aligned = torch.zeros(batch.input_ids.shape, dtype=dtype)
     mask = batch.response_mask.bool().cpu()
@@ -122,21 +121,21 @@ def scatter_responses(values: Sequence[Sequence[float]], batch: Batch, dtype: to
 
 
 def minibatches(batch: Batch, size: int, generator: torch.Generator) -> Iterator[Batch]:
-    """The batch's rows in the generator's order, cut into minibatches of `size` rows.
+    """Yield the batch's rows in the generator's order, in minibatches of `size` rows.
 
     Every rank draws the same permutation if its generator has the same seed and its batch as many rows.
-    Raises ValueError if size does not divide the batch.
+    Raise ValueError if size does not divide the batch.
     """
     if size < 1 or len(batch) % size:
-        raise ValueError(f"a rank's minibatch is {size} sequences, but must divide its batch of {len(batch)}")
+        raise ValueError(f"a rank's minibatch must divide its batch of {len(batch)} sequences, got {size}")
     order = torch.randperm(len(batch), generator=generator).to(batch.input_ids.device)
     for start in range(0, len(batch), size):
         yield batch.select(order[start : start + size])
 
 
 def microbatches(batch: Batch, size: int) -> Iterator[Batch]:
-    """The batch's rows in order, at most `size` at a time. Raises ValueError if size is below 1."""
+    """Yield the batch's rows in order, at most `size` at a time. Raise ValueError if size is below 1."""
     if size < 1:
-        raise ValueError(f"microbatch_size is {size}, but must be at least 1")
+        raise ValueError(f"microbatch_size must be at least 1, got {size}")
     for start in range(0, len(batch), size):
         yield batch.select(slice(start, start + size))

@@ -23,18 +23,16 @@ class Counts:
 
 
 def local_counts(mask: Tensor) -> Tensor:
-    """(tokens, sequences) of one rank's mask [B, T], int64 [2]; summed over ranks they are Counts."""
+    """Return (tokens, sequences) of one rank's mask [B, T], int64 [2]; summed over ranks they are Counts."""
     counts = mask.bool()
     return torch.stack([counts.sum(), counts.any(dim=-1).sum()])
 
 
 def aggregate(loss: Tensor, mask: Tensor, mode: LossAggregation, counts: Counts, horizon: int) -> Tensor:
-    """The share of this microbatch in the minibatch's loss, a scalar: summed over ranks and microbatches it is the loss
-    of one process.
+    """Return this microbatch's share of the minibatch's loss, a scalar: the shares of all ranks add up to the loss.
 
-    loss [B, T]; mask [B, T]; counts of the whole minibatch over all ranks; horizon is the number of tokens that
+    loss [B, T]; counts of the whole minibatch over all ranks; horizon is the number of tokens that
     seq-mean-token-sum-norm divides by (the longest response allowed), unused by the other modes.
-
     Gradients of these shares must be SUMMED over ranks. FSDP averages them, so its caller multiplies the share by the
     world size.
     """
@@ -50,7 +48,7 @@ def aggregate(loss: Tensor, mask: Tensor, mode: LossAggregation, counts: Counts,
         return (tokens.sum(dim=-1) / (lengths + 1e-8)).sum() / counts.sequences
     if mode == "seq-mean-token-sum-norm":
         return tokens.sum() / counts.sequences / horizon
-    raise ValueError(f"loss_aggregation is {mode!r}, but must be one of {', '.join(get_args(LossAggregation))}")
+    raise ValueError(f"loss_aggregation must be one of {', '.join(get_args(LossAggregation))}, got {mode!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,55 +73,52 @@ def policy_loss(
     clip_high: float,
     dual_clip: float,
 ) -> PolicyLoss:
-    """PPO's clipped loss (arXiv 1707.06347) with separate bounds and a dual clip (arXiv 1912.09729), per token.
+    """Compute PPO's clipped loss (arXiv 1707.06347) with separate bounds and a dual clip (arXiv 1912.09729), per token.
 
     The ratio is clipped to [1 - clip_low, 1 + clip_high]; where the advantage is negative, the loss is at most
     dual_clip times its size (0 turns that off). The log-ratio is clamped to +-20 against overflow.
-
-    Raises ValueError for a dual_clip between 0 and 1: it would cut into the ratio's own clipping.
+    Raise ValueError for a dual_clip between 0 and 1: it would cut into the ratio's own clipping.
     """
     if dual_clip != 0 and dual_clip <= 1:
-        raise ValueError(f"dual_clip is {dual_clip}, but must be above 1, or 0 for none")
+        raise ValueError(f"dual_clip must be above 1, or 0 for none, got {dual_clip}")
     log_ratio = (log_probs - old_log_probs).clamp(min=-20, max=20)
     ratio = log_ratio.exp()
-    free = -advantages * ratio
-    bound = -advantages * ratio.clamp(min=1 - clip_low, max=1 + clip_high)
-    loss = torch.maximum(free, bound)
+    surrogate = -advantages * ratio
+    clipped_surrogate = -advantages * ratio.clamp(min=1 - clip_low, max=1 + clip_high)
+    loss = torch.maximum(surrogate, clipped_surrogate)
+    clipped = (clipped_surrogate > surrogate).to(loss.dtype)
     clipped_lower = torch.zeros_like(loss)
     if dual_clip:
-        worst = -advantages * dual_clip
-        clipped_lower = ((loss > worst) & (advantages < 0)).to(loss.dtype)
-        loss = torch.where(advantages < 0, torch.minimum(loss, worst), loss)
-    return PolicyLoss(
-        loss=loss, clipped=(bound > free).to(loss.dtype), clipped_lower=clipped_lower, kl=-log_ratio.detach()
-    )
+        dual_clip_bound = -advantages * dual_clip
+        clipped_lower = ((loss > dual_clip_bound) & (advantages < 0)).to(loss.dtype)
+        loss = torch.where(advantages < 0, torch.minimum(loss, dual_clip_bound), loss)
+    return PolicyLoss(loss=loss, clipped=clipped, clipped_lower=clipped_lower, kl=-log_ratio.detach())
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:
-    """Half the squared error of the values, per token, and 1 where clipping decided: ([B, T], [B, T]).
+    """Return half the squared error of the values, per token, and 1 where clipping decided: ([B, T], [B, T]).
 
     The loss is the larger of the errors of the values and of the values clipped to old_values +- value_clip; 0 turns
     clipping off.
     """
-    free = (values - returns).square()
+    error = (values - returns).square()
     if value_clip == 0:
-        return 0.5 * free, torch.zeros_like(free)
-    bound = (torch.clamp(values, old_values - value_clip, old_values + value_clip) - returns).square()
-    return 0.5 * torch.maximum(free, bound), (bound > free).to(free.dtype)
-
-
-def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature, in float32 or better."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        return 0.5 * error, torch.zeros_like(error)
+    clipped_error = (torch.clamp(values, old_values - value_clip, old_values + value_clip) - returns).square()
+    return 0.5 * torch.maximum(error, clipped_error), (clipped_error > error).to(error.dtype)
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each label: logits [..., V], labels [...] int64 -> [...], nats, in float32 or better."""
+    """Return the log-prob of each label: logits [..., V], labels [...] int64 -> [...], nats, float32 or better."""
     scaled = _at_temperature(logits, temperature)
     return scaled.gather(-1, labels[..., None]).squeeze(-1) - scaled.logsumexp(dim=-1)
 
 
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy of the distribution over the vocabulary: logits [..., V] -> [...], nats, in float32 or better."""
+    """Return the entropy over the vocabulary: logits [..., V] -> [...], nats, float32 or better."""
     scaled = _at_temperature(logits, temperature)
     return scaled.logsumexp(dim=-1) - (scaled.softmax(dim=-1) * scaled).sum(dim=-1)
+
+
+def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature

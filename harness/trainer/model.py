@@ -1,14 +1,14 @@
-"""FSDP2 models: a causal language model, or a value model on the same backbone, sharded over all ranks of a 1-D mesh.
+"""FSDP2 models: a causal language model, or a value model on the same backbone, sharded over all ranks.
 
 Every rank builds the model on the meta device and shards it, so that no device ever holds it whole. The values come
-from a generator, or from a checkpoint, which rank 0 of the mesh reads into its host's memory and broadcasts one tensor
-at a time. It reads through transformers' from_pretrained, which knows how files differ from memory: transformers 5
-keeps experts fused that files hold one by one.
+from a generator, or from a checkpoint, which rank 0 reads into its host's memory and torch broadcasts one tensor at a
+time. It reads through transformers' from_pretrained, which knows how files differ from memory: transformers 5 keeps
+experts fused that files hold one by one.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -44,7 +45,7 @@ class ValueModel(nn.Module):
         self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=dtype)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, use_cache: bool = False) -> Tensor:
-        """Values [B, T, 1] in the dtype of the forward; position t has read the tokens up to and including t."""
+        """Return values [B, T, 1] in the forward's dtype; position t has read the tokens up to and including t."""
         output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
         return self.value_head(output.last_hidden_state)
 
@@ -60,7 +61,7 @@ def load_causal_lm(
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The causal language model at path (a folder, or a hub id), sharded over the 1-D mesh; a collective call.
+    """Load the causal language model at path (a folder, or a hub id), sharded over the 1-D mesh; a collective call.
 
     weights "checkpoint" reads the saved tensors, "random" reads the config alone and fills each rank's shards, with
     values that depend on seed and parameter name and not on the world size. Shards, and with them gradients and the
@@ -77,7 +78,7 @@ def load_causal_lm(
     if weights == "random":
         fill_random(model, config, seed)
     else:
-        _fill_from_rank_0(model, mesh, lambda: _read(path, dtype).state_dict())
+        _load_from_rank_0(model, path, dtype)
     return model
 
 
@@ -92,7 +93,7 @@ def load_value_model(
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> ValueModel:
-    """As load_causal_lm, with a value head in the place of the language model's, always drawn from seed.
+    """Load as load_causal_lm does, with a value head in place of the language model's, always drawn from seed.
 
     The head's std is 1 / sqrt(hidden_size + 1), as in arXiv 2009.01325: not zero, so that the first update reaches the
     backbone.
@@ -106,56 +107,50 @@ def load_value_model(
     _shard(model, decoder_layers(backbone), device, mesh, compute_dtype or dtype)
     fill_random(model, config, seed, only=None if weights == "random" else VALUE_HEAD)
     if weights == "checkpoint":
-        _fill_from_rank_0(backbone, mesh, lambda: _backbone_of(_read(path, dtype), type(backbone)).state_dict())
+        _load_from_rank_0(backbone, path, dtype, type(backbone))
     return model
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(live name, DTensor or Tensor) of parameters and persistent buffers in module order; tied ones by first name."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+    """Yield (live name, DTensor or Tensor) of parameters and persistent buffers in module order; tied ones once."""
+    tied = tied_names(model)
+    yield from ((name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The names that named_tensors leaves out, each with the first name of the same tensor."""
+    """Map the names that named_tensors leaves out to the first name of the same tensor."""
     first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in first:
-            tied[name] = first[id(tensor)]
-        else:
-            first[id(tensor)] = name
-    return tied
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {name: earlier for name, earlier in names.items() if earlier != name}
 
 
 def _dtype_argument(dtype: torch.dtype) -> dict[str, Any]:
-    """The keyword under which this transformers takes a dtype: renamed in 4.56."""
+    """Return the keyword under which this transformers takes a dtype: renamed in 4.56."""
     major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
     return {"dtype" if (major, minor) >= (4, 56) else "torch_dtype": dtype}
 
 
-def _read(path: str, dtype: torch.dtype) -> Any:
-    """The saved model, whole, on the CPU. Raises ValueError if a tensor is missing: transformers would draw it."""
-    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **_dtype_argument(dtype))
-    if report["missing_keys"]:
-        raise ValueError(
-            f"{path} lacks {sorted(report['missing_keys'])[0]}, but a checkpoint must have every tensor of its model"
-        )
-    return model
+def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, backbone: type[nn.Module] | None = None) -> None:
+    """Load the saved model, which rank 0 reads, into the shards of every rank; a collective call.
 
-
-def _backbone_of(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """The part of a causal language model that AutoModel would load alone."""
-    return next(module for module in model.modules() if type(module) is kind)
+    backbone: load only the part of that class. Raise ValueError if a tensor is missing: transformers would draw it.
+    """
+    whole: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        saved, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **_dtype_argument(dtype))
+        if report["missing_keys"]:
+            raise ValueError(
+                f"{path} must have every tensor of its model, but lacks {sorted(report['missing_keys'])[0]}"
+            )
+        part = saved if backbone is None else next(each for each in saved.modules() if type(each) is backbone)
+        whole = part.state_dict()
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
 def choose_attention(config: PretrainedConfig, wanted: Literal["auto", "sdpa", "eager"]) -> tuple[Attention, str]:
-    """The attention to load a causal language model of that config with, and why it is not sdpa, "" where it is.
+    """Return the attention for a causal language model of that config, and why it is not sdpa, "" where it is.
 
-    Raises ValueError for sdpa where it would compute another model, and for what is no causal language model.
+    Raise ValueError for sdpa where it would compute another model, and for what is no causal language model.
     """
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if architecture is None:
@@ -173,9 +168,9 @@ def choose_attention(config: PretrainedConfig, wanted: Literal["auto", "sdpa", "
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The decoder layers of a transformers model: its outermost list of as many modules as its config counts layers.
+    """Return a transformers model's decoder layers: its outermost list of as many modules as its config counts layers.
 
-    Raises ValueError where there is none: the model cannot be sharded layer by layer.
+    Raise ValueError where there is none: the model cannot be sharded layer by layer.
     """
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():  # outer ones first
@@ -218,12 +213,12 @@ def _shard(
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The module that holds the tensor of that name."""
+    """Return the module that owns the tensor of that name."""
     return model.get_submodule(name.rpartition(".")[0])
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a plain tensor, or of a DTensor sharded by rows, and its first row's index in the whole.
+    """Return this rank's rows of a plain tensor, or of a DTensor sharded by rows, and its first row's index.
 
     Rows are shared out as torch.chunk does, so that the last ranks may hold fewer, or none.
     """
@@ -231,7 +226,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
         return tensor, 0
     if tuple(tensor.placements) != (Shard(0),):
         raise ValueError(
-            f"a tensor has placements {tensor.placements}, but trainer parameters are sharded by rows: (Shard(0),)"
+            f"placements of a trainer's parameter must be (Shard(0),), sharded by rows, got {tensor.placements}"
         )
     rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size())
     return tensor.to_local(), min(tensor.device_mesh.get_local_rank() * rows_per_rank, tensor.shape[0])
@@ -263,9 +258,10 @@ def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str
 def random_rows(
     shape: Sequence[int], first_row: int, rows: int, key: str, device: torch.device, block_values: int = BLOCK_VALUES
 ) -> Iterator[tuple[int, Tensor]]:
-    """Standard normal float32 rows first_row to first_row + rows of a tensor of that shape, as (offset from first_row,
-    values) of one block after the other. What a row holds depends on shape, row, key, block_values and kind of device
-    alone. A block has about block_values values, and at least one row.
+    """Yield standard normal float32 rows, from first_row on, of a tensor of that shape: (offset from first_row, block).
+
+    What a row holds depends only on shape, row, key, block_values and kind of device. A block has about block_values
+    values, and at least one row.
     """
     size = max(1, block_values // max(1, math.prod(shape[1:])))
     for start in range(first_row // size * size, first_row + rows, size):
@@ -275,37 +271,7 @@ def random_rows(
 
 
 def _normal(shape: tuple[int, ...], key: str, device: torch.device) -> Tensor:
-    """Standard normal float32 values that depend on shape, key and kind of device alone."""
+    """Return standard normal float32 values that depend only on shape, key and kind of device."""
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:4], "little"))
     return torch.randn(shape, generator=generator, device=device)
-
-
-@torch.no_grad()
-def _fill_from_rank_0(model: nn.Module, mesh: DeviceMesh, read: Callable[[], dict[str, Tensor]]) -> None:
-    """Broadcast rank 0's tensors one at a time; each rank keeps its shard, in the dtype its tensor has.
-
-    Raises ValueError, on every rank, if the names or shapes on rank 0 are not those of the model.
-    """
-    group, is_reader = mesh.get_group(), mesh.get_local_rank() == 0
-    wanted = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
-    source: dict[str, Tensor] = {}
-    problem: list[str | None] = [None]
-    if is_reader:
-        source = read()
-        found = {name: tuple(tensor.shape) for name, tensor in source.items() if name not in tied_names(model)}
-        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        if wrong:
-            name = wrong[0]
-            problem = [f"{name} has shape {found.get(name)} in the checkpoint, but {wanted.get(name)} in the model"]
-    dist.broadcast_object_list(problem, group=group, group_src=0)
-    if problem[0] is not None:
-        raise ValueError(problem[0])
-    for name, tensor in named_tensors(model):
-        local, first_row = local_rows(tensor)
-        if is_reader:
-            whole = source.pop(name).to(device=local.device, dtype=local.dtype).contiguous()
-        else:
-            whole = torch.empty(tensor.shape, device=local.device, dtype=local.dtype)
-        dist.broadcast(whole, group=group, group_src=0)
-        local.copy_(whole[first_row : first_row + local.shape[0]] if whole.ndim else whole)

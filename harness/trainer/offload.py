@@ -4,6 +4,10 @@ What moves is the storage under a tensor, never the tensor: FSDP2 keeps a flat v
 a weight sync keeps the DTensors themselves. A storage is emptied in place, as FSDP empties its gathered parameters, and
 filled again in place, so that every object stays the same and every view valid. Outside `on_device()` the tensors keep
 their shapes and have no memory: nothing may read them.
+
+torch's CPUOffloadPolicy is another thing: with it parameters, gradients and moments are on the host always, every layer
+is copied for each forward and backward, and AdamW runs on the CPU. Here all arithmetic stays on the device, with the
+same bits, and its memory is free while the engine generates.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,6 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from harness.config import schema
 
+Waiting = list[tuple[torch.UntypedStorage, Tensor]]
+"""Storages without memory, and their bytes in host memory: uint8 [bytes], pinned where the storage is on a GPU."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offloaded:
@@ -28,7 +35,7 @@ class Offloaded:
 
     @classmethod
     def of(cls, memory: schema.Memory, role: Any) -> Self:
-        """role: actor, critic or reference."""
+        """Return the config's choice for a role: actor, critic or reference."""
         return cls(
             parameters=role in memory.offload_parameters,
             gradients=role in memory.offload_gradients,
@@ -39,61 +46,49 @@ class Offloaded:
 NOTHING = Offloaded()
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """One storage whose bytes are in host memory (pinned where the storage is on a GPU), and which has none itself."""
-
-    storage: torch.UntypedStorage
-    host: Tensor
-    """uint8 [bytes]."""
-
-
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, detached."""
+    """Return this rank's part of a tensor, detached."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages under this rank's parts, each once, in order; without those that have no bytes."""
-    found: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors:
-        storage = local(tensor).untyped_storage()
-        if storage.nbytes():
-            found.setdefault(storage._cdata, storage)
-    return list(found.values())
+    """Return the storages under this rank's parts, each once, in order; without those that have no bytes."""
+    found = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
+    return [storage for storage in found.values() if storage.nbytes()]
 
 
-def to_host(storages: Collection[torch.UntypedStorage]) -> list[Waiting]:
-    """Copy the storages to host memory and give their own back to the allocator. Waits for the GPU's streams, before and
-    after: FSDP reads shards on streams of its own."""
+def to_host(storages: Collection[torch.UntypedStorage]) -> Waiting:
+    """Copy the storages to host memory and give their own back to the allocator.
+
+    Waits for the GPU's streams before and after: FSDP reads shards on streams of its own.
+    """
     _wait(storages)
-    waiting = []
+    waiting: Waiting = []
     for storage in storages:
         pinned = storage.device.type == "cuda"
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-        host.copy_(_bytes_of(storage), non_blocking=pinned)
-        waiting.append(Waiting(storage, host))
+        waiting.append((storage, host.copy_(_bytes_of(storage), non_blocking=pinned)))
     _wait(storages)
     for storage in storages:
         storage.resize_(0)
     return waiting
 
 
-def to_device(waiting: Collection[Waiting]) -> None:
-    """Give the storages memory again, and their bytes. Raises torch.OutOfMemoryError where there is no room."""
-    for each in waiting:
-        each.storage.resize_(each.host.numel())
-        _bytes_of(each.storage).copy_(each.host, non_blocking=True)
-    _wait([each.storage for each in waiting])
+def to_device(waiting: Waiting) -> None:
+    """Give the storages memory again, and their bytes. Raise torch.OutOfMemoryError where there is no room."""
+    for storage, host in waiting:
+        storage.resize_(host.numel())
+        _bytes_of(storage).copy_(host, non_blocking=True)
+    _wait([storage for storage, _ in waiting])
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """The storage as uint8 [bytes], not a copy."""
+    """Return the storage as uint8 [bytes], not a copy."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _wait(storages: Collection[torch.UntypedStorage]) -> None:
+def _wait(storages: Iterable[torch.UntypedStorage]) -> None:
     if any(storage.device.type == "cuda" for storage in storages):
         torch.cuda.synchronize()
 
@@ -102,56 +97,45 @@ class Offload:
     """Tensors that are in host memory except inside `on_device()`."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], wanted: bool) -> None:
-        """tensors: asked anew each time they leave, so that states which an optimizer makes at its first step leave too.
-        Without `wanted` nothing ever moves; with it they leave now."""
+        """Move the tensors to the host, where wanted.
+
+        tensors: called each time they leave, so that states which an optimizer makes at its first step leave too.
+        """
         self._tensors = tensors
         self._wanted = wanted
         self._uses = 0
-        self._waiting: list[Waiting] = []
-        self._leave()
+        self._waiting: Waiting = []
+        self._release()
 
     @property
     def host_bytes(self) -> int:
         """Bytes that wait in host memory now."""
-        return sum(each.host.numel() for each in self._waiting)
+        return sum(host.numel() for _, host in self._waiting)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The tensors have their memory in here. Contexts nest: they leave with the outermost, but not after an exception,
-        which a second failure while they leave would hide."""
+        """Give the tensors their memory inside this context.
+
+        Contexts nest: tensors leave with the outermost, but not after an exception, which a second failure while they
+        leave would hide.
+        """
         if self._uses == 0:
             to_device(self._waiting)
             self._waiting = []
         self._uses += 1
+        failed = True
         try:
             yield
-        except BaseException:
+            failed = False
+        finally:
             self._uses -= 1
-            raise
-        self._uses -= 1
-        if self._uses == 0:
-            self._leave()
+            if self._uses == 0 and not failed:
+                self._release()
 
     @torch.no_grad()
-    def _leave(self) -> None:
+    def _release(self) -> None:
         if self._wanted:
             self._waiting = to_host(storages_of(self._tensors()))
-
-
-@dataclass(slots=True)
-class _Piece:
-    """Parameters whose gradients share one storage: FSDP reduces those of a layer into one."""
-
-    gradients: dict[Tensor, Tensor]
-    """Parameter -> its gradient so far."""
-    waiting: list[Waiting]
-
-    def fetch(self) -> None:
-        to_device(self.waiting)
-        self.waiting = []
-
-    def put_away(self) -> None:
-        self.waiting = to_host(storages_of(self.gradients.values()))
 
 
 class Gradients:
@@ -161,11 +145,10 @@ class Gradients:
         self.parameters = list(parameters)
 
     def add(self) -> None:
-        """After each backward: take in what it left. Autograd has added it up already."""
+        """Take in what a backward left. Autograd has added it up already."""
 
     def pieces(self, last: bool = False) -> Iterator[list[Tensor]]:
-        """Parameters whose .grad is the sum over the microbatches, piece by piece; all at once here. After the last time
-        the sums are gone."""
+        """Yield parameters whose .grad is the sum over the microbatches, piece by piece; after `last` it is gone."""
         yield [parameter for parameter in self.parameters if parameter.grad is not None]
         if last:
             self.clear()
@@ -184,41 +167,42 @@ class HostGradients(Gradients):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self._pieces: list[_Piece] = []
+        self._pieces: list[tuple[dict[Tensor, Tensor], Waiting]] = []
+        """Gradients so far, by parameter, of parameters whose gradients share a storage: FSDP reduces those of a layer
+        into one."""
 
     @torch.no_grad()
     def add(self) -> None:
         """Add what the backward left to the sums, and take it off the device."""
-        for piece in self._pieces:
-            piece.fetch()
-            for parameter, total in piece.gradients.items():
+        for index, (sums, waiting) in enumerate(self._pieces):
+            to_device(waiting)
+            for parameter, total in sums.items():
                 if parameter.grad is not None:
                     local(total).add_(local(parameter.grad))
                     parameter.grad = None
-            piece.put_away()
-        fresh: dict[int, _Piece] = {}
+            self._pieces[index] = sums, to_host(storages_of(sums.values()))
+        fresh: dict[int, dict[Tensor, Tensor]] = {}
         for parameter in self.parameters:
             if parameter.grad is not None:
                 key = local(parameter.grad).untyped_storage()._cdata
-                fresh.setdefault(key, _Piece({}, [])).gradients[parameter] = parameter.grad
+                fresh.setdefault(key, {})[parameter] = parameter.grad
                 parameter.grad = None
-        for piece in fresh.values():
-            piece.put_away()
-        self._pieces.extend(fresh.values())
+        self._pieces += [(sums, to_host(storages_of(sums.values()))) for sums in fresh.values()]
 
     def pieces(self, last: bool = False) -> Iterator[list[Tensor]]:
-        """As in Gradients; only one piece has its memory on the device at a time."""
-        for piece in self._pieces:
-            piece.fetch()
-            for parameter, total in piece.gradients.items():
+        """Yield as Gradients does; only one piece has its memory on the device at a time."""
+        for index, (sums, waiting) in enumerate(self._pieces):
+            to_device(waiting)
+            for parameter, total in sums.items():
                 parameter.grad = total
-            yield list(piece.gradients)
-            for parameter in piece.gradients:
+            yield list(sums)
+            for parameter in sums:
                 parameter.grad = None
             if last:
-                piece.gradients.clear()
+                sums.clear()
+                waiting.clear()
             else:
-                piece.put_away()
+                self._pieces[index] = sums, to_host(storages_of(sums.values()))
         if last:
             self.clear()
 

@@ -48,10 +48,10 @@ def test_errors_are_raised_on_every_rank_and_leave_the_model(measurements: Measu
     for rank in measurements:
         errors = rank["errors"]
         for name in ("uneven_log_probs", "uneven_update"):
-            assert "[4, 3] on ranks 0 to 1, but must be the same on every rank" in errors[name]
+            assert "must be the same on every rank, got [4, 3] on ranks 0 to 1" in errors[name]
         assert errors["infinite"].startswith("the gradient norm of the actor is nan")
-        assert "0 response tokens over all ranks" in errors["silent"]
-        assert errors["minibatch"] == "actor.minibatch_size is 3, but must be a multiple of the 2 ranks"
+        assert "at least 1 response token over all ranks, got 0" in errors["silent"]
+        assert errors["minibatch"] == "actor.minibatch_size must be a multiple of the 2 ranks, got 3"
         assert errors["weights"] == 0
 
 

@@ -35,7 +35,7 @@ def test_from_sequences_rejects_what_has_no_token() -> None:
 
 
 def test_fields_must_fit() -> None:
-    with pytest.raises(ValueError, match=r"scores has shape \(2,\), but must have \(3,\)"):
+    with pytest.raises(ValueError, match=r"scores must have shape \(3,\), got \(2,\)"):
         example().replace(scores=torch.zeros(2))
     with pytest.raises(ValueError, match="batch field returns is not set"):
         example().require("returns")
@@ -57,7 +57,7 @@ def test_minibatches_are_every_row_once_in_an_order_of_the_seed() -> None:
 
 
 def test_minibatch_size_must_divide_the_batch() -> None:
-    with pytest.raises(ValueError, match="minibatch is 2 sequences, but must divide its batch of 3"):
+    with pytest.raises(ValueError, match="minibatch must divide its batch of 3 sequences, got 2"):
         next(minibatches(example(), 2, torch.Generator()))
 
 
@@ -65,5 +65,5 @@ def test_microbatches_keep_the_order() -> None:
     parts = list(microbatches(example(), 2))
     assert [len(part) for part in parts] == [2, 1]
     assert torch.equal(torch.cat([part.input_ids for part in parts]), example().input_ids)
-    with pytest.raises(ValueError, match="microbatch_size is 0"):
+    with pytest.raises(ValueError, match="microbatch_size must be at least 1, got 0"):
         next(microbatches(example(), 0))

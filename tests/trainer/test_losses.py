@@ -64,7 +64,7 @@ def test_policy_loss_survives_extreme_ratios() -> None:
 
 
 def test_policy_loss_rejects_a_dual_clip_within_the_clip() -> None:
-    with pytest.raises(ValueError, match=r"dual_clip is 0\.5"):
+    with pytest.raises(ValueError, match=r"dual_clip must be above 1, .* got 0\.5"):
         policy_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), 0.2, 0.2, 0.5)
 
 
@@ -111,7 +111,7 @@ def test_aggregate(mode: LossAggregation) -> None:
 
 
 def test_aggregate_rejects_other_modes() -> None:
-    with pytest.raises(ValueError, match="loss_aggregation is 'mean'"):
+    with pytest.raises(ValueError, match="loss_aggregation must be one of token-mean, .* got 'mean'"):
         aggregate(torch.zeros(1, 1), torch.ones(1, 1), "mean", Counts(1, 1), 1)  # type: ignore[arg-type]
 
 

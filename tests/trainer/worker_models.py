@@ -120,8 +120,8 @@ def measure_update(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch,
     before = wholes(sharded.model)
     gradients = []
     for actor in (sharded, single, frugal):
-        with_sgd(actor.learner)
-        gradients.append(record_gradients(actor.model, actor.learner.optimizer))
+        with_sgd(actor)
+        gradients.append(record_gradients(actor.model, actor.optimizer))
     first = sharded.step(local)
     after_first = wholes(sharded.model)
     alone_first = single.step(everyone)
@@ -154,7 +154,7 @@ def measure_critic(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch,
     critics = [Critic(load_value_model(path, torch.float32, CPU, m), config, ROLLOUT, m, CPU) for m in (mesh, alone)]
     before = wholes(critics[0].model)
     for critic in critics:
-        with_sgd(critic.learner)
+        with_sgd(critic)
     metrics = [
         critic.update(batch, torch.Generator().manual_seed(1))
         for critic, batch in zip(critics, (local, everyone), strict=True)
@@ -218,11 +218,11 @@ def moved(path: str, mesh: DeviceMesh, local: Batch, dtype: torch.dtype, compute
     after = wholes(model)
     parameters = [name for name, _ in model.named_parameters()]
     update = torch.cat([(after[name].double() - before[name].double()).flatten() for name in parameters])
-    states = actor.learner.optimizer.state
+    states = actor.optimizer.state
     first = [whole(state["exp_avg_sq"]) for state in states.values()]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    actor.learner.optimizer.step()
+    actor.optimizer.step()
     later = [whole(state["exp_avg_sq"]) for state in states.values()]
     pairs = [(one[one > 0], other[one > 0]) for one, other in zip(first, later, strict=True)]
     gradients = {str(state[name].dtype) for state in states.values() for name in ("exp_avg", "exp_avg_sq")}

@@ -50,7 +50,7 @@ def test_a_rank_holds_what_was_counted(name: str, ranks: int, value: bool, tmp_p
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         learner.optimizer.step()
-        states = sum(storage.nbytes() for storage in storages_of(learner._optimizer_states()))
+        states = sum(storage.nbytes() for storage in storages_of(learner.moments()))
         assert states == share.optimizer
     finally:
         dist.destroy_process_group()
