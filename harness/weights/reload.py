@@ -1,24 +1,36 @@
-"""The engine on a checkpoint that the trainer saved: what SGLang's own loader makes of it, compared with what it held."""
+"""The engine on a checkpoint that the trainer saved: SGLang's own loader as the reference for what a sync left."""
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from harness.cluster.world import World, all_gather
 from harness.config.layers import ConfigError
 from harness.rollout.verl_engine import VerlEngine
-from harness.weights.fused import describe
 from harness.weights.snapshot import Snapshot, changed, snapshot_weights
 from harness.weights.sync import WeightSync
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 SHARED_FOLDER_SECONDS = 10.0
 """How long a file system may take to show on one host what another one wrote."""
+# The part of the engine's name -> the checkpoint's. All that sglang 0.5.20 fuses, splits or derives in Qwen2, Qwen3, Llama,
+# Qwen3-MoE, DeepSeek-V3 and Moonlight; w_kc and w_vc are no parameters, but what MLA computes with in place of kv_b_proj.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "w_kc": ("kv_b_proj",),
+    "w_vc": ("kv_b_proj",),
+    "experts.w13_weight": ("experts.*.gate_proj", "experts.*.up_proj"),
+    "experts.w2_weight": ("experts.*.down_proj",),
+}
+# With tied embeddings the engine's head is its embedding, and no checkpoint has the head.
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 Output = list[tuple[float, int]]
 """(log-prob, token) of one greedy response."""
@@ -41,35 +53,55 @@ class Reload:
         dist.barrier()
 
     def load(self) -> None:
-        """Let the engine load what was saved."""
+        """Let the engine load what was saved, and delete it once every rank is done."""
         self.sync.engine.update_weights_from_disk(str(self.folder))
-
-    def remove(self) -> None:
-        """Delete the folder, once nobody reads it."""
         dist.barrier()
         if self.world.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def suspects(self) -> list[str]:
-        """Engine tensors that are not what the trainer's checkpoint makes of them, each with its checkpoint names.
+        """Return the engine tensors that are not what the trainer's checkpoint makes of them, with checkpoint names.
 
-        Changes what the engine holds. Empty where this sglang has no door into its schedulers.
+        Changes what the engine holds. Empty where this sglang has no custom weight loaders.
         """
         before = snapshot_weights(self.sync.engine)
         self.save()
         self.load()
-        self.remove()
-        return self.described(before, snapshot_weights(self.sync.engine))
+        return self.changed_tensors(before)
 
-    def described(self, before: Snapshot, after: Snapshot) -> list[str]:
-        """The engine's tensors, of all ranks, that changed, each with its checkpoint names."""
+    def changed_tensors(self, before: Snapshot) -> list[str]:
+        """Return the engine's tensors, of all ranks, that changed since a snapshot, each with its checkpoint names."""
+        after = snapshot_weights(self.sync.engine)
         names = {name for each in all_gather(changed(before, after)) for name in each}
         known = [tensor.name for tensor in self.sync.layout]
-        return [describe(name, known) for name in sorted(names)]
+        return [describe_tensor(name, known) for name in sorted(names)]
+
+
+def describe_tensor(engine_name: str, checkpoint_names: Collection[str]) -> str:
+    """Return an engine's name of a tensor with the checkpoint tensors that it is made of: SGLang fuses some on arrival."""
+    if engine_name in checkpoint_names:
+        return engine_name
+    parts = _fused_from(engine_name, checkpoint_names)
+    if not parts:  # an architecture with names of its own: what shares the module
+        module = engine_name.rsplit(".", 1)[0] + "."
+        parts = [name for name in checkpoint_names if name.startswith(module)]
+    shown = [*parts[:4], *([f"{len(parts) - 4} more"] if len(parts) > 4 else [])]
+    return f"{engine_name} ({', '.join(shown)})" if shown else engine_name
+
+
+def _fused_from(engine_name: str, checkpoint_names: Collection[str]) -> list[str]:
+    if TIED.get(engine_name) in checkpoint_names:
+        return [TIED[engine_name]]
+    for fused, parts in FUSED.items():
+        head, found, tail = engine_name.partition(f".{fused}")
+        if found and not tail.startswith("_"):
+            patterns = [f"{head}.{part}{tail or '.weight'}" for part in parts]
+            return [name for pattern in patterns for name in checkpoint_names if fnmatchcase(name, pattern)]
+    return []
 
 
 def check_shared(folder: Path, world: World, key: str) -> None:
-    """Raises ConfigError, on every rank, when a host does not see what rank 0 writes; key names the setting. Collective."""
+    """Raise ConfigError, on every rank, when a host does not see what rank 0 writes; key names the setting. Collective."""
     note = folder / ".seen"
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,25 +116,29 @@ def check_shared(folder: Path, world: World, key: str) -> None:
     blind = sorted({host for host, found in seen if not found})
     if blind:
         raise ConfigError(
-            f"{key} = {folder}, as rank 0 sees it, is not there on {', '.join(blind)}; give a folder that all hosts share."
+            f"{key} must be a folder that all hosts share, got {folder}: as rank 0 sees it, it is not there on"
+            f" {', '.join(blind)}."
         )
 
 
-def greedy(engine: VerlEngine, prompts: Sequence[Sequence[int]]) -> list[Output]:
-    """The greedy responses, one prompt a call: neither timing nor a neighbour in the batch can change them.
+def greedy_outputs(engine: VerlEngine, prompts: Sequence[Sequence[int]]) -> list[Output]:
+    """Return the greedy responses, one prompt a call: neither timing nor a neighbour in the batch can change them.
 
-    A collective call of the engine's ranks; the same answer on each.
+    A collective call of the engine's ranks; the same on each.
     """
     if engine.api.engine_flushes_cache:
         engine.flush_cache()  # a prompt whose prefix is cached is computed in another order
     answers = [
         engine.generate(input_ids=[list(prompt)], sampling_params=GREEDY, return_logprob=True)[0] for prompt in prompts
     ]
-    return [_output(answer) for answer in answers]
+    return [
+        [(float(entry[0]), int(entry[1])) for entry in answer["meta_info"]["output_token_logprobs"]]
+        for answer in answers
+    ]
 
 
 def output_difference(before: Sequence[Output], after: Sequence[Output]) -> float:
-    """Mean |difference| of the log-probs up to, and with, the first token that differs; in nats.
+    """Return the mean |difference| of the log-probs up to, and with, the first token that differs; in nats.
 
     The largest log-prob at a position is a continuous function of the weights, whichever of two tokens has it.
     """
@@ -113,7 +149,3 @@ def output_difference(before: Sequence[Output], after: Sequence[Output]) -> floa
             if old_token != new_token:
                 break
     return sum(gaps) / len(gaps)
-
-
-def _output(answer: Any) -> Output:
-    return [(float(entry[0]), int(entry[1])) for entry in answer["meta_info"]["output_token_logprobs"]]

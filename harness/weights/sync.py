@@ -11,11 +11,9 @@ from harness.rollout.verl_engine import VerlEngine
 from harness.trainer.model import named_tensors
 from harness.weights.gather import gather, plan_buckets
 from harness.weights.names import checkpoint_layout
-from harness.weights.presync_checks import check_coverage
-from harness.weights.shards import check_covered, check_finite, check_shards
+from harness.weights.presync_checks import check_complete, check_coverage, check_finite, check_shards
 from harness.weights.stream.weight_link import WeightLink
 from harness.weights.transports import (
-    BucketTransport,
     DiskTransport,
     DistributedTransport,
     StreamTransport,
@@ -27,13 +25,12 @@ from harness.weights.update_group import UpdateGroup
 from harness.weights.worker.reader import LoadCoverage
 
 MIB = 1 << 20
-
 GROUP_SECONDS = 600.0
 """How long a broadcast to the engine's ranks may take."""
 
 
 class WeightSync:
-    """From one trained model to the engine of this rank's group. Planned once: names and shapes do not change."""
+    """Brings the weights of one model to the engine of this rank's group. Planned once: names and shapes do not change."""
 
     def __init__(
         self,
@@ -43,34 +40,31 @@ class WeightSync:
         folder: Path,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """config: of the transport "auto" becomes SGLang's own update call. folder: the run directory, for checkpoints on disk. dtype: the engine's, to
-        which parameters are cast on their way; None: they are sent as the model has them. A collective call of all ranks.
+        """Plan the buckets and choose the transport; a collective call of all ranks.
 
-        Raises NotAViewError for an architecture that the sync cannot name, WeightsRefused for shards that do not fit
-        together.
+        config: its transport "auto" becomes SGLang's own update call. folder: the run directory, for checkpoints on disk.
+        dtype: the engine's, to which parameters are cast on their way; None: they are sent as the model has them. Raise
+        NotAViewError for an architecture that the sync cannot name, WeightsRefused for shards that do not fit together.
         """
         self.engine = engine
         self.config = config
         self.live = dict(named_tensors(model))
         self.layout = checkpoint_layout(model, self.live, dtype)
         check_shards(self.live)
-        check_covered(self.layout, self.live)
+        check_complete(self.layout, self.live)
         self.buckets = plan_buckets(self.layout, self.live, config.bucket_size_mib * MIB)
         self._link: WeightLink | None = None
         self.coverage: tuple[LoadCoverage, ...] = ()
-        """What each scheduler's loader makes of the buckets, as it said when a link was last opened."""
+        """What the loader of each scheduler makes of the buckets, as traced when a link was last opened."""
         self._checked = False
         self.transport_name = default_transport(engine.api) if config.transport == "auto" else config.transport
-        self.transport = self._make_transport(Path(config.folder).resolve() if config.folder else folder)
+        self.transport = self._make_transport(Path(config.folder).resolve() if config.folder else Path(folder))
 
     def _make_transport(self, folder: Path) -> Transport:
-        """folder: where disk writes its checkpoints."""
         if self.transport_name == "stream":
             return StreamTransport(self.engine, self.live, self.link)
-        if self.transport_name == "tensor":
-            return TensorTransport(self.engine)
-        if self.transport_name == "bucket":
-            return BucketTransport(self.engine)
+        if self.transport_name in ("tensor", "bucket"):
+            return TensorTransport(self.engine, flattened=self.transport_name == "bucket")
         if self.transport_name == "distributed":
             return DistributedTransport(self.engine, UpdateGroup(self.engine, GROUP_SECONDS))
         # The target serves as source: of an empty folder no config or tokenizer is copied, and the engine has its own.
@@ -79,7 +73,7 @@ class WeightSync:
     @property
     def nbytes(self) -> int:
         """Bytes of all checkpoint tensors."""
-        return sum(bucket.payload_bytes for bucket in self.buckets)
+        return sum(entry.nbytes for bucket in self.buckets for entry in bucket.entries)
 
     @property
     def largest_bucket(self) -> int:
@@ -87,7 +81,7 @@ class WeightSync:
         return max(bucket.nbytes for bucket in self.buckets)
 
     def link(self) -> WeightLink:
-        """The slots beside the schedulers, opened at the first call, which is a collective one of all ranks."""
+        """Return the slots beside the schedulers; the first call, a collective one of all ranks, opens them."""
         if self._link is not None and self._link.broken:
             self.close_link()
         if self._link is None:
@@ -101,23 +95,18 @@ class WeightSync:
         """Send all weights; a collective call of all ranks. The prefix cache is flushed with the last bucket.
 
         Unless verification is off, what cannot arrive is refused first (WeightsRefused): at the first push the engine's
-        own loader is asked about every tensor, and at each push every shard must be there and every value finite.
+        own loader is traced with every tensor, and at each push every shard must be there and every value finite.
         """
         if self.config.verify != "off":
             check_shards(self.live)
             check_finite(self.live)
-            self._ask_once()
+            if not self._checked and self.engine.api.custom_weight_loader:
+                check_coverage([bucket.entries for bucket in self.buckets], self.link().coverage)
+                self._checked = True
+                self._close_idle_link()
         self.transport.push(self.buckets, lambda bucket: gather(bucket, self.live))
 
-    def _ask_once(self) -> None:
-        """Have every scheduler's loader say what it would do with each tensor; needs sglang 0.4.8 or newer."""
-        if self._checked or not self.engine.api.custom_weight_loader:
-            return
-        check_coverage([bucket.entries for bucket in self.buckets], self.link().coverage)
-        self._checked = True
-        self._close_idle_link()
-
-    def ask_again(self) -> None:
+    def trace_again(self) -> None:
         """Have every scheduler find anew what its loader fills: sets `coverage`. A collective call."""
         self.close_link()
         self.link()
@@ -125,10 +114,10 @@ class WeightSync:
 
     def _close_idle_link(self) -> None:
         if self.transport_name != "stream":
-            self.close_link()  # it holds two buckets
+            self.close_link()  # it keeps two buckets
 
     def parts(self) -> dict[str, float]:
-        """Seconds of the parts of the last push on this rank, as WeightLink.seconds names them; none but for stream."""
+        """Return the seconds of the parts of the last push on this rank, as WeightLink.seconds names them; stream only."""
         return dict(self._link.seconds) if self._link else {}
 
     def close_link(self) -> None:
@@ -138,7 +127,7 @@ class WeightSync:
             self._link = None
 
     def close(self) -> None:
-        """End the transport and the link. A collective call."""
+        """Close the transport and the link. A collective call."""
         self.transport.close()
         self.close_link()
 

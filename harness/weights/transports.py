@@ -1,4 +1,4 @@
-"""The ways in which weights travel from trainer to engine, one class each, and which of them a run takes.
+"""The ways in which weights travel from trainer to engine, one class each, and the choice between them.
 
 All but the stream take buckets one after the other, each gathered whole on every rank. What fuses on arrival is in one
 bucket, and a bucket is one call of the engine.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from harness.weights.gather import Bucket, gather_into
 from harness.weights.stream.weight_link import WeightLink
 from harness.weights.update_group import UpdateGroup
 
+T = TypeVar("T")
+
 Gathered = list[tuple[str, torch.Tensor]]
 """Full, contiguous tensors under their checkpoint names."""
 
@@ -39,10 +41,95 @@ class Transport(Protocol):
     """One way of bringing all weights to the engine of this rank's group."""
 
     def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
-        """One whole sync; a collective call of all ranks. The prefix cache is flushed with the last bucket."""
+        """Sync once, wholly; a collective call of all ranks. The prefix cache is flushed with the last bucket."""
 
     def close(self) -> None:
-        """Give back what it keeps between syncs; a collective call."""
+        """Give back what it keeps between syncs, if anything; a collective call."""
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTransport(Transport):
+    """SGLang's own update call, once for each bucket: each rank hands its own copies to the TP rank beside it.
+
+    A list of named tensors, or flattened into one buffer; one for each dtype where this sglang wants that (0.5.1 to 0.5.5).
+    """
+
+    engine: VerlEngine
+    flattened: bool = False
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        load_format = "flattened_bucket" if self.flattened else None
+        with self.engine.weight_update():
+            for bucket, last in _with_last(buckets):
+                for tensors, last_part in _with_last(self._calls(gather(bucket))):
+                    self.engine.update_weights_from_tensor(tensors, load_format, flush_cache=last and last_part)
+
+    def _calls(self, tensors: Gathered) -> list[Gathered]:
+        split = self.flattened and not self.engine.api.bucket_mixes_dtypes
+        return split_by_dtype(tensors) if split else [tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTransport(Transport):
+    """Load one bucket while the next is gathered into the other slot; see weight_link for the order of events."""
+
+    engine: VerlEngine
+    live: Mapping[str, torch.Tensor]
+    link: Callable[[], WeightLink]
+    """Opens the link at its first call, and owns it."""
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        """One engine call for all buckets. gather is not used: they are gathered straight into the slots."""
+        link = self.link()
+        with self.engine.weight_update():
+            link.load(lambda index, slot: gather_into(slot, buckets[index], self.live))
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedTransport(Transport):
+    """A broadcast from each engine's head to its TP ranks, which may be on other GPUs and hosts than the trainers."""
+
+    engine: VerlEngine
+    group: UpdateGroup
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        """Raise ConfigError, before anything is sent, for a model that this sglang cannot receive whole."""
+        if "name" in self.engine.api.distributed_update_parameters:
+            _check_one_tensor_a_call(self.engine.api, [entry.name for bucket in buckets for entry in bucket.entries])
+        with self.engine.weight_update():
+            for bucket, last in _with_last(buckets):
+                self.group.broadcast(gather(bucket), flush_cache=last)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTransport(Transport):
+    """A checkpoint that rank 0 writes and every engine loads, deleted when all have."""
+
+    engine: VerlEngine
+    parent: Path
+    """All hosts see it; each sync writes a folder of its own there."""
+    save: Callable[[Path], None]
+    """Write the trainer's weights into an empty folder; a collective call of all ranks."""
+
+    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
+        """Let `save` gather and write; SGLang flushes the prefix cache after a load by itself.
+
+        A failure to write or load raises on every rank; what was written is deleted all the same.
+        """
+        with ExitStack() as cleanup:
+            box = [""]
+            if dist.get_rank() == 0:
+                self.parent.mkdir(parents=True, exist_ok=True)
+                box = [tempfile.mkdtemp(prefix="weights-", dir=self.parent)]
+                cleanup.callback(shutil.rmtree, box[0], ignore_errors=True)
+            dist.broadcast_object_list(box, src=0)
+            folder = Path(box[0])
+            _together("writing the checkpoint", lambda: self.save(folder))
+            _together("loading the checkpoint", lambda: self.engine.update_weights_from_disk(str(folder)))
 
 
 class TransportChoice(NamedTuple):
@@ -82,112 +169,8 @@ def choose_transport(config: schema.Config, api: SGLangApi, device: Literal["cpu
     return TransportChoice(name, "set in the config")
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTransport:
-    """Load one bucket while the next is gathered into the other slot; see weight_link for the order of events."""
-
-    engine: VerlEngine
-    live: Mapping[str, torch.Tensor]
-    link: Callable[[], WeightLink]
-    """Opens the link at its first call, and owns it."""
-
-    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
-        """One engine call for all buckets. gather is not used: they are gathered straight into the slots."""
-        link = self.link()
-        with self.engine.weight_update():
-            link.load(lambda index, slot: gather_into(slot, buckets[index], self.live))
-
-    def close(self) -> None:
-        """The link is its owner's."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorTransport:
-    """A list of named tensors a call: each rank hands its own copies to the TP rank beside it."""
-
-    engine: VerlEngine
-
-    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
-        with self.engine.weight_update():
-            for bucket, last in _marked(buckets):
-                self.engine.update_weights_from_tensor(gather(bucket), flush_cache=last)
-
-    def close(self) -> None:
-        """Nothing is kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class BucketTransport:
-    """One flattened buffer a call; one for each dtype of a bucket where this sglang wants that (0.5.1 to 0.5.5)."""
-
-    engine: VerlEngine
-
-    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
-        with self.engine.weight_update():
-            for bucket, last in _marked(buckets):
-                calls = self._calls(gather(bucket))
-                for index, tensors in enumerate(calls):
-                    flush = last and index + 1 == len(calls)
-                    self.engine.update_weights_from_tensor(tensors, load_format="flattened_bucket", flush_cache=flush)
-
-    def close(self) -> None:
-        """Nothing is kept."""
-
-    def _calls(self, tensors: Gathered) -> list[Gathered]:
-        return [tensors] if self.engine.api.bucket_mixes_dtypes else split_by_dtype(tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class DistributedTransport:
-    """A broadcast from each engine's head to its TP ranks, which may be on other GPUs and hosts than the trainers."""
-
-    engine: VerlEngine
-    group: UpdateGroup
-
-    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
-        """Raises ConfigError, before anything is sent, for a model that this sglang cannot receive whole."""
-        if "name" in self.engine.api.distributed_update_parameters:
-            _check_one_tensor_a_call(self.engine.api, [entry.name for bucket in buckets for entry in bucket.entries])
-        with self.engine.weight_update():
-            for bucket, last in _marked(buckets):
-                self.group.broadcast(gather(bucket), flush_cache=last)
-
-    def close(self) -> None:
-        self.group.close()
-
-
-@dataclass(frozen=True, slots=True)
-class DiskTransport:
-    """A checkpoint that rank 0 writes and every engine loads, deleted when all have."""
-
-    engine: VerlEngine
-    parent: Path
-    """All hosts see it; each sync writes a folder of its own there."""
-    save: Callable[[Path], None]
-    """Write the trainer's weights into an empty folder; a collective call of all ranks."""
-
-    def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
-        """buckets and gather are not used: `save` gathers. SGLang flushes the prefix cache after a load by itself.
-
-        A failure to write or load raises on every rank; what was written is deleted all the same.
-        """
-        with ExitStack() as cleanup:
-            box = [""]
-            if dist.get_rank() == 0:
-                self.parent.mkdir(parents=True, exist_ok=True)
-                box = [tempfile.mkdtemp(prefix="weights-", dir=self.parent)]
-                cleanup.callback(shutil.rmtree, box[0], ignore_errors=True)
-            dist.broadcast_object_list(box, src=0)
-            folder = Path(box[0])
-            _together("writing the checkpoint", lambda: self.save(folder))
-            _together("loading the checkpoint", lambda: self.engine.update_weights_from_disk(str(folder)))
-
-    def close(self) -> None:
-        """Nothing is kept."""
-
-
 def split_by_dtype(tensors: Gathered) -> list[Gathered]:
-    """One list for each dtype, in order. What fuses has one dtype, so it stays together."""
+    """Return one list for each dtype, in order. What fuses has one dtype, so it stays together."""
     lists: dict[torch.dtype, Gathered] = {}
     for name, tensor in tensors:
         lists.setdefault(tensor.dtype, []).append((name, tensor))
@@ -195,7 +178,7 @@ def split_by_dtype(tensors: Gathered) -> list[Gathered]:
 
 
 def _what_is_lacking(name: str, api: SGLangApi, device: str) -> str | None:
-    """Why this sglang cannot do it and what can, as the end of a sentence, or None."""
+    """Return why this sglang cannot do it and what can, as the end of a sentence; None where it can."""
     if name == "stream" and not api.custom_weight_loader:
         return 'has no custom weight loaders, which came with 0.4.8; use "tensor"'
     if name == "bucket" and not api.flattened_bucket:
@@ -209,7 +192,7 @@ def _what_is_lacking(name: str, api: SGLangApi, device: str) -> str | None:
 
 
 def _check_one_tensor_a_call(api: SGLangApi, names: Sequence[str]) -> None:
-    """Until 0.4.8.post1 each tensor is a call of its own, after which SGLang drops the half that it would have fused."""
+    """Raise ConfigError for halves that fuse: until 0.4.8.post1 a tensor is a call, and SGLang drops a half without the other."""
     halves = next((name for name in names if "kv_a_proj_with_mqa" in name), None)
     if halves and any(name == halves.replace("kv_a_proj_with_mqa", "q_a_proj") for name in names):
         raise ConfigError(
@@ -218,13 +201,13 @@ def _check_one_tensor_a_call(api: SGLangApi, names: Sequence[str]) -> None:
         )
 
 
-def _marked(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, bool]]:
-    """Each bucket, and whether it is the last."""
-    return ((bucket, index + 1 == len(buckets)) for index, bucket in enumerate(buckets))
+def _with_last(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each item, and whether it is the last."""
+    return ((item, index + 1 == len(items)) for index, item in enumerate(items))
 
 
 def _together(what: str, work: Callable[[], None]) -> None:
-    """work() on this rank; raises on every rank when it failed on one: its own error there, EngineFailed elsewhere."""
+    """Do the work on this rank; raise on every rank when it failed on one: its own error there, EngineFailed elsewhere."""
     error: Exception | None = None
     try:
         work()

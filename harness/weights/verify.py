@@ -1,7 +1,8 @@
-"""Did the weights arrive? Asked at the level that weights.verify sets; each level does all that those below it do.
+"""Verification of syncs at the level that weights.verify sets; each level does all that those below it do.
 
-off: only the metrics. log_probs: what the engine computes, against a baseline, and fingerprints of all that it holds. bytes:
-what it holds, read back after every sync. full: a rehearsal before every sync: each tensor changed, the engine filled, synced, read back, reloaded from disk.
+off: only the metrics. log_probs: the engine's log-probs against a baseline, and fingerprints of all that it holds. bytes:
+all that it holds, read back after every sync. full: a rehearsal before every sync, in which each tensor is changed, the
+engine filled with a sentinel, synced, read back, and compared with a reload from disk.
 """
 
 import math
@@ -21,7 +22,7 @@ from harness.weights.fingerprint import FingerprintComparison, Fingerprints
 from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
 from harness.weights.perturb import perturb
 from harness.weights.readback import differences
-from harness.weights.reload import Reload, greedy, output_difference
+from harness.weights.reload import Reload, greedy_outputs, output_difference
 from harness.weights.snapshot import Snapshot, fill_with_sentinel, snapshot_weights
 from harness.weights.sync import WeightSync
 
@@ -35,22 +36,22 @@ class WeightsDidNotArrive(RuntimeError):
 
 
 class NoBaseline(RuntimeError):
-    """Engine and trainer compute differently on weights that are the same: nothing about a sync can be proven."""
+    """Engine and trainer compute differently on the same weights: a difference after a sync would prove nothing."""
 
 
 def check_level(config: Config, api: SGLangApi) -> None:
-    """Raises ConfigError where this sglang cannot be asked what weights.verify wants to know."""
+    """Raise ConfigError where this sglang lacks what weights.verify needs."""
     level = config.weights.verify
     if level in ("bytes", "full") and not api.custom_weight_loader:
         raise ConfigError(
-            f'weights.verify = "{level}": sglang {api.version} has no door into its schedulers (custom weight loaders,'
-            ' since 0.4.8), so what they hold cannot be read back; use "log_probs".'
+            f'weights.verify = "{level}": reading weights back needs custom weight loaders (sglang >= 0.4.8), found'
+            f' {api.version}; use "log_probs".'
         )
 
 
 @dataclass(kw_only=True, slots=True)
 class Verification:
-    """All checks of a run's syncs on one rank. Every method, save for the texts, is a collective call of all ranks."""
+    """All checks of a run's syncs on one rank. Every method is a collective call of all ranks."""
 
     config: Config
     world: World
@@ -63,12 +64,12 @@ class Verification:
     baseline: LogProbDifference | None = None
     why_no_baseline: str = ""
     own_checkpoint: Snapshot | None = None
-    """bytes: what the engine held when SGLang itself had loaded the model's own checkpoint, until a sync has matched it."""
+    """bytes: what SGLang itself loaded from the model's own checkpoint, until a sync has matched it."""
     sentinel_next: bool = False
-    """The engine holds right weights that no sync brought; whatever the next one leaves out would not show."""
+    """The engine holds right weights that no sync brought: a tensor that the next sync omits would not show."""
     fingerprints: Fingerprints = field(init=False)
     compared: FingerprintComparison | None = None
-    """What the fingerprints said of the last sync; None where none were taken."""
+    """Of the last sync; None where none was taken."""
     movement: float = field(init=False)
     """Mean |difference| of log-probs, in nats, between what the engine held before the last sync and what it was sent: what
     the engine's log-probs would be off by if the sync had done nothing. Infinite where it held garbage."""
@@ -80,7 +81,7 @@ class Verification:
         self.movement = math.inf if self.config.engine.initial_weights == "dummy" else 0.0
 
     def reaches(self, level: str) -> bool:
-        """Whether weights.verify is at least `level`."""
+        """Return whether weights.verify is at least `level`."""
         return LEVELS.index(self.config.weights.verify) >= LEVELS.index(level)
 
     @property
@@ -88,18 +89,22 @@ class Verification:
         """What the log-prob statistics may be."""
         return Allowed.of(self.config.model.dtype, self.baseline)
 
-    def load_baseline(self) -> bool:
-        """Bring the engine, resumed or released as it started, onto the model's own checkpoint, by SGLang's own disk loader.
+    @property
+    def is_exact(self) -> bool:
+        """Whether the same weights give the same outputs bit for bit."""
+        on_cpu = self.sync.engine.device_type == "cpu"
+        return on_cpu or bool(self.config.engine.args.get("enable_deterministic_inference"))
 
-        False where none is wanted (level off), or none can be taken; the console says why.
+    def load_baseline(self) -> bool:
+        """Bring the engine, resumed or released as it started, onto the model's own checkpoint, by SGLang's disk loader.
+
+        Return False where none is wanted (level off), or none can be taken; the console says why.
         """
-        if not self.reaches("log_probs"):
-            self.why_no_baseline = "not wanted at level off"
-            return False
-        self.why_no_baseline = self._why_no_baseline()
+        self.why_no_baseline = self._why_no_baseline() if self.reaches("log_probs") else "not wanted at level off"
         if self.why_no_baseline:
-            floor = self.allowed.mean
-            self.events.say(f"no baseline of the log-prob difference ({self.why_no_baseline}): allowed is {floor:.2g}")
+            if self.reaches("log_probs"):
+                allowed = f"allowed is {self.allowed.mean:.2g}"
+                self.events.say(f"no baseline of the log-prob difference ({self.why_no_baseline}): {allowed}")
             return False
         if self.config.engine.initial_weights == "dummy":
             self.memory.resume_weights()
@@ -110,8 +115,21 @@ class Verification:
             self.own_checkpoint = snapshot_weights(self.sync.engine)
         return True
 
+    def _why_no_baseline(self) -> str:
+        engine = self.sync.engine
+        if self.config.model.weights == "random":
+            return "random weights are in no checkpoint"
+        if self.config.engine.initial_weights == "checkpoint":
+            return ""
+        if not engine.api.custom_weight_loader:
+            return f"sglang {engine.api.version} cannot be filled after it, and a lost tensor would not show"
+        # Every scheduler reads the path that its engine's head gives; a hub id is no path on any host.
+        seen = all_gather((self.world.host, Path(engine.on_head(lambda _: str(self.reload.source))).exists()))
+        blind = sorted({host for host, found in seen if not found})
+        return f"the model's folder is not on {', '.join(blind)}" if blind and any(found for _, found in seen) else ""
+
     def set_baseline(self, difference: LogProbDifference) -> None:
-        """Keep what engine and trainer differ by on the model's own checkpoint. Raises NoBaseline if that is too much."""
+        """Keep the difference on the model's own checkpoint. Raise NoBaseline if it is too large."""
         self.baseline = difference
         self.events.fact("log_prob_baseline", **difference.metrics(), allowed=self.allowed.mean)
         self.events.say(
@@ -126,20 +144,20 @@ class Verification:
             )
 
     def rehearse(self, index: int) -> None:
-        """full: sync changed weights onto sentinel, read them back and compare with a reload from disk.
+        """full: sync changed weights onto a sentinel fill, read them back and compare with a reload from disk.
 
-        The engine's weights are resumed before and after; after, what they hold is of no use until the next sync. In between
-        the KV cache is resumed too, beside the trainer's parameters.
+        The engine's weights are resumed before and after, and of no use until the next sync. In between the KV cache is
+        resumed too, beside the trainer's parameters. Below full: only the sentinel fill that a baseline asks for.
         """
         if not self.reaches("full"):
             if self.sentinel_next:
-                self._poison(index)
+                self._fill_with_sentinel(index)
             return
         seed = self.config.run.seed * 1_000_003 + index
         with self.timed("perturb"):
             perturb(self.sync.live, seed)
         try:
-            self._poison(index)
+            self._fill_with_sentinel(index)
             with self.timed("push", index, "all ranks to sync changed weights onto sentinel"):
                 self.sync.push()
             self.check_bytes(index, "a sync of changed weights onto sentinel")
@@ -151,56 +169,59 @@ class Verification:
         with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
             self._check_reload(index)
 
+    def _fill_with_sentinel(self, index: int) -> None:
+        with self.timed("sentinel", index, "the engine to fill its weights with garbage"):
+            fill_with_sentinel(self.sync.engine, f"{self.config.run.seed}/{index}")
+        self.sentinel_next = False
+
+    def _check_reload(self, index: int) -> None:
+        engine = self.sync.engine
+        self.memory.resume_kv_cache()
+        first, before = greedy_outputs(engine, self.prompts), snapshot_weights(engine)
+        self.reload.load()
+        wrong, second = self.reload.changed_tensors(before), greedy_outputs(engine, self.prompts)
+        self.memory.release_all()
+        self.memory.resume_weights()
+        what = f"step {index}: a reload of the same weights from disk changed"
+        if wrong:
+            raise WeightsDidNotArrive(f"{what} what the engine holds: {_some(wrong)}")
+        same = all(all_gather(first == second))
+        apart, bound = max(all_gather(output_difference(first, second))), self.allowed.mean
+        if not (same if self.is_exact else apart <= bound):
+            allowed = "not a bit" if self.is_exact else f"{bound:.2g}"
+            raise WeightsDidNotArrive(f"{what} greedy log-probs by {apart:.2e} in the mean ({allowed} is allowed)")
+
     def check_fingerprints(self, index: int) -> None:
-        """log_probs: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent, of every
-        element that can be followed. Where this sglang has no custom weight loaders nothing is compared."""
+        """log_probs: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent.
+
+        Of every element that can be followed; where this sglang has no custom weight loaders nothing is compared.
+        """
         if not self.reaches("log_probs") or not self.sync.engine.api.custom_weight_loader:
             return
         with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
             self.compared = self.fingerprints.compare()
-            if not self.compared.wrong:
-                return
-            exact = differences(self.sync, self.world) or self.compared.wrong
-        raise WeightsDidNotArrive(f"step {index}: after the sync the engine holds other weights: {_some(exact)}")
-
-    def sync_metrics(self) -> dict[str, float]:
-        """What is known of the last sync, whose checks all passed, for metrics.jsonl.
-
-        sync_movement: `movement`, where finite. sync_proven_by_log_probs: 1 where the engine's log-probs would not have
-        passed had the sync done nothing. sync_tensors, _compared, _unchanged: see FingerprintComparison.
-        """
-        metrics = {"sync_movement": self.movement} if math.isfinite(self.movement) else {}
-        if self.reaches("log_probs"):
-            metrics["sync_proven_by_log_probs"] = float(self.movement > self.allowed.mean)
-        if self.compared:
-            metrics["sync_tensors"] = self.compared.tensors
-            metrics["sync_tensors_compared"] = self.compared.compared
-            if self.compared.unchanged is not None:
-                metrics["sync_tensors_unchanged"] = self.compared.unchanged
-        return metrics
+            wrong = self.compared.wrong and (differences(self.sync, self.world) or self.compared.wrong)
+        self._raise_for(wrong, f"step {index}: after the sync the engine holds other weights")
 
     def check_bytes(self, index: int, what: str = "the sync") -> None:
         """bytes: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent."""
-        if not self.reaches("bytes"):
-            return
-        with self.timed("readback", index, "every tensor to be read back from the engine"):
-            wrong = differences(self.sync, self.world)
-        if wrong:
-            raise WeightsDidNotArrive(f"step {index}: after {what} the engine holds other weights: {_some(wrong)}")
+        if self.reaches("bytes"):
+            with self.timed("readback", index, "every tensor to be read back from the engine"):
+                wrong = differences(self.sync, self.world)
+            self._raise_for(wrong, f"step {index}: after {what} the engine holds other weights")
 
     def check_first_sync(self, index: int) -> None:
-        """bytes: raise WeightsDidNotArrive unless the first sync, of unchanged weights, leaves the engine as its own load of
-        the model's checkpoint did. It alone does not trust our names: two experts swapped in them would be read back so."""
+        """bytes: raise WeightsDidNotArrive unless the first sync, of unchanged weights, leaves what SGLang itself loaded.
+
+        The only check that does not trust our names: two experts swapped in them would be read back swapped.
+        """
         if self.own_checkpoint is None:
             return
         with self.timed("first_sync", index, "the engine's weights, to compare them with its own load from disk"):
-            wrong = self.reload.described(self.own_checkpoint, snapshot_weights(self.sync.engine))
+            wrong = self.reload.changed_tensors(self.own_checkpoint)
         self.own_checkpoint = None
-        if wrong:
-            raise WeightsDidNotArrive(
-                f"step {index}: after the first sync the engine holds other weights than it loaded itself from"
-                f" {self.reload.source}: {_some(wrong)}"
-            )
+        source = f"it loaded itself from {self.reload.source}"
+        self._raise_for(wrong, f"step {index}: after the first sync the engine holds other weights than {source}")
 
     def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
         """log_probs: raise WeightsDidNotArrive, naming suspects, when the engine's log-probs are not the trainer's."""
@@ -219,11 +240,26 @@ class Verification:
         ) from failure
 
     def find_suspects(self, index: int) -> str:
-        """The first engine tensors that are not the trainer's, each with its checkpoint names, or "none found"."""
+        """Return the first engine tensors that are not the trainer's, each with its checkpoint names, or "none found"."""
         with self.events.phase("find_suspects", index, "the engine to reload the weights from disk, for comparison"):
             self.memory.resume_weights()
-            self.sync.push()  # what the engine held is gone if it slept; the same sync goes wrong the same way
+            self.sync.push()  # what a released engine held is gone; the same sync goes wrong the same way
             return _some(self.reload.suspects())
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Return what is known of the last sync, whose checks all passed, for metrics.jsonl.
+
+        sync_movement: `movement`, where finite. sync_proven_by_log_probs: 1 where the engine's log-probs would not have
+        passed had the sync done nothing. sync_tensors, _compared, _unchanged: see FingerprintComparison.
+        """
+        metrics = {"sync_movement": self.movement} if math.isfinite(self.movement) else {}
+        if self.reaches("log_probs"):
+            metrics["sync_proven_by_log_probs"] = float(self.movement > self.allowed.mean)
+        if self.compared:
+            metrics |= {"sync_tensors": self.compared.tensors, "sync_tensors_compared": self.compared.compared}
+            if self.compared.unchanged is not None:
+                metrics["sync_tensors_unchanged"] = self.compared.unchanged
+        return metrics
 
     @contextmanager
     def timed(self, part: str, index: int | None = None, waiting_for: str = "") -> Iterator[None]:
@@ -234,60 +270,17 @@ class Verification:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - started
 
     def take_seconds(self) -> dict[str, float]:
-        """verify/<part>_seconds of each part since the last call, for metrics.jsonl."""
+        """Return verify/<part>_seconds of each part since the last call, for metrics.jsonl."""
         taken = {f"verify/{part}_seconds": seconds for part, seconds in self.seconds.items()}
         self.seconds.clear()
         return taken
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the same weights give the same outputs bit for bit."""
-        on_cpu = self.sync.engine.device_type == "cpu"
-        return on_cpu or bool(self.config.engine.args.get("enable_deterministic_inference"))
-
-    def _why_no_baseline(self) -> str:
-        engine = self.sync.engine
-        if self.config.model.weights == "random":
-            return "random weights are in no checkpoint"
-        if self.config.engine.initial_weights == "checkpoint":
-            return ""
-        if not engine.api.custom_weight_loader:
-            return f"sglang {engine.api.version} cannot be filled after it, and a lost tensor would not show"
-        # Every scheduler reads the path that its engine's head gives; a hub id is no path on any host.
-        seen = all_gather((self.world.host, Path(engine.on_head(lambda _: str(self.reload.source))).exists()))
-        blind = sorted({host for host, found in seen if not found})
-        if blind and any(found for _, found in seen):
-            return f"the model's folder is not on {', '.join(blind)}"
-        return ""
-
-    def _poison(self, index: int) -> None:
-        with self.timed("sentinel", index, "the engine to fill its weights with garbage"):
-            fill_with_sentinel(self.sync.engine, f"{self.config.run.seed}/{index}")
-        self.sentinel_next = False
-
-    def _check_reload(self, index: int) -> None:
-        engine = self.sync.engine
-        self.memory.resume_kv_cache()
-        first, before = greedy(engine, self.prompts), snapshot_weights(engine)
-        self.reload.load()
-        wrong, second = self.reload.described(before, snapshot_weights(engine)), greedy(engine, self.prompts)
-        self.reload.remove()
-        self.memory.release_all()
-        self.memory.resume_weights()
+    def _raise_for(self, wrong: Sequence[str], sentence: str) -> None:
         if wrong:
-            raise WeightsDidNotArrive(
-                f"step {index}: a reload of the same weights from disk changed what the engine holds: {_some(wrong)}"
-            )
-        same = all(all_gather(first == second))
-        apart, bound = max(all_gather(output_difference(first, second))), self.allowed.mean
-        if not (same if self.is_exact else apart <= bound):
-            raise WeightsDidNotArrive(
-                f"step {index}: a reload of the same weights from disk changed greedy log-probs by {apart:.2e} in the mean"
-                f" ({'not a bit' if self.is_exact else f'{bound:.2g}'} is allowed)"
-            )
+            raise WeightsDidNotArrive(f"{sentence}: {_some(wrong)}")
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names and the number of the others, or "none found"."""
+    """Return the first names and the number of the others, or "none found"."""
     more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
     return "; ".join([*names[:NAMED], *more]) or "none found"

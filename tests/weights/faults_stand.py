@@ -32,7 +32,7 @@ from harness.weights.gather import plan_buckets
 from harness.weights.log_probs import Allowed, log_prob_difference
 from harness.weights.names import CheckpointTensor
 from harness.weights.perturb import perturb
-from harness.weights.presync_checks import problems
+from harness.weights.presync_checks import coverage_problems
 from harness.weights.readback import differences
 from harness.weights.snapshot import snapshot_weights
 from harness.weights.sync import WeightSync
@@ -128,7 +128,7 @@ class Stand:
         before = snapshot_weights(self.engine)
         found: list[str] = []
         with raising() as raised, self.syncing(**replaced) as sync:
-            found += problems([bucket.entries for bucket in sync.buckets], sync.link().coverage)
+            found += coverage_problems([bucket.entries for bucket in sync.buckets], sync.link().coverage)
             found += self.pushed(sync)
         touched = (
             ["the engine was touched"] if raised and any(all_gather(snapshot_weights(self.engine) != before)) else []

@@ -16,7 +16,7 @@ from harness.weights import fingerprint as trainer_side
 from harness.weights.fingerprint import FingerprintComparison, Fingerprints
 from harness.weights.gather import plan_buckets
 from harness.weights.worker import scheduler_fingerprint as fingerprint
-from harness.weights.worker.inspection import WorkerReport
+from harness.weights.worker.model_state import WorkerReport
 from harness.weights.worker.scheduler_fingerprint import BASE, INTEGER, fingerprints, weighted_sum
 from tests.weights.test_readback import Sync, sync_of
 from tests.weights.toy_model import SHAPES, Toy
@@ -109,17 +109,17 @@ def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stan
             for bucket in sync.buckets
         ]
 
-        def ask_again() -> None:
+        def trace_again() -> None:
             again.append(1)
             assert sync.opened.reader is not None
             sync.opened.reader.make_plans()
 
         given: Any = sync
-        given.buckets, given.coverage, given.ask_again = buckets, sync.opened.coverage, ask_again
+        given.buckets, given.coverage, given.trace_again = buckets, sync.opened.coverage, trace_again
         given.engine.group.process_group = None
         monkeypatch.setattr(
             trainer_side,
-            "inspect",
+            "report_of_schedulers",
             lambda engine, loader: [WorkerReport(rank=0, device="cpu", tensors=fingerprints(sync.model))],
         )
         world: Any = SimpleNamespace(rank=0)

@@ -1,15 +1,29 @@
 """What is refused before it is sent, from what each scheduler's loader would do with it."""
 
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from harness.weights.presync_checks import SHOWN, WeightsRefused, check_coverage, problems
-from harness.weights.stream.slots import SlotEntry
-from harness.weights.worker.reader import LoadCoverage, Region
+from harness.weights.names import CheckpointTensor
+from harness.weights.presync_checks import (
+    SHOWN,
+    WeightsRefused,
+    check_complete,
+    check_coverage,
+    check_finite,
+    check_shards,
+    coverage_problems,
+)
+from harness.weights.stream.slots import Region, SlotEntry
+from harness.weights.worker.reader import LoadCoverage
+from tests.cluster.gloo import on_ranks
 
 
 def entry(
@@ -57,7 +71,7 @@ LEFT, RIGHT = WHOLE[:, :3], WHOLE[:, 3:]
     ids=["whole", "replicated", "rows", "columns", "two copies", "replicated heads", "transposed", "one only", "tiles"],
 )
 def test_a_tensor_that_the_ranks_take_together_is_whole(ranks: tuple[list[torch.Tensor], ...]) -> None:
-    assert problems([[entry()]], coverage(*ranks)) == []
+    assert coverage_problems([[entry()]], coverage(*ranks)) == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +94,7 @@ def test_a_tensor_that_the_ranks_take_together_is_whole(ranks: tuple[list[torch.
     ],
 )  # fmt: skip
 def test_a_tensor_of_which_a_part_is_never_read_is_refused(ranks: tuple[list[torch.Tensor], ...], read: int) -> None:
-    (sentence,) = problems([[entry()]], coverage(*ranks))
+    (sentence,) = coverage_problems([[entry()]], coverage(*ranks))
     assert sentence == (f"a: of its 24 elements ([4, 6]) the engine would read {read}; its shape is not the engine's")
 
 
@@ -100,10 +114,10 @@ def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
     for tile in tiles:
         ranks[data.draw(st.integers(0, 2))].append(tile)
     sent = [[entry(shape=tuple(whole.shape))]]
-    assert problems(sent, coverage(*ranks)) == []
+    assert coverage_problems(sent, coverage(*ranks)) == []
     lost = data.draw(st.sampled_from([rank for rank, views in enumerate(ranks) if views]))
     ranks[lost].pop()
-    assert len(problems(sent, coverage(*ranks))) == 1
+    assert len(coverage_problems(sent, coverage(*ranks))) == 1
 
 
 @pytest.mark.parametrize(
@@ -123,7 +137,7 @@ def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
 def test_a_dtype_that_would_be_rounded_is_refused(sent: str, held: str, fits: bool) -> None:
     given, kept = getattr(torch, sent), getattr(torch, held)
     taken = Region(names=("a",), dtype=given, shape=(4, 6), stride=(6, 1), offset=0, target_dtype=kept)
-    found = problems([[entry(dtype=given)]], [LoadCoverage(rank=0, regions=[[taken]])])
+    found = coverage_problems([[entry(dtype=given)]], [LoadCoverage(rank=0, regions=[[taken]])])
     said = f"a: sent as {sent}, but the engine holds {held}: it would be rounded; send {held}"
     assert found == ([] if fits else [said])
 
@@ -131,44 +145,44 @@ def test_a_dtype_that_would_be_rounded_is_refused(sent: str, held: str, fits: bo
 def test_unknown_on_all_ranks_is_refused_but_not_on_one() -> None:
     one = LoadCoverage(rank=0, regions=[[region(WHOLE)]])
     padding_only = LoadCoverage(rank=1, regions=[[]], unknown=["a"])
-    assert problems([[entry()]], [one, padding_only]) == []
+    assert coverage_problems([[entry()]], [one, padding_only]) == []
     neither = LoadCoverage(rank=0, regions=[[]], unknown=["a"])
     said = ["a: the engine knows no such parameter and would ignore it"]
-    assert problems([[entry()]], [neither, padding_only]) == said
+    assert coverage_problems([[entry()]], [neither, padding_only]) == said
 
 
 def test_unfilled_on_all_ranks_is_refused_but_not_on_one() -> None:
     first = LoadCoverage(rank=0, filled=["embed"], unfilled=["head", "norm"])
     last = LoadCoverage(rank=1, filled=["embed", "head"], unfilled=["norm"])
     said = ["norm: a parameter of the engine that nothing sent would fill"]
-    assert problems([], [first, last]) == problems([], [last, first]) == said
+    assert coverage_problems([], [first, last]) == coverage_problems([], [last, first]) == said
 
 
 def test_unfilled_in_one_pipeline_stage_is_refused() -> None:
     stages = [LoadCoverage(rank=0, filled=["layers.0.norm"]), LoadCoverage(rank=1, unfilled=["layers.3.norm"])]
-    assert problems([], stages) == ["layers.3.norm: a parameter of the engine that nothing sent would fill"]
+    assert coverage_problems([], stages) == ["layers.3.norm: a parameter of the engine that nothing sent would fill"]
 
 
 def test_what_a_loader_raises_is_said_once_and_nothing_else_of_that_tensor() -> None:
     refusing = [LoadCoverage(rank=rank, regions=[[]], errors={"a, b": "AssertionError: no"}) for rank in range(2)]
     sent = [[entry(), entry("b")]]
-    assert problems(sent, refusing) == ["a, b: the engine's loader refuses it: AssertionError: no"]
+    assert coverage_problems(sent, refusing) == ["a, b: the engine's loader refuses it: AssertionError: no"]
 
 
 def test_what_cannot_be_followed_is_not_refused() -> None:
-    assert problems([[entry()]], [LoadCoverage(rank=0, regions=[[]], opaque=["a"])]) == []
+    assert coverage_problems([[entry()]], [LoadCoverage(rank=0, regions=[[]], opaque=["a"])]) == []
 
 
 def test_elements_by_index_are_left_to_the_readback() -> None:
-    assert problems([[entry()]], [LoadCoverage(rank=0, regions=[[region(TOP, index=True)]])]) == []
+    assert coverage_problems([[entry()]], [LoadCoverage(rank=0, regions=[[region(TOP, index=True)]])]) == []
 
 
 def test_each_bucket_is_judged_by_its_own_regions() -> None:
     sent = [[entry()], [entry("b")]]
     right = LoadCoverage(rank=0, regions=[[region(WHOLE)], [region(WHOLE, name="b")]])
-    assert problems(sent, [right]) == []
+    assert coverage_problems(sent, [right]) == []
     swapped = LoadCoverage(rank=0, regions=[[region(WHOLE, name="b")], [region(WHOLE)]])
-    assert [sentence.split(":")[0] for sentence in problems(sent, [swapped])] == ["a", "b"]
+    assert [sentence.split(":")[0] for sentence in coverage_problems(sent, [swapped])] == ["a", "b"]
 
 
 def test_the_refusal_names_the_first_and_counts_the_rest() -> None:
@@ -179,3 +193,135 @@ def test_the_refusal_names_the_first_and_counts_the_rest() -> None:
     said = str(raised.value)
     assert f"tensor{SHOWN - 1}:" in said and f"tensor{SHOWN}:" not in said and said.endswith("; and 3 more")
     check_coverage([[entry()]], coverage([WHOLE]))
+
+
+RANKS = 2
+Live = dict[str, torch.Tensor]
+
+
+def sound(mesh: DeviceMesh) -> Live:
+    whole = {"a": torch.ones(5, 3), "b": torch.ones(1, 2, dtype=torch.bfloat16)}  # of b, rank 1 holds no row
+    sharded: Live = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    return sharded | {"plain": torch.ones(3), "steps": torch.tensor(7)}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The same DTensor, of which this rank holds fewer rows than it says."""
+    assert isinstance(tensor, DTensor)
+    return DTensor.from_local(
+        tensor.to_local()[:rows],
+        tensor.device_mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def nan_in_a(live: Live, rank: int) -> None:
+    if rank == 1:
+        local(live["a"])[1, 2] = float("nan")
+
+
+def infinity_in_both(live: Live, rank: int) -> None:
+    if rank == 0:
+        local(live["b"])[0, 0] = float("-inf")
+    live["plain"][0] = float("inf")
+
+
+def huge(live: Live, rank: int) -> None:
+    local(live["a"]).fill_(3.4e38)  # finite, though the sum is not
+
+
+def missing(live: Live, rank: int) -> None:
+    if rank == 1:
+        live["a"] = with_rows(live["a"], 1)
+
+
+def absent(live: Live, rank: int) -> None:
+    if rank == 1:
+        del live["plain"]
+
+
+def only_on_the_second(live: Live, rank: int) -> None:
+    if rank == 1:
+        live["more"] = torch.ones(1)
+
+
+def other_shape(live: Live, rank: int) -> None:
+    if rank == 1:
+        live["plain"] = torch.ones(4)
+
+
+def other_dtype(live: Live, rank: int) -> None:
+    if rank == 1:
+        live["plain"] = torch.ones(3, dtype=torch.bfloat16)
+
+
+def on_meta(live: Live, rank: int) -> None:
+    if rank == 1:
+        live["plain"] = torch.ones(3, device="meta")
+
+
+CHECKS: tuple[tuple[Callable[[Live], None], Callable[[Live, int], None] | None, str], ...] = (
+    (check_shards, None, ""),
+    (check_finite, None, ""),
+    (check_finite, huge, ""),
+    (check_finite, nan_in_a, "1 tensor(s) hold a NaN or an infinity: a (rank 1); nothing was sent."),
+    (
+        check_finite,
+        infinity_in_both,
+        "2 tensor(s) hold a NaN or an infinity: plain (rank 0), b (rank 0); nothing was sent.",
+    ),
+    (check_shards, missing, "a: rank 1 holds 1 of the 2 rows of its shard"),
+    (check_shards, absent, "plain: rank 1 has none, but every rank must hold its shard."),
+    (check_shards, only_on_the_second, "more: rank 0 has none, but every rank must hold its shard."),
+    (check_shards, other_shape, "plain: ((4,), 'torch.float32') on rank 1 but ((3,), 'torch.float32') on rank 0."),
+    (check_shards, other_dtype, "plain: ((3,), 'torch.bfloat16') on rank 1 but ((3,), 'torch.float32') on rank 0."),
+    (check_shards, on_meta, "plain: rank 1 has it on the meta device, without values"),
+)
+
+
+def _say(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    said = []
+    for check, spoil, _ in CHECKS:
+        live = sound(mesh)
+        if spoil:
+            spoil(live, rank)
+        try:
+            check(live)
+            said.append("")
+        except WeightsRefused as refused:
+            said.append(str(refused))
+    return said
+
+
+def test_what_is_wrong_is_said_on_every_rank_with_the_tensor_and_the_rank(tmp_path: Path) -> None:
+    expected = [sentence for _, _, sentence in CHECKS]
+    assert on_ranks(_say, RANKS, tmp_path) == [expected] * RANKS
+
+
+def part(rows: int, first: int = 0) -> CheckpointTensor:
+    """Rows of a live tensor [5, 3]."""
+    return CheckpointTensor(
+        name=f"from {first}", live_name="a", shape=(rows, 3), stride=(3, 1), offset=3 * first, dtype=torch.float32
+    )
+
+
+def test_a_checkpoint_form_that_has_every_element_covers() -> None:
+    check_complete([part(5)], {"a": torch.ones(5, 3)})
+    check_complete([part(2), part(3, 2)], {"a": torch.ones(5, 3)})
+
+
+@pytest.mark.parametrize(("parts", "held"), [([], 0), ([part(2)], 6), ([part(2), part(5)], 21)])
+def test_a_checkpoint_form_that_has_too_few_elements_or_too_many_is_refused(
+    parts: list[CheckpointTensor], held: int
+) -> None:
+    with pytest.raises(WeightsRefused, match=f"^a: the checkpoint's tensors hold {held} of its 15 elements"):
+        check_complete(parts, {"a": torch.ones(5, 3)})

@@ -16,10 +16,11 @@ from harness.config.layers import ConfigError
 from harness.task.tiny_models import tiny_config, tiny_model
 from harness.weights.names import checkpoint_layout
 from harness.weights.presync_checks import WeightsRefused
+from harness.weights.stream.slots import Region
 from harness.weights.stream.weight_link import WeightLink
 from harness.weights.sync import WeightSync
 from harness.weights.transports import choose_transport
-from harness.weights.worker.reader import LoadCoverage, Region
+from harness.weights.worker.reader import LoadCoverage
 
 
 class Notes:

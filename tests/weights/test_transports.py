@@ -14,7 +14,6 @@ from harness.rollout.sglang_api import SGLangApi, SourceTree
 from harness.weights.gather import Bucket
 from harness.weights.stream.slots import SlotEntry
 from harness.weights.transports import (
-    BucketTransport,
     DiskTransport,
     DistributedTransport,
     choose_transport,
@@ -170,7 +169,6 @@ def test_one_tensor_a_call_cannot_carry_what_fuses(new: SGLangApi) -> None:
 def test_dtypes_part_in_order_where_a_bucket_holds_one() -> None:
     tensors = [("a", torch.zeros(1)), ("b", torch.zeros(1, dtype=torch.bfloat16)), ("c", torch.ones(2))]
     assert [[name for name, _ in part] for part in split_by_dtype(tensors)] == [["a", "c"], ["b"]]
-    assert BucketTransport.__doc__
 
 
 @dataclass

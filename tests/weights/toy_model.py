@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from harness.weights.stream.slots import Layout, Link, SlotEntry, StreamListener, slot_bytes, take
+from harness.weights.stream.slots import Layout, SlotConnection, SlotEntry, StreamListener, connect_slots, slot_bytes
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -98,14 +98,14 @@ def sent(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
 
 
-def ends(folder: Path, layout: Layout) -> tuple[Link, Link]:
+def ends(folder: Path, layout: Layout) -> tuple[SlotConnection, SlotConnection]:
     """(trainer's, scheduler's)."""
     door = StreamListener.open(folder, 0)
-    links: list[Link] = []
+    links: list[SlotConnection] = []
     nbytes = slot_bytes(4096)
     offering = threading.Thread(target=lambda: links.append(door.offer(nbytes, CPU, layout, lambda: False)))
     offering.start()
-    reader, _ = take(folder, 0, CPU)
+    reader, _ = connect_slots(folder, 0, CPU)
     offering.join()
     door.close()
     return links[0], reader

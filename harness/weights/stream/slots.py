@@ -7,9 +7,10 @@ memory, opened through an IPC handle, and events order the two processes' stream
 import mmap
 import os
 import stat
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Self
@@ -34,29 +35,27 @@ class SlotEntry:
     stride: tuple[int, ...]
     """In elements."""
     offset: int
-    """Bytes from the slot's first to the tensor's first element."""
+    """Bytes from the first of the slot to the first element of the tensor."""
     group: int
     """Entries of one group may fuse in the engine, and are loaded in one call."""
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, contiguous."""
         return self.numel * self.dtype.itemsize
 
     def holds(self, offset: int) -> bool:
-        """Whether one of its elements begins at that byte of the slot, for strides that nest."""
+        """Return whether an element begins at that byte of the slot, for strides that nest."""
         left, inside = divmod(offset - self.offset, self.dtype.itemsize)
         for stride, size in sorted(zip(self.stride, self.shape, strict=True), reverse=True):
             left -= min(left // stride, size - 1) * stride if stride else 0
         return left == 0 and inside == 0
 
     def view(self, slot: torch.Tensor) -> torch.Tensor:
-        """The tensor inside a slot (uint8, 1-D, its storage's first byte first)."""
+        """Return the tensor inside a slot (uint8, 1-D, first byte of its storage first), without a copy."""
         return typed(slot, self.dtype).as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
 
 
@@ -64,58 +63,82 @@ Layout = tuple[tuple[SlotEntry, ...], ...]
 """The entries of each bucket; bucket b is always in slot b % SLOTS."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """What of a slot one copy of the engine's loader reads, counted in elements of dtype."""
+
+    names: tuple[str, ...]
+    """Checkpoint tensors that the elements are of."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    target_dtype: torch.dtype
+    """As the engine holds the elements."""
+    index: torch.Tensor | None = None
+    """int64 of that shape, in place of stride and offset, where the elements do not lie in strides."""
+
+    def view(self, slot: torch.Tensor) -> torch.Tensor:
+        """Return the elements inside a slot: a view, but a copy where they do not lie in strides."""
+        elements = typed(slot, self.dtype)
+        if self.index is not None:
+            return elements[self.index.to(slot.device)]
+        return elements.as_strided(self.shape, self.stride, self.offset)
+
+
 def typed(slot: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A slot (uint8, 1-D) as elements of dtype, as many as are whole; not a copy."""
+    """Return a slot (uint8, 1-D) as elements of dtype, as many as are whole, without a copy."""
     return slot[: slot.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def slot_bytes(payload: int) -> int:
-    """Bytes of a slot for buckets up to `payload` bytes: rounded up, and room for the stamp."""
+    """Return the bytes of a slot for buckets up to `payload` bytes: rounded up, with room for the stamp."""
     return -(-payload // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
 def stamp(slot: torch.Tensor) -> torch.Tensor:
-    """int64 [1] at the slot's end: the sequence number of the bucket in it. Its writer sets it first, so a reader that
-    still finds its own bucket's number when it is done has not been overwritten meanwhile."""
+    """Return the sequence number of the bucket in a slot, int64 [1] at its end.
+
+    The writer sets it first: a reader that still finds the number of its own bucket afterwards was not overtaken.
+    """
     return slot[-STAMP_BYTES:].view(torch.int64)
 
 
 @dataclass(slots=True)
-class Link:
+class SlotConnection:
     """One end of the connection, with the slots and, on CUDA, the events."""
 
     connection: Connection
     slots: list[torch.Tensor]
-    filled: list[torch.cuda.Event]
+    filled: list[torch.cuda.Event] = field(default_factory=list)
     """Recorded by the writer when a slot is whole; empty on the CPU, as `read`."""
-    read: list[torch.cuda.Event]
+    read: list[torch.cuda.Event] = field(default_factory=list)
     """Recorded by the reader when it is done with a slot."""
 
     def send(self, message: object) -> None:
-        """Raises PeerGone when nobody listens any more."""
+        """Send to the other end. Raise PeerGone when it is closed."""
         try:
             self.connection.send(message)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerGone("the other end of the weight stream is gone") from error
 
     def receive(self, give_up: Callable[[], bool] = lambda: False) -> Any:
-        """The next message. Raises PeerGone when there is none and give_up() says that none will come."""
+        """Return the next message. Raise PeerGone when there is none and give_up() is true."""
         try:
             while not self.connection.poll(POLL_SECONDS):
                 if give_up() and not self.connection.poll(0):
                     raise PeerGone("the engine's call ended before its scheduler had answered")
             return self.connection.recv()
+        except PeerGone:
+            raise
         except (EOFError, OSError) as error:  # OSError: it died in mid-message
-            if isinstance(error, PeerGone):
-                raise
             raise PeerGone("the other end of the weight stream is gone") from error
 
     def close(self) -> None:
-        """Close the connection and let the slots go."""
+        """Close the connection and drop the slots."""
         self.connection.close()
-        self.slots.clear()
-        self.filled.clear()
-        self.read.clear()
+        for each in (self.slots, self.filled, self.read):
+            each.clear()
 
 
 @dataclass(slots=True)
@@ -127,35 +150,35 @@ class StreamListener:
 
     @classmethod
     def open(cls, folder: Path, engine_rank: int) -> Self:
-        """folder: the same path on every host of the engine, for this user alone."""
+        """Listen in a folder for this user alone, whose path is the same on every host of the engine."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_private(folder)
         path = folder / f"{engine_rank}.socket"
         return cls(Listener(str(path), family="AF_UNIX"), path)
 
-    def offer(self, nbytes: int, device: torch.device, layout: Layout, give_up: Callable[[], bool]) -> Link:
-        """Wait for the scheduler, make the slots and hand them over with the layout.
+    def offer(self, nbytes: int, device: torch.device, layout: Layout, give_up: Callable[[], bool]) -> SlotConnection:
+        """Wait for the scheduler, make slots of nbytes each, and hand them over with the layout.
 
-        nbytes: of one slot. Raises PeerGone when give_up() says that no scheduler will come.
+        Raise PeerGone when give_up() is true before the scheduler came.
         """
         connection = self._accept(give_up)
         if device.type == "cuda":
-            link = Link(connection, [], _events(device), [])
-            link.slots = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-            for slot in link.slots:
+            slots = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+            link = SlotConnection(connection, slots, _events(device))
+            for slot in slots:
                 stamp(slot).fill_(-1)
             torch.cuda.synchronize(device)
-            link.send((layout, link.slots, [event.ipc_handle() for event in link.filled]))
+            link.send((layout, slots, [event.ipc_handle() for event in link.filled]))
             link.read = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in link.receive(give_up)]
-        else:
-            files = [self.path.with_suffix(f".slot{index}") for index in range(SLOTS)]
-            link = Link(connection, [map_file(file, nbytes) for file in files], [], [])
-            try:
-                link.send((layout, [str(file) for file in files], nbytes))
-                link.receive(give_up)
-            finally:
-                for file in files:  # both ends hold it open, or nobody will
-                    file.unlink()
+            return link
+        files = [self.path.with_suffix(f".slot{index}") for index in range(SLOTS)]
+        link = SlotConnection(connection, [map_file(file, nbytes) for file in files])
+        try:
+            link.send((layout, [str(file) for file in files], nbytes))
+            link.receive(give_up)
+        finally:
+            for file in files:  # both ends have it mapped, or the scheduler is gone
+                file.unlink()
         return link
 
     def close(self) -> None:
@@ -166,29 +189,17 @@ class StreamListener:
 
     def _accept(self, give_up: Callable[[], bool]) -> Connection:
         # multiprocessing's Listener has no timeout of its own.
-        waiting = self.listener._listener._socket  # type: ignore[attr-defined]
-        waiting.settimeout(POLL_SECONDS)
+        self.listener._listener._socket.settimeout(POLL_SECONDS)  # type: ignore[attr-defined]
         while True:
             try:
-                connection = self.listener.accept()
+                return self.listener.accept()
             except TimeoutError:
                 if give_up():
                     raise PeerGone("the engine's call ended before its scheduler had come") from None
-            else:
-                return connection
 
 
-def require_private(folder: Path) -> None:
-    """Raise PermissionError unless the folder is this user's and closed to all others: what comes out of its sockets is unpickled."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(
-            f"{folder} must be a folder of user {os.getuid()} with mode 0700: another user may have made it"
-        )
-
-
-def take(folder: Path, engine_rank: int, device: torch.device) -> tuple[Link, Layout]:
-    """The scheduler's end: connect to the trainer rank's door and open its slots."""
+def connect_slots(folder: Path, engine_rank: int, device: torch.device) -> tuple[SlotConnection, Layout]:
+    """Connect a scheduler to the listener of its trainer rank and open the slots."""
     require_private(folder)
     connection = Client(str(folder / f"{engine_rank}.socket"), family="AF_UNIX")
     try:
@@ -199,21 +210,29 @@ def take(folder: Path, engine_rank: int, device: torch.device) -> tuple[Link, La
         filled = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in extra]
         read = _events(device)
         connection.send([event.ipc_handle() for event in read])
-        return Link(connection, slots, filled, read), layout
+        return SlotConnection(connection, slots, filled, read), layout
     mapped = [map_file(Path(path), extra) for path in slots]
     connection.send("opened")
-    return Link(connection, mapped, [], []), layout
+    return SlotConnection(connection, mapped), layout
+
+
+def require_private(folder: Path) -> None:
+    """Raise PermissionError unless the folder is private to this user: what its sockets deliver is unpickled."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f"{folder} must be a folder of user {os.getuid()} with mode 0700: another user may have made it"
+        )
 
 
 def map_file(path: Path, nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] over a file that several processes map; made when it is not there."""
+    """Return uint8 [nbytes] over a file that several processes map; make it when it is not there."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, nbytes)
-        shared = mmap.mmap(descriptor, nbytes)
+        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
     finally:
         os.close(descriptor)
-    return torch.frombuffer(shared, dtype=torch.uint8)
 
 
 def _events(device: torch.device) -> list[torch.cuda.Event]:
@@ -222,3 +241,34 @@ def _events(device: torch.device) -> list[torch.cuda.Event]:
         for event in events:
             event.record()  # a handle needs an event that exists, and a wait for a fresh one must return at once
     return events
+
+
+class SegmentTimer:
+    """Measures seconds by name: of the wall, and on CUDA also of the GPU's own time, as gpu_NAME."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.gpu: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the time in here to `name`, unless it ends in an exception."""
+        on_gpu = self.device.type == "cuda"
+        started, events = time.perf_counter(), [torch.cuda.Event(enable_timing=True) for _ in range(2 * on_gpu)]
+        for event in events[:1]:
+            event.record()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        for event in events[1:]:
+            event.record()
+            self.gpu.append((name, events[0], event))
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds, after a wait for the GPU."""
+        if self.gpu:
+            torch.cuda.current_stream(self.device).synchronize()
+        seconds = dict(self.seconds)
+        for name, start, end in self.gpu:
+            seconds[f"gpu_{name}"] = seconds.get(f"gpu_{name}", 0.0) + start.elapsed_time(end) / 1e3
+        return seconds

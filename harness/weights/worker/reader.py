@@ -1,8 +1,8 @@
-"""The scheduler's end of the weight stream: opens the slots once, then loads bucket after bucket as they are filled.
+"""The scheduler's end of the slots: opens them once, then loads bucket after bucket as they are filled.
 
-Named as a custom weight loader, SGLang calls `stream` in every rank of the engine; the one name it is given says what
-to do. What lasts between calls (slots, connection, plan) is kept on the model, as there is no other place that does.
-A failure is answered to the trainer rank, not raised: SGLang would end the scheduler.
+`stream` runs in every scheduler of an engine; the text that it is given says what to do. What lasts between calls (slots,
+connection, plans) is kept on the model, as there is no other place. A failure is answered to the trainer rank, not
+raised: SGLang would end the scheduler.
 """
 
 import json
@@ -16,34 +16,30 @@ import torch
 import torch.distributed as dist
 
 from harness.rollout import scratch
-from harness.weights.stream.clock import SegmentTimer
-from harness.weights.stream.slots import SLOTS, Layout, Link, PeerGone, SlotEntry, stamp, take, typed
-from harness.weights.worker.live_tensors import addresses, derived_tensors, model_tensors
-from harness.weights.worker.loader_trace import Copy, Traced, trace
-from harness.weights.worker.scheduler_fingerprint import keep_parts
+from harness.rollout.errors import PeerGone
+from harness.weights.stream.slots import (
+    SLOTS,
+    Layout,
+    Region,
+    SegmentTimer,
+    SlotConnection,
+    SlotEntry,
+    connect_slots,
+    stamp,
+    typed,
+)
+from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
+from harness.weights.worker.model_state import Addresses, Call, derived_tensors, model_tensors, storage
+from harness.weights.worker.scheduler_fingerprint import keep_copies
 
-STREAM = "harness.weights.worker.reader.stream"
+STREAM = f"{__name__}.stream"
 OPEN, LOAD, READ_BACK, CLOSE = "open", "load", "read_back", "close"
 _KEPT = "_harness_weight_stream"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
-    """What of a slot one copy reads, in elements of the slot's dtype."""
-
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    target_dtype: torch.dtype
-    index: torch.Tensor | None = None
-    """int64 on the CPU, in place of shape, stride and offset, where the elements do not lie in strides."""
-
-
 @dataclass(kw_only=True, slots=True)
 class LoadCoverage:
-    """What one scheduler's load_weights makes of a layout."""
+    """What the load_weights of one scheduler makes of a layout."""
 
     rank: int
     """Engine rank."""
@@ -52,167 +48,160 @@ class LoadCoverage:
     unknown: list[str] = field(default_factory=list)
     """Names that the engine ignores."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Name, or names joined by commas -> what the engine's loader raised."""
+    """Name, or names joined by commas -> what the loader raised."""
     opaque: list[str] = field(default_factory=list)
-    """Names that arrive by a way that cannot be followed, so cannot be read back."""
+    """Names that arrive in a way that cannot be followed, so cannot be read back."""
     filled: list[str] = field(default_factory=list)
     """The engine's own names of parameters that something in the layout fills, in whole or in part."""
     unfilled: list[str] = field(default_factory=list)
-    """Those that nothing fills; none where not all can be told."""
+    """Those that nothing fills; empty where that cannot be known of all."""
     by_own_loader: int = 0
     """Tensors whose groups SGLang's own loader loads at each sync, since it does more than copy."""
 
 
 @dataclass(slots=True)
-class Plan:
+class LoadPlan:
     """How to load one bucket."""
 
-    traced: list[Traced]
-    packed: tuple[list[torch.Tensor], list[torch.Tensor]]
-    """(targets, sources) of contiguous copies, made in one call."""
-    strided: list[Copy]
-    own: list[tuple[str, torch.Tensor]]
+    traces: list[GroupTrace] = field(default_factory=list)
+    copied: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
+        default_factory=lambda: {True: ([], []), False: ([], [])}
+    )
+    """(targets, sources) of copies that one kernel makes, and of those that are strided or convert."""
+    own: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """For the model's own load_weights."""
 
     @property
     def copies(self) -> list[Copy]:
         """All copies, those that the model's own loader makes too."""
-        return [copy for traced in self.traced for copy in traced.copies]
+        return [copy for traced in self.traces for copy in traced.copies]
 
 
 @dataclass(slots=True)
-class Reader:
+class SlotReader:
     """One scheduler's end of a link."""
 
     model: Any
-    link: Link
+    link: SlotConnection
     layout: Layout
     device: torch.device
-    plans: list[Plan] = field(default_factory=list)
-    addresses: dict[str, int] = field(default_factory=dict)
-    """Where the model's tensors lay when the plans were made."""
+    plans: list[LoadPlan] = field(default_factory=list)
+    addresses: Addresses = field(init=False)
+    """Of what the plans write to."""
 
     def make_plans(self) -> None:
         """Ask the model's own loader what it would do with every bucket."""
         self.plans = [self._plan(bucket, self.link.slots[index % SLOTS]) for index, bucket in enumerate(self.layout)]
-        aims = [target for plan in self.plans for target in (*plan.packed[0], *(copy.target for copy in plan.strided))]
-        aimed_at = {target.untyped_storage().data_ptr() for target in aims}
-        self.addresses = {
-            name: tensor.data_ptr()
-            for name, tensor in model_tensors(self.model).items()
-            if tensor.untyped_storage().data_ptr() in aimed_at
-        }
-        keep_parts(self.model, [plan.copies for plan in self.plans])
+        written = [target for plan in self.plans for targets, _ in plan.copied.values() for target in targets]
+        self.addresses = Addresses(self.model, written)
+        keep_copies(self.model, [plan.copies for plan in self.plans])
 
-    def _plan(self, bucket: Sequence[SlotEntry], slot: torch.Tensor) -> Plan:
-        plan = Plan([], ([], []), [], [])
+    def _plan(self, bucket: Sequence[SlotEntry], slot: torch.Tensor) -> LoadPlan:
+        plan = LoadPlan()
         groups: dict[int, list[SlotEntry]] = {}
         for entry in bucket:
             groups.setdefault(entry.group, []).append(entry)
         for entries in groups.values():
             traced = self._trace(entries, slot)
-            plan.traced.append(traced)
+            plan.traces.append(traced)
             if traced.error or not traced.only_copies or not self._lasting(traced):
                 plan.own += [(entry.name, entry.view(slot)) for entry in entries]
                 continue
             for copy in traced.copies:
-                assert copy.source is not None
-                if copy.target.is_contiguous() and copy.source.is_contiguous() and copy.target.dtype == copy.dtype:
-                    plan.packed[0].append(copy.target)
-                    plan.packed[1].append(copy.source)
-                else:
-                    plan.strided.append(copy)
+                target, source = copy.target, copy.region.view(slot)
+                fast = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
+                plan.copied[fast][0].append(target)
+                plan.copied[fast][1].append(source)
         return plan
 
-    def _trace(self, entries: Sequence[SlotEntry], slot: torch.Tensor) -> Traced:
-        """trace(), and what no dispatch mode sees: a loader that puts another tensor in a parameter's place."""
+    def _trace(self, entries: Sequence[SlotEntry], slot: torch.Tensor) -> GroupTrace:
+        """trace_loader(), and what no dispatch mode sees: a loader that replaces a parameter by another tensor."""
         before = [
-            (held, name, tensor, tensor.data)
+            (members, name, tensor, tensor.data)
             for module in self.model.modules()
-            for held in (module._parameters, module._buffers)
-            for name, tensor in held.items()
+            for members in (module._parameters, module._buffers)
+            for name, tensor in members.items()
             if tensor is not None
         ]
-        traced = trace(self.model.load_weights, entries, slot)
-        slot_at = slot.untyped_storage().data_ptr()
-        for held, name, tensor, data in before:
-            now = held.get(name)
+        traced = trace_loader(self.model.load_weights, entries, slot)
+        for members, name, tensor, data in before:
+            now = members.get(name)
             if now is tensor and tensor.data_ptr() == data.data_ptr():
                 continue
-            if now is not None and now.untyped_storage().data_ptr() == slot_at:
+            if now is not None and storage(now) == storage(slot):
                 traced.error = f"it puts the tensor it is given in the place of its {name} instead of copying it"
-            held[name], tensor.data = tensor, data
+            members[name], tensor.data = tensor, data
             traced.opaque |= {entry.name for entry in entries}
         return traced
 
-    def _lasting(self, traced: Traced) -> bool:
-        """Whether every copy goes into the model itself, not into a tensor that the loader then puts in its place."""
-        inside = {tensor.untyped_storage().data_ptr() for tensor in model_tensors(self.model).values()}
-        return all(copy.target.untyped_storage().data_ptr() in inside for copy in traced.copies)
+    def _lasting(self, traced: GroupTrace) -> bool:
+        """Return whether every copy goes into the model itself, not into a tensor that the loader then puts there."""
+        inside = {storage(tensor) for tensor in model_tensors(self.model).values()}
+        return all(storage(copy.target) in inside for copy in traced.copies)
 
-    def arrival(self, rank: int) -> LoadCoverage:
-        """What the plans mean for whoever sends."""
+    def coverage(self, rank: int) -> LoadCoverage:
+        """Return what the plans mean for the sender."""
         found = LoadCoverage(rank=rank)
         filled: set[int] = set()
         for plan in self.plans:
-            found.regions.append([_region(copy) for copy in plan.copies])
+            found.regions.append([copy.region for copy in plan.copies])
             found.by_own_loader += len(plan.own)
-            for traced in plan.traced:
-                names = [entry.name for entry in traced.entries]
-                filled |= {copy.target.untyped_storage().data_ptr() for copy in traced.copies}
+            for traced in plan.traces:
+                filled |= {storage(copy.target) for copy in traced.copies}
                 if traced.error:
                     found.errors |= self._blame(traced)
                     continue
-                found.unknown += [name for name in names if name not in traced.used]
+                found.unknown += [entry.name for entry in traced.entries if entry.name not in traced.used]
                 found.opaque += sorted(traced.opaque)
         for name, parameter in self.model.named_parameters():
-            if parameter.untyped_storage().data_ptr() in filled:
+            if storage(parameter) in filled:
                 found.filled.append(name)
             elif not found.opaque and not found.errors:
                 found.unfilled.append(name)
         return found
 
-    def _blame(self, traced: Traced) -> dict[str, str]:
-        """Which entry alone makes the loader raise; all of the group where none does."""
-        slot = self.link.slots[0]
-        alone = {entry.name: self._trace([entry], slot).error for entry in traced.entries}
+    def _blame(self, traced: GroupTrace) -> dict[str, str]:
+        """Return the entries that alone make the loader raise; the whole group where none does."""
+        alone = {entry.name: self._trace([entry], self.link.slots[0]).error for entry in traced.entries}
         guilty = {name: error for name, error in alone.items() if error}
-        return guilty or {", ".join(entry.name for entry in traced.entries): traced.error}
+        return guilty or {", ".join(alone): traced.error}
 
     @torch.no_grad()
     def load(self, first: int) -> dict[str, float]:
-        """Load every bucket as the trainer fills it; seconds of waiting and loading.
+        """Load every bucket as the trainer fills it; return the seconds of waiting and loading.
 
-        first: the stamp of the first bucket; the others count on.
-        Raises RuntimeError when a slot was written again before it was read.
+        first: the stamp of the first bucket; the others count on. Raise RuntimeError when a slot was written again before
+        it was read.
         """
-        now = addresses(self.model)
-        if any(now.get(name) != address for name, address in self.addresses.items()):
-            self.make_plans()  # SGLang has put other tensors in the place of those the plans write to
-        clock = SegmentTimer(self.device)
-        stamps = []
+        if not self.addresses.still_hold(self.model):
+            self.make_plans()
+        timer, stamps = SegmentTimer(self.device), []
         for index, plan in enumerate(self.plans):
-            slot = self.link.slots[index % SLOTS]
-            with clock.measure("wait"):
+            with timer.measure("wait"):
                 self._await_filled(index)
-            with clock.measure("load"):
-                if plan.packed[0]:
-                    torch._foreach_copy_(*plan.packed)
-                for copy in plan.strided:
-                    assert copy.source is not None
-                    copy.target.copy_(copy.source)
+            with timer.measure("load"):
+                for targets, sources in plan.copied.values():
+                    if targets:
+                        torch._foreach_copy_(targets, sources)
                 if plan.own:
                     self.model.load_weights(plan.own)
-            stamps.append(stamp(slot).clone())
+            stamps.append(stamp(self.link.slots[index % SLOTS]).clone())
             self._say_read(index)
-        seconds = clock.read()
-        self._check_stamps(stamps, first)
+        seconds = timer.read()
+        for index, found in enumerate(stamps):
+            if (apart := int(found) - first - index) != 0:
+                raise RuntimeError(
+                    f"bucket {index} was not in its slot when the engine had read it: it was read too early, or"
+                    f" overwritten ({apart:+d} buckets away)"
+                )
         return seconds
 
     @torch.no_grad()
     def read_back(self) -> list[str]:
-        """Copy what the model holds into the second slot, bucket after bucket; then derive anew what the model derives
-        from its weights, and return the names of what was stale."""
+        """Copy what the model holds into the second slot, bucket after bucket, for the trainer to compare.
+
+        Then derive anew what the model derives from its weights, and return the names of what was stale.
+        """
         slot = self.link.slots[1]
         for index, plan in enumerate(self.plans):
             assert self.link.receive() == index
@@ -223,7 +212,7 @@ class Reader:
             self.link.send(index)
         before = {name: tensor.clone() for name, tensor in derived_tensors(self.model).items()}
         for index, plan in enumerate(self.plans):
-            for traced in plan.traced:
+            for traced in plan.traces:
                 if traced.does_more:
                     self._trace(traced.entries, self.link.slots[index % SLOTS])
         after = derived_tensors(self.model)
@@ -241,30 +230,23 @@ class Reader:
             self.link.read[index % SLOTS].record(torch.cuda.current_stream(self.device))
         self.link.send(index)
 
-    def _check_stamps(self, stamps: Sequence[torch.Tensor], first: int) -> None:
-        found = [int(each) - first for each in stamps]
-        wrong = [index for index, each in enumerate(found) if each != index]
-        if wrong:
-            raise RuntimeError(
-                f"bucket {wrong[0]} was not in its slot when the engine had read it: it was read too early, or"
-                f" overwritten ({found[wrong[0]] - wrong[0]:+d} buckets away)"
-            )
 
+def stream(model: Any, call: Call) -> None:
+    """Do what the text of the call says: JSON with do = open | load | read_back | close.
 
-def stream(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """What SGLang calls. The first name is JSON: {"do": open | load | read_back | close}, and for open the folder of the
-    doors in this host's temp directory, for load the first stamp."""
-    asked = json.loads(named_tensors[0][0])
+    With open comes the folder of the listeners, in this host's temporary directory; with load the first stamp.
+    """
+    asked = json.loads(call[0][0])
     rank = dist.get_rank()
-    reader: Reader | None = getattr(model, _KEPT, None)
+    reader: SlotReader | None = getattr(model, _KEPT, None)
     try:
         if asked["do"] == OPEN:
             device = next(model.parameters()).device
-            link, layout = take(scratch.shared() / asked["folder"], rank, device)
-            reader = Reader(model, link, layout, device)
+            link, layout = connect_slots(scratch.shared() / asked["folder"], rank, device)
+            reader = SlotReader(model, link, layout, device)
             setattr(model, _KEPT, reader)
             reader.make_plans()
-            link.send(("arrival", reader.arrival(rank)))
+            link.send(("coverage", reader.coverage(rank)))
         elif asked["do"] == CLOSE:
             if reader is not None:
                 delattr(model, _KEPT)
@@ -280,31 +262,14 @@ def stream(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Non
             reader.link.send(("failed", f"{type(error).__name__}: {error}"))
 
 
-def _region(copy: Copy) -> Region:
-    source = copy.source
-    return Region(
-        names=copy.names,
-        dtype=copy.dtype,
-        shape=tuple(copy.target.shape),
-        stride=tuple(source.stride()) if source is not None else (),
-        offset=int(source.storage_offset()) if source is not None else 0,
-        target_dtype=copy.target.dtype,
-        index=copy.index.cpu() if copy.index is not None else None,
-    )
-
-
 def _write_back(copy: Copy, slot: torch.Tensor) -> None:
-    """The copy backwards, into `slot`, whichever slot it was planned for."""
-    elements = typed(slot, copy.dtype)
-    if copy.index is not None:
-        elements[copy.index] = copy.target.to(copy.dtype)
+    region, held = copy.region, copy.target
+    if region.index is not None:
+        typed(slot, region.dtype)[region.index.to(slot.device)] = held.to(region.dtype)
         return
-    assert copy.source is not None
-    place, held = copy.source, copy.target
-    for axis, stride in enumerate(place.stride()):
+    place = region.view(slot)
+    for axis, stride in enumerate(region.stride):
         if stride == 0:  # one element for many: any of them
-            place, held = (
-                place.narrow(axis, 0, min(1, place.shape[axis])),
-                held.narrow(axis, 0, min(1, held.shape[axis])),
-            )
-    elements.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(held)
+            size = min(1, place.shape[axis])
+            place, held = place.narrow(axis, 0, size), held.narrow(axis, 0, size)
+    place.copy_(held)

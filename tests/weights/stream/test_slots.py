@@ -18,16 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.rollout.errors import PeerGone
 from harness.weights.stream.slots import (
     SLOTS,
-    Link,
-    PeerGone,
+    SlotConnection,
     SlotEntry,
     StreamListener,
+    connect_slots,
     map_file,
     slot_bytes,
     stamp,
-    take,
 )
 
 CPU = torch.device("cpu")
@@ -56,8 +56,8 @@ def nobody_comes_until(process: BaseProcess) -> Callable[[], bool]:
     return lambda: not process.is_alive()
 
 
-def read_all(link: Link, pause: Callable[[], None]) -> list[tuple[int, bool]]:
-    """(stamp afterwards, whether every element was the bucket's own) for each bucket, as worker.stream's Reader does."""
+def read_all(link: SlotConnection, pause: Callable[[], None]) -> list[tuple[int, bool]]:
+    """(stamp afterwards, whether every element was the bucket's own) for each bucket, as worker.stream's SlotReader does."""
     seen = []
     for index, (entry,) in enumerate(LAYOUT):
         assert link.receive() == index
@@ -70,7 +70,7 @@ def read_all(link: Link, pause: Callable[[], None]) -> list[tuple[int, bool]]:
     return seen
 
 
-def write_all(link: Link, pause: Callable[[], None], waits: bool = True) -> None:
+def write_all(link: SlotConnection, pause: Callable[[], None], waits: bool = True) -> None:
     """As weight_link's load does; the broken control does not wait for the reader."""
     for index, (entry,) in enumerate(LAYOUT):
         if index >= SLOTS and waits:
@@ -95,13 +95,13 @@ def pauses(seed: int, share: float) -> Callable[[], None]:
     return pause
 
 
-def two_ends(folder: Path) -> tuple[Link, Link]:
+def two_ends(folder: Path) -> tuple[SlotConnection, SlotConnection]:
     """(writer's, reader's), both in this process."""
     door = StreamListener.open(folder, 0)
-    writers: list[Link] = []
+    writers: list[SlotConnection] = []
     offering = threading.Thread(target=lambda: writers.append(door.offer(NBYTES, CPU, LAYOUT, lambda: False)))
     offering.start()
-    reader, layout = take(folder, 0, CPU)
+    reader, layout = connect_slots(folder, 0, CPU)
     offering.join()
     door.close()
     assert layout == LAYOUT
@@ -122,7 +122,7 @@ def test_the_reader_sees_every_bucket_as_it_was_meant(
 
 
 def _read_slowly(folder: Path) -> None:
-    link, _ = take(folder, 0, CPU)
+    link, _ = connect_slots(folder, 0, CPU)
     seen = read_all(link, pauses(3, 0.3))
     (folder.parent / "seen").write_text(json.dumps(seen))
 
@@ -150,7 +150,7 @@ def test_a_writer_that_does_not_wait_is_caught_by_the_stamps(tmp_path: Path) -> 
 
 
 def _hold(folder: Path) -> None:
-    link, _ = take(folder, 0, CPU)
+    link, _ = connect_slots(folder, 0, CPU)
     assert link.receive() == 0
     time.sleep(60)
 
@@ -193,7 +193,7 @@ def test_the_reader_learns_within_two_seconds_that_its_writer_was_killed(tmp_pat
         while not (tmp_path / "door" / "0.socket").exists():
             assert process.is_alive()
             time.sleep(0.01)
-        link, _ = take(tmp_path / "door", 0, CPU)
+        link, _ = connect_slots(tmp_path / "door", 0, CPU)
         assert link.receive() == 0
         started = time.monotonic()
         threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL)).start()
@@ -220,7 +220,7 @@ def test_a_reader_whose_writer_dies_before_the_slots_came_learns_it_as_peer_gone
             time.sleep(0.01)
         threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL)).start()
         with pytest.raises(PeerGone):
-            take(tmp_path / "door", 0, CPU)
+            connect_slots(tmp_path / "door", 0, CPU)
 
 
 def test_nobody_waits_for_a_scheduler_that_will_not_come(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_no_file_stays_when_the_scheduler_dies_before_it_has_opened_the_slots(tm
 
 
 def _half_a_message(folder: Path) -> None:
-    link, _ = take(folder, 0, CPU)
+    link, _ = connect_slots(folder, 0, CPU)
     os.write(link.connection.fileno(), (100).to_bytes(4, "big") + b"half")
 
 
@@ -348,7 +348,7 @@ def test_a_folder_that_another_user_could_have_made_is_refused(tmp_path: Path, m
     with pytest.raises(PermissionError, match="must be a folder of user"):
         StreamListener.open(folder, 0)
     with pytest.raises(PermissionError, match="must be a folder of user"):
-        take(folder, 0, CPU)
+        connect_slots(folder, 0, CPU)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.rollout.errors import EngineFailed
-from harness.weights.stream.slots import SLOTS, Layout, PeerGone, stamp
+from harness.rollout.errors import EngineFailed, PeerGone
+from harness.weights.stream.slots import SLOTS, Layout, stamp
 from harness.weights.stream.weight_link import WeightLink
-from harness.weights.worker.reader import CLOSE, LOAD, Reader
+from harness.weights.worker.reader import CLOSE, LOAD, SlotReader
 from tests.weights.toy_model import CPU, SHAPES, Toy, ends, layout_of, same, sent
 
 ENGINE: Any = SimpleNamespace(group=SimpleNamespace(rank=0, ranks=(0,)))
@@ -26,7 +26,7 @@ ENGINE: Any = SimpleNamespace(group=SimpleNamespace(rank=0, ranks=(0,)))
 class InProcess(WeightLink):
     """A link whose calls run on a thread, as the engine's run in its schedulers; answers as worker.stream.stream does."""
 
-    reader: Reader | None = None
+    reader: SlotReader | None = None
 
     def _call(
         self, what: str, meanwhile: Callable[[Callable[[], bool]], Any], flush_cache: bool = False, **details: int
@@ -54,9 +54,9 @@ class InProcess(WeightLink):
 
 def link_to(model: Any, layout: Layout, folder: Path) -> InProcess:
     writer, reading = ends(folder, layout)
-    reader = Reader(model, reading, layout, CPU)
+    reader = SlotReader(model, reading, layout, CPU)
     reader.make_plans()
-    return InProcess(ENGINE, CPU, layout, writer, (reader.arrival(0),), reader=reader)
+    return InProcess(ENGINE, CPU, layout, writer, (reader.coverage(0),), reader=reader)
 
 
 def filler(layout: Layout, values: dict[str, torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
@@ -101,7 +101,7 @@ def test_a_slot_is_filled_only_when_the_bucket_before_in_it_was_read(tmp_path: P
     assert link.reader is not None
     read: list[int] = []
 
-    class Noting(Reader):
+    class Noting(SlotReader):
         def _say_read(self, index: int) -> None:
             read.append(index)
             super()._say_read(index)

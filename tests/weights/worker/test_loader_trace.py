@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.weights.stream.slots import SlotEntry
-from harness.weights.worker.loader_trace import Traced, element_index, trace
+from harness.weights.worker.loader_trace import GroupTrace, element_index, trace_loader
 from tests.weights.worker.loading_styles import STYLES, Loader, Model, Sizes, Weights, sizes, slot_of
 
 
@@ -17,14 +17,11 @@ def same(one: Model, other: Model) -> bool:
     return all(torch.equal(one.held[name], other.held[name]) for name in one.held)
 
 
-def replay(traced: Traced, slot: torch.Tensor) -> None:
-    """What Reader does with copies whose source is a view; elements by index are only read back."""
+def replay(traced: GroupTrace, slot: torch.Tensor) -> None:
+    """What SlotReader does with copies whose source is a view; elements by index are only read back."""
     for copy in traced.copies:
-        source = copy.source
-        if source is None:
-            typed = slot[: slot.numel() // copy.dtype.itemsize * copy.dtype.itemsize].view(copy.dtype)
-            source = typed[copy.index]
-        assert source.shape == copy.target.shape and source.dtype == copy.dtype
+        source = copy.region.view(slot)
+        assert source.shape == copy.target.shape and source.dtype == copy.region.dtype
         copy.target.copy_(source)
 
 
@@ -37,23 +34,23 @@ def test_tracing_changes_nothing_and_the_copies_are_the_load(style: str, s: Size
     loaded, traced_model = case.model.fresh(), case.model.fresh()
     loaded.load_weights([(entry.name, entry.view(slot).clone()) for entry in entries])
 
-    traced = trace(traced_model.load_weights, entries, slot)
+    traced = trace_loader(traced_model.load_weights, entries, slot)
     assert not traced.error
     assert same(traced_model, case.model)
     assert traced.used == set(case.sent)
     assert not traced.opaque
     assert traced.only_copies == case.only_copies
-    assert {name for copy in traced.copies for name in copy.names} == set(case.sent)
+    assert {name for copy in traced.copies for name in copy.region.names} == set(case.sent)
     replay(traced, slot)
     assert same(traced_model, loaded)
     assert not same(loaded, case.model)
 
 
-def only(name: str, load: Loader) -> tuple[Model, Traced]:
+def only(name: str, load: Loader) -> tuple[Model, GroupTrace]:
     """A model of one tensor of ones, sent twos under `name`, after the trace."""
     model = Model({"a": torch.ones(3, 2)}, load)
     slot, entries = slot_of({name: torch.full((3, 2), 2.0)})
-    return model, trace(model.load_weights, entries, slot)
+    return model, trace_loader(model.load_weights, entries, slot)
 
 
 def test_a_name_that_the_loader_ignores_is_not_used() -> None:
@@ -163,8 +160,8 @@ def test_of_tensors_that_lie_side_by_side_the_right_one_is_named() -> None:
         for name, offset in (("left", 0), ("right", 8))
     )
     slot = torch.zeros(512, dtype=torch.uint8)
-    traced = trace(Model({"a": torch.ones(3, 2)}, load).load_weights, [left, right], slot)
-    assert [copy.names for copy in traced.copies] == [("left",), ("right",)]
+    traced = trace_loader(Model({"a": torch.ones(3, 2)}, load).load_weights, [left, right], slot)
+    assert [copy.region.names for copy in traced.copies] == [("left",), ("right",)]
 
 
 @st.composite

@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.weights.stream.slots import SLOTS, Layout, Link, PeerGone, StreamListener, slot_bytes, stamp
-from harness.weights.worker.reader import CLOSE, LOAD, OPEN, READ_BACK, STREAM, LoadCoverage, Reader, stream
+from harness.rollout.errors import PeerGone
+from harness.weights.stream.slots import SLOTS, Layout, SlotConnection, StreamListener, slot_bytes, stamp
+from harness.weights.worker.reader import CLOSE, LOAD, OPEN, READ_BACK, STREAM, LoadCoverage, SlotReader, stream
 from tests.weights.toy_model import CPU, OWN, SHAPES, Toy, ends, layout_of, same, sent
 
 
-def reader_of(model: Toy, layout: Layout, folder: Path) -> tuple[Reader, Link]:
+def reader_of(model: Toy, layout: Layout, folder: Path) -> tuple[SlotReader, SlotConnection]:
     writer, link = ends(folder, layout)
-    reader = Reader(model, link, layout, CPU)
+    reader = SlotReader(model, link, layout, CPU)
     reader.make_plans()
     return reader, writer
 
@@ -45,7 +46,7 @@ def beside(work: Callable[[], Any], trainer: Callable[[], None]) -> Any:
     return value
 
 
-def feed(link: Link, layout: Layout, values: Mapping[str, torch.Tensor], first: int = 0) -> None:
+def feed(link: SlotConnection, layout: Layout, values: Mapping[str, torch.Tensor], first: int = 0) -> None:
     """As WeightLink.load does."""
     for index, bucket in enumerate(layout):
         if index >= SLOTS:
@@ -59,7 +60,7 @@ def feed(link: Link, layout: Layout, values: Mapping[str, torch.Tensor], first: 
         assert link.receive() == index
 
 
-def take_back(link: Link, layout: Layout, found: dict[str, torch.Tensor]) -> None:
+def take_back(link: SlotConnection, layout: Layout, found: dict[str, torch.Tensor]) -> None:
     """As WeightLink.read_back does."""
     for index, bucket in enumerate(layout):
         link.slots[1].zero_()
@@ -154,7 +155,7 @@ def test_a_derived_tensor_that_is_stale_is_found_and_derived_anew(tmp_path: Path
 
 def arrival(layout: Layout, folder: Path, model: Toy | None = None) -> LoadCoverage:
     reader, _ = reader_of(model or Toy(), layout, folder)
-    found = reader.arrival(1)
+    found = reader.coverage(1)
     assert found.rank == 1 and len(found.regions) == len(layout)
     return found
 
@@ -218,7 +219,7 @@ class PuttingInPlace(Toy):
 def test_a_tensor_put_in_a_parameters_place_is_an_error_and_the_parameter_is_put_back(
     turned: bool, tmp_path: Path
 ) -> None:
-    """It passes no dispatch, so trace() does not see it; left so, the parameter would be the slot itself."""
+    """It passes no dispatch, so trace_loader() does not see it; left so, the parameter would be the slot itself."""
     model = PuttingInPlace(turned)
     before = model.down.data
     found = arrival(layout_of(SHAPES, 9), tmp_path / "door", model)
@@ -326,10 +327,10 @@ def ask(model: Toy, what: str, folder: Path, **details: int) -> None:
     stream(model, [(json.dumps({"do": what, "folder": str(folder)} | details), torch.zeros(1))])
 
 
-def opened(model: Toy, layout: Layout, folder: Path) -> tuple[StreamListener, Link]:
+def opened(model: Toy, layout: Layout, folder: Path) -> tuple[StreamListener, SlotConnection]:
     """The writer's end of a link that the loader was asked to open."""
     door = StreamListener.open(folder, 0)
-    links: list[Link] = []
+    links: list[SlotConnection] = []
     beside(
         lambda: ask(model, OPEN, folder),
         lambda: links.append(door.offer(slot_bytes(4096), CPU, layout, lambda: False)),
@@ -341,7 +342,7 @@ def test_the_loader_opens_loads_reads_back_and_closes(alone: None, tmp_path: Pat
     layout, model, expected = layout_of(SHAPES, 2), Toy(), Toy()
     door, link = opened(model, layout, tmp_path / "door")
     kind, found = link.receive()
-    assert kind == "arrival" and found.unfilled == []
+    assert kind == "coverage" and found.unfilled == []
     beside(lambda: ask(model, LOAD, tmp_path, first=7), lambda: feed(link, layout, sent(5), first=7))
     assert link.receive()[0] == "done"
     expected.load_weights(sent(5).items())

@@ -1,10 +1,44 @@
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from harness.weights.worker.live_tensors import sent_tensors
-from harness.weights.worker.sentinel import sentinel_model
+from harness.weights.worker.model_state import (
+    WorkerReport,
+    fill_with_sentinel,
+    read_reports,
+    report_digests,
+    synced_tensors,
+    tensor_digest,
+)
+from tests.cluster.gloo import on_ranks
+
+
+def _report(rank: int, folder: str) -> None:
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(rank)
+        model.bias.fill_(0)
+    model.register_buffer("scale", torch.tensor(3.0))
+    report_digests(model, [(folder, torch.zeros(1))])
+
+
+def test_schedulers_report_what_they_hold(tmp_path: Path) -> None:
+    folder = tmp_path / "reports"
+    on_ranks(_report, 2, tmp_path, str(folder))
+    first, second = read_reports(folder, 2)
+    assert isinstance(first, WorkerReport)
+    assert (first.rank, first.device, second.rank) == (0, "cpu", 1)
+    assert first.tensors.keys() == {"weight", "bias", "scale"}
+    assert {name for name in first.tensors if first.tensors[name] != second.tensors[name]} == {"weight"}
+
+
+def test_a_digest_is_of_the_values_in_row_major_order() -> None:
+    tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    assert tensor_digest(tensor.T) == tensor_digest(tensor.T.contiguous()) != tensor_digest(tensor)
+    assert tensor_digest(tensor[1]) == tensor_digest(tensor[1].clone())
+    assert tensor_digest(torch.tensor(0.0)) != tensor_digest(torch.tensor(-0.0))
 
 
 class Attention(nn.Module):
@@ -32,7 +66,7 @@ class Model(nn.Module):
 
 
 def contents(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in sent_tensors(model)}
+    return {name: tensor.clone() for name, tensor in synced_tensors(model)}
 
 
 def test_all_that_a_sync_must_bring_changes_and_nothing_else() -> None:
@@ -40,7 +74,7 @@ def test_all_that_a_sync_must_bring_changes_and_nothing_else() -> None:
     before = contents(model)
     assert {".bias_of_router", ".count", "attn.w_kc", "attn.kv_b_proj.weight", "norm.weight"} <= before.keys()
     assert not {".rotary", "attn.scratch", "attn.w_vc"} & before.keys()
-    sentinel_model(model, [("seed", torch.zeros(1))])
+    fill_with_sentinel(model, [("seed", torch.zeros(1))])
     after = contents(model)
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {".count"}
@@ -54,7 +88,7 @@ def test_all_that_a_sync_must_bring_changes_and_nothing_else() -> None:
 def test_the_same_seed_is_the_same_garbage() -> None:
     one, other, third = Model(), Model(), Model()
     for model, seed in ((one, "a"), (other, "a"), (third, "b")):
-        sentinel_model(model, [(seed, torch.zeros(1))])
+        fill_with_sentinel(model, [(seed, torch.zeros(1))])
     assert all(torch.equal(a, b) for a, b in zip(contents(one).values(), contents(other).values(), strict=True))
     assert not torch.equal(one.norm.weight, third.norm.weight)
     assert not torch.equal(one.norm.weight, one.norm.bias)
