@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from harness.tools.export.literal import quoted
-from harness.tools.export.subject import Seen
+from harness.tools.export.subject import RunEnd
 
 ENGINE = ("EngineFailed", "EngineRefused", "OutOfMemoryError", "CUDAError")
 """Errors that the same calls on the same engine raise by themselves."""
@@ -48,7 +48,7 @@ class Plant:
     """Of the run's own, to be defined."""
 
 
-def missing_tensors(seen: Seen | None) -> tuple[str, ...]:
+def missing_tensors(seen: RunEnd | None) -> tuple[str, ...]:
     """Checkpoint names of the tensors that did not arrive, as far as the run named them."""
     if seen is None or _type(seen.error) not in ARRIVAL:
         return ()
@@ -61,7 +61,7 @@ def missing_tensors(seen: Seen | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if re.fullmatch(r"[\w]+(\.[\w]+)+", name)))
 
 
-def plant_of(seen: Seen | None, phases: tuple[str, ...]) -> Plant | None:
+def plant_of(seen: RunEnd | None, phases: tuple[str, ...]) -> Plant | None:
     """None where the same calls must fail by themselves, or nothing failed. phases: that the repro has."""
     if seen is None or seen.code in (0, None) or missing_tensors(seen) or not seen.ranks:
         return None
@@ -86,7 +86,7 @@ def place_of(phase: str, phases: tuple[str, ...]) -> str:
     return next(each for each in later if each in phases)
 
 
-def _statement(seen: Seen) -> tuple[str, str, str]:
+def _statement(seen: RunEnd) -> tuple[str, str, str]:
     """The statement, what it stands for, and the class that it needs; empty where nothing is planted."""
     if seen.kind == "deadline":
         return f"time.sleep({FOREVER})", "in the run these ranks did not go on from here", ""

@@ -14,7 +14,7 @@ from harness.task.architectures import is_tiny
 from harness.task.tiny_models import tiny_fields
 from harness.tools.export.faults import EXTRA, NOT_HERE, Plant, missing_tensors, plant_of
 from harness.tools.export.literal import WIDTH, literal
-from harness.tools.export.subject import RankFacts, Subject
+from harness.tools.export.subject import RankRecord, Subject
 
 MOST_LINES = 300
 PROMPT_TOKENS = 32
@@ -268,11 +268,11 @@ def _short(line: str) -> str:
     return re.sub(r'File ".*?([^/]+/[^/"]+)"', r'File "\1"', line.strip())[: WIDTH * 2]
 
 
-def _environment(ranks: Sequence[RankFacts]) -> list[str]:
+def _environment(ranks: Sequence[RankRecord]) -> list[str]:
     """One paragraph for each kind of host; ranks that have the same share it."""
     if not ranks:
         return []
-    groups: dict[tuple[Any, ...], list[RankFacts]] = {}
+    groups: dict[tuple[Any, ...], list[RankRecord]] = {}
     for each in ranks:
         key = (each.device, each.platform, tuple(each.versions.items()), tuple(each.environment.items()))
         groups.setdefault(key, []).append(each)

@@ -9,7 +9,7 @@ from harness.config.layers import to_toml
 from harness.runtime import redact
 from harness.tools.diagnose.diagnose import Finding, diagnose
 from harness.tools.diagnose.log_lines import files_of
-from harness.tools.export.subject import RankFacts, Seen, Subject
+from harness.tools.export.subject import RankRecord, RunEnd, Subject
 
 KEPT_FROM = re.compile(r"(?m)^(?=PASSED, |## Mean reward by step)")
 """Where the part of a passed run's report begins that this one keeps: what only the run itself knew."""
@@ -127,7 +127,7 @@ def seen_lines(subject: Subject) -> list[str]:
     return [code, "", "```", *seen_once(seen), "```", ""]
 
 
-def seen_once(seen: Seen) -> list[str]:
+def seen_once(seen: RunEnd) -> list[str]:
     """Return the verdict without the lines of the traceback that is shown below it."""
     shown = {line.strip() for line in seen.traceback[-20:]}
     return [line for line in seen.verdict if line.strip().removeprefix("|").strip() not in shown or not line.strip()]
@@ -152,7 +152,7 @@ def reproduce(subject: Subject) -> str:
     return f"{subject.torchrun} {subject.script} config.toml --run.dir runs/again"
 
 
-def environment(ranks: Sequence[RankFacts]) -> list[str]:
+def environment(ranks: Sequence[RankRecord]) -> list[str]:
     """A table of hosts, their variables, and what differs between ranks, in Markdown."""
     if not ranks:
         return ["Unknown: the run ended before its ranks met."]
@@ -173,20 +173,20 @@ def environment(ranks: Sequence[RankFacts]) -> list[str]:
     return lines
 
 
-def shown_variables(facts: RankFacts) -> list[str]:
+def shown_variables(facts: RankRecord) -> list[str]:
     """Return NAME=value, secrets redacted."""
     return [f"{name}={value}" for name, value in redact.variables(facts.environment).items()]
 
 
-def hosts_of(ranks: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
+def hosts_of(ranks: Sequence[RankRecord]) -> dict[str, list[RankRecord]]:
     """Ranks by host."""
-    found: dict[str, list[RankFacts]] = {}
+    found: dict[str, list[RankRecord]] = {}
     for each in ranks:
         found.setdefault(each.host, []).append(each)
     return found
 
 
-def differences(ranks: Sequence[RankFacts]) -> list[Difference]:
+def differences(ranks: Sequence[RankRecord]) -> list[Difference]:
     """Versions, variables, devices and platforms that are not the same everywhere."""
     facts = [
         {"device": each.device, "platform": each.platform} | dict(each.versions) | redact.variables(each.environment)

@@ -13,17 +13,17 @@ from harness.config.layers import ConfigError
 from harness.tools.export.faults import missing_tensors, plant_of
 from harness.tools.export.literal import literal
 from harness.tools.export.render import MOST_LINES, render
-from harness.tools.export.subject import Seen, Subject, behind, read_subject
+from harness.tools.export.subject import RunEnd, Subject, behind, read_subject
 from tests.tools.report.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONFIGS = sorted(str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "configs").glob("*/*.toml"))
 PHASES = ("meet", "start_engine", "build_trainer", "sync", "generate", "old_log_probs", "update_actor", "shutdown")
-FAILED = Seen(
+FAILED = RunEnd(
     code=1, verdict=("FIRST FAILURE: rank 1 failed",), kind="exception", ranks=(1,), phase="advantages", step=1,
     error="MyError: a 'quoted'\nmessage", traceback=("Traceback:", '  File "/a/b/c.py", line 1, in f', "MyError"),
 )  # fmt: skip
-LOST = Seen(
+LOST = RunEnd(
     code=1, verdict=("FIRST FAILURE: x",), kind="exception", ranks=(0,), phase="find_suspects", step=0,
     error="WeightsDidNotArrive: step 0: off by 8.68e-01 in the mean; largest 3.94e+00; engine tensors that differ from the"
     " trainer's: model.layers.1.mlp.gate_up_proj.weight (model.layers.1.mlp.gate_proj.weight,"
