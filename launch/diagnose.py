@@ -14,9 +14,10 @@ mistake in what was asked, 3 no failure seen.
 import io
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+import _checkout
+
+_checkout.use()
 
 from harness.config.options import read_options
 from harness.runtime.errors import report_user_error

@@ -11,9 +11,10 @@ perhaps with warnings, 1 there are faults, 2 a mistake in what was asked, 125 it
 
 import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+import _checkout
+
+_checkout.use()
 
 from harness.config.command import parse
 from harness.config.layers import ConfigError

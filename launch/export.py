@@ -12,9 +12,10 @@ what was asked.
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+import _checkout
+
+_checkout.use()
 
 from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with

@@ -15,7 +15,9 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+import _checkout
+
+_checkout.use()
 
 from harness.config.options import read_options
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error

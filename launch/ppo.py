@@ -13,9 +13,10 @@ exits with 1 for each that is not 0.
 
 import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+import _checkout
+
+_checkout.use()
 
 from harness.config.command import parse, print_help
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error

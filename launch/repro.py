@@ -24,7 +24,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+import _checkout
+
+_checkout.use()
 
 from harness.config.layers import ConfigError
 from harness.config.options import Parser

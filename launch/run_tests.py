@@ -2,45 +2,31 @@
 
     python3 launch/run_tests.py [pytest's arguments]
 
-Makes the environment where it is not there (harness/tools/environments.py), tests included, and becomes `python -m pytest -q
-tests` with the arguments passed on; paths among them replace `tests`. Tests marked long, and where there is no GPU those
-marked gpu, are left out unless -m says otherwise. Exit code: pytest's own; 125: the environment cannot be made here.
+Makes the environment where it is missing (harness/tools/environments.py), tests included, and becomes `python -m pytest`
+with the arguments passed on. Tests marked long, and without a GPU those marked gpu, are left out; `-m long` runs the long
+ones. Exit code: pytest's; 125: the environment cannot be made here.
 """
-
-from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
-
-from harness.tools import environments
-
-
-def pytest_arguments(given: list[str], gpu: bool) -> list[str]:
-    """pytest's arguments: those given, after the defaults that they do not replace."""
-    paths = any(
-        (environments.REPOSITORY / argument.partition("::")[0]).exists() for argument in given if argument[0] != "-"
-    )
-    marked = any(argument.startswith("-m") for argument in given)
-    chosen = "not long" if gpu else "not long and not gpu"
-    return ["-q", *([] if paths else ["tests"]), *([] if marked else ["-m", chosen]), *given]
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: list[str]) -> int:
-    """Does not return once pytest has taken this process's place."""
+    """Return only where something is wrong: pytest takes this process's place."""
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\npytest's own arguments: .venv/bin/python -m pytest --help")
         return 0
-    try:
-        python = environments.ensure(tests=True)
-    except environments.Unusable as problem:
-        print(f"environment: {problem}", file=sys.stderr)
-        return problem.exit_code
-    os.chdir(environments.REPOSITORY)
-    command = [str(python), "-m", "pytest", *pytest_arguments(arguments, environments.has_gpu())]
+    os.chdir(CHECKOUT)
+    making = [sys.executable, "harness/tools/environments.py", "--tests"]
+    made = subprocess.run(making, stdout=subprocess.PIPE, text=True)
+    if made.returncode:
+        return made.returncode
+    command = [made.stdout.strip(), "-m", "pytest", *arguments]
     print(f"+ {shlex.join(command)}", flush=True)
     os.execv(command[0], command)
 

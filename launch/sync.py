@@ -15,9 +15,10 @@ asked.
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+import _checkout
+
+_checkout.use()
 
 from harness.config.command import parse
 from harness.config.options import read_known_options

@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 import torch
 
 from harness.rollout.cpu.activate import activate
@@ -14,3 +15,11 @@ if not torch.cuda.is_available():
 # Started in a shell's background this process ignores Ctrl-C, and so would all that tests start and then interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -33,8 +33,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PINS = REPOSITORY / "configs" / "environments"
 _STAMP = "harness.json"
 _LOCK = "harness.lock"
-PATH_FILE = "sglang-rl-harness.pth"
-"""In an environment's site-packages: the checkout that made it."""
 NETWORK = re.compile(r"connection|error sending request|dns error|name resolution|timed out|unreachable", re.IGNORECASE)
 
 
@@ -108,7 +106,7 @@ def ensure(environment: str | None = None, *, tests: bool = False, folder: Path 
     folder = Path(asked).absolute() if asked else REPOSITORY / ".venv"
     python = folder / "bin" / "python"
     if not _missing(folder, wanted):
-        _make_importable(folder, wanted)
+        _install_checkout(folder, wanted)
         return python
     if folder.exists() and any(folder.iterdir()) and not (folder / _LOCK).exists():
         raise Unusable(
@@ -118,7 +116,7 @@ def ensure(environment: str | None = None, *, tests: bool = False, folder: Path 
         missing = _missing(folder, wanted)
         if missing:
             _make(folder, wanted, missing)
-    _make_importable(folder, wanted)
+    _install_checkout(folder, wanted)
     return python
 
 
@@ -184,18 +182,20 @@ def _this_interpreter(packages: tuple[str, ...]) -> Path:
     lacking = [package for package in packages if importlib.util.find_spec(package) is None]
     if lacking:
         raise Unusable(125, f"HARNESS_VENV = none, but {sys.executable} has no {' and no '.join(lacking)}")
-    known = (PATH_FILE, "sglang_rl_harness-*.dist-info")  # made here, or installed with pip
-    if not any(any(Path(entry).glob(pattern)) for entry in sys.path if entry for pattern in known):
+    if not any(any(Path(entry).glob("sglang_rl_harness-*.dist-info")) for entry in sys.path if entry):
         install = f"{sys.executable} -m pip install --no-deps -e {REPOSITORY}"
         _say(f"`import harness` works inside {REPOSITORY}; from elsewhere after: {install}")
     return Path(sys.executable)
 
 
-def _make_importable(folder: Path, wanted: Wanted) -> None:
-    """Let `import harness` of this environment's Python find this checkout, from any folder."""
-    file = folder / "lib" / f"python{wanted.python}" / "site-packages" / PATH_FILE
-    if not file.is_file() or file.read_text(encoding="utf-8") != f"{REPOSITORY}\n":
-        file.write_text(f"{REPOSITORY}\n", encoding="utf-8")
+def _install_checkout(folder: Path, wanted: Wanted) -> None:
+    """Install this checkout editable, so that `import harness` works from any folder; do nothing where that is done."""
+    site = folder / "lib" / f"python{wanted.python}" / "site-packages"
+    found = [json.loads(file.read_text())["url"] for file in site.glob("sglang_rl_harness-*.dist-info/direct_url.json")]
+    if found == [REPOSITORY.as_uri()]:
+        return
+    uv = [str(folder / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
+    _run([*uv, "--offline", "--no-deps", "--no-build-isolation", "-e", str(REPOSITORY)], "install this checkout")
 
 
 def _missing(folder: Path, wanted: Wanted) -> tuple[Path, ...]:
