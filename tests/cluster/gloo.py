@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks, each a spawned process."""
+"""Run a function on real gloo ranks, each a process of its own, forked from one that has imported torch."""
 
 import multiprocessing
 import os
@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 def on_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:
     """What function(rank, *arguments) returned on each rank. Fails if a rank does not return within three minutes."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_rank, args=(function, rank, ranks, str(folder), arguments)) for rank in range(ranks)
-    ]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "harness.cluster.world"])
+    # The server keeps the environment of its own start.
+    given = (str(folder), dict(os.environ), arguments)
+    processes = [context.Process(target=_rank, args=(function, rank, ranks, *given)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:
@@ -27,7 +28,16 @@ def on_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments:
     return [pickle.loads((folder / f"rank{rank}.pickle").read_bytes()) for rank in range(ranks)]
 
 
-def _rank(function: Callable[..., Any], rank: int, ranks: int, folder: str, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    folder: str,
+    environment: dict[str, str],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:
         answer = function(rank, *arguments)
