@@ -13,7 +13,7 @@ import torch.distributed as dist
 def on_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:
     """What function(rank, *arguments) returned on each rank. Fails if a rank does not return within three minutes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "harness.cluster.world"])
+    context.set_forkserver_preload(["torch.distributed.tensor", "harness.weights.transports"])
     # The server keeps the environment of its own start.
     given = (str(folder), dict(os.environ), arguments)
     processes = [context.Process(target=_rank, args=(function, rank, ranks, *given)) for rank in range(ranks)]
