@@ -1,1 +1,1 @@
-"""Looks at ranks, hosts and links before a run, and names what would make it fail."""
+"""Examine ranks, hosts and links before a run, and name what would make it fail."""

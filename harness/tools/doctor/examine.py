@@ -1,54 +1,57 @@
-"""One look at a job, rank by rank: meet, tell, measure, tell, judge. Every wait has an end."""
+"""One examination of a job, rank by rank: meet, report facts, measure links, report them, judge. Every wait has an end."""
 
 import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from harness.cluster import network
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EnginePlacement, RankLocation
 from harness.cluster.world import TORCHRUN_PREFIX, TORCHRUN_VARIABLES, Launch
 from harness.config.schema import Config
-from harness.tools.doctor import ipc
-from harness.tools.doctor.checks import findings, missing
-from harness.tools.doctor.examination import Examination, Finding, groups_of, placements
+from harness.tools.doctor.checks import Examination, Problem, missing, placements, problems_of, ranks_by
+from harness.tools.doctor.cuda_ipc import IpcChild
+from harness.tools.doctor.doctor_text import as_json, as_text
 from harness.tools.doctor.facts import RankFacts, collect
+from harness.tools.doctor.job_store import Absent, Deadline, JobStore, connect, within
 from harness.tools.doctor.links import (
     CONNECT_SECONDS,
-    Backend,
     Collective,
     Ipc,
     RankLinks,
     all_reduces,
     clock_of_host,
+    groups_of,
     open_port,
     reach_all,
     sees,
     token_in,
+    untried,
 )
-from harness.tools.doctor.meeting import Absent, Deadline, Meeting, connect, within
-from harness.tools.doctor.show import as_json, as_text
 
 OK, FAULTS = 0, 1
 
-# Seconds after this process began: by then it has met, all have told, all have measured, rank 0 has judged.
+# Seconds after this process began: by then it has met, all have reported facts, all have measured, rank 0 has judged.
 MEET, FACTS, LINKS, VERDICT = 8.0, 11.0, 20.0, 22.0
 SPREAD = 2.0
 """By how much ranks may begin apart: others wait for rank 0 so much longer than rank 0 for them."""
 LEAVE_SECONDS = 2.0
 READY = 5.0
-"""Seconds from the roster to the first all-reduce, where somebody does not come to it: all that came begin it together."""
+"""Seconds from the roster to the first all-reduce, if a rank does not come to it: those that came begin it together."""
+
+AsText = Callable[[Examination | None, list[Problem], float], str]
+"""as_text or as_json."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True, kw_only=True):
     """What every rank must know of every other to measure what is between them."""
 
     location: RankLocation | None
@@ -58,65 +61,19 @@ class Member:
     uuid: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Roster:
-    """What rank 0 answers to the facts: a member for each rank; None where some did not come."""
-
-    members: tuple[Member, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class OpenPort:
-    """Where a rank listens; address is None where its host has none, port where it leased none."""
-
-    address: str | None = None
-    port: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """The file that rank 0 made where the run will write; None where it could not."""
-
-    path: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One rank's part."""
-
-    config: Config
-    dims: ParallelDims
-    launch: Launch
-    members: tuple[Member, ...]
-    meeting: Meeting
-    deadline: Deadline
-
-    @property
-    def hosts(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for rank, member in enumerate(self.members):
-            found.setdefault(member.host, []).append(rank)
-        return found
-
-    @property
-    def leaders(self) -> list[int]:
-        """The first rank of each host."""
-        return [ranks[0] for ranks in self.hosts.values()]
-
-
 def examine(config: Config, launch: Launch, environment: Mapping[str, str], json: bool = False) -> int:
-    """Look, and on rank 0 print what was found. Returns 0, or 1 where there are faults, on every rank.
+    """Examine the job, and print the result on rank 0. Return 0, or 1 if there are faults, on every rank.
 
-    Raises ValueError where the mesh has another size than the world.
+    Raise ValueError if the mesh has another size than the world.
     """
     began = time.monotonic()
     dims = ParallelDims.of(config.parallel)
     dims.validate(launch.world_size)
     try:
-        meeting = Meeting(connect(environment, MEET, serve=launch.rank == 0), launch.rank, launch.world_size)
+        store = JobStore(connect(environment, MEET, serve=launch.rank == 0), launch.rank, launch.world_size)
+        doctor = Doctor(config=config, dims=dims, launch=launch, environment=environment, store=store, began=began)
         # Torch's store keeps to its timeouts only while its server answers; a host that is cut off must end too.
-        left = Deadline(began + VERDICT + 2 * SPREAD).left()
-        return within(left, lambda: _examine(config, dims, launch, meeting, environment, json, began))
+        return within(doctor.until(VERDICT + 2 * SPREAD).left(), lambda: doctor.run(as_json if json else as_text))
     except (OSError, dist.DistError) as error:
         at = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         reason = next(iter(str(error).splitlines()), "")
@@ -124,229 +81,197 @@ def examine(config: Config, launch: Launch, environment: Mapping[str, str], json
         return FAULTS
 
 
-def _examine(
-    config: Config,
-    dims: ParallelDims,
-    launch: Launch,
-    meeting: Meeting,
-    environment: Mapping[str, str],
-    json: bool,
-    began: float,
-) -> int:
-    try:
-        facts = within(Deadline(began + FACTS).left(), lambda: collect(config, launch, environment))
-    except TimeoutError:
-        print(
-            f"rank {launch.rank}: looking at this host took over {FACTS:.0f} s; a driver or a file system hangs",
-            file=sys.stderr,
-        )
-        return FAULTS
-    told = meeting.gather("facts", facts, Deadline(began + FACTS).left(), RankFacts)
-    if launch.rank == 0:
-        absent = tuple(rank for rank, each in enumerate(told) if each is None)
-        meeting.put("members", Roster(None if absent else tuple(_member(each) for each in told if each is not None)))
-        if absent:
-            return _judge(meeting, None, [missing(absent, launch.world_size, FACTS)], began, json)
-    try:
-        members = meeting.get("members", Deadline(began + FACTS + SPREAD).left(), Roster).members
-    except Absent:
-        return _verdict(meeting, began)
-    if members is None:
-        return _verdict(meeting, began)
-    job = Job(
-        config=config, dims=dims, launch=launch, members=members, meeting=meeting, deadline=Deadline(began + LINKS)
-    )
-    links = measure(job, facts, environment)
-    measured = meeting.gather("links", links, Deadline(began + LINKS + SPREAD).left(), RankLinks)
-    if launch.rank != 0:
-        return _verdict(meeting, began)
-    known = tuple(each for each in told if each is not None)  # all: rank 0 answered with the roster
-    view = Examination(config=config, dims=dims, facts=known, links=tuple(measured))
-    return _judge(meeting, view, findings(view), began, json)
+@dataclass(kw_only=True)
+class Doctor:
+    """One rank's part of an examination."""
+
+    config: Config
+    dims: ParallelDims
+    launch: Launch
+    environment: Mapping[str, str]
+    store: JobStore
+    began: float
+    members: list[Member] = field(default_factory=list)
+    """Of every rank, once all have come."""
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of each host."""
+        return [ranks[0] for ranks in ranks_by(each.host for each in self.members).values()]
+
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU that choose_device picks: the only visible one, else the local rank's; None on the CPU."""
+        location = self.members[self.rank].location
+        if location is None or not location.gpu_count:
+            return None
+        return torch.device("cuda", 0 if location.gpu_count == 1 else location.local_rank)
+
+    def until(self, seconds: float) -> Deadline:
+        """Return the deadline so many seconds after this process began."""
+        return Deadline(self.began + seconds)
+
+    def run(self, text: AsText) -> int:
+        """Examine; rank 0 prints what `text` makes of it."""
+        try:
+            mine = within(self.until(FACTS).left(), lambda: collect(self.config, self.launch, self.environment))
+        except TimeoutError:
+            why = f"looking at this host took over {FACTS:.0f} s; a driver or a file system hangs"
+            print(f"rank {self.rank}: {why}", file=sys.stderr)
+            return FAULTS
+        gathered = self.store.gather("facts", mine, self.until(FACTS).left(), RankFacts)
+        facts = tuple(each for each in gathered if each)
+        if self.rank == 0:
+            absent = [rank for rank, each in enumerate(gathered) if each is None]
+            self.store.put("members", [] if absent else [_member(each) for each in facts])
+            if absent:
+                return self._judge(None, [missing(absent, self.launch.world_size, FACTS)], text)
+        with contextlib.suppress(Absent):
+            self.members = self.store.get("members", self.until(FACTS + SPREAD).left(), list[Member])
+        if not self.members:
+            return self._await_verdict()
+        links = self.measure(mine)
+        measured = self.store.gather("links", links, self.until(LINKS + SPREAD).left(), RankLinks)
+        if self.rank != 0:
+            return self._await_verdict()
+        view = Examination(config=self.config, dims=self.dims, facts=facts, links=tuple(measured))
+        return self._judge(view, problems_of(view), text)
+
+    def _judge(self, view: Examination | None, problems: list[Problem], text: AsText) -> int:
+        """Print on rank 0 before other ranks end: torchrun ends all ranks at the first exit that is not 0."""
+        print(text(view, problems, time.monotonic() - self.began), flush=True)
+        code = FAULTS if any(each.fault for each in problems) else OK
+        self.store.put("verdict", code)
+        # The store may end with this process: let the others read it.
+        end = time.monotonic() + LEAVE_SECONDS
+        while self.store.store.add("left", 0) < self.launch.world_size - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        return code
+
+    def _await_verdict(self) -> int:
+        """Return rank 0's verdict, on any other rank."""
+        try:
+            code = self.store.get("verdict", self.until(VERDICT + SPREAD).left(), int)
+            self.store.store.add("left", 1)
+        except (Absent, dist.DistError) as error:
+            print(f"rank {self.rank}: no verdict from rank 0: {error}", file=sys.stderr, flush=True)
+            return FAULTS
+        return code
+
+    def measure(self, facts: RankFacts) -> RankLinks:
+        """Return what this rank measures, never later than LINKS."""
+        engines, _ = placements(self.dims, [each.location for each in self.members], self.members[0].device == "cuda")
+        links = self._address(facts)
+        ready = Deadline.after(self.until(LINKS).left(READY))
+        with contextlib.ExitStack() as stack:
+            child = self._ipc_child(engines)  # it imports torch meanwhile
+            if child:
+                stack.callback(child.end)
+            leads = self.rank in self.leaders
+            holds_ports = leads or any(node.builder == self.rank for engine in engines for node in engine.nodes)
+            if holds_ports:
+                listening = "", 0
+                try:
+                    ports = stack.enter_context(open_port(self.config.engine.base_port, str(self.rank)))
+                    links = replace(links, ports=ports.port)
+                    listening = links.address.address if links.address else "", ports.dist_init_port
+                except OSError as error:
+                    links = replace(links, ports_error=error.strerror or str(error))
+                self.store.put(f"port/{self.rank}", listening)
+            if leads:
+                links = replace(links, clock=clock_of_host(self.store, self.leaders, ready))
+                links = self._folder(links, stack, ready)
+            if holds_ports:
+                targets = self._targets(engines, ready)
+                links = replace(links, reaches=reach_all(targets, max(1.0, ready.left(CONNECT_SECONDS))))
+            self.store.barrier("ready", ready.left())
+            links = replace(links, collectives=self._collectives())
+            links = replace(links, ipc=self._ipc(child) if child else None)
+            # Ports stay open and the token stays in its folder until the last rank has looked.
+            self.store.barrier("measured", self.until(LINKS).left(CONNECT_SECONDS))
+        return links
+
+    def _address(self, facts: RankFacts) -> RankLinks:
+        """Choose the host's address as a run does; with several hosts, set gloo's and NCCL's variables as a run does."""
+        if facts.network.route is None:
+            return RankLinks(rank=self.rank)
+        reached = dict.fromkeys(each.master for each in self.members if each.host != facts.host and each.master)
+        variable = self.environment.get(network.INTERFACE_VARIABLE, "")
+        wanted, interfaces = self.config.network.interface, network.own_interfaces()
+        try:
+            own = network.choose(wanted, variable, interfaces, facts.network.route, list(reached))
+        except network.NetworkError as error:
+            return RankLinks(rank=self.rank, address_error=str(error))
+        if len(self.leaders) > 1:
+            os.environ.update(network.variables(own, self.environment))
+        return RankLinks(rank=self.rank, address=own)
+
+    def _targets(self, engines: tuple[EnginePlacement, ...], ready: Deadline) -> list[tuple[int, str, int]]:
+        """Return what this rank must reach: the head of its engine, and a host's first rank those of all other hosts."""
+        here = self.members[self.rank].host
+        wanted = set(self.leaders) if self.rank in self.leaders else set()
+        wanted |= {each.nodes[0].builder for each in engines if any(node.builder == self.rank for node in each.nodes)}
+        targets = []
+        for other in sorted(each for each in wanted if self.members[each].host != here):
+            with contextlib.suppress(Absent):  # its silence is a problem in itself
+                address, port = self.store.get(f"port/{other}", ready.left(), tuple[str, int])
+                if address and port:
+                    targets.append((other, address, port))
+        return targets
+
+    def _folder(self, links: RankLinks, stack: contextlib.ExitStack, ready: Deadline) -> RankLinks:
+        """Make a file where the run will write, on rank 0; look for it on the other hosts."""
+        path = self.config.weights.folder or self.config.run.dir or "runs"
+        if self.rank == 0:
+            try:
+                self.store.put("token", stack.enter_context(token_in(path)))
+            except OSError as error:
+                self.store.put("token", "")
+                return replace(links, folder_error=f"{path}: {error.strerror}")
+            return replace(links, sees_folder=True)
+        try:
+            token = self.store.get("token", ready.left(), str)
+        except Absent:
+            return links
+        return replace(links, sees_folder=sees(token)) if token else links
+
+    def _collectives(self) -> tuple[Collective, ...]:
+        """Measure all-reduces on a connection of their own, in a thread that may be left behind."""
+        groups = groups_of(self.dims, ranks_by(each.host for each in self.members).values())
+        mine = {kind: group for kind, found in groups.items() for group in found if self.rank in group}
+        uuids = [each.uuid for each in self.members]
+        usable = all(uuids) and len(set(uuids)) == len(uuids)  # NCCL refuses two ranks on one GPU
+        device = self.device if usable else None
+        results, deadline = untried(mine, device), self.until(LINKS)
+        with contextlib.suppress(OSError, RuntimeError):  # what could not be measured stays untried
+            store = JobStore(connect(self.environment, CONNECT_SECONDS), self.rank, self.launch.world_size)
+            within(deadline.left(), lambda: all_reduces(store, list(groups), device, deadline, results))
+        return tuple(results.values())
+
+    def _ipc_child(self, engines: tuple[EnginePlacement, ...]) -> IpcChild | None:
+        """Start a child that sees what this rank's engine will see; None if their processes share no GPU."""
+        node = next((node for engine in engines for node in engine.nodes if self.rank in node.ranks), None)
+        if node is None or node.visible_devices is None or self.device is None or not self.config.parallel.colocate:
+            return None
+        inherited = {
+            name: value
+            for name, value in self.environment.items()
+            if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIX)
+        }
+        return IpcChild(node.base_gpu_id + node.ranks.index(self.rank), ",".join(node.visible_devices), inherited)
+
+    def _ipc(self, child: IpcChild) -> Ipc:
+        assert self.device is not None
+        try:
+            return Ipc(visible=child.visible, uuid=child.uuid(self.device, self.until(LINKS).left()))
+        except (RuntimeError, TimeoutError) as error:
+            return Ipc(visible=child.visible, error=str(error).splitlines()[0])
 
 
 def _member(facts: RankFacts) -> Member:
     uuid = facts.gpu.uuid if facts.gpu else None
     return Member(location=facts.location, host=facts.host, device=facts.device, master=facts.network.master, uuid=uuid)
-
-
-def _judge(meeting: Meeting, view: Examination | None, found: list[Finding], began: float, json: bool) -> int:
-    """Rank 0 speaks first: torchrun ends all ranks at the first exit that is not 0."""
-    print((as_json if json else as_text)(view, found, time.monotonic() - began), flush=True)
-    code = FAULTS if any(each.fault for each in found) else OK
-    meeting.put("verdict", code)
-    # The store may end with this process: let the others read it.
-    end = time.monotonic() + LEAVE_SECONDS
-    while meeting.store.add("left", 0) < meeting.world_size - 1 and time.monotonic() < end:
-        time.sleep(0.05)
-    return code
-
-
-def _verdict(meeting: Meeting, began: float) -> int:
-    """Any rank but 0: wait for what rank 0 says."""
-    try:
-        code = meeting.get("verdict", Deadline(began + VERDICT + SPREAD).left(), int)
-        meeting.store.add("left", 1)
-    except (Absent, dist.DistError) as error:
-        print(f"rank {meeting.rank}: no verdict from rank 0: {error}", file=sys.stderr, flush=True)
-        return FAULTS
-    return code
-
-
-def measure(job: Job, facts: RankFacts, environment: Mapping[str, str]) -> RankLinks:
-    """What this rank measures, never longer than its deadline."""
-    rank, meeting = job.launch.rank, job.meeting
-    engines, _ = placements(job.dims, [each.location for each in job.members], job.members[0].device == "cuda")
-    links = _address(job, facts, environment)
-    ready = Deadline.after(job.deadline.left(READY))
-    with contextlib.ExitStack() as stack:
-        child = stack.enter_context(_child(job, facts, engines, environment))
-        holders = {node.builder for engine in engines for node in engine.nodes} | set(job.leaders)
-        if rank in holders:
-            try:
-                ports = stack.enter_context(open_port(job.config.engine.base_port, str(rank)))
-                links = replace(links, ports=ports.port)
-                address = links.address.address if links.address else None
-                meeting.put(f"port/{rank}", OpenPort(address, ports.dist_init_port))
-            except OSError as error:
-                links = replace(links, ports_error=error.strerror or str(error))
-                meeting.put(f"port/{rank}", OpenPort())
-        if rank in job.leaders:
-            links = replace(links, clock=clock_of_host(meeting, job.leaders, ready))
-            links = _folder(job, links, stack, ready)
-        if rank in holders:
-            links = replace(
-                links, reaches=reach_all(_targets(job, engines, ready), max(1.0, ready.left(CONNECT_SECONDS)))
-            )
-        meeting.barrier("ready", ready.left())
-        links = replace(links, collectives=_collectives(job, environment))
-        links = replace(links, ipc=child())
-        # Ports stay open and the token stays in its folder until the last rank has looked.
-        meeting.barrier("measured", job.deadline.left(CONNECT_SECONDS))
-    return links
-
-
-def _address(job: Job, facts: RankFacts, environment: Mapping[str, str]) -> RankLinks:
-    """As a run's hosts agree on their addresses; where there are several, gloo and NCCL are told as they are there."""
-    rank, here = job.launch.rank, job.members[job.launch.rank]
-    if facts.network.route is None:
-        return RankLinks(rank=rank)
-    reached = [each.master for each in job.members if each.host != here.host and each.master]
-    variable = environment.get(network.INTERFACE_VARIABLE, "")
-    try:
-        own = network.choose(
-            job.config.network.interface,
-            variable,
-            network.own_interfaces(),
-            facts.network.route,
-            list(dict.fromkeys(reached)),
-        )
-    except network.NetworkError as error:
-        return RankLinks(rank=rank, address_error=str(error))
-    if len(job.hosts) > 1:
-        os.environ.update(network.variables(own, environment))
-    return RankLinks(rank=rank, address=own)
-
-
-def _targets(job: Job, engines: tuple[EnginePlacement, ...], ready: Deadline) -> list[tuple[int, str, int, str]]:
-    """Whom this rank must reach: the head of its engine, and from each host's first rank that of every other host."""
-    rank, here = job.launch.rank, job.members[job.launch.rank].host
-    wanted = set(job.leaders) if rank in job.leaders else set()
-    wanted |= {engine.nodes[0].builder for engine in engines if any(node.builder == rank for node in engine.nodes)}
-    targets = []
-    for other in sorted(each for each in wanted if job.members[each].host != here):
-        with contextlib.suppress(Absent):  # its silence is a finding of its own
-            where = job.meeting.get(f"port/{other}", ready.left(), OpenPort)
-            if where.address is not None and where.port is not None:
-                targets.append((other, where.address, where.port, str(other)))
-    return targets
-
-
-def _folder(job: Job, links: RankLinks, stack: contextlib.ExitStack, ready: Deadline) -> RankLinks:
-    """Rank 0 makes a file where the run will write; the other hosts look for it."""
-    path = job.config.weights.folder or job.config.run.dir or "runs"
-    if job.launch.rank == 0:
-        try:
-            job.meeting.put("token", Token(stack.enter_context(token_in(path))))
-        except OSError as error:
-            job.meeting.put("token", Token(None))
-            return replace(links, folder_error=f"{path}: {error.strerror}")
-        return replace(links, sees_folder=True)
-    try:
-        token = job.meeting.get("token", ready.left(), Token).path
-    except Absent:
-        return links
-    return links if token is None else replace(links, sees_folder=sees(token))
-
-
-def _collectives(job: Job, environment: Mapping[str, str]) -> tuple[Collective, ...]:
-    """On a connection of its own, in a thread that may be left behind."""
-    groups = groups_of(job.dims, job.hosts.values())
-    mine = {kind: group for kind, found in groups.items() for group in found if job.launch.rank in group}
-    uuids = [each.uuid for each in job.members]
-    usable = all(uuids) and len(set(uuids)) == len(uuids)  # NCCL refuses two ranks on one GPU
-    index = _device_index(job.members[job.launch.rank].location)
-    device = torch.device("cuda", index) if usable and index is not None else None
-    found: list[Collective] = []
-    with contextlib.suppress(OSError, RuntimeError):  # what is missing in `found` is told below
-        store = connect(environment, CONNECT_SECONDS)
-        meeting = Meeting(store, job.launch.rank, job.launch.world_size)
-        seconds = job.deadline.left()
-        within(seconds, lambda: all_reduces(meeting, mine, list(groups), device, job.deadline, found))
-    done = {(each.backend, each.group) for each in tuple(found)}
-    backends: tuple[Backend, ...] = ("gloo",) if device is None else ("gloo", "nccl")
-    late = [
-        Collective(backend=backend, group=kind, ranks=group, error="not tried: those before it used up the time")
-        for backend in backends
-        for kind, group in mine.items()
-        if (backend, kind) not in done
-    ]
-    return (*tuple(found), *late)
-
-
-def _device_index(location: RankLocation | None) -> int | None:
-    """As choose_device: the only visible GPU, else the local rank's; None on the CPU."""
-    if location is None or not location.gpu_count:
-        return None
-    return 0 if location.gpu_count == 1 else location.local_rank
-
-
-@contextmanager
-def _child(
-    job: Job, facts: RankFacts, engines: tuple[EnginePlacement, ...], environment: Mapping[str, str]
-) -> Iterator[Callable[[], Ipc | None]]:
-    """Start the child that opens a handle, beside everything else; gives what waits for its answer."""
-    rank = job.launch.rank
-    node = next((node for engine in engines for node in engine.nodes if rank in node.ranks), None)
-    index = _device_index(facts.location)
-    if node is None or node.visible_devices is None or index is None or not job.config.parallel.colocate:
-        yield lambda: None
-        return
-    visible = ",".join(node.visible_devices)
-    own = {
-        name: value
-        for name, value in environment.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIX)
-    }
-    try:
-        position = node.base_gpu_id + node.ranks.index(rank)
-        child, answer = ipc.start(torch.device("cuda", index), position, own | {"CUDA_VISIBLE_DEVICES": visible})
-    except RuntimeError as error:
-        failed = Ipc(visible=visible, error=str(error).splitlines()[0])
-        yield lambda: failed
-        return
-
-    def wait() -> Ipc:
-        try:
-            told = answer(job.deadline.left())
-        except (RuntimeError, TimeoutError) as error:
-            return Ipc(visible=visible, error=str(error))
-        uuid = told["uuid"]
-        return Ipc(visible=visible, uuid=uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-
-    try:
-        yield wait
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()

@@ -1,20 +1,22 @@
-"""What one rank says of itself: its host, network, limits, versions, environment and GPU.
+"""What one rank reports of itself: its host, network, limits, versions, environment and GPU.
 
-Each small function looks at one thing; what cannot be looked at here is said with the reason, never left out.
+What cannot be read is reported with the reason, never left out. A GPU is read through NVML (nvidia-ml-py, which SGLang
+depends on), else through torch, which sees its memory but neither its processes nor NVLink.
 """
 
-import ipaddress
 import os
 import platform
 import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil
 import torch
 
@@ -24,7 +26,7 @@ from harness.cluster.world import BEHAVIOUR_PREFIXES, Launch, choose_device, hos
 from harness.config.layers import digest
 from harness.config.schema import Config
 from harness.runtime import redact
-from harness.tools.doctor.gpu import Gpu, GpuProcess, driver_versions, look_at_gpu
+from harness.tools.doctor.cuda_ipc import gpu_uuid
 
 PACKAGES = (
     "torch", "sglang", "torch_memory_saver", "transformers", "sglang-kernel", "sgl-kernel", "flashinfer-python",
@@ -32,8 +34,8 @@ PACKAGES = (
 )  # fmt: skip
 NOT_INSTALLED = "not installed"
 
-# Beside those of BEHAVIOUR_PREFIXES in cluster/world.py: what else decides which code runs, or what it reads.
 COMPARED = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX", "PATH")
+"""Variables that decide which code runs, or what it reads, beside those of BEHAVIOUR_PREFIXES."""
 COMPARED_PREFIXES = (
     *BEHAVIOUR_PREFIXES, "TP_", "UCX_", "HF_", "TRANSFORMERS_", "TRITON_", "TORCHINDUCTOR_", "FLASHINFER_", "NVIDIA_",
     "NVSHMEM_", "TMS_",
@@ -47,8 +49,7 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interface:
+class NetworkInterface(msgspec.Struct, frozen=True, kw_only=True):
     """A network interface of this host."""
 
     name: str
@@ -57,9 +58,8 @@ class Interface:
     """IPv4 and IPv6, without scope."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Network:
-    """How this host stands to the others, before the hosts agree on addresses (cluster/network.py)."""
+class HostNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """This host's network, before the hosts agree on addresses (cluster/network.py)."""
 
     route: str | None
     """Own address on the route to MASTER_ADDR; None: there is none."""
@@ -67,22 +67,20 @@ class Network:
     """What MASTER_ADDR resolves to here."""
     problem: str
     """Why there is no route."""
-    interfaces: tuple[Interface, ...]
+    interfaces: tuple[NetworkInterface, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Space:
+class Space(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a file system. identity: device and inode of the folder, the same for all who see the same one."""
 
     path: str
-    total: int
-    free: int
-    identity: tuple[int, int]
-    writable: bool
+    total: int = 0
+    free: int = 0
+    identity: tuple[int, int] = (0, 0)
+    writable: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Input:
+class ConfigInput(msgspec.Struct, frozen=True, kw_only=True):
     """A file or folder that the config names."""
 
     key: str
@@ -90,9 +88,29 @@ class Input:
     exists: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankFacts:
-    """One rank. host is host_identity's; machine tells whether two hosts really share kernel and network."""
+class NamedProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process, and the GPU memory that it holds in bytes; 0 if that is not known."""
+
+    pid: int
+    name: str
+    used: int
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU before this process uses it. Sizes in bytes."""
+
+    uuid: str
+    name: str
+    total: int
+    free: int
+    processes: tuple[NamedProcess, ...]
+    nvlink: Mapping[str, bool] | None = None
+    """UUID of each other GPU of this host -> whether NVLink connects them; None: not known, see `told_by`."""
+    told_by: str = "NVML"
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank. host is host_identity's; machine says whether two hosts really share kernel and network."""
 
     rank: int
     local_rank: int
@@ -112,7 +130,7 @@ class RankFacts:
     """Why gpu is None."""
     gpu_devices: int
     """NVIDIA GPUs that the kernel shows, usable or not."""
-    network: Network
+    network: HostNetwork
     shared_memory: Space
     temp: Space
     limits: Mapping[str, tuple[int, int]]
@@ -121,17 +139,18 @@ class RankFacts:
     """Host memory in bytes: total, available."""
     cores: int
     infiniband: bool
-    engines: tuple[GpuProcess, ...]
+    engines: tuple[NamedProcess, ...]
     """sglang:: processes that were here before this run; its bytes are 0."""
     versions: Mapping[str, str]
     environment: Mapping[str, str]
-    inputs: tuple[Input, ...]
+    inputs: tuple[ConfigInput, ...]
 
 
 def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> RankFacts:
-    """All of the above, without a collective and without a CUDA context of this process before the GPU was looked at."""
-    location, device, problem = where(config, launch)
+    """Return all of the above, without a collective, and without a CUDA context before the GPU is read."""
+    location, device, problem = location_and_device(config, launch)
     gpu, gpu_reason = look_at_gpu(device)
+    memory = psutil.virtual_memory()
     return RankFacts(
         rank=launch.rank,
         local_rank=launch.local_rank,
@@ -146,11 +165,11 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
         gpu=gpu,
         gpu_reason=gpu_reason,
         gpu_devices=sum(1 for _ in Path("/dev").glob("nvidia[0-9]*")),
-        network=network(environment),
+        network=host_network(environment),
         shared_memory=space("/dev/shm"),
         temp=space(tempfile.gettempdir()),
         limits={name: resource.getrlimit(number) for name, number in LIMITS.items()},
-        memory=(psutil.virtual_memory().total, psutil.virtual_memory().available),
+        memory=(memory.total, memory.available),
         cores=len(os.sched_getaffinity(0)),
         infiniband=any(Path("/sys/class/infiniband").glob("*")),
         engines=engine_processes(),
@@ -160,8 +179,8 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
     )
 
 
-def where(config: Config, launch: Launch) -> tuple[RankLocation | None, torch.device | None, str]:
-    """RankLocation and device as a run of this config would take them, and what it would say where it cannot."""
+def location_and_device(config: Config, launch: Launch) -> tuple[RankLocation | None, torch.device | None, str]:
+    """Return what a run of this config would choose, and its error if it cannot."""
     colocate = config.parallel.colocate
     try:
         device = choose_device(config.engine.device, launch, colocate)
@@ -171,83 +190,148 @@ def where(config: Config, launch: Launch) -> tuple[RankLocation | None, torch.de
 
 
 def machine() -> str:
-    """Boot id and network namespace: hosts emulated without namespaces share both."""
+    """Return boot id and network namespace: hosts emulated without namespaces share both."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}/{os.readlink('/proc/self/ns/net')}"
 
 
-def network(environment: Mapping[str, str]) -> Network:
-    """This host's interfaces, and its way to MASTER_ADDR."""
-    try:
-        route, master = route_to_master(environment)
-    except OSError as error:
-        return Network(route=None, master=None, problem=str(error), interfaces=interfaces())
-    return Network(route=route, master=master, problem="", interfaces=interfaces())
-
-
-def interfaces() -> tuple[Interface, ...]:
+def host_network(environment: Mapping[str, str]) -> HostNetwork:
+    """Return this host's interfaces, and its route to MASTER_ADDR."""
     states = psutil.net_if_stats()
-    return tuple(
-        Interface(
+    inet = (socket.AF_INET, socket.AF_INET6)
+    interfaces = tuple(
+        NetworkInterface(
             name=name,
             up=name in states and states[name].isup,
-            addresses=tuple(
-                each.address.partition("%")[0] for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)
-            ),
+            addresses=tuple(each.address.partition("%")[0] for each in addresses if each.family in inet),
         )
         for name, addresses in psutil.net_if_addrs().items()
     )
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    try:
+        route, master = route_to_master(environment)
+    except OSError as error:
+        return HostNetwork(route=None, master=None, problem=str(error), interfaces=interfaces)
+    return HostNetwork(route=route, master=master, problem="", interfaces=interfaces)
 
 
 def space(path: str) -> Space:
-    """Writable is tried by making a file, since a read-only mount shows in no permission bit; without the folder all is 0."""
+    """Return the room in a folder. It is writable if a file can be made: a read-only mount shows in no permission bit."""
     try:
         usage, status = shutil.disk_usage(path), os.stat(path)
     except OSError:
-        return Space(path=path, total=0, free=0, identity=(0, 0), writable=False)
+        return Space(path=path)
     try:
         with tempfile.NamedTemporaryFile(dir=path, prefix="harness-doctor-"):
             writable = True
     except OSError:
         writable = False
-    return Space(
-        path=path, total=usage.total, free=usage.free, identity=(status.st_dev, status.st_ino), writable=writable
-    )
+    identity = status.st_dev, status.st_ino
+    return Space(path=path, total=usage.total, free=usage.free, identity=identity, writable=writable)
 
 
-def engine_processes() -> tuple[GpuProcess, ...]:
-    """Processes named sglang::..., as its schedulers and detokenizers call themselves."""
+def engine_processes() -> tuple[NamedProcess, ...]:
+    """Return the processes named sglang::..., as SGLang's schedulers and detokenizers call themselves."""
     found = []
     for process in psutil.process_iter(["pid", "name", "cmdline"]):
         name = next(iter(process.info["cmdline"] or ()), "") or process.info["name"] or ""
         if name.startswith("sglang::"):
-            found.append(GpuProcess(pid=process.info["pid"], name=name.split()[0], used=0))
+            found.append(NamedProcess(pid=process.info["pid"], name=name.split()[0], used=0))
     return tuple(found)
 
 
 def versions() -> dict[str, str]:
-    """Of what runs: Python, packages by their metadata (importing SGLang takes 17 s), CUDA, NCCL and the driver."""
+    """Return the versions of Python, packages (by metadata: importing SGLang takes 17 s), CUDA, NCCL and the driver."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = NOT_INSTALLED
+    on_gpu = torch.cuda.is_available()
     found["cuda"] = torch.version.cuda or "none"
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
-    return found | driver_versions()
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none"
+    try:
+        with nvml() as library:
+            newest = library.nvmlSystemGetCudaDriverVersion_v2()
+            found["driver"] = _text(library.nvmlSystemGetDriverVersion())
+            found["driver's cuda"] = f"{newest // 1000}.{newest % 1000 // 10}"
+    except (ImportError, RuntimeError):
+        found["driver"] = "unknown without nvidia-ml-py" if on_gpu else "none"
+    return found
 
 
 def matters(name: str) -> bool:
-    """Whether a variable is compared between ranks."""
+    """Return whether a variable is compared between ranks."""
     return name in COMPARED or name.startswith(COMPARED_PREFIXES)
 
 
-def inputs(config: Config) -> tuple[Input, ...]:
-    """The config's files; a hub id is one that is nowhere, and has no folder of its first part."""
+def inputs(config: Config) -> tuple[ConfigInput, ...]:
+    """Return the config's files; a hub id looks like one that does not exist."""
     named = {"model.name": config.model.name, "task.source": config.task.source}
-    return tuple(Input(key=key, path=path, exists=Path(path).exists()) for key, path in named.items() if "/" in path)
+    return tuple(
+        ConfigInput(key=key, path=path, exists=Path(path).exists()) for key, path in named.items() if "/" in path
+    )
+
+
+def look_at_gpu(device: torch.device | None) -> tuple[Gpu | None, str]:
+    """Return the GPU of a trainer on `device`, or None and why."""
+    if device is None or device.type == "cpu":
+        if torch.version.cuda is None:
+            return None, "this torch is built without CUDA"
+        return None, "the config wants the CPU" if torch.cuda.is_available() else "torch finds no usable GPU"
+    uuid = gpu_uuid(device.index)
+    try:
+        with nvml() as library:
+            return _gpu_by_nvml(library, uuid), ""
+    except (ImportError, RuntimeError) as error:
+        free, total = torch.cuda.mem_get_info(device)
+        name = torch.cuda.get_device_name(device)
+        return Gpu(uuid=uuid, name=name, total=total, free=free, processes=(), told_by=f"torch alone ({error})"), ""
+
+
+@contextmanager
+def nvml() -> Iterator[Any]:
+    """Open NVML. Raise ImportError without nvidia-ml-py, RuntimeError if NVML fails."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            yield pynvml
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise RuntimeError(f"NVML: {error}") from error
+
+
+def _gpu_by_nvml(library: Any, uuid: str) -> Gpu:
+    handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+    others = {_text(library.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+    own = others.pop(uuid, None) or library.nvmlDeviceGetHandleByUUID(uuid)  # a MIG device is in no list
+    memory, nvlink = library.nvmlDeviceGetMemoryInfo(own), library.NVML_P2P_CAPS_INDEX_NVLINK
+    return Gpu(
+        uuid=uuid,
+        name=_text(library.nvmlDeviceGetName(own)),
+        total=int(memory.total),
+        free=int(memory.free),
+        processes=tuple(
+            NamedProcess(pid=each.pid, name=_process_name(each.pid), used=int(each.usedGpuMemory or 0))
+            for each in library.nvmlDeviceGetComputeRunningProcesses(own)
+        ),
+        nvlink={
+            other: bool(library.nvmlDeviceGetP2PStatus(own, there, nvlink) == library.NVML_P2P_STATUS_OK)
+            for other, there in others.items()
+        },
+    )
+
+
+def _process_name(pid: int) -> str:
+    """Return the name; NVML counts pids outside the container, where they may mean no process here."""
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "not visible from here"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

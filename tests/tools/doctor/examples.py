@@ -1,17 +1,19 @@
 """A healthy job of two hosts, as facts; tests plant one fault in it."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import replace as replace_dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import HostAddress
 from harness.cluster.placement import RankLocation
 from harness.config.schema import Config, Parallel
-from harness.tools.doctor.examination import GIB, Examination, groups_of
-from harness.tools.doctor.facts import Input, Interface, Network, RankFacts, Space
-from harness.tools.doctor.gpu import Gpu
-from harness.tools.doctor.links import Clock, Collective, Ipc, RankLinks, Reach
+from harness.runtime.units import GIB
+from harness.tools.doctor.checks import Examination
+from harness.tools.doctor.facts import ConfigInput, Gpu, HostNetwork, NetworkInterface, RankFacts, Space
+from harness.tools.doctor.links import ClockOffset, Collective, Ipc, RankLinks, Reach, groups_of
 
 Change = Callable[[RankFacts], RankFacts]
 
@@ -43,14 +45,14 @@ def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
         else None,
         gpu_reason="" if gpus else "this torch is built without CUDA",
         gpu_devices=per_host if gpus else 0,
-        network=Network(
+        network=HostNetwork(
             route=f"10.0.0.{host + 1}",
             master="10.0.0.1",
             problem="",
             interfaces=(
-                Interface(name="lo", up=True, addresses=("127.0.0.1", "::1")),
-                Interface(name="eth0", up=True, addresses=(f"10.0.0.{host + 1}",)),
-                Interface(name="eth1", up=True, addresses=(f"10.1.0.{host + 1}",)),
+                NetworkInterface(name="lo", up=True, addresses=("127.0.0.1", "::1")),
+                NetworkInterface(name="eth0", up=True, addresses=(f"10.0.0.{host + 1}",)),
+                NetworkInterface(name="eth1", up=True, addresses=(f"10.1.0.{host + 1}",)),
             ),
         ),
         shared_memory=Space(path="/dev/shm", total=64 * GIB, free=60 * GIB, identity=(1, 1), writable=True),
@@ -63,8 +65,8 @@ def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
         versions={"python": "3.11.9", "torch": "2.9.1", "sglang": "0.5.8", "transformers": "4.57.1",
                   "torch_memory_saver": "0.0.9", "nccl": "2.27.5"},
         environment={"NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"},
-        inputs=(Input(key="model.name", path="/models/DeepSeek-V3", exists=True),
-                Input(key="task.source", path="openai/gsm8k", exists=False)),
+        inputs=(ConfigInput(key="model.name", path="/models/DeepSeek-V3", exists=True),
+                ConfigInput(key="task.source", path="openai/gsm8k", exists=False)),
     )  # fmt: skip
 
 
@@ -72,7 +74,9 @@ def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool
     """A job of which there is nothing to say."""
     dims = ParallelDims(dp=dp, tp=tp, pp=pp)
     facts = tuple(facts_of(rank, per_host, gpus) for rank in range(dims.world_size))
-    bare = Examination(config=Config(parallel=Parallel(dp=dp, tp=tp, pp=pp)), dims=dims, facts=facts, links=())
+    bare = Examination(
+        config=Config(parallel=Parallel(dp=dp, tp=tp, pp=pp)), dims=dims, facts=facts, links=(None,) * len(facts)
+    )
     groups = groups_of(dims, bare.hosts.values())
     links = []
     for each in facts:
@@ -85,7 +89,7 @@ def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool
                 rank=each.rank,
                 address=HostAddress("eth0", f"10.0.0.{host + 1}", "it routes to MASTER_ADDR"),
                 ports=30000 if first else None,
-                clock=Clock(offset=0.002 * host, uncertainty=0.001) if first else None,
+                clock=ClockOffset(offset=0.002 * host, uncertainty=0.001) if first else None,
                 reaches=tuple(
                     Reach(to=other, address=f"10.0.0.{other // per_host + 1}", port=30008, seconds=0.001)
                     for other in others
@@ -103,14 +107,14 @@ def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool
                 sees_folder=True if first else None,
             )
         )
-    return replace(bare, links=tuple(links))
+    return replace_dataclass(bare, links=tuple(links))
 
 
 def with_facts(view: Examination, rank: int, **changes: Any) -> Examination:
     """One rank's facts changed."""
     facts = list(view.facts)
     facts[rank] = replace(facts[rank], **changes)
-    return replace(view, facts=tuple(facts))
+    return replace_dataclass(view, facts=tuple(facts))
 
 
 def with_links(view: Examination, rank: int, **changes: Any) -> Examination:
@@ -119,7 +123,7 @@ def with_links(view: Examination, rank: int, **changes: Any) -> Examination:
     own = links[rank]
     assert own is not None
     links[rank] = replace(own, **changes)
-    return replace(view, links=tuple(links))
+    return replace_dataclass(view, links=tuple(links))
 
 
 def with_variable(view: Examination, rank: int, name: str, value: str) -> Examination:

@@ -44,5 +44,5 @@ def test_inputs_are_what_may_be_a_path(tmp_path: Path) -> None:
 
 
 def test_a_name_that_does_not_resolve_is_said() -> None:
-    found = facts.network({"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "1"})
+    found = facts.host_network({"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "1"})
     assert found.route is None and found.problem

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from harness.tools.doctor.links import Collective, all_reduces, clock_of_host, open_port, reach_all, sees, token_in
-from harness.tools.doctor.meeting import Deadline, Meeting
+from harness.tools.doctor.job_store import Deadline, JobStore
+from harness.tools.doctor.links import all_reduces, clock_of_host, open_port, reach_all, sees, token_in, untried
 
 
 def test_a_leased_port_is_reached_and_says_whose_it_is() -> None:
     with open_port(31000, "3") as ports:
-        here = (3, "127.0.0.1", ports.dist_init_port, "3")
-        other = (4, "127.0.0.1", ports.dist_init_port, "4")
-        closed = (5, "127.0.0.1", ports.nccl_port, "5")
+        here = (3, "127.0.0.1", ports.dist_init_port)
+        other = (4, "127.0.0.1", ports.dist_init_port)
+        closed = (5, "127.0.0.1", ports.nccl_port)
         found = reach_all([here, other, closed], 3)
     assert [each.to for each in found] == [3, 4, 5]
     assert found[0].error == "" and found[0].seconds > 0
@@ -24,7 +24,7 @@ def test_a_leased_port_is_reached_and_says_whose_it_is() -> None:
 def test_a_port_that_never_answers_ends_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         began = time.monotonic()
-        (found,) = reach_all([(0, "127.0.0.1", deaf.getsockname()[1], "0")], 0.5)
+        (found,) = reach_all([(0, "127.0.0.1", deaf.getsockname()[1])], 0.5)
     assert found.error == "no answer within 0 s" or found.error == "no answer within 1 s"
     assert time.monotonic() - began < 3
 
@@ -36,14 +36,14 @@ def test_two_engines_of_a_host_never_have_one_block() -> None:
 
 def test_a_host_without_its_peer_gives_up_on_the_clock() -> None:
     store = dist.HashStore()
-    assert clock_of_host(Meeting(store, 2, 4), [0, 2], Deadline.after(0.3)) is None
+    assert clock_of_host(JobStore(store, 2, 4), [0, 2], Deadline.after(0.3)) is None
 
 
 def test_clocks_of_one_machine_agree() -> None:
     store = dist.HashStore()
-    serve = threading.Thread(target=clock_of_host, args=(Meeting(store, 0, 4), [0, 2], Deadline.after(10)))
+    serve = threading.Thread(target=clock_of_host, args=(JobStore(store, 0, 4), [0, 2], Deadline.after(10)))
     serve.start()
-    clock = clock_of_host(Meeting(store, 2, 4), [0, 2], Deadline.after(10))
+    clock = clock_of_host(JobStore(store, 2, 4), [0, 2], Deadline.after(10))
     serve.join()
     assert clock and abs(clock.offset) <= clock.uncertainty + 0.005
 
@@ -55,9 +55,9 @@ def test_a_file_of_rank_0_is_seen_where_the_folder_is_shared(tmp_path: Path) -> 
 
 
 def test_an_all_reduce_without_the_other_rank_is_an_error_and_no_hang() -> None:
-    found: list[Collective] = []
     began = time.monotonic()
     groups = {"engine": (0, 1), "world": (0, 1)}
-    all_reduces(Meeting(dist.HashStore(), 0, 2), groups, list(groups), None, Deadline.after(1.5), found)
+    results = untried(groups, None)
+    all_reduces(JobStore(dist.HashStore(), 0, 2), list(groups), None, Deadline.after(1.5), results)
     assert time.monotonic() - began < 8
-    assert [(each.group, bool(each.error)) for each in found] == [("engine", True), ("world", True)]
+    assert [(each.group, bool(each.error)) for each in results.values()] == [("engine", True), ("world", True)]

@@ -8,34 +8,34 @@ import pytest
 import torch.distributed as dist
 
 from harness.tools.doctor.facts import RankFacts
+from harness.tools.doctor.job_store import Absent, Deadline, JobStore, connect, within
 from harness.tools.doctor.links import RankLinks
-from harness.tools.doctor.meeting import Absent, Deadline, Meeting, connect, within
 from tests.tools.doctor.examples import facts_of, healthy
 
 
 def test_what_was_put_is_got_by_any_rank() -> None:
     store = dist.HashStore()
-    Meeting(store, 1, 2).put("key", {"a": (1, None)})
-    assert Meeting(store, 0, 2).get("key", 1, dict[str, tuple[int, str | None]]) == {"a": (1, None)}
+    JobStore(store, 1, 2).put("key", {"a": (1, None)})
+    assert JobStore(store, 0, 2).get("key", 1, dict[str, tuple[int, str | None]]) == {"a": (1, None)}
 
 
 def test_what_nobody_put_is_absent_in_time() -> None:
     began = time.monotonic()
     with pytest.raises(Absent, match=r"^key did not come within 0\.3 s$"):
-        Meeting(dist.HashStore(), 0, 2).get("key", 0.3, str)
+        JobStore(dist.HashStore(), 0, 2).get("key", 0.3, str)
     assert time.monotonic() - began < 2
 
 
 def test_rank_0_gathers_those_who_came() -> None:
     store = dist.HashStore()
-    assert Meeting(store, 2, 3).gather("facts", "c", 0.1, str) == []
-    assert Meeting(store, 0, 3).gather("facts", "a", 0.3, str) == ["a", None, "c"]
+    assert JobStore(store, 2, 3).gather("facts", "c", 0.1, str) == []
+    assert JobStore(store, 0, 3).gather("facts", "a", 0.3, str) == ["a", None, "c"]
 
 
 def test_a_barrier_ends_without_the_rank_that_does_not_come() -> None:
     store = dist.HashStore()
-    assert not Meeting(store, 0, 2).barrier("here", 0.3)
-    assert Meeting(store, 1, 2).barrier("here", 0.3)  # the second, and last
+    assert not JobStore(store, 0, 2).barrier("here", 0.3)
+    assert JobStore(store, 1, 2).barrier("here", 0.3)  # the second, and last
 
 
 def test_a_function_that_does_not_end_is_left_behind() -> None:
@@ -75,7 +75,7 @@ def test_a_pickle_in_the_store_is_refused_and_not_run(tmp_path: Path) -> None:
     for pickled in (pickle.dumps(Exploit(str(planted))), base64.b64encode(pickle.dumps(Exploit(str(planted))))):
         store.set("facts/1", pickled.decode("latin-1"))
         with pytest.raises(Absent, match="facts/1"):
-            Meeting(store, 0, 2).get("facts/1", 1, RankFacts)
+            JobStore(store, 0, 2).get("facts/1", 1, RankFacts)
         assert not planted.exists()
 
 
@@ -84,15 +84,15 @@ def test_a_value_of_another_type_is_that_of_no_rank(value: str) -> None:
     store = dist.HashStore()
     store.set("facts/1", value)
     mine = facts_of(0, 2, gpus=True)
-    assert Meeting(store, 0, 2).gather("facts", mine, 1, RankFacts) == [mine, None]
+    assert JobStore(store, 0, 2).gather("facts", mine, 1, RankFacts) == [mine, None]
 
 
 def test_facts_and_links_come_out_as_they_went_in() -> None:
     store = dist.HashStore()
     job = healthy()
     for rank, (facts, links) in enumerate(zip(job.facts, job.links, strict=True)):
-        meeting = Meeting(store, rank, 4)
-        meeting.put(f"facts/{rank}", facts)
-        meeting.put(f"links/{rank}", links)
-        assert meeting.get(f"facts/{rank}", 1, RankFacts) == facts
-        assert meeting.get(f"links/{rank}", 1, RankLinks) == links
+        job_store = JobStore(store, rank, 4)
+        job_store.put(f"facts/{rank}", facts)
+        job_store.put(f"links/{rank}", links)
+        assert job_store.get(f"facts/{rank}", 1, RankFacts) == facts
+        assert job_store.get(f"links/{rank}", 1, RankLinks) == links

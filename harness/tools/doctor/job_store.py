@@ -1,15 +1,14 @@
-"""Where the doctor's ranks meet: torchrun's TCP store, with a deadline on every wait.
+"""torchrun's TCP store, through which the doctor's ranks talk, with a deadline on every wait.
 
-Not a process group: a host that is cut off, or a rank that never comes, must be named by those that did come.
+Not a process group: a host that is cut off, or a rank that never comes, must be named by the ranks that did come.
 
-The store listens on every interface and asks for no password: what stands in it may have come from outside the job. Values
-are JSON, decoded as the type that the reader expects, and anything else is refused; a pickle would run its sender's code.
+The store listens on every interface and asks for no password: its values may come from outside the job. They are JSON,
+decoded as the type that the reader expects, and anything else is refused; a pickle would run its sender's code.
 """
 
 import math
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Self, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from harness.runtime.background import in_background
+
 T = TypeVar("T")
 
 LEAST_SECONDS = 0.05
@@ -26,7 +27,7 @@ LEAST_SECONDS = 0.05
 
 
 class Absent(RuntimeError):
-    """What should be in the store did not come in time, or is not what this key holds."""
+    """A value did not come in time, or is not of the type that its key must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Deadline:
         return cls(time.monotonic() + seconds)
 
     def left(self, at_most: float = math.inf) -> float:
-        """Seconds until then, at most so many, and never none."""
+        """Return the seconds until then, at most so many and at least LEAST_SECONDS."""
         return max(LEAST_SECONDS, min(self.end - time.monotonic(), at_most))
 
     @property
@@ -49,35 +50,20 @@ class Deadline:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """What the function returns or raises. Raises TimeoutError when it takes longer; its thread is then left behind,
-    and must not keep the process alive."""
-    outcome: list[Callable[[], T]] = []
-
-    def call() -> None:
-        try:
-            value = function()
-        except BaseException as error:
-            raised = error
-
-            def fail() -> T:
-                raise raised
-
-            outcome.append(fail)
-        else:
-            outcome.append(lambda: value)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return outcome[0]()
+    """Return what the function returns, or raise TimeoutError and leave it behind on its daemon thread."""
+    future = in_background(function, "doctor")
+    try:
+        return future.result(seconds)
+    except TimeoutError as late:
+        if future.done():
+            raise  # the function's own
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from late
 
 
 def connect(environment: Mapping[str, str], seconds: float, serve: bool = False) -> dist.Store:
-    """A new connection to the store at MASTER_ADDR:MASTER_PORT. serve: be its server too, where torchrun's agent is not.
+    """Return a new connection to the store at MASTER_ADDR:MASTER_PORT. serve: be its server if torchrun's agent is not.
 
-    Raises OSError, DistError or TimeoutError when there is no answer in time.
+    Raise OSError, DistError or TimeoutError when there is no answer in time.
     """
     own = serve and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -86,7 +72,7 @@ def connect(environment: Mapping[str, str], seconds: float, serve: bool = False)
     def reach() -> dist.Store:
         if not own:
             _wait_for_listener(host, port, Deadline.after(seconds))
-        # The thread outlives `within` only where a resolver does not answer: the store keeps to its own timeout.
+        # The thread outlives `within` only if a resolver does not answer: the store keeps to its own timeout.
         store = dist.TCPStore(host, port, None, own, timedelta(seconds=seconds), wait_for_workers=False)
         return dist.PrefixStore(f"doctor/{attempt}", store)
 
@@ -94,7 +80,7 @@ def connect(environment: Mapping[str, str], seconds: float, serve: bool = False)
 
 
 def _wait_for_listener(host: str, port: int, deadline: Deadline) -> None:
-    """Raises OSError. Before torch's client, which answers the same with pages of C++ stacks."""
+    """Raise OSError if no one listens: torch's client would print pages of C++ stacks."""
     while True:
         try:
             with socket.create_connection((host, port), deadline.left()):
@@ -106,8 +92,8 @@ def _wait_for_listener(host: str, port: int, deadline: Deadline) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """One connection to the store. Not to be shared with a thread that may block in it: it is locked meanwhile."""
+class JobStore:
+    """One connection to the store. Do not share it with a thread that may block in it: it is locked meanwhile."""
 
     store: dist.Store
     rank: int
@@ -118,7 +104,7 @@ class Meeting:
         self.store.set(key, msgspec.json.encode(value).decode())
 
     def get(self, key: str, seconds: float, kind: type[T]) -> T:
-        """Return the value, decoded as `kind`. Raises Absent when it does not come within this time, or is of another type."""
+        """Return the value, decoded as `kind`. Raise Absent if it does not come in time or is of another type."""
         try:
             self.store.wait([key], timedelta(seconds=seconds))
         except (dist.DistError, RuntimeError) as error:
@@ -126,7 +112,7 @@ class Meeting:
         return self._decoded(key, kind)
 
     def gather(self, key: str, value: object, seconds: float, kind: type[T]) -> list[T | None]:
-        """Return on rank 0 the values of all ranks, None for one that did not come in time or is no `kind`; an empty list elsewhere."""
+        """Return on rank 0 the values of all ranks, None for one that is absent or no `kind`; an empty list elsewhere."""
         self.put(f"{key}/{self.rank}", value)
         if self.rank != 0:
             return []
@@ -145,7 +131,7 @@ class Meeting:
         return found
 
     def barrier(self, key: str, seconds: float) -> bool:
-        """Wait for all ranks; False when some did not come in time."""
+        """Wait for all ranks; return False if some did not come in time."""
         if self.store.add(f"{key}/count", 1) == self.world_size:
             self.put(f"{key}/go", True)
         try:

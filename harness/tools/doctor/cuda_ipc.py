@@ -1,0 +1,73 @@
+"""CUDA IPC as a weight sync needs it: a child that sees what this rank's engine will see opens a handle of its memory.
+
+The child is `python cuda_ipc.py INDEX`, with the engine's CUDA_VISIBLE_DEVICES and nothing of torchrun's: it reads the
+pickled handle from standard input and prints the UUID of its GPU. It cannot import harness.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+BYTES = 1 << 20
+PATTERN = 0x5A
+
+
+class IpcChild:
+    """A child process that will open memory as its index-th GPU, of those in `visible`."""
+
+    def __init__(self, index: int, visible: str, environment: Mapping[str, str]) -> None:
+        self.visible = visible
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(index)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**environment, "CUDA_VISIBLE_DEVICES": visible},
+        )
+
+    def uuid(self, device: torch.device, seconds: float) -> str:
+        """Return the UUID of the GPU on which the child opened memory of `device`. Raise TimeoutError, RuntimeError."""
+        torch.cuda.set_device(device)
+        memory = torch.full((BYTES,), PATTERN, dtype=torch.uint8, device=device)  # lives until the child has answered
+        torch.cuda.synchronize(device)
+        handle = memory.untyped_storage()._share_cuda_()[1:]
+        try:
+            output, errors = self._process.communicate(pickle.dumps(handle), timeout=seconds)
+        except subprocess.TimeoutExpired as late:
+            raise TimeoutError(f"the child did not answer within {seconds:.0f} s") from late
+        if self._process.returncode != 0:
+            lines = errors.decode(errors="replace").strip().splitlines()
+            raise RuntimeError(lines[-1] if lines else f"the child ended with exit code {self._process.returncode}")
+        return output.decode().strip()
+
+    def end(self) -> None:
+        """Kill the child if it still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def gpu_uuid(index: int) -> str:
+    """Return a GPU's UUID as nvidia-smi -L prints it, without making a CUDA context."""
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def open_handle(index: int, handle: tuple[Any, ...]) -> str:
+    """Read the other process's memory, in the child. Raise RuntimeError for other bytes than it wrote."""
+    torch.cuda.set_device(index)
+    storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
+    seen = torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)[:BYTES]
+    if not bool((seen == PATTERN).all()):
+        raise RuntimeError("the handle opened on memory that holds other bytes")
+    return gpu_uuid(index)
+
+
+if __name__ == "__main__":
+    print(open_handle(int(sys.argv[1]), pickle.load(sys.stdin.buffer)), flush=True)
+    os._exit(0)  # before Python takes the shared memory apart
