@@ -1,0 +1,350 @@
+"""Reinforcement learning with SGLang on torchrun alone: the whole idea in one file, to be read from top to bottom.
+
+    torchrun --nproc-per-node=2 launch/minimal.py --model qwen2 --tp 2 --steps 3
+
+dp * tp ranks of one host train an actor, sharded by FSDP2 over all of them. Each group of tp ranks has an sglang.Engine
+that runs on the GPUs of these ranks; the first rank of the group starts it and calls it. One step of all ranks:
+
+    resume weights -> sync -> resume KV cache -> rollout -> release -> log-prob check -> advantages -> update
+
+SGLang answers "Success" to weights that it ignores. So the engine starts with dummy weights, and after every sync its
+log-probs of the tokens that it sampled must equal the actor's. PASSED: exit code 0, FAILED: 1. Runs without a GPU, too.
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of the engine, and of the actor's forward pass
+# For SGLang's CPU mode: stand-ins for sgl_kernel and torchvision, which PyPI has for CUDA only, and a plugin for MLA.
+STAND_INS = os.environ.get("SGLANG_CPU_STAND_INS", Path(__file__).parents[1] / "harness/rollout/cpu/standins")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run can vary; the first five are options of the command line."""
+
+    model: str = "qwen2"  # qwen2 or deepseek_v3 (tiny, random, made on the spot), or a checkpoint folder
+    tp: int = 2  # ranks of an engine; dp follows from the number of ranks
+    steps: int = 3
+    learning_rate: float = 1e-3  # large: a sync is proven only if the update before it moved the log-probs
+    skip_sync: int = -1  # a fault to plant: leave out the sync of this step, and the check must fail
+    seed: int = 1
+    prompts: int = 5  # per engine and step; the last one is held out of the training
+    responses: int = 8  # per prompt: a GRPO group
+    prompt_tokens: int = 8
+    response_tokens: int = 16
+    temperature: float = 1.0
+    epochs: int = 2  # optimizer steps per rollout; in the second one ratios differ from 1
+    clip: float = 0.2
+    max_grad_norm: float = 1.0
+    tolerance: float = 0.05 if DEVICE == "cuda" else 1e-5  # mean |engine - actor| in nats; healthy: up to 0.02 and 1e-6
+
+
+# For sglang.Engine; what a release does not have is left out. With dummy weights a tensor missing from a sync shows.
+ENGINE_ARGUMENTS: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "sampling_backend": "pytorch"}
+# Capturing CUDA graphs (each release has two of the names) and compiling a fusion take minutes, for three steps.
+GRAPHS = ("disable_cuda_graph", "disable_piecewise_cuda_graph", "disable_prefill_cuda_graph")
+ENGINE_ARGUMENTS |= dict.fromkeys((*GRAPHS, "enforce_disable_flashinfer_allreduce_fusion"), True)
+ON_GPU = {"device": "cuda", "attention_backend": "triton", "enable_memory_saver": True, "mem_fraction_static": 0.4}
+ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 4096, "mem_fraction_static": 0.1}
+ENGINE_ARGUMENTS |= ON_GPU if DEVICE == "cuda" else ON_CPU
+
+
+def clean_environment(inherited: dict[str, str]) -> dict[str, str]:
+    """Return an environment for the engine: without torchrun's, its ranks would wait for each other in its store."""
+    prefixes, suffixes = ("TORCHELASTIC_", "MASTER_", "ROLE_", "OMP_NUM_"), ("RANK", "WORLD_SIZE")
+    return {key: value for key, value in inherited.items() if not (key.startswith(prefixes) or key.endswith(suffixes))}
+
+
+def engine_gpus(visible: list[str | None], ranks: list[int]) -> str:
+    """Return CUDA_VISIBLE_DEVICES of the engine of these ranks: its TP rank i runs on the GPU of rank ranks[i]."""
+    # visible: by rank, a list for all of them, or the rank's own entry, or None. Entries: indices, UUIDs, MIG names.
+    lists = [value.split(",") if value else [str(gpu) for gpu in range(len(visible))] for value in visible]
+    gpus = [entries[rank % len(entries)].strip() for rank, entries in enumerate(lists)]
+    if len(set(gpus)) < len(gpus):
+        raise ValueError(f"each rank must have a GPU of its own, got {gpus} from CUDA_VISIBLE_DEVICES {visible}")
+    return ",".join(gpus[rank] for rank in ranks)
+
+
+def engine_placement(mesh: DeviceMesh) -> dict[str, str]:
+    """Return the variables that put the engine of this rank's TP group on the group's GPUs (or cores); collective."""
+    ranks = mesh.mesh[mesh.get_local_rank("dp")].tolist()
+    if DEVICE == "cuda":
+        visible: list[str | None] = [None] * mesh.size()
+        dist.all_gather_object(visible, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        # The trainer may hold more memory of one of these GPUs than of another: no reason to refuse.
+        return {"CUDA_VISIBLE_DEVICES": engine_gpus(visible, ranks), "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+    cores = sorted(os.sched_getaffinity(0))
+    bind = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
+    placement = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_NCCL_SO_PATH": "no-nccl-on-cpu"}
+    return placement | {"SGLANG_CPU_OMP_THREADS_BIND": bind, "TORCHDYNAMO_DISABLE": "1"}  # no compilation of C++
+
+
+def free_ports(count: int) -> list[int]:
+    """Return free ports of this host, all different because they are drawn at the same time."""
+    sockets = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def start_engine(settings: Settings, mesh: DeviceMesh, folder: str) -> Any:
+    """Start an sglang.Engine on the first rank of each TP group; return it there, None elsewhere; collective."""
+    # One rank draws the ports of all engines: SGLang would draw them from generators that a trainer seeds alike.
+    # And one key for all ranks: an engine fetches CPU tensors from each of them, and must have its key.
+    shared = [free_ports(2 * mesh.size(0)), bytes(multiprocessing.current_process().authkey)]
+    dist.broadcast_object_list(shared, src=0)
+    multiprocessing.current_process().authkey = shared[1]
+    placement, dp = engine_placement(mesh), mesh.get_local_rank("dp")
+    if mesh.get_local_rank("tp") != 0:
+        return None
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ |= clean_environment(before) | placement
+    try:
+        import sglang
+        from sglang.srt.server_args import ServerArgs
+
+        arguments = {key: value for key, value in ENGINE_ARGUMENTS.items() if key in signature(ServerArgs).parameters}
+        arguments |= {"port": shared[0][2 * dp], "dist_init_addr": f"127.0.0.1:{shared[0][2 * dp + 1]}"}
+        arguments |= {"tp_size": settings.tp, "dtype": str(DTYPE).split(".")[1], "random_seed": settings.seed + dp}
+        return sglang.Engine(model_path=folder, **arguments)
+    finally:  # what SGLang sets for itself (NCCL_*) must not stay: NCCL in the trainer needs the same on all ranks
+        os.environ.clear()
+        os.environ |= before
+
+
+def call(engine: Any, mesh: DeviceMesh, method: str, **arguments: Any) -> Any:
+    """Call the engine on the first rank of the TP group; return its answer, or raise its refusal, on all of them."""
+    found = getattr(engine, method, None)  # what a release does not have is left out
+    answer = [found(**arguments) if found else None]
+    dist.broadcast_object_list(answer, group=mesh.get_group("tp"), group_src=0)
+    if isinstance(answer[0], tuple) and not answer[0][0]:  # (False, message): SGLang does not raise
+        raise RuntimeError(f"{method}: the engine refused: {answer[0][1]}")
+    return answer[0]
+
+
+def memory(engine: Any, mesh: DeviceMesh, action: str, *tags: str) -> None:
+    """Release the GPU memory of "weights" or "kv_cache", whose contents are lost, or resume it; collective."""
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()  # what the trainer has freed and torch still holds
+        dist.barrier()
+        call(engine, mesh, f"{action}_memory_occupation", tags=list(tags))
+
+
+def write_tiny(name: str, folder: str, seed: int) -> str:
+    """Write a random float32 checkpoint whose norms, biases and buffers are not 1 or 0, so that they matter."""
+    shape: dict[str, Any] = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 8, "max_position_embeddings": 2048, "initializer_range": 0.04}
+    shape |= {"num_key_value_heads": 4 if name == "qwen2" else 8, "tie_word_embeddings": name == "qwen2"}
+    if name == "deepseek_v3":
+        shape |= {"q_lora_rank": 256, "first_k_dense_replace": 1, "moe_intermediate_size": 128, "n_routed_experts": 16}
+        shape |= {"num_experts_per_tok": 4, "n_group": 2, "topk_group": 1}
+        shape |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which SGLang looks for
+        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+        shape["rope_parameters"] = rope | {"mscale": 1.0, "mscale_all_dim": 1.0}  # SGLang's CPU mode has this one
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **shape))
+    for tensor in model.state_dict().values():
+        tensor.add_(torch.randn_like(tensor) * 0.1 * (tensor.ndim == 1))
+    model.save_pretrained(folder)
+    return folder
+
+
+def build_actor(folder: str, learning_rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Load the actor, shard it by FSDP2 over all ranks, and make its AdamW, all in float32; collective."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    # A layer is gathered in DTYPE. Inputs are not cast: what the model keeps in float32 between layers stays so.
+    policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in [*model.base_model.layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model.to(DEVICE), torch.optim.AdamW(model.parameters(), lr=learning_rate)
+
+
+def checkpoint_tensors(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield full tensors by name, a decoder layer at a time, and what is outside of the layers; collective."""
+    # In the names and shapes that save_pretrained writes: tied tensors once, buffers too, experts one by one. SGLang
+    # ignores all others. A layer is not split: q_a_proj and kv_a_proj_with_mqa, for one, fuse only within one call.
+    loading = sys.modules.get("transformers.core_model_loading")  # since version 5, which fuses experts in memory
+    saved, layers = model.state_dict(), dict[str, dict[str, Tensor]]()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in saved:
+            layers.setdefault(".".join(name.split(".")[:3]), {})[name] = tensor
+    for layer in layers.values():
+        # Shards are cast before they are gathered. Buffers keep their dtype: a router's correction bias is float32.
+        sent = {name: each.detach().to(DTYPE) if each.requires_grad else each for name, each in layer.items()}
+        full = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in sent.items()}
+        full = loading.revert_weight_conversion(model, full) if loading else full
+        yield {name: each.contiguous() for name, each in full.items()}
+
+
+def sync_weights(engine: Any, mesh: DeviceMesh, model: nn.Module) -> None:
+    """Load the actor's weights into every engine, one call for each item of checkpoint_tensors; collective."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.utils import LocalSerializedTensor
+
+    call(engine, mesh, "begin_weight_update")  # this and its end since 0.5.21
+    for tensors in checkpoint_tensors(model):
+        # Each rank's copy is opened by the engine's TP rank on the same GPU (CUDA IPC) and must live until then.
+        own = {name: MultiprocessingSerializer.serialize(tensor) for name, tensor in tensors.items()}
+        ranks: list[Any] = [None] * mesh.size(1)
+        dist.all_gather_object(ranks, own, group=mesh.get_group("tp"))
+        named = [(name, LocalSerializedTensor(values=[each[name] for each in ranks])) for name in own]
+        call(engine, mesh, "update_weights_from_tensor", named_tensors=named, load_format=None, flush_cache=True)
+    call(engine, mesh, "end_weight_update")
+
+
+def rollout(engine: Any, mesh: DeviceMesh, settings: Settings, step: int, vocab_size: int) -> dict[str, Tensor]:
+    """Sample responses to random prompts, score them, return this rank's share; collective. All are equally long."""
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step * 1009 + mesh.get_local_rank("dp"))
+    prompts = torch.randint(vocab_size, (settings.prompts, settings.prompt_tokens), generator=generator)
+    prompts = prompts.repeat_interleave(settings.responses, dim=0)
+    sampling = {"max_new_tokens": settings.response_tokens, "temperature": settings.temperature, "ignore_eos": True}
+    answers = call(engine, mesh, "generate", input_ids=prompts.tolist(), sampling_params=sampling, return_logprob=True)
+    sampled = [answer["meta_info"]["output_token_logprobs"] for answer in answers]  # of (log-prob, token, text)
+    tokens = torch.tensor([[token for _, token, *_ in response] for response in sampled])
+    rewards = (tokens % 2 == 0).float().mean(-1)  # the share of even token ids: of no use, but easy to learn
+    batch = {
+        "ids": torch.cat([prompts, tokens], dim=1),  # int64 [B, P + T]
+        "engine_log_probs": torch.tensor([[log_prob for log_prob, *_ in response] for response in sampled]),  # [B, T]
+        "rewards": rewards,  # float32 [B]
+        "advantages": grpo_advantages(rewards.view(-1, settings.responses)).flatten(),  # float32 [B]
+    }
+    return {name: each[mesh.get_local_rank("tp") :: settings.tp].to(DEVICE) for name, each in batch.items()}
+
+
+def grpo_advantages(rewards: Tensor) -> Tensor:
+    """Compare each reward with the others of its prompt: float32 [prompts, responses], and so is the answer."""
+    return (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-6)
+
+
+def response_log_probs(model: nn.Module, ids: Tensor, settings: Settings) -> Tensor:
+    """Return the actor's log-probs of the response tokens, teacher-forced: int64 [B, P + T] -> float32 [B, T]."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, settings.prompt_tokens - 1 : -1].float()
+    log_probs = (logits / settings.temperature).log_softmax(-1)
+    return log_probs.gather(-1, ids[:, settings.prompt_tokens :, None]).squeeze(-1)
+
+
+def clipped_surrogate(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """Return PPO's loss of each token: log-probs [B, T], new and old, and advantages [B] -> [B, T]."""
+    ratio = (log_probs - old).exp()
+    return -torch.minimum(advantages[:, None] * ratio, advantages[:, None] * ratio.clamp(1 - clip, 1 + clip))
+
+
+def mean_over_ranks(values: Tensor) -> float:
+    """Return the mean of the values of all ranks, in float64; collective."""
+    total = torch.stack([values.detach().double().sum(), torch.tensor(values.numel(), device=DEVICE)])
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+@torch.no_grad()
+def log_prob_difference(model: nn.Module, batch: dict[str, Tensor], settings: Settings) -> float:
+    """Return the mean |engine's log-prob - actor's| over the response tokens of all ranks, in nats; collective."""
+    gap = batch["engine_log_probs"] - response_log_probs(model, batch["ids"], settings)
+    return mean_over_ranks(gap.abs().nan_to_num(nan=torch.inf))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], settings: Settings) -> str:
+    """Update the actor on a rollout; return the last loss and gradient norm, for the console; collective."""
+    old = None
+    for _ in range(settings.epochs):
+        log_probs = response_log_probs(model, batch["ids"], settings)
+        old = log_probs.detach() if old is None else old
+        loss = clipped_surrogate(log_probs, old, batch["advantages"], settings.clip).mean()
+        loss.backward()  # FSDP averages over ranks: as all have equally many tokens, the mean over all ranks' tokens
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+    return f"loss {mean_over_ranks(loss):+.4f}  grad norm {norm:.3f}"
+
+
+def train(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> bool:
+    """Run all steps; return whether every check passed; collective, with one answer for all ranks."""
+    say = print if dist.get_rank() == 0 else lambda text: None
+    vocab_size, tolerance = transformers.AutoConfig.from_pretrained(folder).vocab_size, settings.tolerance
+    batch = rollout(engine, mesh, settings, -1, vocab_size)
+    memory(engine, mesh, "release", "kv_cache", "weights")
+    model, optimizer = build_actor(folder, settings.learning_rate)
+    # The control run: the engine has dummy weights, so the check must fail here, or it could not tell anything later.
+    stale = log_prob_difference(model, batch, settings)
+    say(f"before the first sync: log-prob difference {stale:.1e}, which must exceed the tolerance {tolerance:g}")
+    steps, proven, worst, passed = 0, 0, 0.0, stale > tolerance
+    held = settings.responses // settings.tp  # rows of the last prompt, which is held out of the training
+    while passed and steps < settings.steps:
+        memory(engine, mesh, "resume", "weights")
+        if steps != settings.skip_sync:
+            sync_weights(engine, mesh, model)
+        memory(engine, mesh, "resume", "kv_cache")
+        batch = rollout(engine, mesh, settings, steps, vocab_size)
+        memory(engine, mesh, "release", "kv_cache", "weights")
+        difference = log_prob_difference(model, batch, settings)
+        passed, worst = difference <= tolerance, max(worst, difference)
+        proven += passed and stale > tolerance  # had the sync done nothing, about `stale` would still be seen
+        trained = {name: each[:-held] for name, each in batch.items()}
+        shown = f"reward {mean_over_ranks(batch['rewards']):.3f}  {train_step(model, optimizer, trained, settings)}"
+        # The next step has new prompts. An update moves log-probs of what it was trained on several times as far.
+        stale = log_prob_difference(model, {name: each[-held:] for name, each in batch.items()}, settings)
+        say(f"step {steps}: log-prob difference {difference:.1e}  {shown}  after the update {stale:.1e}")
+        steps += 1
+    verdict = f"{'PASSED' if passed else 'FAILED'}: {steps} of {settings.steps} steps, {proven} syncs proven"
+    say(f"{verdict}; worst log-prob difference {worst:.1e} nats, tolerance {tolerance:g}")
+    return passed
+
+
+def main() -> int:
+    """Read the command line, build everything, run, and end everything; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "tp", "steps", "learning_rate", "skip_sync"):
+        default = getattr(Settings, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"({default})")
+    settings, engine = Settings(**vars(parser.parse_args())), None
+    if DEVICE == "cuda":
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()  # IPC handles name GPUs by UUID: trainer and engine number them differently
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    else:
+        sys.path.insert(0, str(STAND_INS))
+        os.environ["PYTHONPATH"] = f"{STAND_INS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
+    world = dist.get_world_size()
+    if world % settings.tp or settings.responses % settings.tp or world != int(os.environ["LOCAL_WORLD_SIZE"]):
+        raise SystemExit(
+            f"tp must divide {world} ranks of one host and {settings.responses} responses, got {settings.tp}"
+        )
+    mesh = init_device_mesh("cpu", (world // settings.tp, settings.tp), mesh_dim_names=("dp", "tp"))
+    with tempfile.TemporaryDirectory() as new:
+        folder = settings.model if os.path.isdir(settings.model) else write_tiny(settings.model, new, settings.seed)
+        try:
+            engine = start_engine(settings, mesh, folder)
+            passed = train(settings, mesh, engine, folder)
+        finally:
+            if engine:
+                engine.shutdown()
+    dist.destroy_process_group()
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
