@@ -12,7 +12,7 @@ from harness.cluster.placement import host_name
 from harness.config.command import parse
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
-from harness.tools.watchdog.failure import phase_of_step
+from harness.tools.watchdog.failures import phase_of_step
 
 PASSED = "PASSED: "
 MISTAKES = {"ConfigError": 2, "UnsupportedEnvironment": 125}
@@ -43,7 +43,7 @@ class RunEnd:
     verdict: tuple[str, ...]
     """Its last lines: PASSED, or the first failure and what followed."""
     kind: str = ""
-    """As harness/tools/watchdog/failure.py names it; empty where there is none."""
+    """As harness/tools/watchdog/failures.py names it; empty where there is none."""
     ranks: tuple[int, ...] = ()
     """That failed first; for a timeout, those that the others waited for."""
     phase: str = ""

@@ -1,73 +1,54 @@
-"""Beats between the hosts of a job over UDP: who is silent, where its ranks were, and by how much its clock is ahead.
+"""Heartbeats between the hosts of a job over UDP: which host is silent, where its ranks were, and its clock's offset.
 
-Anyone may send us anything: a beat is read only where it carries the HMAC of the run's key, is meant for this host, and is
-newer than the last one of its sender.
+Any process on the network can send a datagram here: one is parsed only if it carries the HMAC of the run's key, names this
+host as its receiver, and is newer than the last one of its sender.
 """
 
 import hmac
 import json
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.tools.watchdog.failure import Failure, Node, Place
+from harness.tools.watchdog.failures import Node, Place, RunFailure
 
 BEAT_SECONDS = 1.0
 LARGEST_BEAT = 60_000
-TOLD_AT_ONCE = 4
-"""Failures of one host that fit in a beat; the first ones count."""
-MOST_AT_ONCE = 10_000
-"""Datagrams that are read in one go: a stranger who floods us must not keep us from all else."""
+FAILURES_IN_BEAT = 4  # of one host, so that they fit; the first ones count
+MOST_AT_ONCE = 10_000  # datagrams read in one go: a flood must not keep the watchdog from its other work
 _DIGEST, _DIGEST_BYTES = "sha256", 32
 
 
 @dataclass(slots=True)
-class Clock:
-    """Wall time that goes on evenly, whatever sets the machine's clock meanwhile."""
-
-    started: float = field(default_factory=time.time)
-    _base: float = field(default_factory=time.monotonic)
-
-    def now(self) -> float:
-        """UNIX seconds."""
-        return self.started + time.monotonic() - self._base
-
-
-@dataclass(slots=True)
 class Peer:
-    """The watchdog of another host, as far as it was heard."""
+    """What is known of the watchdog of another host."""
 
     node: Node
-    heard: float | None = None
-    """When, in UNIX seconds of our clock; None: never."""
-    left: bool = False
-    """It said that it ends."""
+    heard: float | None = None  # time of its last beat, in UNIX seconds of our clock; None: never
+    left: bool = False  # it reported that it exits
     lost: bool = False
     places: dict[int, Place] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    echo: tuple[float, float] | None = None
-    """When its last beat was sent, on its clock, and heard, on ours."""
-    counted: int = 0
-    """The number of its last beat."""
+    failures: list[RunFailure] = field(default_factory=list)
+    echo: tuple[float, float] | None = None  # when its last beat was sent, on its clock, and received, on ours
+    count: int = 0  # number of its last beat
     _samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=16))
     """Round trip and offset, in seconds, of the last beats that carried an echo of ours."""
 
     @property
     def clock_ahead(self) -> float:
-        """Seconds by which its clock is ahead of ours: that of the quickest round trip, as in NTP."""
+        """Return the seconds by which its clock is ahead of ours, from the quickest round trip, as in NTP."""
         if self._samples:
             return min(self._samples)[1]
         return self.echo[0] - self.echo[1] if self.echo else 0.0
 
     def hear(self, beat: Mapping[str, Any], now: float) -> None:
-        """Take what it said in; what was sent before the last one, or sent again, is not."""
-        if int(beat["count"]) <= self.counted:
+        """Process its beat, unless it is older than the last one or repeats it."""
+        if int(beat["count"]) <= self.count:
             return
-        self.counted = int(beat["count"])
+        self.count = int(beat["count"])
         sent = float(beat["sent"])
         if beat["echo"] is not None:
             ours_sent, they_heard = beat["echo"]
@@ -77,74 +58,66 @@ class Peer:
         self.places = {int(rank): Place(*place) for rank, place in beat["places"].items()}
         self.left = self.left or bool(beat["left"])
         if len(beat["failures"]) > len(self.failures):
-            self.failures = [Failure.from_json(each, self.clock_ahead) for each in beat["failures"]]
+            self.failures = [RunFailure.from_json(each, self.clock_ahead) for each in beat["failures"]]
 
 
 @dataclass(slots=True)
 class Heartbeats:
-    """This host's side of the beats of all hosts, over one UDP socket that does not block."""
+    """This host's side of the heartbeats of all hosts, over one UDP socket that does not block."""
 
     socket: socket.socket
     nodes: Sequence[Node]
-    own: int
-    """Index of this host in nodes, which is the same on all hosts."""
-    key: bytes
-    """Of this run, which its ranks alone have."""
+    own: int  # index of this host in nodes, which is the same on all hosts
+    key: bytes  # of this run, known to its ranks alone
     lost_seconds: float
     now: Callable[[], float]
     peers: dict[int, Peer] = field(init=False)
     _count: int = 0
 
     def __post_init__(self) -> None:
-        """Nobody has been heard."""
         self.peers = {index: Peer(node) for index, node in enumerate(self.nodes) if index != self.own}
 
-    def beat(self, places: Mapping[int, Place], failures: Sequence[Failure], left: bool = False) -> None:
-        """Tell every host that still listens where our ranks are, and what went wrong here."""
+    def beat(self, places: Mapping[int, Place], failures: Sequence[RunFailure], left: bool = False) -> None:
+        """Send where our ranks are, and what failed here, to every host that still listens."""
         self._count += 1
-        said = {
+        beat = {
             "node": self.own,
             "count": self._count,
             "places": {rank: [at.progress, at.phase, at.step, at.inside] for rank, at in places.items()},
-            "failures": [failure.as_json() for failure in failures[:TOLD_AT_ONCE]],
+            "failures": [failure.as_json() for failure in failures[:FAILURES_IN_BEAT]],
             "left": left,
         }
         for index, peer in self.peers.items():
-            if not peer.left and peer.node.address:
-                beat = said | {"to": index, "sent": self.now(), "echo": peer.echo}
-                target = peer.node.address
+            if not peer.left and (target := peer.node.address):
+                data = json.dumps(beat | {"to": index, "sent": self.now(), "echo": peer.echo}).encode()
                 if self.socket.family == socket.AF_INET6 and ":" not in target:
                     target = f"::ffff:{target}"
-                # A link that is cut, or a host without a route: what is not sent is missed, and that is the message.
-                with suppress(OSError):
-                    self.socket.sendto(self._signed(json.dumps(beat).encode()), (target, peer.node.port))
+                with suppress(OSError):  # a cut link or no route: the receiver notices that the beat is missing
+                    signature = hmac.digest(self.key, data, _DIGEST)
+                    self.socket.sendto(signature + data, (target, peer.node.port))
 
     def listen(self) -> None:
-        """Take in all that has come."""
+        """Process all beats that have arrived."""
         for _ in range(MOST_AT_ONCE):
             try:
-                data = self.socket.recv(LARGEST_BEAT)
-            except OSError:  # nothing more; or the network's word on an earlier beat, which silence will tell better
+                received = self.socket.recv(LARGEST_BEAT)
+            except OSError:  # nothing more, or the network's error for an earlier beat, which silence shows better
                 return
-            signature, said = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-            if not hmac.compare_digest(signature, hmac.digest(self.key, said, _DIGEST)):
+            signature, data = received[:_DIGEST_BYTES], received[_DIGEST_BYTES:]
+            if not hmac.compare_digest(signature, hmac.digest(self.key, data, _DIGEST)):
                 continue
-            with suppress(
-                ValueError, KeyError, TypeError, AttributeError, ArithmeticError
-            ):  # a rank of ours, of another version
-                beat = json.loads(said)
+            # These errors: a beat of this run, from another version of this code.
+            with suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+                beat = json.loads(data)
                 if beat["to"] == self.own and beat["node"] in self.peers:
                     self.peers[beat["node"]].hear(beat, self.now())
 
-    def _signed(self, said: bytes) -> bytes:
-        return hmac.digest(self.key, said, _DIGEST) + said
-
-    def failures(self) -> list[Failure]:
-        """What the other hosts have said."""
+    def failures(self) -> list[RunFailure]:
+        """Return the failures that the other hosts reported."""
         return [failure for peer in self.peers.values() for failure in peer.failures]
 
     def newly_lost(self) -> list[Peer]:
-        """Hosts that were heard, are silent for too long, and were not returned before."""
+        """Return the hosts that were heard, are silent for too long, and were not returned before."""
         late = [
             peer
             for peer in self.peers.values()
@@ -155,16 +128,16 @@ class Heartbeats:
         return late
 
     def all_heard_since(self, moment: float) -> bool:
-        """Whether each host that ever spoke has spoken since, or is known to be gone."""
+        """Return whether each host that ever sent a beat has sent one since, or is known to be gone."""
         return all(peer.heard is None or peer.left or peer.lost or peer.heard > moment for peer in self.peers.values())
 
     def silent(self) -> list[Node]:
-        """Hosts that were never heard."""
+        """Return the hosts that were never heard."""
         return [peer.node for peer in self.peers.values() if peer.heard is None]
 
 
-def open_for_beats() -> socket.socket:
-    """A UDP socket on every address of this host, IPv4 and IPv6, where the kernel has both."""
+def open_heartbeat_socket() -> socket.socket:
+    """Open a UDP socket on every address of this host, IPv4 and IPv6 if the kernel has both."""
     if socket.has_dualstack_ipv6():
         beats = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
         beats.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

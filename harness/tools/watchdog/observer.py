@@ -1,4 +1,4 @@
-"""The watchdog as an observer of a run: what each rank reports to the watchdog of its host."""
+"""The watchdog as an observer of a run: the client in every rank, and what it needs of torch and of the cluster."""
 
 import os
 from pathlib import Path
@@ -11,23 +11,20 @@ from harness.cluster.placement import host_name
 from harness.cluster.world import Launch, all_gather, host_identity
 from harness.config.schema import Config
 from harness.rollout import scratch
-from harness.runtime.observer import Observer, RunContext
+from harness.runtime.observer import RunContext
 from harness.runtime.phases import deadline
-from harness.tools.watchdog.guard import Guard
+from harness.tools.watchdog.client import WatchdogClient
 
-FLIGHT_RECORDS = "2000"
-"""How many collectives torch's flight recorder keeps."""
+FLIGHT_RECORDS = "2000"  # collectives that torch's flight recorder keeps
 
 
-class WatchdogObserver(Observer):
-    """Start the watchdog of this host with its first rank, and report this rank's phases and failures to it."""
-
-    guard: Guard
+class WatchdogObserver(WatchdogClient):
+    """Starts the watchdog of this host with its first rank, and reports this rank's phases and failures to it."""
 
     def launched(self, config: Config, launch: Launch) -> None:
         """Connect to the watchdog, whose name is that of the run's temporary folder on this host."""
         limits = config.run
-        self.guard = Guard.open(
+        self.connect(
             rank=launch.rank,
             world_size=launch.world_size,
             local_rank=launch.local_rank,
@@ -37,38 +34,15 @@ class WatchdogObserver(Observer):
             idle_seconds=limits.timeout_seconds,
             heartbeat_timeout=limits.heartbeat_timeout,
         )
-        scratch.enter(self.guard.post.watchdog)
+        scratch.enter(self.own.watchdog)
         os.environ.setdefault(flight_recorder_variable(torch.__version__), FLIGHT_RECORDS)  # before any communicator
 
     def met(self, run: RunContext) -> None:
         """Let the watchdogs of all hosts find each other. A collective call of all ranks."""
-        self.guard.meet(all_gather(self.guard.post_at(own_address(os.environ))), run.folder)
-        self.guard.on_leave.append(run.events.close)
+        self.on_exit.append(run.events.close)
         if run.world.device.type == "cuda":
-            self.guard.on_deadline.append(lambda folder: dump_flight_records(folder, run.world.rank))
-
-    def phase_begins(self, phase: str, step: int | None) -> None:
-        self.guard.begins(phase, step)
-
-    def phase_ends(self, phase: str, step: int | None) -> None:
-        self.guard.ends(phase, step)
-
-    def failed(self, error: str, traceback: str) -> None:
-        self.guard.failed(error, traceback)
-
-    def interrupted(self, signal_name: str) -> None:
-        self.guard.interrupted(signal_name)
-
-    def finished(self, code: int) -> None:
-        self.guard.bye(code)
-
-    def flush(self) -> None:
-        """Return once the watchdogs of the other hosts know this rank's phase."""
-        self.guard.flush()
-
-    def injected(self, fault: str) -> None:
-        """Report a fault that was asked for, before it happens."""
-        self.guard.injected(fault)
+            self.on_deadline.append(lambda folder: dump_flight_records(folder, run.world.rank))
+        self.meet(all_gather(self.at(own_address(os.environ))), run.folder)
 
 
 def flight_recorder_variable(version: str) -> str:

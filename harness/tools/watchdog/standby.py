@@ -1,7 +1,7 @@
-"""The watchdog's standby: `python -m harness.tools.watchdog.standby SETTINGS`, as guard.py starts it.
+"""The watchdog's standby, in a process of its own: `python -m harness.tools.watchdog.standby SETTINGS` (see client.py).
 
-It starts the watchdog and hears from it once a second what the run has on this host. It ends with it; but where the
-watchdog is killed, stopped or hangs, it ends all of that in its place, and tells it.
+It starts the watchdog and gets a snapshot of the run from it once a second. It ends with the watchdog; but if that is
+killed, stopped or hangs, it ends the run on this host in the watchdog's place, and reports that.
 """
 
 import json
@@ -13,112 +13,97 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-LARGEST = 1 << 20
-"""Bytes of what the watchdog says at once."""
+LARGEST_SNAPSHOT = 1 << 20  # bytes
 TICK_SECONDS = 1.0
 QUICK_SECONDS = 0.05
-STOPPED_BEATS, SILENT_BEATS = 5, 60
-"""How many beats a watchdog that is stopped, and one that is not, may miss."""
+STOPPED_BEATS, SILENT_BEATS = 5, 60  # that a watchdog which is stopped, and any other, may miss
 ENDED_SECONDS = 5.0
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Detach from the rank that started this, and stand by."""
+    """Detach from the rank that started this process, start the watchdog, and wait for its end."""
     if os.fork():
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the run
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the run
     line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_SNAPSHOT)
     listener, *hosts = settings["sockets"]
     passed = [listener, other.fileno(), *hosts]
-    command = [
-        sys.executable,
-        "-m",
-        "harness.tools.watchdog.watchdog_process",
-        json.dumps(settings | {"sockets": passed}),
-    ]
+    words = json.dumps(settings | {"sockets": passed})
+    command = [sys.executable, "-m", "harness.tools.watchdog.watchdog", words]
     watchdog = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=passed)
     for each in (listener, *hosts):
         os.close(each)
     other.close()
     _stand_by(settings, watchdog, line)
-    os._exit(0)  # whatever a thread of ours waits for
+    os._exit(0)  # without waiting for threads
 
 
 def _stand_by(settings: dict[str, Any], watchdog: "subprocess.Popen[bytes]", line: socket.socket) -> None:
-    """Until the watchdog has ended; then do what it left undone."""
-    # Only now, aside of the watchdog's own start.
+    """Wait until the watchdog has ended; then do what it left undone."""
+    # Imported only now, so that the watchdog itself starts sooner.
+    import pickle
+
     import psutil
 
-    from harness.tools.watchdog.launcher import Launcher
-    from harness.tools.watchdog.processes import said_status
-    from harness.tools.watchdog.silence import Silence
-    from harness.tools.watchdog.snapshot import Snapshot
+    from harness.tools.watchdog.ending import LARGEST_SNAPSHOT, Snapshot
+    from harness.tools.watchdog.host_processes import NO_MESSAGE, SilenceCounter, describe_status
+    from harness.tools.watchdog.launcher import RankLauncher
 
-    launcher = Launcher(psutil.Process(settings["launcher"]), settings["is_torchrun"])
-    silence = Silence(watchdog.pid, STOPPED_BEATS, SILENT_BEATS)
+    launcher = RankLauncher(psutil.Process(settings["launcher"]), settings["is_torchrun"])
+    silence = SilenceCounter(watchdog.pid, STOPPED_BEATS, SILENT_BEATS)
     last, wrong = Snapshot(), ""
     poll = select.poll()
     poll.register(line, select.POLLIN)
     while not wrong:
         if not poll.poll(TICK_SECONDS * 1000):
             wrong = silence.miss()
-        elif data := line.recv(LARGEST):
-            last = Snapshot.from_line(data)
+        elif data := line.recv(LARGEST_SNAPSHOT):
+            last = pickle.loads(data)
             silence.heard()
         else:
             break  # it has ended, or is about to
     if wrong:
         watchdog.kill()
-    code = _code(watchdog)
-    if code == 0:
-        return
-    if not wrong:
-        wrong = said_status(-code if code < 0 else code << 8).removesuffix(", without a word")
-    _end_in_its_place(settings, f"(pid {watchdog.pid}) {wrong}", last, launcher)
-
-
-def _code(watchdog: "subprocess.Popen[bytes]") -> int:
     try:
-        return watchdog.wait(ENDED_SECONDS)
+        code = watchdog.wait(ENDED_SECONDS)
     except subprocess.TimeoutExpired:
         watchdog.kill()
-        return watchdog.wait()
+        code = watchdog.wait()
+    if code:
+        how = wrong or describe_status(-code if code < 0 else code << 8).removesuffix(NO_MESSAGE)
+        _end_in_its_place(settings, f"(pid {watchdog.pid}) {how}", last, launcher)
 
 
 def _end_in_its_place(settings: dict[str, Any], detail: str, last: Any, launcher: Any) -> None:
-    """End what the watchdog spoke of last, and tell it."""
+    """End what the watchdog's last snapshot names, and report that."""
     from harness.runtime.processes import is_alive
-    from harness.tools.watchdog.ending import Ending
-    from harness.tools.watchdog.failure import Failure, Place
-    from harness.tools.watchdog.telling import View
-    from harness.tools.watchdog.verdict import Verdict, stderr_of
+    from harness.tools.watchdog.ending import RunEnd, stderr_of
+    from harness.tools.watchdog.failures import Place, RunFailure
+    from harness.tools.watchdog.verdict import JobView, RunVerdict
 
     host, places = settings["host"], {rank: place for rank, (_, place) in last.ranks.items()}
-    ending = Ending(settings["name"], host, launcher, _wait)
-    ending.shared.ours.update(last.shared)
-    ending.shared.pids.update(last.started)
-    processes = last.processes()
-    ranks = {pid: process for pid, process in processes.items() if pid in {pid for pid, _ in last.ranks.values()}}
-    ending.descendants.known.update({pid: each for pid, each in processes.items() if pid not in ranks})
-    first = min(last.ranks, default=None)
-    place = places[first] if first is not None else Place()
-    own = Failure(kind="watchdog", time=time.time(), host=host, ranks=tuple(sorted(last.ranks)), place=place)
-    view = View(now=time.time(), world_size=settings["world_size"], places=places, hosts=dict.fromkeys(places, host))
-    verdict = Verdict(host, last.folder, [*last.failures, replace(own, detail=detail)], view)
-    verdict.explanation.begin()
-    screen = stderr_of(launcher.pid)
-    ending.end_and_tell(verdict, screen, ranks.values(), lambda: not any(map(is_alive, ranks.values())))
+    end = RunEnd(settings["name"], host, launcher, _wait)
+    end.shared.ours.update(last.shared)
+    end.shared.pids.update(last.started)
+    processes, rank_pids = last.processes(), {pid for pid, _ in last.ranks.values()}
+    ranks = [process for pid, process in processes.items() if pid in rank_pids]
+    end.descendants.known.update({pid: each for pid, each in processes.items() if pid not in rank_pids})
+    place = places[min(places)] if places else Place()
+    now, all_ranks = time.time(), tuple(sorted(places))
+    failure = RunFailure(kind="watchdog", time=now, host=host, ranks=all_ranks, place=place, detail=detail)
+    view = JobView(now=now, world_size=settings["world_size"], places=places, hosts=dict.fromkeys(places, host))
+    verdict = RunVerdict(host, last.folder, [*last.failures, failure], view)
+    verdict.begin_to_explain()
+    end.end_and_report(verdict, stderr_of(launcher.pid), ranks, lambda: not any(map(is_alive, ranks)))
     if last.folder and 0 in last.ranks:
-        ending.report(last.folder)
+        end.write_reports(last.folder)
 
 
 def _wait(until: Callable[[], bool], seconds: float) -> None:
-    """Until it is so, or this time has passed."""
     given_up = time.monotonic() + seconds
     while not until() and time.monotonic() < given_up:
         time.sleep(QUICK_SECONDS)

@@ -1,121 +1,322 @@
-"""The watchdog's word on a run that failed, on the screen and in the run's folder."""
+"""The watchdog's verdict on a run that failed: the first failure in one sentence, what explains it, and what followed.
+
+It is printed by the watchdog, and kept in the run directory as failure-HOST.json with stacks and GPU processes.
+"""
 
 import json
 import os
 import re
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
-from harness.tools.watchdog.explain import Explanation
-from harness.tools.watchdog.failure import Failure, first
-from harness.tools.watchdog.late_report import will_have_report
-from harness.tools.watchdog.stacks import Asked, Stack, gpu_memory, look, said
-from harness.tools.watchdog.stuck import said_still, still
-from harness.tools.watchdog.telling import View, tell
+from harness.rollout.engine_log import ENDING_SIGNALS
+from harness.rollout.processes import errors
+from harness.runtime.background import in_background
+from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
+from harness.tools.diagnose.diagnosis_text import in_brief
+from harness.tools.diagnose.entries import catalogue
+from harness.tools.watchdog.failures import (
+    Kind,
+    Place,
+    RunFailure,
+    blamed_ranks,
+    first_failure,
+    format_ranks,
+    format_time,
+    trace_end,
+)
+from harness.tools.watchdog.stacks import (
+    Stack,
+    StackRequest,
+    describe_idle,
+    describe_stacks,
+    gpu_memory,
+    idle_processes,
+    take_stacks,
+)
 
-STANDARD_ERROR = 2
+EXPLANATION_SECONDS = 2.0  # how long the verdict waits for the explanation
+KINDS_WITH_A_TEXT = ("exception", "echo", "died", "deadline", "stopped")
+READ_BYTES = 64 << 20  # of one engine's log, from its start: the first failure counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobView:
+    """What a host knows of the whole job when it reports a failure."""
+
+    now: float  # UNIX seconds
+    world_size: int
+    places: Mapping[int, Place]  # of every rank that was heard
+    hosts: Mapping[int, str]  # of every rank whose host is known
+    waiting: Mapping[int, bool] = field(default_factory=dict)
+    """Whether a rank's main thread waits for other ranks, for those whose stack is known."""
 
 
 @dataclass(slots=True)
-class Verdict:
-    """Of one host."""
+class RunVerdict:
+    """What one host knows of a run that failed; whatever may block is done on threads."""
 
     host: str
-    folder: Path | None
-    """The run's; None before the ranks have met."""
-    failures: list[Failure]
-    view: View
-    explanation: Explanation = field(init=False)
+    folder: Path | None  # the run directory; None before the ranks have met
+    failures: list[RunFailure]
+    view: JobView
     stacks: dict[str, Stack] = field(default_factory=dict)
     gpus: str = ""
-    engine: list[str] = field(default_factory=list)
-    """What is to be said of the engine's processes."""
-    report_follows: bool = False
-    """Known once look_at_folder has been called."""
-    _collected: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.explanation = Explanation(self.cause, self.folder)
+    idle: list[str] = field(default_factory=list)  # a line about processes of the engine that do not move
+    report_follows: bool = False  # whether the run directory has enough for a report: see look_at_folder
+    explanation: "Future[tuple[list[str], str | None]] | None" = None
 
     @property
-    def cause(self) -> Failure:
-        """The first failure."""
-        return first(self.failures)
+    def cause(self) -> RunFailure:
+        """Return the first failure."""
+        return first_failure(self.failures)
 
-    def collect(self, asked: Sequence[Asked], descendants: Mapping[int, psutil.Process]) -> None:
-        """Begin to take the stacks of ranks and of what they started, and look at the GPUs."""
+    def begin_to_explain(self) -> "Future[tuple[list[str], str | None]]":
+        """Look for an explanation on a thread, as a disk may hang."""
+        cause, folder = self.cause, self.folder
+        self.explanation = in_background(lambda: explain(cause, folder), "explanation")
+        return self.explanation
 
-        def work() -> None:
-            idle = still(descendants)
-            found = look([*asked, *_named(descendants)])
+    def begin_to_collect(
+        self, ranks: Sequence[StackRequest], descendants: Mapping[int, psutil.Process]
+    ) -> "Future[None]":
+        """Take the stacks of ranks and of what they started, and look at the GPUs, on a thread."""
+
+        def collect() -> None:
+            idle = idle_processes(descendants)
+            found = take_stacks([*ranks, *_requests(descendants)])
             self.gpus = gpu_memory()
-            self.engine = said_still(idle, descendants, found)
+            self.idle = describe_idle(idle, descendants, found)
             self.stacks = {stack.name: stack for stack in found}
-            self._collected.set()
 
-        threading.Thread(target=work, name="stacks", daemon=True).start()
-
-    @property
-    def has_collected(self) -> bool:
-        """Whether that is done."""
-        return self._collected.is_set()
+        return in_background(collect, "stacks")
 
     def look_at_folder(self) -> None:
-        """See whether the run's folder has enough for a report; may block as long as the folder does."""
-        self.report_follows = self.folder is not None and will_have_report(self.folder)
+        """See whether the run directory has what a report needs; block as long as the folder does."""
+        self.report_follows = self.folder is not None and (self.folder / "config.toml").is_file()
 
     def text(self) -> str:
-        """All that is known now, for the screen."""
-        return "\n".join([*self.lines(), f"  so says the watchdog of {self.host}, and ends what is left there"]) + "\n"
+        """Return all that is known now, for the screen."""
+        ending = f"  reported by the watchdog on {self.host}; terminating the remaining processes"
+        return "\n".join([*self.lines(), ending]) + "\n"
 
     def lines(self) -> list[str]:
-        """What is said."""
+        """Return the verdict without its last line."""
         ranks = {int(name[4:]): stack for name, stack in self.stacks.items() if re.fullmatch(r"rank\d+", name)}
         waiting = {rank: stack.waits for rank, stack in ranks.items() if stack.frames}
-        explanation = said(ranks)
+        explanation = describe_stacks(ranks)
         if self.stacks and self.folder:
             explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
-        explanation += [*self.engine, *self.explanation.lines]
-        lines = tell(self.failures, replace(self.view, waiting=waiting), explanation)
+        explanation += [*self.idle, *self._explained()[0]]
+        lines = report_lines(self.failures, replace(self.view, waiting=waiting), explanation)
         if self.folder:
             soon = ", with report.md in a moment" if self.report_follows else ""
             lines.append(f"  run directory{soon}: {self.folder}")
         return lines
 
     def keep(self) -> None:
-        """Write it to the run's folder; may block as long as the folder does."""
+        """Write it to the run directory; block as long as the folder does."""
         if not self.folder:
             return
-        kept = {"host": self.host, "code": self.cause.code, "said": self.lines(), "slug": self.explanation.slug}
+        kept = {"host": self.host, "code": self.cause.code, "said": self.lines(), "slug": self._explained()[1]}
         kept |= {"first": self.cause.as_json(), "failures": [each.as_json() for each in self.failures]}
         kept["places"] = {rank: str(place) for rank, place in self.view.places.items()}
         files = {f"stacks-{self.host}-{name}.txt": stack.text for name, stack in self.stacks.items()}
         files |= {f"gpus-{self.host}.txt": self.gpus} if self.gpus else {}
-        with suppress(OSError):  # a folder that went with its host, or a full disk: it has been said
+        with suppress(OSError):  # a full disk, or a folder on a lost host: the screen has it
             (self.folder / f"failure-{self.host}.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
             for name, text in files.items():
                 (self.folder / name).write_text(text, encoding="utf-8")
 
-
-def stderr_of(pid: int) -> int:
-    """A descriptor of that process's standard error, which torchrun may have turned away from its ranks' (--tee); ours where
-    it is the same, or cannot be had."""
-    theirs = Path(f"/proc/{pid}/fd/{STANDARD_ERROR}")
-    with suppress(OSError):
-        if not os.path.samestat(theirs.stat(), os.fstat(STANDARD_ERROR)):
-            return os.open(theirs, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
-    return STANDARD_ERROR
+    def _explained(self) -> tuple[list[str], str | None]:
+        if self.explanation is None or not self.explanation.done():
+            return [], None
+        error = self.explanation.exception()
+        return ([f"no explanation: {error}"], None) if error else self.explanation.result()
 
 
-def _named(descendants: Mapping[int, psutil.Process]) -> list[Asked]:
-    asked = []
-    for pid, process in descendants.items():
-        with suppress(psutil.NoSuchProcess):
-            name = re.sub(r"\W+", "-", process.name()).strip("-")
-            asked.append(Asked(name=f"{name}-{pid}", pid=pid))
-    return asked
+def explain(failure: RunFailure, folder: Path | None) -> tuple[list[str], str | None]:
+    """Return what is known of a failure, and the slug of its catalogue entry, if any.
+
+    That is the traceback of the scheduler that raised it, and the entry with cause and fix. Raise OSError.
+    """
+    logs = sorted(folder.glob("engines/*.log")) if folder else []
+    lines = []
+    if "engine process" in failure.detail or "EngineFailed" in failure.detail:
+        lines = _scheduler_trace(failure, logs)
+    if failure.kind not in KINDS_WITH_A_TEXT:
+        return lines, None
+    text = os.memfd_create("failure")  # not a file: the disk may be full
+    try:
+        os.write(text, "\n".join([*failure.trace, failure.detail, ""]).encode())
+        found = diagnose([f"/proc/self/fd/{text}", *map(str, logs)], OF_A_RUN)
+    finally:
+        os.close(text)
+    return lines + in_brief(found), found.finding.entry.slug if found.finding else None
+
+
+def _scheduler_trace(failure: RunFailure, logs: Sequence[Path]) -> list[str]:
+    """Return the traceback in an engine's log of the error that the failure names, or else the log's first one.
+
+    Nothing if the rank itself raised that error, since its traceback is printed.
+    """
+    if failure.trace and failure.trace[-1].removesuffix("...") in failure.detail:
+        return []
+    # A process that a signal ended left no traceback: the one in the log belongs to a process that lost it.
+    ended = any(f") died of {name}" in failure.detail for name in ENDING_SIGNALS)
+    for log in [log for log in logs if log.name in failure.detail] or logs:
+        with log.open("rb") as stream:
+            text = stream.read(READ_BYTES).decode(errors="replace")
+        found = [each for each in errors(text) if each[0]]
+        if found:
+            lines, _ = next((each for each in found if each[1] in failure.detail), found[0])
+            return [f"{log.name}{', what followed' if ended else ''}:", *(f"| {line}" for line in trace_end("\n".join(lines)))]
+    return []
+
+
+def load_catalogue() -> None:
+    """Read the catalogue on a thread, while it is not known yet whether there is an earlier cause."""
+    in_background(catalogue, "catalogue")
+
+
+def report_lines(failures: Sequence[RunFailure], view: JobView, explanation: Sequence[str] = ()) -> list[str]:
+    """Return the first failure, its traceback and explanation, and its consequences in a line for each kind."""
+    cause = first_failure(failures)
+    rest = sorted((each for each in failures if each is not cause), key=lambda each: each.time)
+    lines = [f"FIRST FAILURE: {sentence(cause, view)}", *(f"  | {line}" for line in cause.trace)]
+    if cause.kind == "echo":
+        lines.append("  no earlier failure of a rank or host is known: a peer vanished, or the network to it did")
+    lines += [f"  {line}" for line in explanation]
+    kinds: dict[tuple[object, ...], list[RunFailure]] = {}
+    for failure in rest:
+        kinds.setdefault((failure.kind, failure.detail if failure.kind == "died" else ""), []).append(failure)
+    return lines + [f"  {_consequences(same, cause, view)}" for same in kinds.values()]
+
+
+_SENTENCES: Mapping[Kind, str] = {
+    "exception": "{who} failed {place} at {time}: {detail}",
+    "mistake": "{who} failed {place} at {time}: {detail}",
+    "echo": "{lost_peer}; {who} lost a peer {place} at {time}: {detail}",
+    "ended": "{who} {detail} {place} at {time}: terminated from outside (job scheduler, time limit, kill or Ctrl-C)",
+    "vanished": "{who} died {place} at {time}: how is unknown here; torchrun's report may have its exit code",
+    "died": "{who} {detail} {place} at {time}",
+    "launcher": "torchrun of {who} {detail} at {time}, when {where}",
+    "told": "torchrun of {who} {detail} at {time}, when {where}",
+    "watchdog": "the watchdog of {host} {detail} at {time}{when}",
+    "deadline": "deadline of {seconds:g} s passed {place}: {waited_for}",
+    "stopped": "{what} was stopped {place} (SIGSTOP, or a debugger): its deadline of {seconds:g} s passed at {time}",
+    "lost": "{host} ({ranks}) is gone: last heard {time}, {ago:.1f} s ago, when {where}",
+}
+# Consequences: one of a kind, and several.
+_ONE: Mapping[Kind, str] = {"ended": "{who} {detail} {place}", "deadline": "{who} passed its deadline {place} too"}
+_SEVERAL: Mapping[Kind, str] = {
+    "deadline": "{who} passed a deadline too",
+    "lost": "{hosts} ({ranks}) are gone too",
+    "vanished": "{who} died too",
+    "died": "{who} {detail}",
+    "ended": "{who} {detail}",
+}
+
+
+def sentence(failure: RunFailure, view: JobView, texts: Mapping[Kind, str] = _SENTENCES) -> str:
+    """Return what happened, to which rank or host, where and when, and whether fault injection caused it."""
+    kind, ranks = failure.kind, format_ranks(failure.ranks)
+    who, where = f"{ranks} on {failure.host}", _where(failure.ranks, view)
+    text = texts[kind].format(
+        who=who,
+        what=f"{failure.detail} of {who}" if failure.detail else who,
+        host=failure.host,
+        ranks=ranks,
+        place=failure.place,
+        time=format_time(failure.time),
+        ago=view.now - failure.time,
+        seconds=failure.seconds,
+        detail=failure.detail,
+        where=where,
+        when=f", when {where}" if failure.ranks else "",
+        lost_peer=_lost_peer(failure, view) if kind == "echo" else "",
+        waited_for=_waited_for(failure, view) if kind == "deadline" else "",
+    )
+    injected = texts is _SENTENCES and failure.asked and failure.asked not in failure.detail
+    return f"{text}, as asked: --inject {failure.asked}" if injected else text
+
+
+def _consequences(same: Sequence[RunFailure], cause: RunFailure, view: JobView) -> str:
+    """Return consequences of one kind in a line, with the seconds since the cause."""
+    first, kind = same[0], same[0].kind
+    earliest, latest = (f"{round(each.time - cause.time, 1) + 0.0:+.1f}" for each in (first, same[-1]))  # never -0.0
+    when = f"{earliest} s" if len(same) == 1 else f"{earliest} to {latest} s"
+    ranks = sorted({rank for failure in same for rank in failure.ranks})
+    if kind == "echo":
+        who = f"{format_ranks(ranks)} on {first.host}"
+        if blamed_ranks(first.detail):
+            return f"{when}: {who} failed with it {first.place}"
+        return f"{when}: {who} lost a peer {first.place}: {first.detail}"
+    if len(same) == 1:
+        return f"{when}: {sentence(first, view, _ONE if kind in _ONE else _SENTENCES)}"
+    hosts = ", ".join(dict.fromkeys(each.host for each in same))
+    text = _SEVERAL.get(kind, "{who} failed too: {detail}").format(
+        who=f"{format_ranks(ranks)} on {hosts}",
+        hosts=hosts,
+        ranks=format_ranks(ranks),
+        detail=first.detail.replace("was ", "were ") if kind in ("died", "ended") else first.detail,
+    )
+    return f"{when}: {text}"
+
+
+def _lost_peer(failure: RunFailure, view: JobView) -> str:
+    """Return which peers a rank may have lost: those that are behind all others, itself excluded."""
+    places = {rank: place for rank, place in view.places.items() if rank not in failure.ranks}
+    if silent := sorted(set(range(view.world_size)) - set(view.places)):
+        return f"a peer vanished: no report from {format_ranks(silent)}"
+    behind = _behind(places)
+    return "a peer vanished" + (f": {format_ranks(behind)} last reported {places[behind[0]]}" if behind else "")
+
+
+def _where(ranks: Sequence[int], view: JobView) -> str:
+    """Return "its ranks were in sync of step 1", or the place of each group of ranks."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        groups.setdefault(str(view.places.get(rank, Place())), []).append(rank)
+    if len(groups) == 1:
+        return f"its {'ranks' if len(ranks) > 1 else 'rank'} {_were(ranks)} {next(iter(groups))}"
+    return " and ".join(f"{format_ranks(group)} {_were(group)} {at}" for at, group in groups.items())
+
+
+def _waited_for(failure: RunFailure, view: JobView) -> str:
+    """Return for which ranks the others wait: those behind all others, or else those that are not in a collective."""
+    if unknown := sorted(set(range(view.world_size)) - set(view.places)):
+        return f"no report from {format_ranks(unknown)} (waited for by {format_ranks(list(view.places))})"
+    behind = _behind(view.places)
+    ahead = sorted(set(view.places) - set(behind))
+    if not ahead:
+        busy = [rank for rank in behind if view.waiting.get(rank) is False]
+        waiting = [rank for rank in behind if view.waiting.get(rank)]
+        if busy and waiting:
+            stuck = f"{_on_hosts(busy, view)} {'are' if len(busy) > 1 else 'is'} stuck in it (not in a collective)"
+            return f"{stuck}; waited for by {format_ranks(waiting)}"
+        return f"all ranks ({', '.join(map(str, behind))}) are in it, and none makes progress"
+    by = f"(waited for by {format_ranks(ahead)})"
+    place = view.places[behind[0]]
+    if (place.phase, place.step, place.inside) == (failure.place.phase, failure.place.step, failure.place.inside):
+        return f"{_on_hosts(behind, view)} {_were(behind)} still there {by}"
+    return f"{_on_hosts(behind, view)} had not arrived, but {_were(behind)} {place} {by}"
+
+
+def _behind(places: Mapping[int, Place]) -> list[int]:
+    least = min((place.progress for place in places.values()), default=0)
+    return sorted(rank for rank, place in places.items() if place.progress == least)
+
+
+def _on_hosts(ranks: Sequence[int], view: JobView) -> str:
+    hosts = dict.fromkeys(view.hosts.get(rank, "an unknown host") for rank in ranks)
+    return f"{format_ranks(ranks)} on {', '.join(hosts)}"
+
+
+def _were(ranks: Sequence[int]) -> str:
+    return "were" if len(ranks) > 1 else "was"

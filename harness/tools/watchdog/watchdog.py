@@ -1,89 +1,187 @@
-"""The watchdog of one host: a process of its own, which a rank that is stopped, hung or killed cannot stop.
+"""The watchdog of one host, in a process of its own, which a rank that is stopped, hung or killed cannot stop.
 
-Started by the first rank of each torchrun (see guard.py), it hears from the ranks beside it which phase they are in, and
-once a second from the watchdogs of the other hosts. It says once a second that it is there, to its ranks and to the standby
-beside it (see standby.py), which ends the run where it is not. At the first failure anywhere it waits until it may know the cause,
-tells it, and ends the ranks of its host, what they started, and torchrun where that hangs. It tells it again once torchrun
-has said its own, so that it is the last thing on the screen. Then it ends too.
+`python -m harness.tools.watchdog.watchdog SETTINGS`, as standby.py starts it for the first rank of each torchrun. It hears
+from the ranks of its host which phase they are in, and once a second from the watchdogs of the other hosts. Once a second
+it sends a beat to its ranks and to its standby, which ends the run if the watchdog does not.
+
+At the first failure anywhere it waits until it can know the cause, reports it, and ends the ranks of its host, what they
+started, and torchrun if that hangs. It reports again after torchrun's own report, so that the verdict is the last thing on
+the screen. Then it exits.
 """
 
+import json
+import os
 import re
 import selectors
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.runtime.processes import is_stopped, name_and_pid
-from harness.tools.watchdog.ending import Ending
-from harness.tools.watchdog.explain import SECONDS as EXPLANATION_SECONDS
-from harness.tools.watchdog.explain import warm_up
-from harness.tools.watchdog.failure import Failure, Kind, Node, Place, first, names_no_cause
-from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Clock, Heartbeats
-from harness.tools.watchdog.launcher import Launcher
-from harness.tools.watchdog.local_rank import LocalRank
+import psutil
+
+from harness.runtime.phases import RUN
+from harness.runtime.processes import is_alive, is_stopped, name_and_pid
+from harness.tools.watchdog import channel
+from harness.tools.watchdog.channel import LineBuffer, MalformedError, parse
+from harness.tools.watchdog.ending import RunEnd, stderr_of
+from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause, phase_of_step
+from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
+from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, StoppedProcesses, how_it_ended
+from harness.tools.watchdog.launcher import RankLauncher
 from harness.tools.watchdog.memory_kills import MemoryKills
-from harness.tools.watchdog.messages import MalformedError, parse
-from harness.tools.watchdog.rank_listener import RankListener
-from harness.tools.watchdog.silence import Stopped
-from harness.tools.watchdog.snapshot import Snapshot
-from harness.tools.watchdog.telling import View
-from harness.tools.watchdog.verdict import Verdict, stderr_of
+from harness.tools.watchdog.stacks import StackRequest
+from harness.tools.watchdog.verdict import EXPLANATION_SECONDS, JobView, RunVerdict, load_catalogue
 
 TICK_SECONDS = 0.25
-QUICK_SECONDS = 0.02
-"""Between ticks while a rank waits for us, or has ended, and torchrun is about to."""
-SETTLE_SECONDS = 0.5
-"""From the first failure to the verdict, at least: the cause may be a moment behind its consequence."""
-ORPHANED_SECONDS = 1.5
-"""The same at most, once all ranks are gone."""
-BETTER_CAUSE_SECONDS = 2.0
-"""Beyond heartbeat_timeout: how long a cause is awaited for what can only be a consequence."""
-MISTAKE_SECONDS = 5.0
-"""How long ranks may take to leave by themselves after one of them has said a mistake."""
-JOIN_SECONDS = 60.0
-"""How long a rank of this host may come after the one before it."""
-MEET_SECONDS = 3.0
-"""How long ranks that have met wait for their hosts' first beats."""
-COLLECT_SECONDS = 8.0
-"""How long ranks stay after a deadline, at most, for what is to be seen of them."""
-LATE_SECONDS = 3.0
-"""By how much a rank must come after all others of its host to a phase of a step to be told of."""
-FAREWELLS = 5
-"""Last beats, of which one must arrive, or the other hosts take this one for lost."""
+QUICK_SECONDS = 0.02  # between ticks while a rank waits for an answer, or has ended and torchrun is about to
+SETTLE_SECONDS = 0.5  # from the first failure to the verdict, at least: the cause may be a moment behind its consequence
+ORPHANED_SECONDS = 1.5  # the same at most, once all ranks are gone
+BETTER_CAUSE_SECONDS = 2.0  # beyond heartbeat_timeout: how long to wait for the cause of what can only be a consequence
+MISTAKE_SECONDS = 5.0  # ranks may take so long to exit on their own after one of them reported a user error
+JOIN_SECONDS = 60.0  # a rank of this host may come so long after the one before it
+MEET_SECONDS = 3.0  # ranks that have met wait so long for the first beats of all hosts
+COLLECT_SECONDS = 8.0  # ranks stay so long after a deadline, at most, for their stacks to be taken
+LATE_SECONDS = 3.0  # a rank that comes so long after all others of its host to a phase of a step is reported
+FAREWELLS = 5  # last beats, of which one must arrive, or the other hosts take this one for lost
 FAILED, TIMED_OUT = 1, 124
 _PID = re.compile(r"\(pid (\d+)\)")
-SILENCE = """warning: {host} has not heard {there} in {seconds:g} s; UDP between the hosts may be blocked, and a host that is \
-lost will only show by what it does to the others
+_SILENCE = """warning: {host} has not heard {there} in {seconds:g} s; UDP between the hosts may be blocked, and a lost host \
+will only show by the errors of the others
 """
+
+
+@dataclass(slots=True)
+class OpenPhase:
+    """A phase that a rank is in."""
+
+    name: str
+    step: int | None
+    since: float  # time.monotonic()
+    deadline: float | None
+
+
+@dataclass(slots=True)
+class LocalRank:
+    """A rank of this host: its process, its connection, and its phases."""
+
+    line: socket.socket
+    moved: float  # time.monotonic() when it last began or ended a phase
+    pid: int  # from the kernel
+    rank: int = -1  # -1 until it has reported its number
+    exit: ExitWatch | None = None
+    process: psutil.Process | None = None
+    handler: int | None = None  # its descriptor of the memory into which its faulthandler writes; see stacks.py
+    left: int | None = None  # the exit code with which it reported that it exits
+    injected: str = ""  # the fault of run.inject that happens to it in its present phase
+    failed: Kind | None = None  # the kind of its failure; what it does after that is a consequence
+    closed: bool = False  # its connection is closed: it has died, or is about to
+    gone: bool = False
+    meets: bool = False  # it waits for the hosts to hear each other
+    open: list[OpenPhase] = field(default_factory=list)
+    place: Place = field(default_factory=Place)
+    _lines: LineBuffer = field(default_factory=LineBuffer)
+
+    def hear(self) -> list[bytes]:
+        """Return the lines that have come; mark the connection closed at its end."""
+        try:
+            data = self.line.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        self.closed = self.closed or not data
+        return self._lines.add(data)
+
+    def send(self, **message: Any) -> None:
+        """Send a message, unless the rank has just died."""
+        with suppress(OSError):
+            self.line.sendall((json.dumps(message) + "\n").encode())
+
+    def begin(self, name: str, step: int | None, deadline: float | None, now: float) -> None:
+        """Note that it begins a phase."""
+        self.injected = ""
+        self.open.append(OpenPhase(name, step, now, deadline))
+        self._move(now)
+
+    def end(self, name: str, now: float) -> None:
+        """Note that it ended a phase, and with it any that failed inside and was caught."""
+        self.injected = ""
+        names = [each.name for each in self.open]
+        if name in names:
+            index = len(names) - 1 - names[::-1].index(name)
+            ended = self.open[index]
+            del self.open[index:]
+            if name != RUN:
+                self.place = Place(self.place.progress, ended.name, ended.step, False)
+        self._move(now)
+
+    def _move(self, now: float) -> None:
+        inside = next((each for each in reversed(self.open) if each.name != RUN), None)
+        name, step = (inside.name, inside.step) if inside else (self.place.phase, self.place.step)
+        self.place = Place(self.place.progress + 1, name, step, inside is not None)
+        self.moved = now
+
+    def overdue(self, now: float, idle_seconds: float) -> float | None:
+        """Return the length of the deadline that it has passed; None if none."""
+        if self.failed or self.gone or self.left is not None:
+            return None
+        for each in self.open:
+            if each.deadline is not None and now - each.since > each.deadline:
+                return each.deadline
+        between = not self.open or self.open[-1].name == RUN
+        return idle_seconds if between and now - self.moved > idle_seconds else None
+
+    def came_after(self, ranks: list["LocalRank"], now: float) -> float:
+        """Return the seconds that all others have waited at its place; 0 while some are elsewhere."""
+        others = [each for each in ranks if each is not self]
+        if not others or any(each.place != self.place for each in others):
+            return 0.0
+        return now - max(each.moved for each in others)
+
+    def ended(self) -> str | None:
+        """Return how it ended, in words, or "" if that is not known; None while it is alive."""
+        if self.exit is None or not self.exit.over.is_set():
+            return None
+        how = self.exit.how or how_it_ended(self.pid)
+        return how or (None if self.is_alive() else "")
+
+    def is_alive(self) -> bool:
+        """Return whether its process runs."""
+        return not self.gone and self.process is not None and is_alive(self.process)
 
 
 @dataclass(kw_only=True, slots=True)
 class Watchdog:
-    """See the module. One thread; whatever takes time is a call of serve."""
+    """See the module. One thread: all waiting is done in serve(), which keeps hearing ranks and hosts."""
 
-    listener: RankListener
+    listener: socket.socket
+    socket_folder: Path  # of the listener; removed once all ranks of this host have come
     standby: socket.socket
-    """To the process that ends the run where this one does not."""
-    hosts_door: socket.socket | None
-    launcher: Launcher
+    hosts_socket: socket.socket | None
+    launcher: RankLauncher
     name: str
     host: str
+    world_size: int
+    local_world_size: int
     idle_seconds: float
     heartbeat_timeout: float
-    clock: Clock = field(default_factory=Clock)
-    ranks: list[LocalRank] = field(init=False)
+    ranks: list[LocalRank] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     beats: Heartbeats | None = None
-    folder: Path | None = None
-    own: list[Failure] = field(default_factory=list)
-    """Failures that were noticed on this host."""
-    ending: Ending = field(init=False)
+    folder: Path | None = None  # the run directory
+    own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
+    ending: RunEnd = field(init=False)
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
-    stopped: Stopped = field(default_factory=Stopped)
+    stopped: StoppedProcesses = field(default_factory=StoppedProcesses)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _started: float = field(default_factory=lambda: time.time() - time.monotonic())
+    _last_came: float = field(default_factory=time.monotonic)  # when a rank connected last
     _beaten: float = 0.0
     _looked: float = 0.0
     _warned: bool = False
@@ -92,108 +190,135 @@ class Watchdog:
     _met: float = 0.0
 
     def __post_init__(self) -> None:
-        """What it ends with hears the ranks meanwhile."""
-        self.ranks = self.listener.ranks
-        self.ending = Ending(self.name, self.host, self.launcher, self.serve)
+        self.ending = RunEnd(self.name, self.host, self.launcher, self.serve)
+        self._selector.register(self.listener, selectors.EVENT_READ)
+
+    # From start to end.
 
     def watch(self) -> None:
-        """From the first rank's arrival until nothing of this host's run is left."""
+        """Watch from the first rank's arrival until nothing of this host's run is left."""
         screen = stderr_of(self.launcher.pid)
-        self._selector.register(self.listener.socket, selectors.EVENT_READ)
         self.serve(lambda: bool(self.failures()) or self.is_over())
         has_failed = bool(self.failures()) and self.end_run(screen)
-        self.listener.close()
+        channel.remove(self.socket_folder)
         self.ending.remove_files()
         for _ in range(FAREWELLS if self.beats else 0):
             self.beat(left=True)
             time.sleep(QUICK_SECONDS)
         if has_failed and self.folder and any(each.rank == 0 for each in self.ranks):
-            self.ending.report(self.folder)
+            self.ending.write_reports(self.folder)
 
     def end_run(self, screen: int) -> bool:
-        """Something has failed: tell what, here and last on the screen (a descriptor), and end what is left. False where a
-        rank has said its mistake, and all have left by themselves."""
+        """Report the first failure, here and last on the screen (a descriptor), and end what is left.
+
+        Return False if a rank reported a user error, and all ranks have exited on their own.
+        """
         self._noticed = time.monotonic()
-        warm_up()
+        load_catalogue()
         self.serve(self.is_decided)
-        cause = first(self.failures())
-        if cause.kind == "mistake":  # its rank has said it
+        cause = first_failure(self.failures())
+        if cause.kind == "mistake":  # its rank has printed it
             self.serve(self.all_gone, MISTAKE_SECONDS)
             if self.all_gone():
                 return False
-        verdict = Verdict(self.host, self.folder, self.failures(), self.view())
-        verdict.explanation.begin()
+        verdict = RunVerdict(self.host, self.folder, self.failures(), self.view())
+        explanation = verdict.begin_to_explain()
         if cause.code == TIMED_OUT:
             self.collect(verdict)
-        self.serve(lambda: verdict.explanation.is_there, EXPLANATION_SECONDS)
+        self.serve(explanation.done, EXPLANATION_SECONDS)
         self._look_at_processes()
         for each in self.ranks:
-            each.send({"leave": cause.code})
+            each.send(leave=cause.code)
         processes = [each.process for each in self.ranks if each.process]
-        self.ending.end_and_tell(verdict, screen, processes, self.all_gone)
+        self.ending.end_and_report(verdict, screen, processes, self.all_gone)
         return True
 
+    def collect(self, verdict: RunVerdict) -> None:
+        """Take stacks and other evidence, before anything is ended."""
+        for each in self.ranks if self.folder else ():
+            each.send(dump=str(self.folder))
+        self._look_at_processes()
+        alive = [each for each in self.ranks if each.is_alive()]
+        requests = [StackRequest(name=f"rank{each.rank}", pid=each.pid, handler=each.handler) for each in alive]
+        collected = verdict.begin_to_collect(requests, self.ending.descendants.known)
+        self.serve(collected.done, COLLECT_SECONDS)
+
     def serve(self, until: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Hear ranks and hosts, and look after them, until it is so or that time has passed."""
+        """Hear ranks and hosts, and look after them, until the condition holds or the time has passed."""
         given_up = time.monotonic() + seconds
         while not until() and time.monotonic() < given_up:
             quick = any(each.meets or each.closed for each in self.ranks)
             for key, _ in self._selector.select(QUICK_SECONDS if quick else TICK_SECONDS):
-                if key.fileobj is self.listener.socket:
-                    for rank in self.listener.accept():
-                        self._selector.register(rank.line, selectors.EVENT_READ, rank)
-                elif key.fileobj is self.hosts_door and self.beats:
+                if key.fileobj is self.listener:
+                    self._accept()
+                elif key.fileobj is self.hosts_socket and self.beats:
                     self.beats.listen()
                 elif key.data is not None:
-                    self.hear(key.data)
-            self.look()
+                    self._hear(key.data)
+            self._look()
 
-    def failures(self) -> list[Failure]:
-        """Of all hosts, as far as known here; a lost host once."""
+    # What is known.
+
+    def now(self) -> float:
+        """Return UNIX seconds that advance evenly, even if the machine's clock is set in the meantime."""
+        return self._started + time.monotonic()
+
+    def failures(self) -> list[RunFailure]:
+        """Return the failures of all hosts that are known here; a lost host once."""
         everywhere = [*self.own, *(self.beats.failures() if self.beats else ())]
-        once: dict[Any, Failure] = {}
+        once: dict[Any, RunFailure] = {}
         for failure in sorted(everywhere, key=lambda each: each.time):
-            key = (failure.kind, failure.host) if failure.kind == "lost" else id(failure)
-            once.setdefault(key, failure)
+            once.setdefault((failure.kind, failure.host) if failure.kind == "lost" else id(failure), failure)
         return list(once.values())
 
     def is_over(self) -> bool:
-        """Whether every rank has left by itself, or none will come any more."""
-        all_came = len(self.ranks) >= self.listener.local_world_size
-        none_comes = time.monotonic() - self.listener.last > JOIN_SECONDS or not self.launcher.lives()
+        """Return whether every rank has exited on its own, or none will come any more."""
+        all_came = len(self.ranks) >= self.local_world_size
+        none_comes = time.monotonic() - self._last_came > JOIN_SECONDS or not self.launcher.is_alive()
         return self.all_gone() and (all_came or none_comes)
 
     def all_gone(self) -> bool:
-        """Whether no rank that ever came is there."""
+        """Return whether all ranks that ever came are gone."""
         return all(each.gone for each in self.ranks)
 
     def is_decided(self) -> bool:
-        """Whether the first failure that is known will remain the first."""
-        cause, waited = first(self.failures()), time.monotonic() - self._noticed
+        """Return whether the first failure that is known will remain the first."""
+        cause, waited = first_failure(self.failures()), time.monotonic() - self._noticed
         elsewhere = self.heartbeat_timeout if self.beats else 0.0
         if waited < SETTLE_SECONDS:
             return False
         if waited > elsewhere + BETTER_CAUSE_SECONDS:
             return True
-        if self.all_gone() and not self.launcher.lives():
+        if self.all_gone() and not self.launcher.is_alive():
             return waited > ORPHANED_SECONDS or not names_no_cause(cause)
-        # A host that is about to be found lost was so before whatever came of it.
+        # A host that is about to be found lost was lost before its consequences.
         return not names_no_cause(cause) and (self.beats is None or self.beats.all_heard_since(cause.time))
 
-    def view(self) -> View:
-        """What is known here of the whole job."""
-        return View(now=self.clock.now(), world_size=self.listener.world_size, places=self.places(), hosts=self.hosts())
+    def view(self) -> JobView:
+        """Return what is known here of the whole job."""
+        places = {each.rank: each.place for each in self.ranks}
+        for peer in self.beats.peers.values() if self.beats else ():
+            places |= peer.places
+        hosts = {rank: node.host for node in self.nodes for rank in node.ranks}
+        hosts |= {each.rank: self.host for each in self.ranks}
+        return JobView(now=self.now(), world_size=self.world_size, places=places, hosts=hosts)
 
-    def collect(self, verdict: Verdict) -> None:
-        """Where everything is, before it is ended."""
-        for each in self.ranks if self.folder else ():
-            each.send({"dump": str(self.folder)})
-        self._look_at_processes()
-        verdict.collect([each.asked() for each in self.ranks if each.lives()], self.ending.descendants.known)
-        self.serve(lambda: verdict.has_collected, COLLECT_SECONDS)
+    # What ranks report.
 
-    def hear(self, rank: LocalRank) -> None:
-        """Take in what a rank says; what is no message costs a line that has not said who it is."""
+    def _accept(self) -> None:
+        """Take a new connection of a process of this user; it is not known as a rank yet."""
+        with suppress(OSError):  # it has gone again
+            line, _ = self.listener.accept()
+            pid, uid = channel.peer_of(line)
+            if uid != os.geteuid():
+                line.close()
+                return
+            line.setblocking(False)
+            self._last_came = time.monotonic()
+            self._selector.register(line, selectors.EVENT_READ, LocalRank(line, self._last_came, pid))
+
+    def _hear(self, rank: LocalRank) -> None:
+        """Process the messages of a rank; a malformed one closes a connection that has not reported its rank yet."""
         for line in rank.hear():
             try:
                 self._take(rank, parse(line))
@@ -205,7 +330,7 @@ class Watchdog:
             if rank.rank < 0:
                 rank.line.close()
             elif rank.left is None and not rank.failed:
-                self.launcher.ask()
+                self.launcher.look_for_signal()
 
     def _take(self, rank: LocalRank, message: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -213,24 +338,23 @@ class Watchdog:
             raise MalformedError("a message out of turn")
         match message["say"]:
             case "hello":
-                self.listener.admit(rank, message["rank"], message["handler"])
+                self._admit(rank, message["rank"], message["handler"])
             case "begins":
                 rank.begin(message["phase"], message["step"], message["deadline"], now)
                 if message["step"] is not None and (seconds := rank.came_after(self.ranks, now)) > LATE_SECONDS:
-                    self.ending.say(
-                        f"slow: rank {rank.rank} came {seconds:.1f} s after the others on {self.host} to {rank.where}\n"
-                    )
+                    where = f"on {self.host} to {phase_of_step(rank.place.phase, rank.place.step)}"
+                    self.ending.say(f"slow: rank {rank.rank} came {seconds:.1f} s after the others {where}\n")
             case "ends":
                 rank.end(message["phase"], now)
             case "injected":
                 rank.injected = message["fault"]
             case "interrupted":
-                self.launcher.ask()
+                self.launcher.look_for_signal()
                 self._fail(rank, "ended", f"was interrupted by {message['signal']}")
             case "failed":
                 kind: Kind = "echo" if message["echo"] else "exception"
-                named = _PID.search(message["error"])
-                error = message["error"] + self._struck(message["error"], int(named[1]) if named else 0)
+                error, named = message["error"], _PID.search(message["error"])
+                error += self._memory_kill(error, int(named[1]) if named else 0)
                 self._fail(rank, kind, error, trace=tuple(message["trace"]))
             case "bye":
                 rank.left = message["code"]
@@ -239,98 +363,121 @@ class Watchdog:
             case "flush":
                 if self.beats:
                     self.beat()
-                rank.send({"done": True})
+                rank.send(done=True)
             case "peers":
                 rank.meets = True
                 self.folder = Path(message["folder"])
-                if self.beats is None and self.hosts_door is not None:
-                    self._meet(message)
+                if self.beats is None and self.hosts_socket is not None:
+                    self._meet(self.hosts_socket, message)
         self._news = True
 
-    def _meet(self, message: dict[str, Any]) -> None:
-        assert self.hosts_door is not None
-        self._selector.register(self.hosts_door, selectors.EVENT_READ)
+    def _admit(self, rank: LocalRank, number: int, handler: int | None) -> None:
+        """Note which rank it is. Raise MalformedError if it cannot be that, or is no process of this torchrun."""
+        if not 0 <= number < self.world_size or any(each.rank == number for each in self.ranks):
+            raise MalformedError(f"rank {number}, which is not expected")
+        with suppress(psutil.NoSuchProcess):  # it has died already, which is about to be seen
+            rank.process = psutil.Process(rank.pid)
+            ancestors = {each.pid for each in rank.process.parents()}
+            if self.launcher.is_alive() and self.launcher.pid not in ancestors:
+                raise MalformedError("a process that torchrun did not start")
+        rank.rank, rank.handler = number, handler
+        rank.exit = ExitWatch(rank.pid).start()
+        self.ranks.append(rank)
+        rank.send(watchdogs=[os.getpid(), os.getppid()])
+        if len(self.ranks) == self.local_world_size:
+            channel.remove(self.socket_folder)
+
+    def _meet(self, hosts_socket: socket.socket, message: dict[str, Any]) -> None:
+        self._selector.register(hosts_socket, selectors.EVENT_READ)
         self.nodes = [Node(**each | {"ranks": tuple(each["ranks"])}) for each in message["nodes"]]
         self.beats = Heartbeats(
-            socket=self.hosts_door,
+            socket=hosts_socket,
             nodes=self.nodes,
             own=message["own"],
             key=bytes.fromhex(message["key"]),
             lost_seconds=self.heartbeat_timeout,
-            now=self.clock.now,
+            now=self.now,
         )
         self._met = time.monotonic()
 
-    def look(self) -> None:
-        """See who died, hangs or is silent; beat."""
+    # What the watchdog notices, and its beats.
+
+    def _look(self) -> None:
+        """See which rank died or hangs and which host is silent; send beats."""
         now = time.monotonic()
         for rank in self.ranks:
             self._look_at(rank, now)
         for peer in self.beats.newly_lost() if self.beats else ():
             assert peer.heard is not None
             place = max(peer.places.values(), key=lambda each: each.progress, default=Place())
-            self._note(Failure(kind="lost", time=peer.heard, host=peer.node.host, ranks=peer.node.ranks, place=place))
+            self._note(RunFailure(kind="lost", time=peer.heard, host=peer.node.host, ranks=peer.node.ranks, place=place))
         if self.launcher.got_signal:
             self._note_launcher("told", f"got {self.launcher.got_signal}, as from Ctrl-C, kill or a job scheduler,")
         self.ending.look_at_memory(each.pid for each in self.ranks)
         if now - self._looked > BEAT_SECONDS:
             self._looked = now
             self._look_at_processes()
-            self._be_heard()
-            if not self.launcher.lives():
+            self._send_beats_on_host()
+            if not self.launcher.is_alive():
                 self._note_launcher("launcher", "is gone")
             self._warn_of_silence()
         silent = self.beats.silent() if self.beats else []
-        every = BEAT_SECONDS if not silent or now - self._met > MEET_SECONDS else QUICK_SECONDS
+        waits_for_beats = bool(silent) and now - self._met <= MEET_SECONDS
+        every = QUICK_SECONDS if waits_for_beats else BEAT_SECONDS
         if self.beats and (self._news or now - self._beaten > every):
             self._news, self._beaten = False, now
             self.beat()
-        if not silent or now - self._met > MEET_SECONDS:
-            self._let_go_on()
+        if not waits_for_beats:  # no phase begins before, or a host that is lost in it was never heard
+            for rank in (each for each in self.ranks if each.meets):
+                rank.meets = False
+                rank.send(done=True)
 
     def beat(self, left: bool = False) -> None:
-        """Tell the other hosts."""
+        """Send a beat to the other hosts."""
         assert self.beats is not None
         self.beats.beat({each.rank: each.place for each in self.ranks}, self.own, left)
 
-    def _let_go_on(self) -> None:
-        """The hosts have heard each other, or never will: no phase begins before, or a host lost in it was never known."""
-        for rank in self.ranks:
-            if rank.meets:
-                rank.meets = False
-                rank.send({"done": True})
+    def _send_beats_on_host(self) -> None:
+        """Send a beat to our ranks, and a snapshot to the standby."""
+        for each in self.ranks:
+            if not (each.closed or each.gone):
+                each.send()
+        ranks = {each.rank: (each.pid, each.place) for each in self.ranks if not each.gone and each.left is None}
+        self.ending.snapshot(self.folder, ranks, self.own).send(self.standby)
 
     def _look_at(self, rank: LocalRank, now: float) -> None:
         if rank.gone:
             return
         if (how := rank.ended()) is not None:
-            self._died(rank, how or ("" if self.launcher.is_torchrun else "died, and nothing says of what,"))
+            self._note_end(rank, how or ("" if self.launcher.is_torchrun else "died, for an unknown reason,"))
         elif (seconds := rank.overdue(now, self.idle_seconds)) is not None:
             self._pass_deadline(rank, seconds)
 
     def _pass_deadline(self, rank: LocalRank, seconds: float) -> None:
-        """Name what is stopped, of this rank or of any on this host, else the deadline."""
+        """Report what is stopped, of this rank or of any on this host, or else the deadline."""
         if is_stopped(rank.pid):
             self._fail(rank, "stopped", seconds=seconds, code=TIMED_OUT)
             return
-        for process in self.ending.descendants.stopped():
-            pid = self.ending.descendants.rank_of.get(process.pid)
+        descendants = self.ending.descendants
+        for process in [each for pid, each in descendants.known.items() if is_stopped(pid)]:
+            pid = descendants.rank_of.get(process.pid)
             for owner in (each for each in self.ranks if each.pid == pid):
-                self._fail(owner, "stopped", f"engine process {name_and_pid(process)}", seconds=seconds, code=TIMED_OUT)
+                detail = f"engine process {name_and_pid(process)}"
+                self._fail(owner, "stopped", detail, seconds=seconds, code=TIMED_OUT)
         self._fail(rank, "deadline", seconds=seconds, code=TIMED_OUT)
 
-    def _died(self, rank: LocalRank, ended: str) -> None:
+    def _note_end(self, rank: LocalRank, how: str) -> None:
         rank.gone = True
         if rank.left is None and not rank.failed:
-            told = any(name in ended for name in ("SIGTERM", "SIGINT", "SIGHUP"))
-            if not rank.injected and (struck := self._struck(ended, rank.pid)):
-                ended += f"{struck},"
-            self._fail(rank, "ended" if told else "died" if ended else "vanished", ended)
+            told = any(name in how for name in ("SIGTERM", "SIGINT", "SIGHUP"))
+            if not rank.injected and (kill := self._memory_kill(how, rank.pid)):
+                how += f"{kill},"
+            self._fail(rank, "ended" if told else "died" if how else "vanished", how)
 
-    def _struck(self, how: str, pid: int) -> str:
-        """What to add where SIGKILL ended a rank, or a process of its engine, and was the kernel's."""
-        struck = "SIGKILL" in how and self.memory_kills.killed(pid)
-        return f", and {struck}" if struck else ""
+    def _memory_kill(self, how: str, pid: int) -> str:
+        """Return what to add if the kernel's out-of-memory killer ended a rank, or a process of its engine."""
+        evidence = "SIGKILL" in how and self.memory_kills.killed(pid)
+        return f", and {evidence}" if evidence else ""
 
     def _fail(
         self,
@@ -343,13 +490,21 @@ class Watchdog:
     ) -> None:
         if rank.failed is None or (rank.failed == "echo" and kind == "exception"):
             rank.failed = kind
-            failure = Failure(kind=kind, time=self.clock.now(), host=self.host, ranks=(rank.rank,), place=rank.place)
+            failure = RunFailure(kind=kind, time=self.now(), host=self.host, ranks=(rank.rank,), place=rank.place)
             asked = rank.injected or (next(filter(None, (each.injected for each in self.ranks)), "") if seconds else "")
             self._note(replace(failure, detail=detail, seconds=seconds, code=code, trace=trace, asked=asked))
 
-    def _note(self, failure: Failure) -> None:
+    def _note(self, failure: RunFailure) -> None:
         self.own.append(failure)
         self._news = True
+
+    def _note_launcher(self, kind: Kind, what: str) -> None:
+        """Note it once, and only while the launcher has ranks."""
+        staying = [each for each in self.ranks if each.left is None and not (each.gone and kind == "launcher")]
+        if staying and not any(each.kind in ("launcher", "told") for each in self.own):
+            ranks, detail = tuple(each.rank for each in staying), f"(pid {self.launcher.pid}) {what}"
+            failure = RunFailure(kind=kind, time=self.now(), host=self.host, ranks=ranks, place=staying[0].place)
+            self._note(replace(failure, detail=detail))
 
     def _look_at_processes(self) -> None:
         ranks = [each.process for each in self.ranks if each.process and not each.gone]
@@ -357,38 +512,32 @@ class Watchdog:
         everything = [*ranks, *self.ending.descendants.known.values()]
         self.memory_kills.look(each.pid for each in everything)
         for each in self.stopped.look(everything):
-            self.ending.say(f"slow: {name_and_pid(each)} on {self.host} is stopped (SIGSTOP, or a debugger)\n")
-
-    def _be_heard(self) -> None:
-        """By our ranks, and by the standby, which learns what it would have to end."""
-        for each in self.ranks:
-            if not (each.closed or each.gone):
-                each.send({})
-        ranks = {each.rank: (each.pid, each.place) for each in self.ranks if not each.gone and each.left is None}
-        Snapshot.of(self.folder, ranks, self.ending.descendants.known, self.ending.shared, self.own).send(self.standby)
-
-    def _note_launcher(self, kind: Kind, what: str) -> None:
-        """Once, and only while it has ranks."""
-        staying = [each for each in self.ranks if each.left is None and not (each.gone and kind == "launcher")]
-        if staying and not any(each.kind in ("launcher", "told") for each in self.own):
-            ranks, detail = tuple(each.rank for each in staying), f"(pid {self.launcher.pid}) {what}"
-            failure = Failure(kind=kind, time=self.clock.now(), host=self.host, ranks=ranks, place=staying[0].place)
-            self._note(replace(failure, detail=detail))
+            self.ending.say(f"slow: {name_and_pid(each)} on {self.host} {STOPPED}\n")
 
     def _warn_of_silence(self) -> None:
         if self.beats and not self._warned and time.monotonic() - self._met > self.heartbeat_timeout:
             if there := ", ".join(f"{node} at {node.address} port {node.port}" for node in self.beats.silent()):
-                self.ending.say(SILENCE.format(host=self.host, there=there, seconds=self.heartbeat_timeout))
+                self.ending.say(_SILENCE.format(host=self.host, there=there, seconds=self.heartbeat_timeout))
             self._warned = bool(there)
 
-    def places(self) -> dict[int, Place]:
-        """Where each rank is that was heard of."""
-        places = {each.rank: each.place for each in self.ranks}
-        for peer in self.beats.peers.values() if self.beats else ():
-            places |= peer.places
-        return places
 
-    def hosts(self) -> dict[int, str]:
-        """The host of each rank, once all have met; before, of our own."""
-        own = {each.rank: self.host for each in self.ranks}
-        return {rank: node.host for node in self.nodes for rank in node.ranks} | own
+def main(settings: dict[str, Any]) -> None:
+    """Watch. settings: as standby.py gives them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the run, whose end is noticed
+    listener, standby, *hosts = (socket.socket(fileno=each) for each in settings.pop("sockets"))
+    Watchdog(
+        listener=listener,
+        socket_folder=Path(settings.pop("socket_folder")),
+        standby=standby,
+        hosts_socket=hosts[0] if hosts else None,
+        launcher=RankLauncher(psutil.Process(settings.pop("launcher")), settings.pop("is_torchrun")),
+        **settings,
+    ).watch()
+    if is_stopped(os.getppid()):  # the standby would stay for ever
+        os.kill(os.getppid(), signal.SIGKILL)
+    os._exit(0)  # without waiting for threads
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,158 @@
+"""What can go wrong with a rank or a host, which of several failures came first, and which errors are consequences."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+Kind = Literal[
+    "exception",  # a rank reported an exception
+    "echo",  # the same, but of a kind that may be the consequence of a failure elsewhere
+    "ended",  # a rank got a signal that torchrun, a job scheduler or Ctrl-C sends
+    "vanished",  # a rank's process is gone, and only torchrun knows how it ended
+    "died",  # a rank's process ended without a report
+    "launcher",  # torchrun is gone
+    "told",  # torchrun got a signal, and passed it on
+    "watchdog",  # the watchdog of a host ended, or is stopped
+    "deadline",  # a phase of a rank took too long
+    "stopped",  # the same, and the rank's process, or the one of its engine that detail names, is stopped
+    "lost",  # a host is silent
+    "mistake",  # a rank ended with the exit code of a user error, which it has printed
+]
+
+# Errors of a rank that lost its peer, as gloo, NCCL, torch's store, Python's sockets and pipes word them: no cause.
+_ECHO = re.compile(
+    r"connection (?:closed|reset|refused|aborted|timed out|was lost)|closed by peer|broken ?pipe|connect timeout|"
+    r"socket ?(?:closed|timeout)|no route to host|network is unreachable|host is down|timed out (?:waiting|after)|"
+    r"DistNetworkError|DistStoreError|DistBackendError|gloo::IoException|ncclRemoteError|ncclSystemError|"
+    r"remote process exited|failed to (?:recv|send)|EOFError|ConnectionError",
+    re.IGNORECASE,
+)
+# Errors that all ranks raise together and that blame one: VerlEngine's calls, pre-sync checks, the gradient norm.
+_FAILED_ON = re.compile(
+    r"^(?:EngineFailed|WeightsRefused|FloatingPointError): .*?(?:\bon |\(|: )ranks? (\d+(?:, \d+)*)"
+)
+_RAISED_FROM = "The above exception was the direct cause of the following exception:"
+ERROR_LENGTH = 300  # characters of an error that are kept: a heartbeat must fit in few packets
+TRACE_LINES, TRACE_WIDTH = 10, 140  # of a traceback's end, for the same reason
+
+TOGETHER_SECONDS = 1.0  # between the first and the last of failures that happen together
+_AHEAD: Mapping[Kind, float] = {
+    "stopped": 2 * TOGETHER_SECONDS,
+    "told": 2 * TOGETHER_SECONDS,
+    "vanished": TOGETHER_SECONDS,
+    "ended": TOGETHER_SECONDS / 2,
+}
+
+
+def is_echo(error: str, rank: int) -> bool:
+    """Return whether an error of this rank, in one line, may be the consequence of a failure of another rank or host."""
+    blamed = blamed_ranks(error)
+    return bool(blamed and rank not in blamed) or _ECHO.search(error) is not None
+
+
+def blamed_ranks(error: str) -> list[int]:
+    """Return the ranks that an error which all ranks raise together blames; none for a rank's own error."""
+    match = _FAILED_ON.match(error)
+    return [int(rank) for rank in match[1].split(", ")] if match else []
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a rank has come."""
+
+    progress: int = 0
+    """Number of phases begun and ended: all ranks go through the same ones, so the smallest number is furthest behind."""
+    phase: str = ""
+    """The innermost phase that has begun; between phases, the one that ended last; "" before the first."""
+    step: int | None = None
+    inside: bool = False
+
+    def __str__(self) -> str:
+        """Return, for example, "in sync of step 1"."""
+        if not self.phase:
+            return "before its first phase"
+        return f"{'in' if self.inside else 'after'} {phase_of_step(self.phase, self.step)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The ranks of one torchrun on one host, and the address of their watchdog."""
+
+    host: str
+    ranks: tuple[int, ...]
+    address: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        """Return, for example, "host1 (ranks 2, 3)"."""
+        return f"{self.host} ({format_ranks(self.ranks)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFailure:
+    """One thing that went wrong."""
+
+    kind: Kind
+    time: float  # UNIX seconds, on the clock of the host that has this object
+    host: str
+    ranks: tuple[int, ...]  # the rank that failed; for a launcher or a lost host, all its ranks
+    place: Place
+    detail: str = ""  # the error in one line, or how the process ended
+    seconds: float = 0.0  # the length of a deadline
+    code: int = 1  # exit code of the run
+    trace: tuple[str, ...] = ()  # last lines of the traceback, if any
+    asked: str = ""  # the fault of run.inject that caused it, if any
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, for a heartbeat or a file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], clock_ahead: float = 0.0) -> "RunFailure":
+        """Return what as_json gave; clock_ahead: seconds by which the sender's clock is ahead of ours."""
+        changed = {
+            "time": values["time"] - clock_ahead,
+            "ranks": tuple(values["ranks"]),
+            "place": Place(**values["place"]),
+            "trace": tuple(values["trace"]),
+        }
+        return cls(**{**values, **changed})
+
+
+def trace_end(trace: str) -> tuple[str, ...]:
+    """Return the last lines of a traceback without lines of markers; of chained exceptions, those of the first one."""
+    while _RAISED_FROM in trace:
+        trace = trace[: trace.rindex(_RAISED_FROM)].rstrip()
+    lines = [line for line in trace.splitlines() if line.strip(" ~^|")]
+    return tuple(line if len(line) <= TRACE_WIDTH else line[: TRACE_WIDTH - 3] + "..." for line in lines[-TRACE_LINES:])
+
+
+def names_no_cause(failure: RunFailure) -> bool:
+    """Return whether something else, not known yet, may have caused it."""
+    return failure.kind in ("echo", "ended", "vanished")
+
+
+def first_failure(failures: Iterable[RunFailure]) -> RunFailure:
+    """Return the earliest failure that can be a cause; if there is none, the earliest.
+
+    Among failures that happen together, a stopped rank comes before those that wait for it; a rank of whose end only
+    torchrun knows before one that torchrun then terminated, and that before one that lost a peer.
+    """
+    return min(failures, key=lambda each: (names_no_cause(each), each.time - _AHEAD.get(each.kind, 0.0)))
+
+
+def phase_of_step(phase: str, step: int | None) -> str:
+    """Return "sync of step 1"; the name alone for a phase that belongs to no step."""
+    return phase if step is None else f"{phase} of step {step}"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 2" or "ranks 2, 3"."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def format_time(seconds: float) -> str:
+    """Return UNIX seconds as a time of day, in UTC on every host."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S} UTC"
