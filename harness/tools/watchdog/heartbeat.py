@@ -63,7 +63,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Heartbeats:
-    """This host's side of the heartbeats of all hosts, over one UDP socket that does not block."""
+    """Heartbeats to and from the other hosts, over one UDP socket that does not block."""
 
     socket: socket.socket
     nodes: Sequence[Node]

@@ -161,9 +161,7 @@ def idle_processes(processes: Mapping[int, psutil.Process]) -> list[int]:
     return [pid for pid, work in before.items() if _work(pid) == work and not _is_helper(processes[pid])]
 
 
-def describe_idle(
-    pids: Sequence[int], processes: Mapping[int, psutil.Process], stacks: Iterable[Stack]
-) -> list[str]:
+def describe_idle(pids: Sequence[int], processes: Mapping[int, psutil.Process], stacks: Iterable[Stack]) -> list[str]:
     """Return a line that names the idle processes, and where each of them is."""
     frames = {stack.name.rpartition("-")[2]: stack.frames for stack in stacks}
     described = []

@@ -49,7 +49,7 @@ def _stand_by(settings: dict[str, Any], watchdog: "subprocess.Popen[bytes]", lin
 
     import psutil
 
-    from harness.tools.watchdog.ending import LARGEST_SNAPSHOT, Snapshot
+    from harness.tools.watchdog.ending import Snapshot
     from harness.tools.watchdog.host_processes import NO_MESSAGE, SilenceCounter, describe_status
     from harness.tools.watchdog.launcher import RankLauncher
 

@@ -6,7 +6,7 @@ It is printed by the watchdog, and kept in the run directory as failure-HOST.jso
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -89,7 +89,7 @@ class RunVerdict:
 
         def collect() -> None:
             idle = idle_processes(descendants)
-            found = take_stacks([*ranks, *_requests(descendants)])
+            found = take_stacks([*ranks, *_stack_requests(descendants)])
             self.gpus = gpu_memory()
             self.idle = describe_idle(idle, descendants, found)
             self.stacks = {stack.name: stack for stack in found}
@@ -140,6 +140,15 @@ class RunVerdict:
         return ([f"no explanation: {error}"], None) if error else self.explanation.result()
 
 
+def _stack_requests(processes: Mapping[int, psutil.Process]) -> list[StackRequest]:
+    requests = []
+    for pid, process in processes.items():
+        with suppress(psutil.NoSuchProcess):
+            name = re.sub(r"\W+", "-", process.name()).strip("-")
+            requests.append(StackRequest(name=f"{name}-{pid}", pid=pid))
+    return requests
+
+
 def explain(failure: RunFailure, folder: Path | None) -> tuple[list[str], str | None]:
     """Return what is known of a failure, and the slug of its catalogue entry, if any.
 
@@ -175,7 +184,10 @@ def _scheduler_trace(failure: RunFailure, logs: Sequence[Path]) -> list[str]:
         found = [each for each in errors(text) if each[0]]
         if found:
             lines, _ = next((each for each in found if each[1] in failure.detail), found[0])
-            return [f"{log.name}{', what followed' if ended else ''}:", *(f"| {line}" for line in trace_end("\n".join(lines)))]
+            return [
+                f"{log.name}{', what followed' if ended else ''}:",
+                *(f"| {line}" for line in trace_end("\n".join(lines))),
+            ]
     return []
 
 

@@ -40,7 +40,9 @@ from harness.tools.watchdog.verdict import EXPLANATION_SECONDS, JobView, RunVerd
 
 TICK_SECONDS = 0.25
 QUICK_SECONDS = 0.02  # between ticks while a rank waits for an answer, or has ended and torchrun is about to
-SETTLE_SECONDS = 0.5  # from the first failure to the verdict, at least: the cause may be a moment behind its consequence
+SETTLE_SECONDS = (
+    0.5  # from the first failure to the verdict, at least: the cause may be a moment behind its consequence
+)
 ORPHANED_SECONDS = 1.5  # the same at most, once all ranks are gone
 BETTER_CAUSE_SECONDS = 2.0  # beyond heartbeat_timeout: how long to wait for the cause of what can only be a consequence
 MISTAKE_SECONDS = 5.0  # ranks may take so long to exit on their own after one of them reported a user error
@@ -410,7 +412,9 @@ class Watchdog:
         for peer in self.beats.newly_lost() if self.beats else ():
             assert peer.heard is not None
             place = max(peer.places.values(), key=lambda each: each.progress, default=Place())
-            self._note(RunFailure(kind="lost", time=peer.heard, host=peer.node.host, ranks=peer.node.ranks, place=place))
+            self._note(
+                RunFailure(kind="lost", time=peer.heard, host=peer.node.host, ranks=peer.node.ranks, place=place)
+            )
         if self.launcher.got_signal:
             self._note_launcher("told", f"got {self.launcher.got_signal}, as from Ctrl-C, kill or a job scheduler,")
         self.ending.look_at_memory(each.pid for each in self.ranks)

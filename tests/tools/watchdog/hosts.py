@@ -88,7 +88,7 @@ class Hosts:
             time.sleep(1.2)  # a host that goes in mid-phase has told where it is: hosts beat once a second
         # The watchdog first: a host that goes tells nobody of its ranks.
         for process in sorted(
-            self.processes(host, kind), key=lambda each: "harness.tools.watchdog.watchdog_process" not in each.cmdline()
+            self.processes(host, kind), key=lambda each: "harness.tools.watchdog.watchdog" not in each.cmdline()
         ):
             process.send_signal(number)
 

@@ -1,4 +1,4 @@
-"""A stand-in for a rank, without torch: speaks to its watchdog through the real Guard, and does as it is told.
+"""A stand-in for a rank, without torch: speaks to its watchdog through the real WatchdogClient, and does as it is told.
 
 Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, meet (all ranks), child (start a
 process that would outlive us), raise:TEXT, injected:FAULT (as the injector says it), kill:SIGNAL, exit:CODE, mistake, wait:SECONDS, hang, bye.
@@ -14,26 +14,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from harness.tools.watchdog.guard import Guard
+from harness.tools.watchdog.client import WatchdogClient
 
 SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 
 
-def meet(guard: Guard, folder: Path, world_size: int, address: str) -> None:
-    """Gather every rank's post, as all_gather would."""
-    part = folder / f"post-{guard.post.rank}.part"
-    part.write_bytes(pickle.dumps(guard.post_at(address)))
-    part.rename(folder / f"post-{guard.post.rank}")
-    files = [folder / f"post-{rank}" for rank in range(world_size)]
+def meet(client: WatchdogClient, folder: Path, world_size: int, address: str) -> None:
+    """Gather the addresses of all ranks' watchdogs, as all_gather would."""
+    part = folder / f"address-{client.own.rank}.part"
+    part.write_bytes(pickle.dumps(client.at(address)))
+    part.rename(folder / f"address-{client.own.rank}")
+    files = [folder / f"address-{rank}" for rank in range(world_size)]
     while not all(file.exists() for file in files):
         time.sleep(0.01)
-    guard.meet([pickle.loads(file.read_bytes()) for file in files], folder)
+    client.meet([pickle.loads(file.read_bytes()) for file in files], folder)
 
 
 def main() -> None:
     said, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
     folder, phase_timeouts = Path(said["folder"]), said.get("phase_timeouts", {})
-    guard = Guard.open(
+    client = WatchdogClient()
+    client.connect(
         rank=rank,
         world_size=said["world_size"],
         local_rank=int(os.environ["LOCAL_RANK"]),
@@ -47,19 +48,19 @@ def main() -> None:
         name, _, argument = word.partition(":")
         if name == "begin":
             phase, step = argument.split(":")
-            guard.begins(phase, int(step))
+            client.phase_begins(phase, int(step))
         elif name == "end":
-            guard.ends(argument)
+            client.phase_ends(argument)
         elif name == "meet":
-            meet(guard, folder, said["world_size"], said.get("address", "127.0.0.1"))
+            meet(client, folder, said["world_size"], said.get("address", "127.0.0.1"))
         elif name == "child":
             child = subprocess.Popen(SLEEP, start_new_session=True)
             (folder / f"child-{rank}").write_text(str(child.pid))
         elif name == "raise":
-            guard.failed(argument.replace("_", " "))
+            client.failed(argument.replace("_", " "))
             os._exit(1)
         elif name == "injected":
-            guard.injected(argument)
+            client.injected(argument)
         elif name == "kill":
             os.kill(os.getpid(), int(argument))
         elif name == "exit":
@@ -70,7 +71,7 @@ def main() -> None:
             (folder / f"hangs-{rank}").touch()
             time.sleep(600)
         elif name == "bye":
-            guard.bye(int(argument or 0))
+            client.finished(int(argument or 0))
             os._exit(int(argument or 0))
 
 

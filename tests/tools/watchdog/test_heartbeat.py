@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from harness.tools.watchdog.failure import Failure, Node, Place
-from harness.tools.watchdog.heartbeat import Heartbeats, open_for_beats
+from harness.tools.watchdog.failures import Node, Place, RunFailure
+from harness.tools.watchdog.heartbeat import Heartbeats, open_heartbeat_socket
 
 PLACE = Place(7, "sync", 1, True)
 KEY = bytes(range(32))
@@ -17,7 +17,7 @@ KEY = bytes(range(32))
 
 @pytest.fixture
 def doors() -> Iterator[list[socket.socket]]:
-    made = [open_for_beats(), open_for_beats()]
+    made = [open_heartbeat_socket(), open_heartbeat_socket()]
     yield made
     for door in made:
         door.close()
@@ -35,7 +35,7 @@ def pair(doors: list[socket.socket], clocks: list[Callable[[], float]], lost_sec
 
 
 def exchange(
-    speaker: Heartbeats, hearer: Heartbeats, failures: list[Failure] | None = None, left: bool = False
+    speaker: Heartbeats, hearer: Heartbeats, failures: list[RunFailure] | None = None, left: bool = False
 ) -> None:
     speaker.beat({speaker.own: PLACE}, failures or [], left)
     time.sleep(0.02)
@@ -61,7 +61,7 @@ def test_times_are_compared_on_one_clock(doors: list[socket.socket]) -> None:
     assert first.peers[1].clock_ahead == pytest.approx(ahead, abs=0.05)
     assert second.peers[0].clock_ahead == pytest.approx(-ahead, abs=0.05)
     happened = time.time()
-    failure = Failure(kind="died", time=happened + ahead, host="host1", ranks=(1,), place=PLACE)
+    failure = RunFailure(kind="died", time=happened + ahead, host="host1", ranks=(1,), place=PLACE)
     exchange(second, first, [failure])
     assert first.peers[1].failures[0].time == pytest.approx(happened, abs=0.05)
     assert first.peers[1].failures[0].place == PLACE

@@ -34,7 +34,7 @@ def last(lines: list[str]) -> list[str]:
     """From the verdict that came last to the end."""
     at = max(index for index, line in enumerate(lines) if line.startswith("FIRST FAILURE: "))
     assert not any(TORCHRUNS_OWN in line for line in lines[at:])
-    assert lines[-1].startswith("  so says the watchdog of ")
+    assert lines[-1].startswith("  reported by the watchdog on ")
     return lines[at:]
 
 
@@ -62,7 +62,7 @@ def test_a_killed_rank_is_last_with_what_followed(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_hang_is_last_with_stacks(tmp_path: Path) -> None:
     lines = last(screen(start(tmp_path / "run", "--inject", "hang@values:1:1", "--run.phase_timeouts.values", "3")))
-    assert "rank 1 on " in lines[0] and "was in it and waited for no other rank (waited for by rank 0)" in lines[0]
+    assert "rank 1 on " in lines[0] and "is stuck in it (not in a collective); waited for by rank 0" in lines[0]
     assert lines[1].startswith("  rank 0 waits in all_reduce (torch/distributed/distributed_c10d.py:")
     assert lines[2].startswith("  rank 1 was in Injector._hang (harness/tools/inject.py:")
     assert "clock_nanosleep" in next((tmp_path / "run").glob("stacks-*-rank1.txt")).read_text()
@@ -116,7 +116,7 @@ def test_a_console_that_nobody_reads_is_named(tmp_path: Path, read_until: str, f
             while read_until and read_until not in console.readline().decode():
                 assert process.poll() is None
     assert process.wait(120) == 1
-    wait_for(lambda: "".join(errors.read_text().splitlines()[-1:]).startswith("  so says the watchdog of "))
+    wait_for(lambda: "".join(errors.read_text().splitlines()[-1:]).startswith("  reported by the watchdog on "))
     first, *rest = last(errors.read_text().splitlines())
     assert "ConsoleGone: nobody reads this run's output any more" in first
     named = [line for line in rest if "run directory" in line]

@@ -9,11 +9,11 @@ import psutil
 import pytest
 
 from harness.tools.watchdog import launcher
-from harness.tools.watchdog.launcher import Launcher, _signal_of
+from harness.tools.watchdog.launcher import RankLauncher, signal_in
 
 WORKS = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nraise SystemExit(3)\n"
 SLEEPS = "import time\ntime.sleep(60)\n"
-Start = Callable[[str], tuple["subprocess.Popen[bytes]", Launcher]]
+Start = Callable[[str], tuple["subprocess.Popen[bytes]", RankLauncher]]
 
 # As py-spy shows torchrun's main thread while it waits for ranks that it has passed SIGINT on to, shortened.
 GOT_SIGINT = """Thread 17 (idle): "MainThread"
@@ -37,10 +37,10 @@ def wait(until: Callable[[], bool], seconds: float) -> None:
 def start() -> Iterator[Start]:
     made: list[subprocess.Popen[bytes]] = []
 
-    def begin(code: str) -> tuple["subprocess.Popen[bytes]", Launcher]:
+    def begin(code: str) -> tuple["subprocess.Popen[bytes]", RankLauncher]:
         command = [sys.executable, "-S", "-c", code]
         made.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
-        return made[-1], Launcher(psutil.Process(made[-1].pid), is_torchrun=True)
+        return made[-1], RankLauncher(psutil.Process(made[-1].pid), is_torchrun=True)
 
     yield begin
     for process in made:
@@ -86,6 +86,6 @@ def test_whether_it_wrote_anything_before_its_end_is_known(start: Start, writes:
 
 
 def test_the_signal_that_torchrun_passes_on_is_read_from_its_stacks() -> None:
-    assert _signal_of(GOT_SIGINT) == "SIGINT"
-    assert _signal_of(GOT_SIGINT.replace("SignalException", "ChildFailedError")) == ""
-    assert _signal_of("") == ""
+    assert signal_in(GOT_SIGINT) == "SIGINT"
+    assert signal_in(GOT_SIGINT.replace("SignalException", "ChildFailedError")) == ""
+    assert signal_in("") == ""

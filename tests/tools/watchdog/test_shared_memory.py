@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.watchdog.shared_memory import SharedMemory
+from harness.tools.watchdog.shared_memory import SharedMemoryFiles
 
 SCRIPT = """
 import mmap, os, sys
@@ -43,7 +43,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("how", ["mapped", "open"])
 def test_a_killed_process_leaves_no_file(name: str, how: str) -> None:
-    memory = SharedMemory()
+    memory = SharedMemoryFiles()
     process = owner(name, how)
     memory.look([process.pid])
     end(process)
@@ -52,7 +52,7 @@ def test_a_killed_process_leaves_no_file(name: str, how: str) -> None:
 
 
 def test_what_others_made_or_still_use_stays(name: str) -> None:
-    memory = SharedMemory()
+    memory = SharedMemoryFiles()
     theirs = owner(name, "mapped")
     memory.look([])
     memory.look([])
@@ -66,7 +66,7 @@ def test_what_others_made_or_still_use_stays(name: str) -> None:
 
 def test_what_was_there_before_stays_even_if_we_use_it(name: str) -> None:
     end(owner(name, "mapped"))
-    memory = SharedMemory()
+    memory = SharedMemoryFiles()
     mine = owner(name, "mapped")
     memory.look([mine.pid])
     end(mine)
@@ -74,7 +74,7 @@ def test_what_was_there_before_stays_even_if_we_use_it(name: str) -> None:
 
 
 def test_a_file_that_two_of_ours_map_goes(name: str) -> None:
-    memory = SharedMemory()
+    memory = SharedMemoryFiles()
     first, second = owner(name, "mapped"), owner(name, "mapped")
     memory.look([first.pid, second.pid])
     end(first)
@@ -83,7 +83,7 @@ def test_a_file_that_two_of_ours_map_goes(name: str) -> None:
 
 
 def test_torch_names_its_files_after_their_makers(name: str) -> None:
-    memory = SharedMemory()
+    memory = SharedMemoryFiles()
     process = owner(name, "mapped")
     memory.look([process.pid])
     file, other = Path(f"/dev/shm/torch_{process.pid}_{name}_0"), Path(f"/dev/shm/torch_1_{name}_0")

@@ -95,7 +95,7 @@ def test_ranks_that_never_come_are_named(start: Start) -> None:
     hosts = start(ONE, {-1: "begin:meet:0 hang"}, phase_timeouts={"meet": 1.0}, world_size=4)
     hosts.wait()
     assert hosts.verdict("host0") == (
-        "FIRST FAILURE: deadline of 1 s passed in meet of step 0: nothing was heard of ranks 2, 3 (waited for by ranks 0, 1)"
+        "FIRST FAILURE: deadline of 1 s passed in meet of step 0: no report from ranks 2, 3 (waited for by ranks 0, 1)"
     )
 
 
@@ -141,7 +141,7 @@ def test_ranks_end_when_their_launcher_is_killed(start: Start) -> None:
 def test_a_launcher_that_stays_without_ranks_is_ended(start: Start) -> None:
     hosts = start(ONE, {1: "meet begin:sync:0 raise:ValueError:_no", -1: HANG}, by_host={"host0": {"hangs": True}})
     assert hosts.wait() < 15
-    assert "is still there after its ranks, and does nothing: ended" in hosts.said("host0")
+    assert "is still there after its ranks, and idle" in hosts.said("host0")
 
 
 def test_a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
@@ -150,7 +150,7 @@ def test_a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
     assert [hosts.said(host) for host in TWO] == ["", ""]
 
 
-WATCHDOG, STANDBY = "harness.tools.watchdog.watchdog_process", "harness.tools.watchdog.standby"
+WATCHDOG, STANDBY = "harness.tools.watchdog.watchdog", "harness.tools.watchdog.standby"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_ranks_end_and_keep_why_without_watchdog_and_standby(start: Start, numbe
         hosts.processes("host1", kind)[0].send_signal(number)
     hosts.wait()
     gone = "is gone" if number is signal.SIGKILL else r"is stopped \(SIGSTOP, or a debugger\)"
-    assert re.search(f"the watchdog of host1 {gone}, so this rank ends too", hosts.said("host1"))
+    assert re.search(f"the watchdog of host1 {gone}, so this rank exits too", hosts.said("host1"))
     assert "FIRST FAILURE: host1 (ranks 2, 3) is gone" in hosts.verdict("host0")
     assert json.loads((hosts.folder / "failure-host1.json").read_text())["first"]["kind"] == "watchdog"
 

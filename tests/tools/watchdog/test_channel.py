@@ -1,14 +1,14 @@
-"""Who is heard by a watchdog: processes of its user and of its torchrun, whatever they say; another user is not."""
+"""Which processes a watchdog hears: those of its user and of its torchrun, whatever they send; no other user's."""
 
 import json
 import os
-import selectors
 import socket
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,11 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.tools.watchdog import private_socket
-from harness.tools.watchdog.launcher import Launcher
-from harness.tools.watchdog.local_rank import LocalRank
-from harness.tools.watchdog.messages import LONGEST_LINE, Lines, MalformedError, parse
-from harness.tools.watchdog.rank_listener import RankListener
+from harness.tools.watchdog import channel
+from harness.tools.watchdog.channel import LONGEST_LINE, LineBuffer, MalformedError, parse
+from harness.tools.watchdog.launcher import RankLauncher
 from harness.tools.watchdog.watchdog import Watchdog
 
 NOT_US = 65534
@@ -42,10 +40,10 @@ except OSError as error:
 @pytest.fixture
 def listener() -> Iterator[tuple[socket.socket, Path, str]]:
     name = f"harness-test-{os.getpid()}-{time.monotonic_ns()}"
-    made, folder = private_socket.listen(name)
+    made, folder = channel.listen(name)
     yield made, folder, name
     made.close()
-    private_socket.remove(folder)
+    channel.remove(folder)
 
 
 def as_other_user(path: Path) -> str:
@@ -53,33 +51,46 @@ def as_other_user(path: Path) -> str:
     return subprocess.run([sys.executable, "-S", "-c", code, str(path)], capture_output=True, text=True).stdout.strip()
 
 
-def admitted(made: socket.socket, folder: Path, launcher: int, number: int = 0) -> Callable[[], LocalRank]:
-    """What the watchdog does with the one that has connected."""
-    ranks = RankListener(made, folder, Launcher(psutil.Process(launcher), True), 2, 2)
-    (rank,) = ranks.accept()
+@pytest.fixture
+def watched(listener: tuple[socket.socket, Path, str]) -> Iterator[Callable[[int], Watchdog]]:
+    """Return a watchdog of two ranks that this process, or another one, has started; it hears when it serves."""
+    made, folder, name = listener
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def admit() -> LocalRank:
-        ranks.admit(rank, number, None)
-        return rank
+    def make(launcher: int) -> Watchdog:
+        return Watchdog(
+            **{"listener": made, "socket_folder": folder, "standby": ours, "hosts_socket": None, "name": name},
+            **{"launcher": RankLauncher(psutil.Process(launcher), is_torchrun=False), "host": "host0"},
+            **{"world_size": 2, "local_world_size": 2, "idle_seconds": 600.0, "heartbeat_timeout": 10.0},
+        )
 
-    return admit
+    yield make
+    ours.close()
+    theirs.close()
+
+
+def hello(rank: int) -> bytes:
+    return json.dumps({"say": "hello", "rank": rank, "handler": None}).encode() + b"\n"
 
 
 @as_root
 def test_another_user_does_not_reach_the_socket(listener: tuple[socket.socket, Path, str]) -> None:
     _, folder, _ = listener
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert as_other_user(folder / private_socket.FILE) == "PermissionError"
+    assert as_other_user(folder / channel.FILE) == "PermissionError"
 
 
 @as_root
-def test_another_user_who_reaches_it_all_the_same_is_not_heard(listener: tuple[socket.socket, Path, str]) -> None:
-    made, folder, _ = listener
+def test_another_user_who_reaches_it_all_the_same_is_not_heard(
+    listener: tuple[socket.socket, Path, str], watched: Callable[[int], Watchdog]
+) -> None:
+    _, folder, _ = listener
     folder.chmod(0o755)
-    (folder / private_socket.FILE).chmod(0o777)
-    assert as_other_user(folder / private_socket.FILE) == "connected"
-    ranks = RankListener(made, folder, Launcher(psutil.Process(), True), 2, 2)
-    assert ranks.accept() == []
+    (folder / channel.FILE).chmod(0o777)
+    assert as_other_user(folder / channel.FILE) == "connected"
+    watchdog = watched(os.getppid())
+    watchdog.serve(lambda: False, 0.3)
+    assert watchdog.ranks == []
 
 
 @as_root
@@ -89,34 +100,36 @@ def test_a_folder_of_another_user_under_our_name_is_not_taken(listener: tuple[so
     trap.mkdir(mode=0o700)
     os.chown(trap, NOT_US, NOT_US)
     try:
-        line = private_socket.connect(name)
-        assert line is not None and private_socket.peer_of(line).pid == os.getpid()
+        line = channel.connect(name)
+        assert line is not None and channel.peer_of(line)[0] == os.getpid()
         line.close()
-        private_socket.remove(folder)
-        assert private_socket.connect(name) is None
+        channel.remove(folder)
+        assert channel.connect(name) is None
     finally:
         trap.rmdir()
 
 
-def test_a_rank_is_known_by_the_kernels_word(listener: tuple[socket.socket, Path, str]) -> None:
-    made, folder, name = listener
-    line = private_socket.connect(name)
-    rank = admitted(made, folder, os.getppid())()
-    assert (rank.rank, rank.pid) == (0, os.getpid())
-    assert line is not None and json.loads(line.recv(1000)) == {"watchdogs": [os.getpid(), os.getppid()]}
-    line.close()
-
-
-def test_no_process_of_another_torchrun_and_no_rank_that_is_none(listener: tuple[socket.socket, Path, str]) -> None:
-    made, folder, name = listener
-    stranger = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+def test_no_process_of_another_torchrun_and_no_rank_that_is_none(
+    listener: tuple[socket.socket, Path, str], watched: Callable[[int], Watchdog]
+) -> None:
+    stranger = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     for number, launcher in ((0, stranger.pid), (7, os.getppid()), (-1, os.getppid())):
-        line = private_socket.connect(name)
-        with pytest.raises(MalformedError):
-            admitted(made, folder, launcher, number)()
+        line = channel.connect(listener[2])
         assert line is not None
+        line.sendall(hello(number))
+        watchdog = watched(launcher)
+        watchdog.serve(partial(ended, line), 10)
+        assert watchdog.ranks == []
         line.close()
     stranger.communicate()
+
+
+def ended(line: socket.socket) -> bool:
+    """Return whether the other end has closed the connection."""
+    try:
+        return line.recv(1, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
 
 
 GARBAGE = [
@@ -129,28 +142,31 @@ GARBAGE = [
 ]
 
 
-def test_what_is_malformed_costs_its_own_line_alone(listener: tuple[socket.socket, Path, str]) -> None:
-    made, folder, name = listener
-    torchrun = Launcher(psutil.Process(os.getppid()), is_torchrun=False)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    watchdog = Watchdog(
-        **{"listener": RankListener(made, folder, torchrun, 2, 2), "standby": ours, "hosts_door": None},
-        **{"launcher": torchrun, "name": name, "host": "host0", "idle_seconds": 600.0, "heartbeat_timeout": 10.0},
-    )
-    watchdog._selector.register(made, selectors.EVENT_READ)
-    rank = private_socket.connect(name)
+def test_a_rank_is_known_by_its_kernel_pid_and_what_is_malformed_costs_its_own_line_alone(
+    listener: tuple[socket.socket, Path, str], watched: Callable[[int], Watchdog]
+) -> None:
+    name, watchdog = listener[2], watched(os.getppid())
+    rank = channel.connect(name)
     assert rank is not None
-    rank.sendall(b'{"say": "hello", "rank": 0, "handler": null}\n')
-    others = [private_socket.connect(name) for _ in GARBAGE]
-    for other, said in zip(others, GARBAGE, strict=True):
-        assert other is not None
-        other.sendall(said + b"\n")
+    rank.sendall(hello(0))
+    watchdog.serve(lambda: bool(watchdog.ranks), 10)
+    others = [other for _ in GARBAGE if (other := channel.connect(name))]
+    for other, sent in zip(others, GARBAGE, strict=True):
+        other.sendall(sent + b"\n")
     rank.sendall(b"garbage\n" + b'{"say": "begins", "phase": "sync", "step": 1, "deadline": null}\n')
-    watchdog.serve(lambda: False, 0.5)
-    assert [other.recv(1) for other in others if other] == [b""] * len(GARBAGE)
-    assert [(each.rank, each.where) for each in watchdog.ranks] == [(0, "sync of step 1")] and watchdog.own == []
-    assert b"watchdogs" in rank.recv(1000)
-    for each in (rank, *filter(None, others), ours, theirs):
+    open_lines = list(others)
+
+    def all_heard() -> bool:
+        open_lines[:] = [each for each in open_lines if not ended(each)]
+        return not open_lines and watchdog.ranks[0].place.inside
+
+    watchdog.serve(all_heard, 10)
+    assert all_heard() and watchdog.own == []
+    assert [(each.rank, each.pid, str(each.place)) for each in watchdog.ranks] == [
+        (0, os.getpid(), "in sync of step 1")
+    ]
+    assert json.loads(rank.recv(1000).splitlines()[0]) == {"watchdogs": [os.getpid(), os.getppid()]}
+    for each in (rank, *others):
         each.close()
 
 
@@ -198,13 +214,13 @@ def test_these_are_malformed(line: bytes) -> None:
 
 @given(st.lists(st.binary(max_size=50), max_size=20))
 def test_lines_come_whole_however_they_are_cut(pieces: list[bytes]) -> None:
-    lines = Lines()
+    lines = LineBuffer()
     found = [line for piece in pieces for line in lines.add(piece)]
     assert found == b"".join(pieces).split(b"\n")[:-1]
 
 
 def test_a_line_without_an_end_is_given_up() -> None:
-    lines = Lines()
+    lines = LineBuffer()
     pieces = [bytes(1 << 20)] * (LONGEST_LINE // (1 << 20) + 1)
     assert [line for piece in pieces for line in lines.add(piece)] == [b""]
     assert lines.add(b"next\n") == [b"next"]

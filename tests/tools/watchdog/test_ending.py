@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.watchdog.late_report import NO_REPORT, report_failed_run
+from harness.tools.watchdog.ending import NO_REPORT, report_failed_run
 from tests.tools.report.fake_run import fake_run
 
 

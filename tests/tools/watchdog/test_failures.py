@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from harness.tools.watchdog.failure import Failure, Kind, Place, first, is_echo
+from harness.tools.watchdog.failures import Kind, Place, RunFailure, first_failure, is_echo
 
 ECHOES = [
     "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:37912",
@@ -45,28 +45,28 @@ def test_an_error_of_a_ranks_own_is_a_cause(error: str) -> None:
     assert not is_echo(error, rank=1)
 
 
-def failure(kind: Kind, time: float) -> Failure:
-    return Failure(kind=kind, time=time, host="host0", ranks=(0,), place=Place(3, "sync", 1, True), detail=kind)
+def failure(kind: Kind, time: float) -> RunFailure:
+    return RunFailure(kind=kind, time=time, host="host0", ranks=(0,), place=Place(3, "sync", 1, True), detail=kind)
 
 
 def test_the_earliest_cause_is_first_and_a_consequence_only_if_there_is_none() -> None:
-    assert first([failure("echo", 1), failure("died", 3), failure("exception", 2)]).kind == "exception"
-    assert first([failure("echo", 2), failure("echo", 1)]).time == 1
+    assert first_failure([failure("echo", 1), failure("died", 3), failure("exception", 2)]).kind == "exception"
+    assert first_failure([failure("echo", 2), failure("echo", 1)]).time == 1
 
 
 def test_whose_end_torchrun_alone_knows_comes_before_those_that_it_then_ended() -> None:
-    assert first([failure("ended", 10.0), failure("vanished", 10.3)]).kind == "vanished"
-    assert first([failure("echo", 10.0), failure("ended", 10.3)]).kind == "ended"
-    assert first([failure("vanished", 10.0), failure("exception", 12.0)]).kind == "exception"
+    assert first_failure([failure("ended", 10.0), failure("vanished", 10.3)]).kind == "vanished"
+    assert first_failure([failure("echo", 10.0), failure("ended", 10.3)]).kind == "ended"
+    assert first_failure([failure("vanished", 10.0), failure("exception", 12.0)]).kind == "exception"
 
 
 def test_a_stopped_rank_comes_before_those_that_wait_for_it() -> None:
-    assert first([failure("deadline", 10.0), failure("stopped", 10.2)]).kind == "stopped"
-    assert first([failure("died", 8.0), failure("stopped", 10.2)]).kind == "died"
+    assert first_failure([failure("deadline", 10.0), failure("stopped", 10.2)]).kind == "stopped"
+    assert first_failure([failure("died", 8.0), failure("stopped", 10.2)]).kind == "died"
 
 
 def test_a_failure_survives_the_way_to_another_host() -> None:
     sent = failure("deadline", 1000.0)
-    heard = Failure.from_json(json.loads(json.dumps(sent.as_json())), clock_ahead=60.0)
+    heard = RunFailure.from_json(json.loads(json.dumps(sent.as_json())), clock_ahead=60.0)
     assert heard.time == 940.0
     assert (heard.kind, heard.ranks, heard.place) == (sent.kind, sent.ranks, sent.place)

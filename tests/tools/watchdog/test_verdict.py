@@ -1,0 +1,170 @@
+"""What a verdict says: the sentence of each kind of failure, its consequences, and what explains it."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.tools.watchdog.failures import TRACE_LINES, Place, RunFailure
+from harness.tools.watchdog.verdict import JobView, explain, report_lines, sentence
+
+IN_SYNC = Place(9, "sync", 1, True)
+EARLIER = Place(8, "resume_weights", 1, False)
+HOSTS = {0: "host0", 1: "host0", 2: "host1", 3: "host1"}
+NOON = 1_700_049_600.0  # 12:00:00 UTC
+
+
+def view(*places: Place) -> JobView:
+    return JobView(now=NOON + 10.24, world_size=4, places=dict(enumerate(places)), hosts=HOSTS)
+
+
+def failed(**values: object) -> RunFailure:
+    given = {"kind": "deadline", "time": NOON, "host": "host0", "ranks": (0,), "place": IN_SYNC, "seconds": 60.0}
+    return RunFailure(**given | values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("failure", "places", "said"),
+    [
+        (
+            failed(kind="lost", host="host1", ranks=(2, 3)),
+            [IN_SYNC] * 4,
+            "host1 (ranks 2, 3) is gone: last heard 12:00:00 UTC, 10.2 s ago, when its ranks were in sync of step 1",
+        ),
+        (
+            failed(kind="lost", host="host1", ranks=(2, 3)),
+            [IN_SYNC, IN_SYNC, IN_SYNC, EARLIER],
+            "host1 (ranks 2, 3) is gone: last heard 12:00:00 UTC, 10.2 s ago, when rank 2 was in sync of step 1 and rank 3"
+            " was after resume_weights of step 1",
+        ),
+        (
+            failed(kind="died", host="host1", ranks=(3,), detail="was killed by SIGKILL"),
+            [IN_SYNC] * 4,
+            "rank 3 on host1 was killed by SIGKILL in sync of step 1 at 12:00:00 UTC",
+        ),
+        (
+            failed(kind="died", ranks=(1,), detail="was killed by SIGKILL", asked="kill@sync:1:1"),
+            [IN_SYNC] * 4,
+            "rank 1 on host0 was killed by SIGKILL in sync of step 1 at 12:00:00 UTC, as asked: --inject kill@sync:1:1",
+        ),
+        (
+            failed(kind="told", ranks=(0, 1), detail="(pid 7) got SIGINT, as from Ctrl-C,"),
+            [IN_SYNC] * 4,
+            "torchrun of ranks 0, 1 on host0 (pid 7) got SIGINT, as from Ctrl-C, at 12:00:00 UTC, when its ranks were in"
+            " sync of step 1",
+        ),
+        (
+            failed(kind="stopped", ranks=(0,), detail="engine process sglang::scheduler_TP1 (pid 7)"),
+            [IN_SYNC] * 4,
+            "engine process sglang::scheduler_TP1 (pid 7) of rank 0 on host0 was stopped in sync of step 1 (SIGSTOP, or a"
+            " debugger): its deadline of 60 s passed at 12:00:00 UTC",
+        ),
+        (
+            failed(),
+            [IN_SYNC, IN_SYNC, EARLIER, IN_SYNC],
+            "deadline of 60 s passed in sync of step 1: rank 2 on host1 had not arrived, but was after resume_weights of step 1"
+            " (waited for by ranks 0, 1, 3)",
+        ),
+        (
+            failed(),
+            [IN_SYNC, IN_SYNC, Place(10, "sync", 1, False), Place(11, "generate", 1, True)],
+            "deadline of 60 s passed in sync of step 1: ranks 0, 1 on host0 were still there (waited for by ranks 2, 3)",
+        ),
+        (
+            failed(),
+            [IN_SYNC] * 4,
+            "deadline of 60 s passed in sync of step 1: all ranks (0, 1, 2, 3) are in it, and none makes progress",
+        ),
+        (
+            failed(),
+            [IN_SYNC] * 2,
+            "deadline of 60 s passed in sync of step 1: no report from ranks 2, 3 (waited for by ranks 0, 1)",
+        ),
+        (
+            failed(place=Place(1, "", None, False)),
+            [Place(1, "", None, False)] * 4,
+            "deadline of 60 s passed before its first phase: all ranks (0, 1, 2, 3) are in it, and none makes progress",
+        ),
+    ],
+)
+def test_a_failure_is_one_sentence(failure: RunFailure, places: list[Place], said: str) -> None:
+    assert sentence(failure, view(*places)) == said
+
+
+def test_a_lost_peer_is_the_cause_only_as_a_peer_that_vanished() -> None:
+    echo = failed(kind="echo", ranks=(0,), detail="Connection closed by peer")
+    first, *_ = report_lines([echo], view(IN_SYNC, IN_SYNC, IN_SYNC, EARLIER))
+    assert first == (
+        "FIRST FAILURE: a peer vanished: rank 3 last reported after resume_weights of step 1; rank 0 on host0 lost a peer in"
+        " sync of step 1 at 12:00:00 UTC: Connection closed by peer"
+    )
+
+
+def test_consequences_follow_the_cause_and_are_folded() -> None:
+    cause = failed(kind="exception", ranks=(3,), host="host1", detail="ValueError: no", time=NOON)
+    echoes = [
+        failed(kind="echo", ranks=(rank,), detail="Connection closed by peer", time=NOON + rank + 0.5)
+        for rank in range(6)
+    ]
+    first, *rest = report_lines([*echoes, cause], view(*[IN_SYNC] * 4))
+    assert first == "FIRST FAILURE: rank 3 on host1 failed in sync of step 1 at 12:00:00 UTC: ValueError: no"
+    assert rest == [
+        "  +0.5 to +5.5 s: ranks 0, 1, 2, 3, 4, 5 on host0 lost a peer in sync of step 1: Connection closed by peer"
+    ]
+
+
+SCHEDULER = """[2026-11-21 08:00:00 TP0] Load weight begin. avail mem=1.00 GB
+[2026-11-21 08:00:01 TP1] Scheduler hit an exception: Traceback (most recent call last):
+  File "/x/sglang/srt/managers/scheduler.py", line 3000, in run_scheduler_process
+    scheduler = Scheduler(server_args)
+[2026-11-21 08:00:01 TP0] Memory pool end.
+  File "/x/sglang/srt/model_loader/loader.py", line 7, in load
+    raise ValueError("no such thing")
+ValueError: no such thing
+"""
+
+
+def explained(failure: RunFailure, folder: Path | None) -> list[str]:
+    return explain(failure, folder)[0]
+
+
+def failure(detail: str, **values: object) -> RunFailure:
+    return failed(**{"kind": "exception", "detail": detail} | values)
+
+
+def test_a_schedulers_traceback_is_told_without_the_lines_of_others(tmp_path: Path) -> None:
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "engine-rank0.log").write_text(SCHEDULER)
+    (tmp_path / "engines" / "engine-rank2.log").write_text(SCHEDULER.replace("thing", "other"))
+    detail = "engine process sglang::schedul (pid 7) died: ValueError: no such thing (whole log: /x/engine-rank0.log)"
+    first, *lines = explained(failure(detail), tmp_path)
+    assert first == "engine-rank0.log:"
+    assert lines[0].startswith("| [2026-11-21 08:00:01 TP1] Scheduler hit")
+    assert "| ValueError: no such thing" in lines
+    assert not any("Memory pool" in line for line in lines)
+    assert len([line for line in lines if line.startswith("| ")]) <= TRACE_LINES
+
+
+def test_the_traceback_of_one_who_lost_a_killed_scheduler_is_told_as_what_followed(tmp_path: Path) -> None:
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "engine-rank0.log").write_text(SCHEDULER)
+    detail = "engine process sglang::scheduler_TP0 (pid 7) died of SIGKILL (whole log: /x/engine-rank0.log)"
+    first, *lines = explained(failure(detail), tmp_path)
+    assert first == "engine-rank0.log, what followed:"
+    assert "| ValueError: no such thing" in lines
+
+
+def test_a_known_failure_is_named_with_cause_fix_and_versions(tmp_path: Path) -> None:
+    # No word of SGLang is in it: that this run has an engine is known without.
+    said = "KeyError: 'CUDA_VISIBLE_DEVICES'"
+    lines = explained(failure(said, trace=("Traceback (most recent call last):", said)), tmp_path)
+    assert any(line.startswith("known as illegal-cuda-visible-devices (") for line in lines), lines
+    for name in ("cause", "fix", "versions"):
+        assert any(line.startswith(f"  {name}:") for line in lines)
+
+
+def test_an_unknown_failure_is_given_no_name(tmp_path: Path) -> None:
+    assert explained(failure("ArithmeticError: planted on rank 1"), tmp_path) == ["no known failure of the catalogue"]
+
+
+def test_a_lost_host_has_no_text_to_look_at() -> None:
+    assert explained(failure("", kind="lost"), None) == []
