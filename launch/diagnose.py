@@ -24,7 +24,7 @@ from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.diagnosis_text import as_json, as_text
-from harness.tools.diagnose.log_lines import files_of
+from harness.tools.diagnose.log_lines import log_files
 
 EXIT_CODES = {"diagnosed": 0, "unknown": 1, "no failure": 3}
 
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         options = read_options(Options, "launch/diagnose.py LOG ...", __doc__ or "", words)
         if not logs:
             raise ValueError("there is nothing to read; give a log, a run directory, or - for standard input.")
-        found = diagnose(files_of(logs))
+        found = diagnose(log_files(logs))
     except (ValueError, OSError) as error:
         return report_user_error(error, rank=0)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -21,7 +21,7 @@ from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
 from harness.tools import environments
 from harness.tools.diagnose.diagnose import diagnose
-from harness.tools.diagnose.log_lines import files_of
+from harness.tools.diagnose.log_lines import log_files
 from harness.tools.export.render import MOST_LINES, render
 from harness.tools.export.subject import read_subject
 
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         if not arguments:
             raise ValueError("there is nothing to export; give a TOML file or a run directory.")
         subject = read_subject(arguments)
-        finding = diagnose(files_of([arguments[0]])).finding if subject.seen and subject.seen.code else None
+        finding = diagnose(log_files([arguments[0]])).finding if subject.seen and subject.seen.code else None
         text = render(subject, finding.entry.slug if finding else "")
     except (ValueError, OSError) as error:
         return report_user_error(error, rank=0)

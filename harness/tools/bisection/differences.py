@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.tools.bisection import changes
 from harness.tools.bisection.state import Record
 from harness.tools.bisection.trace import module_of, relative, trace_at
-from harness.tools.diagnose.log_lines import Line
+from harness.tools.diagnose.log_lines import LogLine
 
 MOST_LINES, MOST_LINES_OF_A_FILE = 160, 60
 
@@ -42,7 +42,7 @@ def _named(bad: Record, package: str, folder: Path, roots: tuple[Path, Path]) ->
         return []
     found = []
     if decisive.line and (folder / decisive.log).is_file():
-        trace = trace_at(Line(str(folder / decisive.log), 0, decisive.line, "", "", "", None))
+        trace = trace_at(LogLine(str(folder / decisive.log), 0, decisive.line, "", "", "", None))
         found += [relative(frame.file, package) for frame in reversed(trace.inside(package))] if trace else []
     for name in re.findall(rf"\b{re.escape(module)}(?:\.\w+)*", decisive.failure):
         path = name.replace(".", "/")

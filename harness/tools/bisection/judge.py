@@ -17,7 +17,7 @@ from harness.tools.bisection.state import FOLDER_MODE, Attempt
 from harness.tools.bisection.trace import Trace, trace_at
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.entries import catalogue
-from harness.tools.diagnose.log_lines import Line, files_of, raw_lines, read
+from harness.tools.diagnose.log_lines import LogLine, log_files, parse_line, raw_lines
 from harness.tools.hosts.console import RootCause
 
 FIRST_STOPPING_CODE = 128
@@ -48,7 +48,7 @@ class Failure:
 
     slug: str
     text: str
-    line: Line | None = None
+    line: LogLine | None = None
     """Where it stands."""
     trace: Trace | None = None
     """The traceback that it is of."""
@@ -156,7 +156,7 @@ def matched(wanted: str, slug: str, log: Path) -> str:
         return ""
     pattern = re.compile(wanted)
     for number, raw in raw_lines(str(log)):
-        line = read(str(log), 0, number, raw)
+        line = parse_line(str(log), 0, number, raw)
         if pattern.search(line.whole):
             return _shown(line.text)
     return ""
@@ -176,7 +176,7 @@ def first_failure(log: Path, run: Path, code: int) -> Failure:
     """By the catalogue, else the first line that looks like a failure, else the last line, unless a signal ended it."""
     sources = [str(log), *([str(run)] if run.is_dir() else [])]
     try:
-        found = diagnose(files_of(sources))
+        found = diagnose(log_files(sources))
     except (OSError, ValueError):
         found = diagnose([str(log)])
     line = found.finding.line if found.finding else found.suspicious
@@ -208,7 +208,7 @@ def _code(code: int, log: Path) -> int:
 def _last_line(log: Path) -> str:
     last = ""
     for number, raw in raw_lines(str(log)):
-        text = read(str(log), 0, number, raw).text.strip()
+        text = parse_line(str(log), 0, number, raw).text.strip()
         last = text or last
     return _shown(last)
 

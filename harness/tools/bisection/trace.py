@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from harness.tools.diagnose.log_lines import Line, raw_lines, read
+from harness.tools.diagnose.log_lines import LogLine, parse_line, raw_lines
 
 _OPENS = "Traceback (most recent call last)"
 _OPENS_CRASH = "(most recent call first)"  # faulthandler's
@@ -55,7 +55,7 @@ class Trace:
         return bool(frames) and all(frame.function != "<module>" for frame in frames)
 
 
-def trace_at(line: Line) -> Trace | None:
+def trace_at(line: LogLine) -> Trace | None:
     """The traceback around a line of a log, or a few lines from it; None where there is none. Raises OSError."""
     above = None
     for trace in _traces(line.file):
@@ -89,7 +89,7 @@ def _traces(file: str) -> Iterator[Trace]:
     for number, raw in raw_lines(file):
         if not opened and b"(most recent call" not in raw:
             continue
-        line = read(file, 0, number, raw)
+        line = parse_line(file, 0, number, raw)
         if _OPENS in line.text or _OPENS_CRASH in line.text:
             yield from _closed(opened, line.source)
             opened.append(Trace(number, source=line.source, _crash=_OPENS_CRASH in line.text))

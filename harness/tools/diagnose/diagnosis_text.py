@@ -4,30 +4,29 @@ import json
 import textwrap
 from typing import Any
 
-from harness.tools.diagnose.diagnose import Diagnosis, Finding
-from harness.tools.diagnose.entries import Affected, Entry
-from harness.tools.diagnose.log_lines import Line
+from harness.tools.diagnose.diagnose import CatalogueMatch, Diagnosis
+from harness.tools.diagnose.entries import Affected, CatalogueEntry
+from harness.tools.diagnose.log_lines import LogLine
 
 WIDTH = 110
-LONGEST = 300
-"""Characters of a log's line that are shown."""
+LONGEST = 300  # characters of a log's line that are shown
 OTHERS = 4
 
 
 def as_text(found: Diagnosis) -> str:
-    """Several lines; the first has the slug, or "unknown", or says that there is none."""
+    """Return several lines; the first has the slug, or "unknown", or says that there is no failure."""
     if found.verdict == "no failure":
         return "no failure seen: no exception, no crash, and no line of a known failure"
+    ending = [f"  ends with: {_shown(found.ending)}"] if found.ending else []
+    also = [
+        f"  {'consequence' if each.entry.consequence else 'seen as well'}: {each.entry.slug}, {_shown(each.line)}"
+        for each in found.others[:OTHERS]
+    ]
+    also += [f"  and {len(found.others) - OTHERS} more"] if len(found.others) > OTHERS else []
     if not found.finding:
         assert found.suspicious
-        return "\n".join(
-            [
-                "unknown: no known failure explains what this log shows",
-                f"  first suspicious line: {_shown(found.suspicious)}",
-                *_ending(found),
-                *_also(found),
-            ]
-        )
+        unknown = "unknown: no known failure explains what this log shows"
+        return "\n".join([unknown, f"  first suspicious line: {_shown(found.suspicious)}", *ending, *also])
     entry = found.finding.entry
     lines = [f"{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
     lines += [f"  {each.role + ':':<7} {_shown(each.line)}" for each in found.finding.evidence]
@@ -35,34 +34,27 @@ def as_text(found: Diagnosis) -> str:
         lines.append("  A consequence: it follows from something that this log does not name.")
     if found.suspicious:
         lines.append(f"  before it, and not known: {_shown(found.suspicious)}")
-    lines += _ending(found)
-    lines += [_paragraph("cause", entry.cause), _paragraph("fix", entry.fix)]
-    lines += [_paragraph("versions", "; ".join(map(_affected, entry.affected)))]
+    lines += [*ending, *_explained(entry)]
     if entry.seen:
-        lines.append(_paragraph("measured", "; ".join(_seen(entry))))
+        lines.append(_paragraph("measured", "; ".join(_measurements(entry))))
     if entry.links:
         lines.append(_paragraph("links", " ".join(entry.links)))
-    return "\n".join([*lines, *_also(found)])
+    return "\n".join([*lines, *also])
 
 
 def in_brief(found: Diagnosis) -> list[str]:
-    """For a verdict that says itself what happened: the entry with cause, versions, fix and link; nothing where there is none."""
+    """Return the entry with cause, fix, versions and a link, for a verdict that says itself what happened."""
     if not found.finding:
         return ["no known failure of the catalogue"] if found.verdict == "unknown" else []
     entry = found.finding.entry
     known = "follows from something unknown, as" if entry.consequence else "known as"
     lines = [f"{known} {entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
-    for name, text in (
-        ("cause", entry.cause),
-        ("fix", entry.fix),
-        ("versions", "; ".join(map(_affected, entry.affected))),
-    ):
-        lines += _paragraph(name, text).splitlines()
+    lines += [line for paragraph in _explained(entry) for line in paragraph.splitlines()]
     return [*lines, *(_paragraph("link", link) for link in entry.links[:1])]
 
 
 def as_json(found: Diagnosis) -> str:
-    """Keys: verdict, slug (null where unknown), confidence, evidence, suspicious, ending, also, and what the catalogue has."""
+    """Return verdict, slug (null if unknown), confidence, evidence, suspicious, ending, also, and the catalogue's texts."""
     finding = found.finding
     values: dict[str, Any] = {
         "verdict": found.verdict,
@@ -81,36 +73,27 @@ def as_json(found: Diagnosis) -> str:
     return json.dumps(values, indent=1)
 
 
-def _evidence(finding: Finding) -> list[dict[str, Any]]:
+def _evidence(finding: CatalogueMatch) -> list[dict[str, Any]]:
     return [{"role": each.role, **_line(each.line)} for each in finding.evidence]
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _line(line: LogLine) -> dict[str, Any]:
     return {"file": line.file, "line": line.number, "text": line.whole[:LONGEST], "process": line.source or None}
 
 
-def _shown(line: Line) -> str:
+def _shown(line: LogLine) -> str:
     text = line.whole.strip()
     return f"{line.place}: {text if len(text) <= LONGEST else text[:LONGEST] + '...'}"
 
 
-def _ending(found: Diagnosis) -> list[str]:
-    return [f"  ends with: {_shown(found.ending)}"] if found.ending else []
-
-
-def _also(found: Diagnosis) -> list[str]:
-    lines = [
-        f"  {'consequence' if each.entry.consequence else 'seen as well'}: {each.entry.slug}, {_shown(each.line)}"
-        for each in found.others[:OTHERS]
-    ]
-    more = len(found.others) - OTHERS
-    return [*lines, f"  and {more} more"] if more > 0 else lines
+def _explained(entry: CatalogueEntry) -> list[str]:
+    versions = "; ".join(map(_affected, entry.affected))
+    return [_paragraph("cause", entry.cause), _paragraph("fix", entry.fix), _paragraph("versions", versions)]
 
 
 def _paragraph(name: str, text: str) -> str:
-    return textwrap.fill(
-        text, WIDTH, initial_indent=f"  {name + ':':<10}", subsequent_indent=" " * 12, break_long_words=False
-    )
+    first, later = f"  {name + ':':<10}", " " * 12
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False)
 
 
 def _affected(affected: Affected) -> str:
@@ -120,7 +103,7 @@ def _affected(affected: Affected) -> str:
     return f"{affected.package} {affected.first} to {affected.last}{note}"
 
 
-def _seen(entry: Entry) -> list[str]:
+def _measurements(entry: CatalogueEntry) -> list[str]:
     return [
         f"{', '.join(f'{name} {version}' for name, version in each.versions.items())}, {each.device}, {each.date}:"
         f" {each.result}"

@@ -1,4 +1,4 @@
-"""Lines of anyone's log: plain, gzipped, UTF-16, of a run directory; without colours and without the prefixes of launchers."""
+"""Lines of any log: plain, gzipped, UTF-16, or of a run directory; without colours and without prefixes of launchers."""
 
 import gzip
 import io
@@ -12,21 +12,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, cast
 
-LONGEST_LINE = 1 << 16
-"""Bytes; a longer line is read in pieces of this size."""
 STDIN = "-"
-LARGEST_JSON = 1 << 23
-"""Bytes of a .json file that is read as one value; of a larger one each line is read as text."""
+LONGEST_LINE = 1 << 16  # bytes; a longer line is read in pieces
+LARGEST_JSON = 1 << 23  # bytes of a .json file that is read as one value; of a larger one each line is read as text
 PEEKED_BYTES = 4096
 _LOG_SUFFIXES = (".log", ".txt", ".out", ".err", ".jsonl", ".gz")
-_TOLD = ("error", "traceback", "detail", "text", "said", "message", "msg", "log", "exception", "exc_info", "stack")
-"""Keys under which JSON lines, ours and others', tell of a failure."""
+# Keys whose values in JSON lines, ours and others', describe a failure.
+_FAILURE_KEYS = (
+    "error",
+    "traceback",
+    "detail",
+    "text",
+    "said",
+    "message",
+    "msg",
+    "log",
+    "exception",
+    "exc_info",
+    "stack",
+)
 
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[()][A-Z0-9]")
 _LOST_ESCAPES = re.compile(rb"\[\d{1,2}(?:;\d+)*m")  # a pasted log has lost its escape characters
 _DAY, _CLOCK = r"\d{4}[-/]\d\d[-/]\d\d", r"\d\d:\d\d:\d\d"
 _STAMP = re.compile(rf"({_DAY})[T ]({_CLOCK})(?:[.,](\d+))?")
-# Each is taken off as often as one of them stands at the start. A group is a name of the process.
+# Each is removed as often as it stands at the start. A group is a name of the process.
 _PREFIXES = tuple(
     re.compile(text)
     for text in (
@@ -53,33 +63,26 @@ _MOST_PREFIXES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     """One line that is of interest."""
 
     file: str
-    index: int
-    """Of the file among those that are read, from 0."""
-    number: int
-    """From 1."""
-    whole: str
-    """Without colours."""
-    text: str
-    """Without prefixes too."""
-    source: str
-    """Which process wrote it, as far as its prefixes say; "" where they do not."""
-    time: float | None
-    """Seconds, of a stamp with a date; comparable among files of one clock."""
+    index: int  # of the file among those that are read, from 0
+    number: int  # from 1
+    whole: str  # without colours
+    text: str  # without prefixes too
+    source: str  # which process wrote it, as far as its prefixes say
+    time: float | None  # seconds, of a stamp with a date; comparable among files of one clock
 
     @property
     def place(self) -> str:
-        """As an editor opens it."""
+        """Return file and line as an editor opens them."""
         return f"{self.file}:{self.number}"
 
 
-def read(file: str, index: int, number: int, raw: bytes) -> Line:
-    """A line without its prefixes."""
+def parse_line(file: str, index: int, number: int, raw: bytes) -> LogLine:
+    """Return a line with its prefixes taken apart."""
     whole = text = uncoloured(raw).decode("utf-8", errors="replace").rstrip()
-    stamp = _STAMP.search(text[:200])
     names: list[str] = []
     for _ in range(_MOST_PREFIXES):
         match = next((match for prefix in _PREFIXES if (match := prefix.match(text))), None)
@@ -87,45 +90,29 @@ def read(file: str, index: int, number: int, raw: bytes) -> Line:
             break
         names += [name.strip() for name in match.groups() if name and name.strip()]
         text = text[match.end() :]
-    return Line(file, index, number, whole, text, " ".join(names), _seconds(stamp) if stamp else None)
+    return LogLine(file, index, number, whole, text, " ".join(names), _stamp_seconds(whole[:200]))
+
+
+def _stamp_seconds(text: str) -> float | None:
+    if not (stamp := _STAMP.search(text)):
+        return None
+    day, clock, fraction = stamp.groups()
+    try:
+        whole = datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}").timestamp()
+    except ValueError:
+        return None
+    return whole + float(f"0.{fraction or 0}")
 
 
 def uncoloured(raw: bytes) -> bytes:
-    """The line without terminal escapes, also those that lost their escape character when they were pasted."""
+    """Return the line without terminal escapes, also those that lost their escape character in a paste."""
     if b"\x1b" in raw:
         raw = _ESCAPES.sub(b"", raw)
     return _LOST_ESCAPES.sub(b"", raw) if b"[" in raw else raw
 
 
-def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and bytes (UTF-8, uncoloured) of each line of a file ("-": of standard input). Raises OSError.
-
-    A compressed file that is cut off or damaged, as of a killed job, is read as far as it can be.
-    """
-    if path.endswith((".jsonl", ".json")):
-        yield from _told(Path(path))
-    else:
-        yield from _lines(path)
-
-
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    number, begins = 0, True
-    with _opened(path) as stream:
-        while raw := _next(stream):
-            number += begins
-            begins = raw.endswith(b"\n")
-            yield number, uncoloured(raw)
-
-
-def _next(stream: IO[bytes]) -> bytes:
-    try:
-        return stream.readline(LONGEST_LINE)
-    except (EOFError, zlib.error):  # gzip's words for a file without its end
-        return b""
-
-
-def files_of(paths: Sequence[str]) -> list[str]:
-    """The files to read, in the order in which a cause is looked for. Raises ValueError for one that is not there.
+def log_files(paths: Sequence[str]) -> list[str]:
+    """Return the files to read, in the order in which a cause is looked for. Raise ValueError for one that is missing.
 
     Of a run directory: what its watchdogs wrote, its engines' logs, its ranks' events, then other logs.
     """
@@ -133,9 +120,11 @@ def files_of(paths: Sequence[str]) -> list[str]:
     for path in paths:
         folder = Path(path)
         if folder.is_dir():
-            found = _of_folder(folder)
+            logs = sorted(file for file in folder.rglob("*") if file.is_file() and file.name.endswith(_LOG_SUFFIXES))
+            first = [sorted(folder.glob(each)) for each in ("failure*.json", "engines/*.log*", "events/*.jsonl")]
+            found = [str(file) for kind in (*first, logs) for file in kind]
             if not found:
-                raise ValueError(f"folder {path} holds no log: no *{', *'.join(_LOG_SUFFIXES)} and no failure*.json.")
+                raise ValueError(f"folder {path} must hold a log: *{', *'.join(_LOG_SUFFIXES)} or failure*.json.")
             files += found
         elif path == STDIN or folder.exists():  # a file, or a pipe, as of <(kubectl logs ...)
             files.append(path)
@@ -145,43 +134,50 @@ def files_of(paths: Sequence[str]) -> list[str]:
 
 
 def is_of_a_run(file: str) -> bool:
-    """Whether its place says that it is of a run directory of this harness."""
+    """Return whether its place is that of a file in a run directory of this harness."""
     path = Path(file)
     return path.parent.name in ("events", "engines") or (path.suffix == ".json" and path.name.startswith("failure"))
 
 
-def _of_folder(folder: Path) -> list[str]:
-    kinds = (
-        sorted(folder.glob("failure*.json")),
-        sorted(folder.glob("engines/*.log*")),
-        sorted(folder.glob("events/*.jsonl")),
-        sorted(file for file in folder.rglob("*") if file.is_file() and file.name.endswith(_LOG_SUFFIXES)),
-    )
-    return [str(file) for kind in kinds for file in kind]
+def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """Yield number, from 1, and bytes (UTF-8, uncoloured) of each line of a file ("-": standard input). Raise OSError.
+
+    A compressed file that is cut off or damaged, as after a killed job, is read as far as possible.
+    """
+    if path.endswith((".jsonl", ".json")):
+        yield from _json_lines(Path(path))
+    else:
+        yield from _plain_lines(path)
 
 
-def _opened(path: str) -> IO[bytes]:
-    """A stream of UTF-8. It is opened once and never sought: it may be a pipe."""
-    plain = _bytes_of(path)
-    is_gzip = _peeked(plain).startswith(b"\x1f\x8b")
-    stream = cast(IO[bytes], gzip.GzipFile(fileobj=plain)) if is_gzip else plain
-    encoding = _utf16(_peeked(stream))
-    return cast(IO[bytes], _Recoded(stream, encoding)) if encoding else stream
+def _plain_lines(path: str) -> Iterator[tuple[int, bytes]]:
+    number, begins = 0, True
+    with _opened(path) as stream:
+        while raw := _or_nothing(stream.readline, LONGEST_LINE):
+            number += begins
+            begins = raw.endswith(b"\n")
+            yield number, uncoloured(raw)
 
 
-def _bytes_of(path: str) -> IO[bytes]:
-    return sys.stdin.buffer if path == STDIN else open(path, "rb", buffering=1 << 20)
-
-
-def _peeked(stream: IO[bytes]) -> bytes:
+def _or_nothing(read: Any, size: int) -> bytes:
+    """Return what is read, or nothing at the end of a gzip file that is cut off or damaged."""
     try:
-        return cast(io.BufferedReader, stream).peek(PEEKED_BYTES)[:PEEKED_BYTES]
+        return cast(bytes, read(size))
     except (EOFError, zlib.error):
         return b""
 
 
-def _utf16(head: bytes) -> str:
-    """The name of the encoding, by its mark or by where the zero bytes of ASCII text are; "" for any other."""
+def _opened(path: str) -> IO[bytes]:
+    """Open a stream of UTF-8, once and without seeking: it may be a pipe."""
+    stream: Any = sys.stdin.buffer if path == STDIN else Path(path).open("rb", buffering=1 << 20)  # noqa: SIM115
+    if _or_nothing(stream.peek, PEEKED_BYTES).startswith(b"\x1f\x8b"):
+        stream = gzip.GzipFile(fileobj=stream)
+    encoding = _utf16_encoding(_or_nothing(stream.peek, PEEKED_BYTES)[:PEEKED_BYTES])
+    return cast(IO[bytes], _Recoded(stream, encoding) if encoding else stream)
+
+
+def _utf16_encoding(head: bytes) -> str:
+    """Return the encoding, by its mark or by where the zero bytes of ASCII text are; "" for any other."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) and head.count(0) > len(head) // 4:
         return "utf-16"
     zeros = {"utf-16-be": head[0::2].count(0), "utf-16-le": head[1::2].count(0)}
@@ -199,40 +195,32 @@ class _Recoded(io.TextIOWrapper):
         return super().readline(size).encode("utf-8", errors="replace")
 
 
-def _told(path: Path) -> Iterator[tuple[int, bytes]]:
-    """What our events and verdicts tell of failures; any other JSON line as it is."""
+def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield what our events and verdicts say of failures, and any other JSON line as it is."""
+    chunks: Iterable[tuple[int, bytes]]
     if path.suffix == ".json" and path.is_file() and path.stat().st_size <= LARGEST_JSON:
-        chunks: Iterable[tuple[int, bytes]] = [(1, path.read_bytes())]
+        chunks = [(1, path.read_bytes())]
     else:
-        chunks = _lines(str(path))
+        chunks = _plain_lines(str(path))
     for number, chunk in chunks:
         try:
             value = json.loads(chunk) if chunk.lstrip().startswith((b"{", b"[")) else None
-            told = [line for text in _strings(value) for line in text.splitlines()]
+            texts = [line for text in _failure_texts(value) for line in text.splitlines()]
         except (ValueError, RecursionError):  # not JSON: it is read as text
-            value, told = None, []
-        if told or (isinstance(value, Mapping) and "event" in value):
-            yield from ((number, uncoloured(line.encode(errors="replace"))) for line in told)
+            value, texts = None, []
+        if texts or (isinstance(value, Mapping) and "event" in value):
+            yield from ((number, uncoloured(line.encode(errors="replace"))) for line in texts)
         else:
             for offset, line in enumerate(chunk.splitlines()):
                 yield from ((number + offset, uncoloured(part)) for part in line.split(b"\\n"))
 
 
-def _strings(value: Any, key: str = "") -> Iterator[str]:
-    if isinstance(value, str) and key in _TOLD:
+def _failure_texts(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, str) and key in _FAILURE_KEYS:
         yield value
     elif isinstance(value, Mapping):
         for inner, each in value.items():
-            yield from _strings(each, inner)
+            yield from _failure_texts(each, inner)
     elif isinstance(value, list):
         for each in value:
-            yield from _strings(each, key)
-
-
-def _seconds(stamp: re.Match[str]) -> float | None:
-    day, clock, fraction = stamp.groups()
-    try:
-        whole = datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}").timestamp()
-    except ValueError:
-        return None
-    return whole + (float(f"0.{fraction}") if fraction else 0.0)
+            yield from _failure_texts(each, key)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from harness.config.layers import to_toml
 from harness.runtime import redact
-from harness.tools.diagnose.diagnose import Finding, diagnose
-from harness.tools.diagnose.log_lines import files_of
+from harness.tools.diagnose.diagnose import CatalogueMatch, diagnose
+from harness.tools.diagnose.log_lines import log_files
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
 
 KEPT_FROM = re.compile(r"(?m)^(?=PASSED, |## Mean reward by step)")
@@ -55,18 +55,18 @@ def at(subject: Subject) -> str:
     return seen.phase if seen.step is None else f"{seen.phase} of step {seen.step}"
 
 
-def known_failure(subject: Subject) -> Finding | None:
+def known_failure(subject: Subject) -> CatalogueMatch | None:
     """The catalogue's entry of what failed, if it has one."""
     if outcome(subject) == "PASSED":
         return None
     try:
-        files = files_of([subject.words[0]])
+        files = log_files([subject.words[0]])
     except ValueError:  # a run that was killed before it wrote a line
         return None
     return diagnose(files).finding
 
 
-def issue(subject: Subject, finding: Finding | None, rest: str = "") -> str:
+def issue(subject: Subject, finding: CatalogueMatch | None, rest: str = "") -> str:
     """Markdown. rest: sections of the run's own report, which come before the environment."""
     config, seen = subject.config, subject.seen
     hosts = len({each.host for each in subject.ranks})

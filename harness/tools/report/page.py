@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.config.layers import to_toml
 from harness.runtime import redact
-from harness.tools.diagnose.diagnose import Finding
+from harness.tools.diagnose.diagnose import CatalogueMatch
 from harness.tools.export.subject import Subject
 from harness.tools.report import draw
 from harness.tools.report.history import Reading, Span, began, readings, spans
@@ -39,7 +39,7 @@ MOST_LINKS = 8
 MEMORY_CARD = (204, 62)
 
 
-def page(subject: Subject, finding: Finding | None, metrics: Sequence[Mapping[str, Any]]) -> str:
+def page(subject: Subject, finding: CatalogueMatch | None, metrics: Sequence[Mapping[str, Any]]) -> str:
     """HTML. metrics: the lines of metrics.jsonl."""
     import jinja2
 

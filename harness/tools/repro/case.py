@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from harness.tools.diagnose.entries import Entry, ReproClass, catalogue
+from harness.tools.diagnose.entries import CatalogueEntry, ReproClass, catalogue
 from harness.tools.repro import cases
 
 Variant = Literal["broken", "healthy"]
@@ -118,7 +118,7 @@ def load(slug: str) -> Case:
     raise UnknownCase(f'case "{slug}" is unknown: did you mean {nearest}? `list` shows all.')
 
 
-def entry_of(slug: str, case: Case) -> Entry:
+def entry_of(slug: str, case: Case) -> CatalogueEntry:
     """Return the catalogue's entry of a case."""
     return catalogue()[case.failure or slug]
 

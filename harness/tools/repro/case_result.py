@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.tools.diagnose.entries import FOLDER, Seen, read_entry
+from harness.tools.diagnose.entries import FOLDER, Measurement, read_entry
 from harness.tools.repro.case import Variant
 from harness.tools.repro.case_verdict import VariantOutcome, VerdictKind
 
@@ -41,15 +41,15 @@ def read_result(file: Path) -> CaseResult:
     )
 
 
-def as_seen(result: CaseResult, date: str) -> Seen | None:
+def as_seen(result: CaseResult, date: str) -> Measurement | None:
     """Return the catalogue's table, None for a result that shows nothing."""
     if result.verdict not in ("reproduced", "not reproduced"):
         return None
     text = f"launch/repro.py run {result.slug}: {result.verdict}: {result.sentence}"
-    return Seen(versions=result.versions, date=date, device=result.device, result=text)
+    return Measurement(versions=result.versions, date=date, device=result.device, result=text)
 
 
-def record(slug: str, seen: Seen, folder: Path = FOLDER) -> bool:
+def record(slug: str, seen: Measurement, folder: Path = FOLDER) -> bool:
     """Append the table to those of the catalogue's entry; return False if the entry has it already."""
     file = folder / f"{slug}.toml"
     if seen in read_entry(file).seen:

@@ -63,7 +63,7 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class RunEnd:
+class HostCleanup:
     """What must be ended on this host, and how."""
 
     name: str  # of the watchdog, which all that a rank starts has in its environment

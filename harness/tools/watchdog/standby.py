@@ -81,12 +81,12 @@ def _stand_by(settings: dict[str, Any], watchdog: "subprocess.Popen[bytes]", lin
 def _end_in_its_place(settings: dict[str, Any], detail: str, last: Any, launcher: Any) -> None:
     """End what the watchdog's last snapshot names, and report that."""
     from harness.runtime.processes import is_alive
-    from harness.tools.watchdog.ending import RunEnd, stderr_of
+    from harness.tools.watchdog.ending import HostCleanup, stderr_of
     from harness.tools.watchdog.failures import Place, RunFailure
     from harness.tools.watchdog.verdict import JobView, RunVerdict
 
     host, places = settings["host"], {rank: place for rank, (_, place) in last.ranks.items()}
-    end = RunEnd(settings["name"], host, launcher, _wait)
+    end = HostCleanup(settings["name"], host, launcher, _wait)
     end.shared.ours.update(last.shared)
     end.shared.pids.update(last.started)
     processes, rank_pids = last.processes(), {pid for pid, _ in last.ranks.values()}

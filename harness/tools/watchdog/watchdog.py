@@ -29,7 +29,7 @@ from harness.runtime.phases import RUN
 from harness.runtime.processes import is_alive, is_stopped, name_and_pid
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LineBuffer, MalformedError, parse
-from harness.tools.watchdog.ending import RunEnd, stderr_of
+from harness.tools.watchdog.ending import HostCleanup, stderr_of
 from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause, phase_of_step
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
 from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, StoppedProcesses, how_it_ended
@@ -178,7 +178,7 @@ class Watchdog:
     beats: Heartbeats | None = None
     folder: Path | None = None  # the run directory
     own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
-    ending: RunEnd = field(init=False)
+    ending: HostCleanup = field(init=False)
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
     stopped: StoppedProcesses = field(default_factory=StoppedProcesses)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -192,7 +192,7 @@ class Watchdog:
     _met: float = 0.0
 
     def __post_init__(self) -> None:
-        self.ending = RunEnd(self.name, self.host, self.launcher, self.serve)
+        self.ending = HostCleanup(self.name, self.host, self.launcher, self.serve)
         self._selector.register(self.listener, selectors.EVENT_READ)
 
     # From start to end.

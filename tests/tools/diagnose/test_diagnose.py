@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.tools.diagnose.diagnose import Diagnosis, diagnose
-from harness.tools.diagnose.entries import Entry, catalogue
-from harness.tools.diagnose.log_lines import files_of, read
+from harness.tools.diagnose.entries import CatalogueEntry, catalogue
+from harness.tools.diagnose.log_lines import log_files, parse_line
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LOGS = Path(__file__).with_name("logs")
@@ -80,7 +80,7 @@ def test_a_traceback_is_known_behind_each_prefix(prefix: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("entry", [each for each in ENTRIES if not each.consequence], ids=lambda entry: entry.slug)
-def test_consequences_before_and_after_do_not_hide_the_cause(entry: Entry, tmp_path: Path) -> None:
+def test_consequences_before_and_after_do_not_hide_the_cause(entry: CatalogueEntry, tmp_path: Path) -> None:
     for example in entry.examples:
         text = "\n".join([*NOISE, *CONSEQUENCES, *NOISE, example.log, *NOISE, *CONSEQUENCES])
         assert slug(diagnosed(tmp_path, text)) == entry.slug
@@ -190,8 +190,8 @@ def test_a_run_directory(tmp_path: Path) -> None:
     }
     (tmp_path / "events" / "rank1.jsonl").write_text(json.dumps(failed) + "\n")
     (tmp_path / "engines" / "engine-rank0.log").write_text("sglang\nKeyError: 'weights', in resume_memory_occupation\n")
-    assert files_of([str(tmp_path)])[0].endswith("engine-rank0.log")
-    found = diagnose(files_of([str(tmp_path)]))
+    assert log_files([str(tmp_path)])[0].endswith("engine-rank0.log")
+    found = diagnose(log_files([str(tmp_path)]))
     assert slug(found) == "double-resume-or-release"
     assert [each.entry.slug for each in found.others] == ["peer-vanished"]
 
@@ -220,7 +220,7 @@ def test_a_traceback_in_our_events_is_read_line_by_line(tmp_path: Path) -> None:
     ],
 )
 def test_prefixes_are_read_over(line: str, text: str, source: str) -> None:
-    found = read("a.log", 0, 1, line.encode())
+    found = parse_line("a.log", 0, 1, line.encode())
     assert (found.text, found.source) == (text, source)
 
 
