@@ -19,7 +19,7 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.options import read_options
+from harness.config.cli import read_options
 from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
 from harness.tools.diagnose.diagnose import diagnose

@@ -16,7 +16,7 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error

@@ -16,8 +16,7 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.command import parse
-from harness.config.options import read_options
+from harness.config.cli import parse, read_options
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import environments, preflight
 

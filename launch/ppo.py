@@ -18,7 +18,7 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.command import parse, print_help
+from harness.config.cli import parse, print_help
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.runtime.exit import exit_with
 from harness.tools import preflight

@@ -28,8 +28,8 @@ import _checkout
 
 _checkout.use()
 
+from harness.config.cli import Parser
 from harness.config.layers import ConfigError
-from harness.config.options import Parser
 from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
 from harness.tools import environments

@@ -20,8 +20,7 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.command import parse
-from harness.config.options import read_known_options
+from harness.config.cli import parse, read_known_options
 from harness.config.schema import TransportName
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight

@@ -43,7 +43,7 @@ TOOLS = {
 """Tools -> the other tools that each may import; the reference is open to all."""
 ONLY_THESE_IMPORT_SGLANG = ("harness/rollout/sglang_api", "harness/rollout/cpu/standins/harness_sglang_cpu.py")
 LIGHT = (
-    "harness.config.command",
+    "harness.config.cli",
     "harness.cluster.placement",
     "harness.tools.diagnose.diagnose",
     "harness.tools.watchdog.watchdog",

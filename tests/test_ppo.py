@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.ppo import Ppo
 from harness.trainer import advantages
 from harness.trainer.batch import Batch, from_sequences

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.tools import environments, preflight
 

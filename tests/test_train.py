@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import Gemma2Config, PretrainedConfig, Qwen2Config
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.train import trainer_attention
 

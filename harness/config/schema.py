@@ -173,27 +173,19 @@ class Algorithm:
 
 
 @dataclass(kw_only=True, slots=True)
-class Actor:
-    """Updates of the policy."""
+class Updates:
+    """Optimizer steps of one model."""
 
-    learning_rate: float = 1e-5
-    """Of AdamW."""
+    learning_rate: float
+    """AdamW's."""
     weight_decay: float = 0.0
-    """Of AdamW."""
+    """AdamW's."""
     minibatch_size: int = 8
     """Sequences of one optimizer step, over all ranks. Each rank draws its part from its own sequences: where it is below the step's, the same seed gives other minibatches at another world size."""
     microbatch_size: int = 4
     """Sequences of one forward and backward, on one rank."""
     ppo_epochs: int = 1
     """Passes over a step's sequences."""
-    clip_low: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = 0.2
-    """See clip_low."""
-    dual_clip: float = 3.0
-    """Bound of the loss for negative advantages (arXiv 1912.09729); 0 turns it off."""
-    entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus."""
     loss_aggregation: LossAggregation = "token-mean"
     """How token losses become one number, over all ranks."""
     max_grad_norm: float = 1.0
@@ -203,27 +195,27 @@ class Actor:
 
 
 @dataclass(kw_only=True, slots=True)
-class Critic:
+class Actor(Updates):
+    """Updates of the policy."""
+
+    learning_rate: float = 1e-5
+    clip_low: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = 0.2
+    """See clip_low."""
+    dual_clip: float = 3.0
+    """Bound of the loss for negative advantages (arXiv 1912.09729); 0 turns it off."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Critic(Updates):
     """Updates of the value model; used when algorithm.advantage is gae."""
 
     learning_rate: float = 1e-4
-    """Of AdamW."""
-    weight_decay: float = 0.0
-    """Of AdamW."""
-    minibatch_size: int = 8
-    """Sequences of one optimizer step, over all ranks."""
-    microbatch_size: int = 4
-    """Sequences of one forward and backward, on one rank."""
-    ppo_epochs: int = 1
-    """Passes over a step's sequences."""
     value_clip: float = 0.5
     """New values are clipped to this distance from the old ones; 0 turns it off."""
-    loss_aggregation: LossAggregation = "token-mean"
-    """How token losses become one number, over all ranks."""
-    max_grad_norm: float = 1.0
-    """Gradient norm is clipped to this."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import Launch, all_gather
-from harness.config.faults import Fault, parse_fault
+from harness.config.fault_spec import Fault, parse_fault
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.cluster.mesh import ParallelDims
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.config.rules import check_transport, check_unquantized
 from harness.config.schema import Config

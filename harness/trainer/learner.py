@@ -39,7 +39,7 @@ def check_same_size(batch: Batch, mesh: DeviceMesh, device: torch.device) -> Non
         )
 
 
-Config = TypeVar("Config", bound=schema.Actor | schema.Critic)
+Config = TypeVar("Config", bound=schema.Updates)
 
 
 class Learner(Generic[Config]):

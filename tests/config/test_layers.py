@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.config.layers import Layer, build_config, digest, read_layer, to_toml
 from harness.config.schema import Config
 
@@ -21,6 +21,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=25, deadline=None)
 @given(args=st.dictionaries(st.text(min_size=1), VALUES, max_size=4), template=st.text(), rate=st.floats(1e-9, 1e9))
 def test_resolved_config_reads_back(args: dict[str, object], template: str, rate: float) -> None:
     import tomllib

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.config.rules import warnings
 
 LOSS = "--algorithm.kl_placement loss"

@@ -23,7 +23,7 @@ def do_nothing_after_the_first() -> None:
 
 
 if __name__ == "__main__":
-    from harness.config.command import parse
+    from harness.config.cli import parse
     from harness.run import run
     from harness.tools.observers import standard_observers
 

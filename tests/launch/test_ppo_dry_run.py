@@ -81,7 +81,7 @@ def test_a_size_that_is_none_is_refused() -> None:
     ):
         done = subprocess.run([sys.executable, "launch/ppo.py", *words], cwd=REPOSITORY, capture_output=True, text=True)
         assert done.returncode == 2
-        assert "gpu_memory_gib" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+        assert "gpu-memory-gib" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
 def test_the_gpus_of_this_shell_are_planned_with() -> None:

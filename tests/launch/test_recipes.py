@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.config.command import parse
+from harness.config.cli import parse
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCH = REPOSITORY / "launch"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.task.tiny_models import NOT_OVERRIDABLE, tiny_config, tiny_fields
 from harness.tools import preflight
@@ -23,12 +23,12 @@ MISTAKES = {
     "--actor.learning_rat 1": "the nearest is actor.learning_rate",
     "--actor.tp 2": "the nearest is parallel.tp",
     "--optimizer.lr 1": "optimizer",
-    "--run.steps many": "it must be an integer",
-    "--run.steps 0": "it must be at least 1",
+    "--run.steps many": "must be an integer",
+    "--run.steps 0": "must be at least 1",
     "--run.steps": "has no value",
-    "--model.dtype fp8": 'not one of "float32", "bfloat16"',
-    "--dry-rnu": "the nearest is --dry_run",
-    "quickstart": "neither a TOML file nor an option",
+    "--model.dtype fp8": 'must be one of "float32", "bfloat16", got "fp8"',
+    "--dry-rnu": "the nearest is --dry-run",
+    "quickstart": "must be a TOML file or an option",
     "missing.toml": "is not a file",
     "{dir}/broken.toml": "is not valid TOML",
     "--engine.args.tp_size 2": "the harness derives it from parallel.tp",
@@ -36,12 +36,12 @@ MISTAKES = {
     "--inject kil@sync": "the nearest is kill",
     "--inject kill@snyc": "the nearest is sync",
     "--inject kill@sync:7": "the mesh has the ranks 0 to 1",
-    "--rollout.prompts_per_step 9": "it must divide the step's 18 sequences",
-    "--parallel.dp 3": "rollout.prompts_per_step = 8",
+    "--rollout.prompts_per_step 9": "must divide the step's 18 sequences",
+    "--parallel.dp 3": "rollout.prompts_per_step must be a multiple",
     "--actor.minibatch_size 5": "must be a multiple of the 2 ranks",
-    "--rollout.temperature 0": "it must be at least 1e-06",
-    "--rollout.max_response_tokens 0": "it must be at least 1",
-    "--algorithm.advantage grpo --rollout.responses_per_prompt 1": "needs at least 2",
+    "--rollout.temperature 0": "must be at least 1e-06",
+    "--rollout.max_response_tokens 0": "must be at least 1",
+    "--algorithm.advantage grpo --rollout.responses_per_prompt 1": "must be at least 2",
     "--weights.transport distributed --parallel.pp 2": "use parallel.pp = 1",
     f"--parallel.colocate false {CPU}": "use true",
     "--engine.base_port 80": "between 1024 and 60000",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.cluster.mesh import ParallelDims
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.tools.bisection.question import Question, WrongQuestion
 from harness.tools.environments import REPOSITORY
 

@@ -4,8 +4,8 @@ import os
 import sys
 import threading
 
+from harness.config.cli import read_options
 from harness.config.layers import ConfigError
-from harness.config.options import read_options
 from harness.runtime.errors import report_user_error
 from harness.tools.bisection import session
 from harness.tools.bisection.question import Options, WrongQuestion

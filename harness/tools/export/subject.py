@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cluster.placement import host_name
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.tools.watchdog.failures import phase_of_step

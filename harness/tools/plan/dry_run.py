@@ -4,7 +4,7 @@ import os
 import sys
 
 from harness.cluster.mesh import ParallelDims
-from harness.config.command import Command
+from harness.config.cli import Command
 from harness.config.rules import warnings
 from harness.runtime.units import GIB
 from harness.tools.plan.memory_estimate import MemoryEstimate

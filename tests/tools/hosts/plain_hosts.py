@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from harness.config.options import read_options
+from harness.config.cli import read_options
 from harness.tools.hosts import kernel
 from harness.tools.hosts.plan import HostPlan, Options, Plan, make_plan
 from harness.tools.hosts.session import Session

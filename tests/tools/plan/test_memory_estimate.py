@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.runtime.units import GIB
 from harness.tools.plan.memory_estimate import MemoryEstimate
 

@@ -59,7 +59,7 @@ def launch(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess
         (["--bench", "--repeats", "-1"], "--syncs = 3 and --repeats = -1 must each be at least 1."),
         (["--synks", "3"], "--synks (command line) is not an option; config keys are written --section.key VALUE."),
         (["--weights.bukket_size_mib", "1"], "weights.bukket_size_mib (command line) is not a key; the nearest is weights.bucket_size_mib."),
-        (["--weights.transport", "pigeon"], 'weights.transport = "pigeon" (command line) is not one of "auto", "stream", "tensor", "bucket", "distributed", "disk".'),
+        (["--weights.transport", "pigeon"], 'weights.transport (command line) must be one of "auto", "stream", "tensor", "bucket", "distributed", "disk", got "pigeon".'),
         (["nowhere.toml"], "nowhere.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml."),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.runtime.observer import RunContext
 from harness.runtime.phases import MEET, PHASES, RUN
 

@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from harness.config.command import parse
+from harness.config.cli import parse
 from harness.run import run
 from harness.runtime.observer import RunContext
 from harness.runtime.phases import MEET, PHASES, RUN, STEP_PHASES

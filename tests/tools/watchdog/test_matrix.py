@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.faults import ANYWHERE
+from harness.config.fault_spec import ANYWHERE
 from harness.runtime.phases import MEET, RUN, STEP_PHASES
 from harness.runtime.processes import shared_memory_files
 from harness.tools.hosts import kernel

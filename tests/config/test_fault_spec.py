@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.config.command import parse
-from harness.config.faults import AT, KINDS, Fault, parse_fault
+from harness.config.cli import parse
+from harness.config.fault_spec import AT, KINDS, Fault, parse_fault
 from harness.config.layers import ConfigError
 from harness.runtime.phases import PHASES
 
@@ -42,7 +42,7 @@ def test_each_kind_has_phases() -> None:
         ("full-disk@meet", "ranks that have not met have no run directory whose disk could be full; use a later phase"),
         ("kill@shutdown:0:1", "shutdown belongs to no step; leave the step out"),
         ("kill@sync:2", "the mesh has the ranks 0 to 1"),
-        ("kill@sync:1:9", "run.steps = 3, so the last step that anything is in is 3"),
+        ("kill@sync:1:9", "run.steps = 3, so the last step with a phase is 3"),
     ],
 )
 def test_a_mistake_is_one_sentence(text: str, said: str) -> None:

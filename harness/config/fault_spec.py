@@ -1,10 +1,11 @@
-"""Faults on purpose, as a config and the command line say them: KIND@PHASE[:rank][:step]."""
+"""Injected faults, as a config and the command line write them: KIND@PHASE[:rank][:step]."""
 
-import difflib
 import re
 from dataclasses import dataclass
 
-from harness.runtime.phases import MEET, PHASES, RUN, STEP_PHASES
+from harness.config.layers import nearest
+from harness.config.schema import Config
+from harness.runtime.phases import MEET, PHASES, STEP_PHASES
 
 ANYWHERE = ("exception", "kill", "stop", "hang", "slow", "oom", "full-disk")
 """Kinds that need nothing of a phase but a process in it."""
@@ -35,48 +36,40 @@ class Fault:
         return f"{self.kind}@{self.phase}:{self.rank}" + ("" if self.step is None else f":{self.step}")
 
     def matches(self, phase: str, step: int | None) -> bool:
-        """Whether this phase is meant."""
+        """Return whether this phase is meant."""
         return phase == self.phase and self.step in (None, step)
 
 
 def parse_fault(text: str) -> Fault:
-    """Raises ValueError whose message ends a sentence that begins with key and value."""
+    """Read one fault. Raise ValueError whose message ends a sentence that begins with key and value."""
     match = _FAULT.fullmatch(text)
     if not match:
         raise ValueError("write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2")
-    kind, phase = match["kind"], match["phase"]
-    if kind not in KINDS:
-        raise ValueError(f"there is no kind {kind}; {_nearest(kind, KINDS, 'kinds')}")
-    if phase not in PHASES:
-        raise ValueError(f"there is no phase {phase}; {_nearest(phase, PHASES, 'phases')}")
+    kind, phase, step = match["kind"], match["phase"], match["step"]
+    for what, name, names in (("kind", kind, KINDS), ("phase", phase, PHASES)):
+        if name not in names:
+            raise ValueError(
+                f"there is no {what} {name}; " + nearest(name, names, f"the {what}s are {', '.join(names)}")
+            )
     if phase not in AT.get(kind, PHASES):
         raise ValueError(f"{kind} has nothing to act on in {phase}; it can be at {' or '.join(AT[kind])}")
     if kind == "full-disk" and phase == MEET:
         raise ValueError("ranks that have not met have no run directory whose disk could be full; use a later phase")
-    step = match["step"]
     if step is not None and phase not in STEP_PHASES:
         raise ValueError(f"{phase} belongs to no step; leave the step out")
     return Fault(kind=kind, phase=phase, rank=int(match["rank"] or 0), step=None if step is None else int(step))
 
 
-def check_faults(texts: tuple[str, ...], world_size: int, steps: int, transport: str) -> None:
-    """Raises ValueError whose message is (text, end of a sentence) for the first that cannot work."""
-    for text in texts:
-        try:
-            fault = parse_fault(text)
-            if fault.rank >= world_size:
-                raise ValueError(f"the mesh has the ranks 0 to {world_size - 1}")
-            # The last update is synced, and rolled out with, once more.
-            if fault.step is not None and fault.step > steps:
-                raise ValueError(f"run.steps = {steps}, so the last step that anything is in is {steps}")
-            if fault.kind == "lost-message" and transport != "stream":
-                raise ValueError(f'weights.transport = "{transport}" sends no messages of its own; use "stream"')
-        except ValueError as error:
-            raise ValueError(text, str(error)) from error
-
-
-def _nearest(name: str, names: tuple[str, ...], what: str) -> str:
-    match = difflib.get_close_matches(name, names, n=1)
-    return (
-        f"the nearest is {match[0]}" if match else f"the {what} are {', '.join(each for each in names if each != RUN)}"
-    )
+def check_fault(text: str, config: Config) -> None:
+    """Raise ValueError, as parse_fault does, for a fault that cannot happen in a run of this config."""
+    fault, transport = parse_fault(text), config.weights.transport
+    ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
+    if fault.rank >= ranks:
+        raise ValueError(f"the mesh has the ranks 0 to {ranks - 1}")
+    # The last update is synced, and rolled out with, once more.
+    if fault.step is not None and fault.step > config.run.steps:
+        raise ValueError(f"run.steps = {config.run.steps}, so the last step with a phase is {config.run.steps}")
+    if fault.kind == "lost-message" and transport != "stream":
+        raise ValueError(f'weights.transport = "{transport}" sends no messages of its own; use "stream"')
+    if fault.phase == "update_critic" and not config.algorithm.has_critic:
+        raise ValueError(f'algorithm.advantage = "{config.algorithm.advantage}" has no critic')
