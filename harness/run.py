@@ -186,7 +186,8 @@ def _print_failure(rank: int, error: Exception, events: EventLog | None = None) 
 
 def _end_early(announce: Callable[[str, str], None], error: Exception) -> NoReturn:
     """Announce the error, then end the engine's processes and this one, as other ranks and threads may sit in collectives
-    that never end. Where a watchdog observes, it ends this process inside announce."""
+    that never end. Where a watchdog observes, it ends this process inside announce.
+    """
     announce(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
     end_processes(descendants(), patience_seconds=0)
     hard_exit(FAILED)
@@ -201,7 +202,8 @@ def _where(error: Exception) -> str:
 
 def _agree_with_engine(config: Config, device: torch.device) -> None:
     """Give this rank the environment that the engine will set on the rank that builds it: NCCL communicators are made
-    lazily, and two ranks with different settings fail in their first collective after the engine has started."""
+    lazily, and two ranks with different settings fail in their first collective after the engine has started.
+    """
     if device.type != "cuda":
         return
     from harness.rollout import sglang_api

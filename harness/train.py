@@ -61,7 +61,6 @@ def train(run: RunContext) -> str:
     config, world, events = run.config, run.world, run.events
     disable_progress_bar()  # transformers' takes a second on every rank
     record = RunRecord(file=None if world.rank else run.folder / "metrics.jsonl", launched=run.launched)
-    events.observer.built("record", record)
     events.say(f"imported torch and transformers; run directory {run.folder}")
     for sentence in warnings(config):
         events.say(f"warning: {sentence}")
@@ -86,7 +85,7 @@ def train(run: RunContext) -> str:
         ppo.sync.close()
         ppo.engine.shutdown()
     rollouts = [*record.steps, record.final]
-    record.verification = report_section(ppo.verification, rollouts, events.seconds)
+    events.fact("verification", lines=report_section(ppo.verification, rollouts, events.seconds))
     return f"PASSED: {len(record.steps)} PPO steps; {verdict_phrase(ppo.verification, rollouts)}"
 
 

@@ -38,7 +38,7 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     logs = [word for word in arguments if word == "-" or not word.startswith("-")]
     try:
         words = [word for word in arguments if word not in logs]

@@ -27,7 +27,7 @@ from harness.tools.export.subject import read_subject
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0

@@ -16,11 +16,11 @@ _checkout.use()
 from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
 from harness.tools import environments
-from harness.tools.report.write import write_reports
+from harness.tools.report.write_reports import write_reports
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0

@@ -45,7 +45,7 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    """A mistake must be known before anything heavy is imported."""
+    """Return the exit code. A mistake is reported before anything heavy is imported."""
     rank = int(os.environ.get("RANK", "0"))
     if rank and {"-h", "--help"} & set(arguments):
         return 0

@@ -1,5 +1,6 @@
 """What ends a run before it begins, in one sentence: a user's mistake (exit code 2), or a machine that cannot run it (125,
-which `git bisect run` reads as skip). Imports the standard library only."""
+which `git bisect run` reads as skip). Imports the standard library only.
+"""
 
 import os
 import select

@@ -41,7 +41,7 @@ class Console:
         self._write(text.rstrip() + "\n")
 
     def _write(self, text: str) -> None:
-        """Raises ConsoleGone."""
+        """Write and flush; raise ConsoleGone where the pipe is closed."""
         try:
             self.stream.write(text)
             self.stream.flush()

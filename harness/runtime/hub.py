@@ -9,7 +9,7 @@ SECONDS = 10.0
 
 
 def cached_config(model: str) -> Path | None:
-    """The config.json of a hub's model in the local cache; None where it is not there. No network."""
+    """Return the config.json of a hub's model in the local cache, None where it is missing; no network."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ModuleNotFoundError:
@@ -39,7 +39,7 @@ def look_up(kind: Literal["model", "dataset"], name: str) -> None:
 
 
 def model_fields(name: str) -> dict[str, Any]:
-    """The config of a hub's model, downloaded where it is not in the cache. Raises ValueError as look_up."""
+    """Return the config of a hub's model, downloaded where it is not in the cache. Raise ValueError as look_up."""
     look_up("model", name)
     found = cached_config(name)
     if found is None:

@@ -35,14 +35,15 @@ class Gauge:
 
     def __post_init__(self) -> None:
         """Must come before there is an engine: what is taken on the engine's GPU by now is not the engine's. It is an
-        estimate: what CUDA and NCCL take for the trainer later counts as the engine's."""
+        estimate: what CUDA and NCCL take for the trainer later counts as the engine's.
+        """
         if self.device is not None and self.engine_device is not None:
             reserved = torch.cuda.memory_reserved(self.device) if self.engine_device == self.device else 0
             free, total = torch.cuda.mem_get_info(self.engine_device)
             self._elsewhere = total - free - reserved
 
     def begin(self) -> None:
-        """A phase begins. Phases nest: the peak of an outer one has those of its inner ones in it."""
+        """Note the start of a phase. Phases nest: the peak of an outer one has those of its inner ones in it."""
         if self.device is None:
             return
         if self._peaks:
@@ -52,7 +53,7 @@ class Gauge:
         self._peaks.append(0)
 
     def end(self) -> dict[str, int]:
-        """The figures at the end of the phase that began last."""
+        """Return the figures at the end of the phase that began last."""
         figures = {"rss": int(psutil.Process().memory_info().rss)}
         if self.device is None or self.engine_device is None:
             return figures

@@ -47,7 +47,7 @@ class Observer:
         """React to the end of a phase that did not fail."""
 
     def built(self, name: str, part: Any) -> None:
-        """React to a part of the run: "sync", "actor", "critic" or "record", each once it exists."""
+        """React to a part of the run: "sync", "actor" or "critic", each once it exists."""
 
     def passed(self) -> None:
         """React to a job that passed, before its verdict is printed. A collective call of all ranks."""

@@ -27,7 +27,7 @@ class Stage:
     ranks: tuple[Mapping[str, int], ...]
 
     def most(self, figure: str) -> int:
-        """The largest over ranks."""
+        """Return the largest over ranks."""
         return max(rank[figure] for rank in self.ranks)
 
 
@@ -44,10 +44,6 @@ class RunRecord:
     steps: list[Metrics] = field(default_factory=list)
     final: Metrics = field(default_factory=dict)
     """What the check after the last update measured."""
-    stages: list[Stage] = field(default_factory=list)
-    """Memory at the end of every phase of every step."""
-    verification: list[str] = field(default_factory=list)
-    """Markdown lines on how the syncs were checked."""
 
     def __post_init__(self) -> None:
         """Count the time until now as launch and import."""
@@ -61,9 +57,8 @@ class RunRecord:
         self.startup[name] = time.monotonic() - started
 
     def add(self, metrics: Metrics, stages: Sequence[Stage] = ()) -> None:
-        """Keep a step's metrics and its phases' memory, and append both to the file."""
+        """Keep a step's metrics, and append them and its phases' memory to the file."""
         self.steps.append(metrics)
-        self.stages.extend(stages)
         first = {f"startup/{name}": seconds for name, seconds in self.startup.items()} if len(self.steps) == 1 else {}
         self._append(metrics | first | stage_metrics(stages))
 
@@ -102,7 +97,8 @@ def step_line(metrics: Metrics) -> str:
 
 def stage_metrics(stages: Sequence[Stage]) -> dict[str, Any]:
     """For metrics.jsonl: each figure at the end of each phase (the largest over ranks; of free bytes the least), all
-    ranks in MiB, and memory/end, what is taken at the end of the step: of the GPU, or of the host where there is none."""
+    ranks in MiB, and memory/end, what is taken at the end of the step: of the GPU, or of the host where there is none.
+    """
     metrics: dict[str, Any] = {}
     compact: dict[str, dict[str, list[int]]] = {}
     for stage in stages:

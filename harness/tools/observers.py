@@ -5,13 +5,12 @@ import os
 from harness.config.schema import Config
 from harness.runtime.observer import Observer
 from harness.tools.hosts.phase_client import PHASE_SOCKET, EmulatedHost
-from harness.tools.inject import Injector, LateRank
-from harness.tools.report.observer import ReportWriter
+from harness.tools.report.report_writer import ReportWriter
 from harness.tools.watchdog.observer import WatchdogObserver
 
 
 def standard_observers(config: Config) -> list[Observer]:
-    """Return the watchdog, the reports, and what was asked for: injected faults, and faults of emulated hosts.
+    """Return the reports, the watchdog, and what was asked for: faults of emulated hosts, and injected faults.
 
     A late rank comes before the watchdog, which must not know yet of the phase; the others after it, so that a rank that is
     about to be killed has reported its phase.
@@ -20,6 +19,8 @@ def standard_observers(config: Config) -> list[Observer]:
     path = os.environ.get(PHASE_SOCKET)
     emulated = [EmulatedHost(path, watchdog.flush)] if path else []
     if not config.run.inject:
-        return [watchdog, *emulated, ReportWriter()]
+        return [ReportWriter(), watchdog, *emulated]
+    from harness.tools.inject import Injector, LateRank
+
     injector = Injector(watchdog.flush, watchdog.injected)
-    return [LateRank(injector), watchdog, *emulated, injector, ReportWriter()]
+    return [ReportWriter(), LateRank(injector), watchdog, *emulated, injector]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.runtime.units import GIB
-from harness.tools.report.run_report import steady
+from harness.tools.report.run_sections import steady
 from tests.end_to_end.launching import REPOSITORY, Job, run
 
 pytestmark = pytest.mark.gpu

@@ -48,7 +48,9 @@ def fake_run(folder: Path, ranks: int = 64, passed: bool = False, steps: int = 4
         events = events_of(rank, per_host, steps, chance, None if passed else rank == hung)
         lines = "".join(json.dumps(each) + "\n" for each in events)
         (folder / "events" / f"rank{rank}.jsonl").write_text(lines)
-    metrics = [metrics_of(step, chance) for step in range(steps if passed else HANGS_AT[1])]
+    metrics = [metrics_of(step, chance, ranks) for step in range(steps if passed else HANGS_AT[1])]
+    if passed:
+        metrics.append({"kind": "final_check", "final/step": steps, "final/log_prob_difference_mean": 0.003})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
     if not passed:
         (folder / "failure-host0.json").write_text(json.dumps(verdict(ranks, hung, per_host)))
@@ -97,6 +99,7 @@ def events_of(rank: int, per_host: int, steps: int, chance: random.Random, hangs
                 return found  # it never comes to the sync
     add("phase_end", phase="run", step=None, seconds=0, memory={})
     if rank == 0:
+        add("verification", lines=["every tensor by fingerprint (fake)"])
         add("say", text=f"PASSED: {steps} PPO steps; report fake")
     return found
 
@@ -111,11 +114,16 @@ def figures(phase: str, chance: random.Random) -> dict[str, int]:
     }  # fmt: skip
 
 
-def metrics_of(step: int, chance: random.Random) -> dict[str, float]:
+def metrics_of(step: int, chance: random.Random, ranks: int) -> dict[str, Any]:
+    memory = {
+        phase: {name: [figures(phase, chance)[name] >> 20 for _ in range(ranks)] for name in ("used", "reserved", "engine", "free")}
+        for phase in ("sync", "update_actor")
+    }  # fmt: skip
     return {
         "step": step, "reward_mean": 0.2 + 0.1 * step, "truncated_share": 0.5, "log_prob_difference_mean": chance.uniform(0.0026, 0.004),
         "actor/loss": chance.uniform(-0.1, 0.1), "actor/grad_norm": chance.uniform(0.3, 0.9), "actor/entropy": 4.5,
-        "seconds": 12.0 + chance.random(),
+        "seconds": 12.0 + chance.random(), "memory/ranks_mib": memory, "memory/end": 60 * GIB,
+        **({"startup/engine": 31.0, "startup/first_token": 50.0} if step == 0 else {}),
     }  # fmt: skip
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from harness.config.layers import to_toml
 from harness.runtime import redact
+from harness.runtime.units import GIB
 from harness.tools.diagnose.diagnose import CatalogueMatch
 from harness.tools.export.subject import Subject
-from harness.tools.report import draw
-from harness.tools.report.history import Reading, Span, began, readings, spans
-from harness.tools.report.issue import (
+from harness.tools.report import svg
+from harness.tools.report.issue_text import (
     differences,
     engine_lines,
     hosts_of,
@@ -24,6 +24,7 @@ from harness.tools.report.issue import (
     shown_variables,
     title,
 )
+from harness.tools.report.run_history import Reading, Span, began, readings, spans
 
 LAST_STEPS = 4
 """Drawn apart in the timeline: beside a start of a minute steps are slivers."""
@@ -40,7 +41,7 @@ MEMORY_CARD = (204, 62)
 
 
 def page(subject: Subject, finding: CatalogueMatch | None, metrics: Sequence[Mapping[str, Any]]) -> str:
-    """HTML. metrics: the lines of metrics.jsonl."""
+    """Return HTML. metrics: the lines of metrics.jsonl."""
     import jinja2
 
     history = spans(subject.events, subject.seen.time if subject.seen else 0.0)
@@ -54,7 +55,7 @@ def page(subject: Subject, finding: CatalogueMatch | None, metrics: Sequence[Map
     )
     steps = [each for each in metrics if "step" in each]
     versions = subject.ranks[0].versions if subject.ranks else {}
-    rendered = environment.get_template("page.html.jinja").render(
+    rendered = environment.get_template("run_page.html.jinja").render(
         title=title(subject),
         outcome=outcome(subject),
         seen=subject.seen,
@@ -64,8 +65,8 @@ def page(subject: Subject, finding: CatalogueMatch | None, metrics: Sequence[Map
         ranks=len(subject.ranks),
         seconds=max((each.end for each in history), default=0.0),
         timelines=timelines(subject, history),
-        legend={name: shade for name, (shade, _) in draw.GROUPS.items()} | {"failed": draw.FAILED},
-        memory_legend=draw.LAYERS,
+        legend={name: shade for name, (shade, _) in svg.GROUPS.items()} | {"failed": svg.FAILED},
+        memory_legend=svg.LAYERS,
         **memory_drawings(by_rank),
         table=table(steps),
         curves=curves(steps),
@@ -91,7 +92,7 @@ def page(subject: Subject, finding: CatalogueMatch | None, metrics: Sequence[Map
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; none where there is no file. One that was cut off is left out."""
+    """Return the lines of metrics.jsonl; none where there is no file. One that was cut off is left out."""
     file = folder / "metrics.jsonl"
     found = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
@@ -122,13 +123,13 @@ def _rank_of(file: Path) -> int:
 
 
 def timelines(subject: Subject, history: Sequence[Span]) -> list[tuple[str, str]]:
-    """The whole run, and its last steps."""
+    """Draw the whole run, and its last steps."""
     if not history:
         return []
     ranks = sorted({each.rank for each in history} | {each.rank for each in subject.ranks})
     culprits = subject.seen.ranks if subject.seen else ()
     end = max(each.end for each in history)
-    drawn = [("The whole run", draw.timeline(history, ranks, 0.0, end, culprits))]
+    drawn = [("The whole run", svg.timeline(history, ranks, 0.0, end, culprits))]
     steps = sorted({each.step for each in history if each.step is not None})
     shown = steps[-LAST_STEPS:]
     inside = [each for each in history if each.step in shown]
@@ -136,44 +137,41 @@ def timelines(subject: Subject, history: Sequence[Span]) -> list[tuple[str, str]
         start = min(each.start for each in inside)
         last = max(shown[0], min(shown[-1], subject.config.run.steps - 1))  # the last sync has the number after it
         name = f"Step {last}" if shown[0] == last else f"Steps {shown[0]} to {last}"
-        drawn.append((f"{name}, and what followed", draw.timeline(history, ranks, start, end, culprits)))
+        drawn.append((f"{name}, and what followed", svg.timeline(history, ranks, start, end, culprits)))
     return drawn
 
 
 def memory_drawings(by_rank: Mapping[int, Sequence[Reading]]) -> dict[str, Any]:
-    """One large plot of the rank that had most taken, and a small one of each rank, all of the same height in bytes."""
+    """Draw one large plot of the rank that had most taken, and a small one of each rank, all on one scale of bytes."""
     if not by_rank:
         return {"memory_large": "", "memory_cards": [], "memory_layers": []}
-    layers = list(draw.stack(next(iter(by_rank.values()))[0].figures))
-    full = max(sum(draw.stack(each.figures).values()) for some in by_rank.values() for each in some) or 1
-    worst = max(by_rank, key=lambda rank: max(taken(each) for each in by_rank[rank]))
+    layers = list(svg.stack(next(iter(by_rank.values()))[0].figures))
+    full = max(sum(svg.stack(each.figures).values()) for some in by_rank.values() for each in some) or 1
+    worst = max(by_rank, key=lambda rank: _most(by_rank[rank]))
     what = "host memory of the process" if layers == ["rss"] else "GPU"
-    most = max(taken(each) for each in by_rank[worst]) / draw.GIB
+    most = _most(by_rank[worst])
     heading = f"rank {worst}, which had most: {what}, GiB at the end of each phase; {most:.2f} taken at most"
     wide, tall = MEMORY_CARD
     return {
-        "memory_large": draw.memory(by_rank[worst][-MOST_READINGS:], heading, draw.WIDTH, 220, full, names=True),
+        "memory_large": svg.memory(by_rank[worst][-MOST_READINGS:], heading, svg.WIDTH, 220, full, names=True),
         "memory_cards": [
-            draw.memory(some[-MOST_IN_CARD:], f"rank {rank}: {most_of(some):.2f} GiB", wide, tall, full, False)
+            svg.memory(some[-MOST_IN_CARD:], f"rank {rank}: {_most(some):.2f} GiB", wide, tall, full, False)
             for rank, some in sorted(by_rank.items())
         ],
         "memory_layers": layers,
     }
 
 
-def taken(reading: Reading) -> int:
-    """Bytes of the GPU that are not free; without a GPU, the process's."""
-    column = draw.stack(reading.figures)
-    return sum(size for name, size in column.items() if name != "free")
+def _taken(reading: Reading) -> int:
+    return svg.taken(svg.stack(reading.figures))
 
 
-def most_of(some: Sequence[Reading]) -> float:
-    """GiB."""
-    return max(taken(each) for each in some) / draw.GIB
+def _most(some: Sequence[Reading]) -> float:
+    return max(map(_taken, some)) / GIB
 
 
 def table(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A row for each step, of a long run the first and the last."""
+    """Return a row for each step, of a long run the first and the last."""
     names = [name for name in ("log_prob_difference_mean", *CURVES) if steps and name in steps[0]]
     half = MOST_ROWS // 2
     shown = list(steps) if len(steps) <= MOST_ROWS else [*steps[:half], {}, *steps[-half:]]
@@ -182,18 +180,18 @@ def table(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def curves(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A drawing for each metric that is there in all steps."""
+    """Draw each metric that all steps have."""
     if len(steps) < 2:
         return []
     return [
-        draw.lines({name: [float(each[name]) for each in steps]}, name)
+        svg.lines({name: [float(each[name]) for each in steps]}, name)
         for name in CURVES
         if all(name in each for each in steps)
     ]
 
 
 def log_probs(events: Sequence[Mapping[str, Any]]) -> str:
-    """|engine's log-prob - trainer's| over the syncs, as rank 0 has it, beside the baseline."""
+    """Draw |engine's log-prob - trainer's| over the syncs, as rank 0 has it, beside the baseline."""
     rank = min((each["rank"] for each in events), default=0)
     found = [each for each in events if each["event"] == "log_prob_difference" and each["rank"] == rank]
     if not found:
@@ -209,4 +207,4 @@ def log_probs(events: Sequence[Mapping[str, Any]]) -> str:
             if "allowed" in each:
                 limits["allowed for the mean"] = float(each["allowed"])
     heading = "|engine's log-prob - trainer's|, nats, after each sync"
-    return draw.lines(series, heading, 720, 170, log=True, limits=limits, guides=guides, unit="sync")
+    return svg.lines(series, heading, 720, 170, log=True, limits=limits, guides=guides, unit="sync")

@@ -1,18 +1,13 @@
-"""A run as the text of an issue: what, expected, seen, where, and how to have it again."""
+"""A run as the text of an issue: what, expected, seen, where, and how to reproduce it."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from harness.config.layers import to_toml
 from harness.runtime import redact
 from harness.tools.diagnose.diagnose import CatalogueMatch, diagnose
 from harness.tools.diagnose.log_lines import log_files
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
-
-KEPT_FROM = re.compile(r"(?m)^(?=PASSED, |## Mean reward by step)")
-"""Where the part of a passed run's report begins that this one keeps: what only the run itself knew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +20,21 @@ class Difference:
 
 
 def outcome(subject: Subject) -> str:
-    """PASSED, FAILED, or DID NOT END."""
+    """Return PASSED, FAILED, or DID NOT END."""
     if subject.seen is None or subject.seen.code is None:
         return "DID NOT END"
     return "PASSED" if subject.seen.code == 0 else "FAILED"
 
 
 def title(subject: Subject) -> str:
-    """One line: the failure where there is one, and on what."""
+    """Return one line: the failure where there is one, and on what."""
     seen, parallel = subject.seen, subject.config.parallel
     run = f"{subject.config.model.name}, dp {parallel.dp} tp {parallel.tp} pp {parallel.pp}"
     job = "Weight sync" if subject.script.endswith("sync.py") else "PPO"
     if outcome(subject) == "PASSED" or seen is None:
         return f"{job} on sglang passed: {run}"
     if seen.code is None:
-        return f"{job} on sglang did not come to an end: {run}"
+        return f"{job} on sglang did not end: {run}"
     what = seen.error.partition(":")[0] or "failed"
     if seen.kind == "deadline":
         what = f"a deadline passed, with rank {ranges(seen.ranks)} behind"
@@ -49,14 +44,14 @@ def title(subject: Subject) -> str:
 
 
 def at(subject: Subject) -> str:
-    """The phase of the first failure, with its step."""
+    """Return the phase of the first failure, with its step."""
     seen = subject.seen
     assert seen is not None
     return seen.phase if seen.step is None else f"{seen.phase} of step {seen.step}"
 
 
 def known_failure(subject: Subject) -> CatalogueMatch | None:
-    """The catalogue's entry of what failed, if it has one."""
+    """Return the catalogue's entry of what failed, if it has one."""
     if outcome(subject) == "PASSED":
         return None
     try:
@@ -66,8 +61,8 @@ def known_failure(subject: Subject) -> CatalogueMatch | None:
     return diagnose(files).finding
 
 
-def issue(subject: Subject, finding: CatalogueMatch | None, rest: str = "") -> str:
-    """Markdown. rest: sections of the run's own report, which come before the environment."""
+def issue(subject: Subject, finding: CatalogueMatch | None, sections: Sequence[str] = ()) -> str:
+    """Return Markdown. sections: lines that come before the environment."""
     config, seen = subject.config, subject.seen
     hosts = len({each.host for each in subject.ranks})
     lines = [f"# {title(subject)}", "", "## What", ""]
@@ -88,9 +83,8 @@ def issue(subject: Subject, finding: CatalogueMatch | None, rest: str = "") -> s
         lines += ["No known failure: the catalogue has nothing that explains it.", ""]
     if seen and seen.traceback:
         lines += ["```", *seen.traceback[-20:], "```", ""]
-    if rest:
-        lines += [rest.rstrip(), ""]
-    elif drawn := picture(subject):
+    lines += sections
+    if drawn := picture(subject):
         lines += ["## Where it ran", "", "```", *drawn, "```", ""]
     if engine := engine_lines(subject):
         lines += ["## Engine", "", "```", *engine, "```", ""]
@@ -119,11 +113,11 @@ def issue(subject: Subject, finding: CatalogueMatch | None, rest: str = "") -> s
 
 
 def seen_lines(subject: Subject) -> list[str]:
-    """How it ended, in Markdown."""
+    """Return how it ended, in Markdown."""
     seen = subject.seen
     if seen is None:
         return ["Nothing: it was not run.", ""]
-    code = "No exit code: it did not come to an end." if seen.code is None else f"Exit code {seen.code}."
+    code = "No exit code: it did not end." if seen.code is None else f"Exit code {seen.code}."
     return [code, "", "```", *seen_once(seen), "```", ""]
 
 
@@ -143,17 +137,17 @@ def engine_lines(subject: Subject) -> list[str]:
 
 
 def picture(subject: Subject) -> list[str]:
-    """Hosts, ranks and engines as the run drew them; nothing where it did not come so far."""
+    """Return hosts, ranks and engines as the run drew them; nothing where it failed before."""
     return next((list(each["picture"]) for each in subject.events if each["event"] == "placement"), [])
 
 
 def reproduce(subject: Subject) -> str:
-    """The command line."""
+    """Return the command line."""
     return f"{subject.torchrun} {subject.script} config.toml --run.dir runs/again"
 
 
 def environment(ranks: Sequence[RankRecord]) -> list[str]:
-    """A table of hosts, their variables, and what differs between ranks, in Markdown."""
+    """Return a table of hosts, their variables, and what differs between ranks, in Markdown."""
     if not ranks:
         return ["Unknown: the run ended before its ranks met."]
     lines = ["| host | ranks | device | platform |", "|---|---|---|---|"]
@@ -179,7 +173,7 @@ def shown_variables(facts: RankRecord) -> list[str]:
 
 
 def hosts_of(ranks: Sequence[RankRecord]) -> dict[str, list[RankRecord]]:
-    """Ranks by host."""
+    """Return ranks by host."""
     found: dict[str, list[RankRecord]] = {}
     for each in ranks:
         found.setdefault(each.host, []).append(each)
@@ -187,7 +181,7 @@ def hosts_of(ranks: Sequence[RankRecord]) -> dict[str, list[RankRecord]]:
 
 
 def differences(ranks: Sequence[RankRecord]) -> list[Difference]:
-    """Versions, variables, devices and platforms that are not the same everywhere."""
+    """Return the versions, variables, devices and platforms that are not the same everywhere."""
     facts = [
         {"device": each.device, "platform": each.platform} | dict(each.versions) | redact.variables(each.environment)
         for each in ranks
@@ -203,7 +197,7 @@ def differences(ranks: Sequence[RankRecord]) -> list[Difference]:
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """0-3, 8, 10-11."""
+    """Return ranks as in 0-3, 8, 10-11."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:
@@ -211,17 +205,6 @@ def ranges(ranks: Sequence[int]) -> str:
         else:
             parts.append([rank])
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-
-
-def own_sections(report: Path) -> str:
-    """Of a passed run's report.md, what its rank 0 alone knew; empty where there is none."""
-    text = report.read_text(encoding="utf-8") if report.is_file() else ""
-    found = KEPT_FROM.search(text)
-    if found is None:
-        return ""
-    sections = re.split(r"(?m)^(?=## )", text[found.start() :])
-    left_out = ("## Environment", "## Config", "## Reproduce with")
-    return "".join(section for section in sections if not section.startswith(left_out))
 
 
 def _one_line(text: str) -> str:

@@ -1,6 +1,6 @@
 from typing import Any
 
-from harness.tools.report.history import readings, spans
+from harness.tools.report.run_history import readings, spans
 
 
 def event(time: float, name: str, phase: str, step: int | None = None, rank: int = 0, **more: Any) -> dict[str, Any]:

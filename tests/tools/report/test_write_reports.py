@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from harness.config.layers import ConfigError
-from harness.tools.report.write import write_reports
+from harness.tools.report.write_reports import write_reports
 from tests.tools.report.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -67,15 +67,18 @@ def test_an_issue_has_all_its_parts_and_no_secret(tmp_path: Path) -> None:
     assert "torchrun --standalone --nproc-per-node=8 launch/ppo.py config.toml" in markdown
 
 
-def test_a_passed_run_keeps_what_only_it_knew_however_often_it_is_written(tmp_path: Path) -> None:
+def test_a_passed_run_has_its_sections_and_is_written_alike_every_time(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 1, passed=True)
-    own = "# PPO\n\nPASSED, 3 steps.\n\n## Mean reward by step\n\n```\n#\n```\n\n## Verification\n\nproven\n\n## Environment\n\nold\n"
-    (folder / "report.md").write_text(own)
     write_reports(folder)
     once = (folder / "report.md").read_text()
     write_reports(folder)
     assert (folder / "report.md").read_text() == once
-    assert "PASSED, 3 steps." in once and "proven" in once and "## Expected" in once and "\nold\n" not in once
+    sections = re.findall(r"(?m)^## (.*)$", once)
+    assert sections == [
+        "What", "Expected", "Seen", "Mean reward by step", "Steps", "Verification", "Memory", "Start-up", "Environment",
+        "Reproduce with",
+    ]  # fmt: skip
+    assert "every tensor by fingerprint (fake)" in once
 
 
 def test_a_run_that_began_no_phase_has_a_report(tmp_path: Path) -> None:

@@ -35,12 +35,12 @@ class Reading:
 
 
 def began(events: Sequence[Mapping[str, Any]]) -> float:
-    """UNIX seconds of the first event; 0 where there is none."""
+    """Return the UNIX seconds of the first event; 0 where there is none."""
     return float(events[0]["time"]) if events else 0.0
 
 
 def spans(events: Sequence[Mapping[str, Any]], ended: float = 0.0) -> list[Span]:
-    """Of all ranks, events by time; the phase that holds all others left out. ended: UNIX seconds, if after all events."""
+    """Return the phases of all ranks, without the one that holds all others. ended: UNIX seconds, if after all events."""
     first, last = began(events), max(ended, float(events[-1]["time"]) if events else 0.0)
     opened: dict[int, list[tuple[str, int | None, float]]] = {}
     found = []
@@ -70,7 +70,7 @@ def spans(events: Sequence[Mapping[str, Any]], ended: float = 0.0) -> list[Span]
 
 
 def readings(events: Iterable[Mapping[str, Any]], first: float) -> dict[int, list[Reading]]:
-    """Of every rank that read its memory, in order."""
+    """Return the memory of every rank that read it, in order."""
     found: dict[int, list[Reading]] = {}
     for each in events:
         if each["event"] == "phase_end" and each["phase"] not in UNTOLD and each.get("memory"):

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from harness.tools.report.history import Reading, Span
+from harness.runtime.units import GIB
+from harness.tools.report.run_history import Reading, Span
 
-GIB = 1 << 30
 WIDTH, LEFT = 1080, 64
 """Pixels of a drawing, and of its left margin."""
 GROUPS = {
@@ -14,7 +14,7 @@ GROUPS = {
         "#9aa5b1",
         ("meet", "inputs", "import_sglang", "start_engine", "build_trainer", "load_baseline", "shutdown"),
     ),
-    "sleep, wake": ("#8e6bbf", ("first_release", "resume_weights", "resume_kv_cache", "release", "free_caches")),
+    "release, resume": ("#8e6bbf", ("first_release", "resume_weights", "resume_kv_cache", "release", "free_caches")),
     "sync": ("#2f6fb7", ("sync",)),
     "generate": ("#e08a3c", ("generate",)),
     "verify": ("#d9b72b", ("find_suspects", "readback", "bench")),
@@ -35,7 +35,7 @@ CHARACTER = 6.6
 
 
 def color(phase: str) -> str:
-    """Of its group."""
+    """Return the color of a phase's group."""
     if phase.startswith("verify_"):
         return GROUPS["verify"][0]
     return next((shade for shade, phases in GROUPS.values() if phase in phases), OTHER)
@@ -59,7 +59,7 @@ def _luminance(shade: str) -> float:
 
 
 def timeline(spans: Sequence[Span], ranks: Sequence[int], start: float, end: float, culprits: Sequence[int]) -> str:
-    """A row for each rank, seconds to the right; phases inside others are drawn lower over them. culprits: in red."""
+    """Draw a row for each rank, seconds to the right; phases inside others lower over them. culprits: in red."""
     row = 26 if len(ranks) <= 8 else 18 if len(ranks) <= 16 else 10
     gap = 4 if row > 10 else 2
     length = max(end - start, 1e-3)
@@ -111,7 +111,7 @@ def timeline(spans: Sequence[Span], ranks: Sequence[int], start: float, end: flo
 
 
 def memory(readings: Sequence[Reading], title: str, wide: int, tall: int, full: int, names: bool) -> str:
-    """A GPU's memory, or a process's, as steps over its phases: what is stacked adds up to the GPU.
+    """Draw a GPU's memory, or a process's, as steps over its phases: what is stacked adds up to the GPU.
 
     full: bytes of the whole height. names: whether each column has its phase below, and steps are marked.
     """
@@ -146,7 +146,7 @@ def memory(readings: Sequence[Reading], title: str, wide: int, tall: int, full: 
 
 
 def _marks(readings: Sequence[Reading], left: float, each: float, base: float) -> list[str]:
-    """Where each step begins, and the phase of each column; of very many columns some."""
+    """Mark where each step begins, and the phase of each column; of very many columns some."""
     parts = []
     before, labelled = None, max(1, math.ceil(len(readings) / MOST_LABELS))
     last = -math.inf
@@ -171,17 +171,21 @@ def _marks(readings: Sequence[Reading], left: float, each: float, base: float) -
 
 
 def stack(figures: Mapping[str, int]) -> dict[str, int]:
-    """What to stack, bottom first: of a GPU all that adds up to it, else the process's host memory."""
-    if "total" not in figures:
+    """Return what to stack, bottom first, so that the sum is the GPU; without a GPU, the process's host memory.
+
+    Where the engine has a GPU of its own, it takes what this one has left at most.
+    """
+    if "free" not in figures:
         return {"rss": figures.get("rss", 0)}
+    total = figures.get("total", figures["reserved"] + figures["engine"] + figures["free"])
     used, reserved = figures["used"], max(0, figures["reserved"] - figures["used"])
-    engine = min(figures["engine"], max(0, figures["total"] - used - reserved))
-    return {
-        "used": used,
-        "reserved": reserved,
-        "engine": engine,
-        "free": max(0, figures["total"] - used - reserved - engine),
-    }
+    engine = min(figures["engine"], max(0, total - used - reserved))
+    return {"used": used, "reserved": reserved, "engine": engine, "free": max(0, total - used - reserved - engine)}
+
+
+def taken(column: Mapping[str, int]) -> int:
+    """Return the sum of a stack without what is free."""
+    return sum(size for name, size in column.items() if name != "free")
 
 
 def lines(
@@ -194,7 +198,7 @@ def lines(
     guides: Mapping[str, float] | None = None,
     unit: str = "step",
 ) -> str:
-    """Values over steps, from step 0; what is not finite is left out.
+    """Draw values over steps, from step 0; what is not finite is left out.
 
     limits, guides: values of dashed lines by name; a limit stands out. unit: what is counted to the right.
     """
@@ -256,7 +260,7 @@ def axis_labels(values: Sequence[float]) -> list[str]:
 
 
 def ticks(start: float, end: float, most: int = 10) -> list[float]:
-    """Round seconds from start to end, at most so many."""
+    """Return round seconds from start to end, at most so many."""
     rough = max(end - start, 1e-3) / most
     unit = 10 ** math.floor(math.log10(rough))
     step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
@@ -268,7 +272,7 @@ def _log(value: float) -> float:
 
 
 def _open(wide: int, tall: float, title: str, crisp: bool = False) -> str:
-    """crisp: rectangles that touch show no seam between them."""
+    """Open the drawing. crisp: rectangles that touch show no seam between them."""
     edges = ' shape-rendering="crispEdges"' if crisp else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall:.0f}" viewBox="0 0 {wide} {tall:.0f}"'
