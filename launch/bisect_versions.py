@@ -5,7 +5,7 @@
     python launch/bisect_versions.py --package transformers --hold sglang==0.5.20 --good 5.6.0 --bad 5.12.1 -- script.py
     python launch/bisect_versions.py --good 0.5.12 --bad 0.5.17 --environments FOLDER --metric logprob_diff --above 0.01 -- script.py
     python launch/bisect_versions.py --git ~/sglang --good v0.5.20 --bad main --timeout 10m -- script.py
-    python launch/bisect_versions.py --resume [FOLDER]           go on, where a bisect was cut off
+    python launch/bisect_versions.py --resume [FOLDER]           continue a bisect that was cut off
     python launch/bisect_versions.py --resume FOLDER --then-git ~/sglang    from the release found to the commit
     python launch/bisect_versions.py status [FOLDER] [--json]    what is known so far
     python launch/bisect_versions.py log [FOLDER]                its verdicts, as `replay` reads them
@@ -14,32 +14,28 @@
 
 The command's exit code decides, as in git bisect: 0 good, 1 to 124, 126, 127 and a signal bad, 125 skip, 128 and more stop.
 A script gets the candidate's Python; launch/ppo.py and launch/sync.py also torchrun with the ranks that their config wants.
-Exit codes: 0 found; 1 it hides among candidates that could not be judged, or is only probable; 2 a mistake in what was
-asked; 3 several causes; 4 paused (network, disk, a script that asked to stop), 130 interrupted: --resume goes on.
+Exit codes: 0 found; 1 it hides among candidates that could not be classified, or is only probable; 2 a mistake in what was
+asked; 3 several causes; 4 paused (network, disk, a script that asked to stop), 130 interrupted: --resume continues.
 judge: 0 good, 1 bad, 125 else.
 """
 
 import sys
-from pathlib import Path
 
-if __name__ == "bisect":  # Python's own is meant: this folder comes first on the path of the scripts beside this one
-    import _bisect
+import _checkout
 
-    bisect_left, bisect_right = _bisect.bisect_left, _bisect.bisect_right
-    insort_left, insort_right = _bisect.insort_left, _bisect.insort_right
-    bisect, insort = bisect_right, insort_right
-else:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, installed or not
+_checkout.use()
 
-    from harness.runtime.exit import exit_with
-    from harness.tools import environments
+from harness.runtime.exit import exit_with
+from harness.tools import environments
 
-    def main(arguments: list[str]) -> int:
-        """Return the exit code."""
-        environments.need("packaging", "psutil", "rich")
-        from harness.tools.bisection.command_line import main as answer
 
-        return answer(arguments, __doc__ or "")
+def main(arguments: list[str]) -> int:
+    """Return the exit code."""
+    environments.need("packaging", "rich")
+    from harness.tools.bisection import verbs
 
-    if __name__ == "__main__":
-        exit_with(main, sys.argv[1:])
+    return verbs.main(arguments, __doc__ or "")
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])

@@ -35,7 +35,7 @@ def test_each_line_starts_with_what_a_fresh_checkout_has() -> None:
 @pytest.mark.parametrize("line", [line for line in LINES if re.search(r"launch/(ppo|sync|quickstart)\.py", line)])
 def test_each_config_that_a_line_gives_can_work(line: str, tmp_path: Path) -> None:
     words = shlex.split(line.split("launch/", maxsplit=1)[1])[1:]
-    if "--" in words:  # of hosts.py or bisect.py: the job comes after it
+    if "--" in words:  # of hosts.py or bisect_versions.py: the job comes after it
         words = words[words.index("--") + 2 :]
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 32)
     words = [str(tmp_path) if word == "FOLDER" else word for word in words]

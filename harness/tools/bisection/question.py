@@ -1,18 +1,27 @@
-"""What is asked: the two ends, what moves, what counts as bad. Everything of a command line, checked."""
+"""What a bisect was asked: the two ends, what moves, what counts as bad, and the command that is run for each candidate."""
 
+import hashlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.cluster.mesh import ParallelDims
+from harness.config.cli import parse
+from harness.tools.environments import REPOSITORY
+
 Kind = Literal["failure", "match", "hang", "metric"]
-_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?")
+SCRIPT = "launch/bisect_versions.py"
 AUTO = "auto"
+TORCHRUN_JOBS = tuple(REPOSITORY / "launch" / name for name in ("ppo.py", "sync.py"))
+"""Run by torchrun, and write metrics into --run.dir."""
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_NOT_OF_THE_QUESTION = ("dir", "store", "store_gib", "installs", "second_look", "then_git", "network_waits")
 
 
 @dataclass(kw_only=True)
@@ -65,7 +74,7 @@ class Options:
     confidence: float = 0.95
     """With --repeat: how sure the answer must be. The bad end, for its rate, and the last good one are run again until then."""
     confirm: int = 400
-    """With --repeat: the most runs that this may take; where they do not do, the answer is "probably" and the exit code 1."""
+    """With --repeat: the most runs that this may take; if they are not enough, the answer is "probably" and the exit code 1."""
     timeout: str = AUTO
     """Seconds, or 10m, or 2h, after which a run counts as hanging: bad, or "other" where something else decides. By default 10
     times what the good end took, and at least 10 minutes; 0: never."""
@@ -80,7 +89,7 @@ class Options:
     store_gib: float = 60.0
     """The store's limit; what was used least recently goes first."""
     network_waits: tuple[str, ...] = ("1m", "5m", "15m")
-    """Where an index cannot be reached any more: how long to wait before each new attempt. Then, or with `none` at once, the
+    """If an index cannot be reached any more: how long to wait before each new attempt. Then, or with `none` at once, the
     bisect pauses."""
     installs: int = 2
     """Installs at a time, in the background of runs; 0, or --metric: none while something runs."""
@@ -92,88 +101,73 @@ class WrongQuestion(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Options and the command that is run."""
+    """Options, the command that is run, and the folder in which it is run."""
 
     options: Options
     command: tuple[str, ...]
     folder: str
-    """Where the command is run."""
 
     @property
     def kind(self) -> Kind:
-        """What decides."""
+        """Return what decides."""
         options = self.options
         return "match" if options.match else "hang" if options.hang else "metric" if options.metric else "failure"
 
     @property
-    def has_background(self) -> bool:
-        """Whether environments are made while something runs, which would disturb what is measured."""
+    def installs_in_background(self) -> bool:
+        """Return whether environments are made while something runs, which would disturb what is measured."""
         return self.kind != "metric" and self.options.installs > 0
 
     @property
-    def older(self) -> str:
-        """The older end, as it was written."""
-        return self.options.bad if self.options.find_fix else self.options.good
-
-    @property
-    def newer(self) -> str:
-        return self.options.good if self.options.find_fix else self.options.bad
-
-    @property
-    def timeout(self) -> float:
-        """Seconds; 0: none, or not known yet."""
-        return seconds(self.options.timeout)
-
-    @property
-    def has_own_timeout(self) -> bool:
-        """Whether it was given; else it follows from the good end."""
-        return self.options.timeout != AUTO
+    def ends(self) -> tuple[str, str]:
+        """Return the older and the newer end, as they were written."""
+        options = self.options
+        return (options.bad, options.good) if options.find_fix else (options.good, options.bad)
 
     @property
     def network_waits(self) -> tuple[float, ...]:
-        """Seconds."""
+        """Return seconds."""
         given = self.options.network_waits
         return () if given == ("none",) else tuple(map(seconds, given))
 
     @property
     def ratio(self) -> float | None:
-        """Of --worse."""
+        """Return the number of --worse."""
         return float(self.options.worse.rstrip("x")) if self.options.worse else None
 
     def digest(self) -> str:
-        """The same for the same question, wherever state and environments are kept."""
-        told = self.as_dict()
-        for name in ("dir", "store", "store_gib", "installs", "second_look", "then_git", "network_waits"):
-            told["options"].pop(name)
-        return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"options": asdict(self.options), "command": list(self.command), "folder": self.folder}
+        """Return the same for the same question, wherever state and environments are kept."""
+        asked = asdict(self)
+        for name in _NOT_OF_THE_QUESTION:
+            asked["options"].pop(name)
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> "Question":
-        """The inverse of as_dict, of JSON."""
-        options: dict[str, Any] = dict(told["options"])
-        for name in ("hold", "network_waits"):
-            if name in options:
-                options[name] = tuple(options[name])
-        return cls(options=Options(**options), command=tuple(told["command"]), folder=told["folder"])
+    def from_dict(cls, values: Mapping[str, Any]) -> "Question":
+        """Invert asdict, after a trip through JSON."""
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values["options"].items()
+        }
+        return cls(options=Options(**options), command=tuple(values["command"]), folder=values["folder"])
 
     def words(self) -> list[str]:
-        """The command line that asks it, after launch/bisect_versions.py."""
+        """Return the arguments of launch/bisect_versions.py that ask it."""
         words = []
         for field in fields(Options):
             value = getattr(self.options, field.name)
-            if value == field.default:
-                continue
-            words.append(f"--{field.name.replace('_', '-')}")
-            if value is not True:
-                words += list(value) if isinstance(value, tuple) else [str(value)]
+            if value != field.default:
+                given = [] if value is True else list(value) if isinstance(value, tuple) else [str(value)]
+                words += [flag(field.name), *given]
         return [*words, "--", *self.command]
 
 
+def flag(name: str) -> str:
+    """Return the command line's name of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
 def seconds(text: str) -> float:
-    """Of "90", "90s", "10m" or "2h"; 0 of "auto". Raises WrongQuestion."""
+    """Return the seconds of "90", "90s", "10m" or "2h"; 0 for "auto". Raises WrongQuestion."""
     if text == AUTO:
         return 0.0
     match = _SECONDS.fullmatch(text.strip())
@@ -187,7 +181,7 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
     for name in ("good", "bad"):
         if not getattr(options, name):
             raise WrongQuestion(f"--{name} is missing; give both ends, such as --good 0.5.9 --bad 0.5.23.")
-    check_judgement(options)
+    check_criterion(options)
     if not command:
         raise WrongQuestion("there is nothing to run; give a command after --, such as: -- launch/ppo.py CONFIG.toml.")
     sources = [name for name in ("git", "environments", "wheels") if getattr(options, name)]
@@ -199,18 +193,15 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
     if options.then_git and options.git:
         raise WrongQuestion("--then-git is for releases: with --git, commits are bisected already.")
     for name in [*sources, *(["then_git"] if options.then_git else [])]:
-        folder_given = Path(getattr(options, name)).expanduser()
-        if not folder_given.is_dir():
-            flag = name.replace("_", "-")
-            raise WrongQuestion(f"--{flag} {folder_given} is no folder; give one that is there.")
-        setattr(options, name, str(folder_given.resolve()))
-    for name, least in (("repeat", 1), ("installs", 0), ("second_look", 0)):
+        given = Path(getattr(options, name)).expanduser()
+        if not given.is_dir():
+            raise WrongQuestion(f"{flag(name)} {given} is no folder; give one that is there.")
+        setattr(options, name, str(given.resolve()))
+    for name, least in (("repeat", 1), ("installs", 0), ("second_look", 0), ("confirm", 0)):
         if getattr(options, name) < least:
-            raise WrongQuestion(f"--{name.replace('_', '-')} {getattr(options, name)} must be {least} or more.")
+            raise WrongQuestion(f"{flag(name)} {getattr(options, name)} must be {least} or more.")
     if not 0.5 <= options.confidence <= 0.999:
         raise WrongQuestion(f"--confidence {options.confidence} must be from 0.5 to 0.999, such as 0.95.")
-    if options.confirm < 0:
-        raise WrongQuestion(f"--confirm {options.confirm} must be 0 or more.")
     if options.store_gib <= 0:
         raise WrongQuestion(f"--store-gib {options.store_gib} must be above 0.")
     question = Question(options=options, command=tuple(command), folder=str(folder))
@@ -220,14 +211,14 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
     return question
 
 
-def check_judgement(options: Options) -> None:
-    """What counts as bad: one thing. Raises WrongQuestion."""
+def check_criterion(options: Options) -> None:
+    """Check that one thing decides what counts as bad. Raises WrongQuestion."""
     chosen = [name for name in ("match", "hang", "metric") if getattr(options, name)]
     if len(chosen) > 1:
         raise WrongQuestion(f"--{chosen[0]} and --{chosen[1]} cannot both decide; give one of them.")
     limits = [name for name in ("above", "below", "worse") if getattr(options, name) not in (None, "")]
     if options.metric and len(limits) != 1:
-        given = " and ".join(f"--{name}" for name in limits) or "none"
+        given = " and ".join(map(flag, limits)) or "none"
         raise WrongQuestion(f"--metric {options.metric} needs one of --above, --below and --worse; given was {given}.")
     if limits and not options.metric:
         raise WrongQuestion(f"--{limits[0]} says nothing without --metric NAME.")
@@ -238,8 +229,7 @@ def check_judgement(options: Options) -> None:
             ratio = math.nan
         if not ratio > 0:
             raise WrongQuestion(f"--worse {options.worse} must be a ratio above 0, such as 1.3x.")
-    limit = seconds(options.timeout)
-    if options.hang and not limit:
+    if not seconds(options.timeout) and options.hang:
         raise WrongQuestion("--hang needs --timeout, such as --timeout 10m.")
     try:
         re.compile(options.match)
@@ -247,3 +237,77 @@ def check_judgement(options: Options) -> None:
         raise WrongQuestion(
             f"--match {options.match!r} is neither a known slug nor a regular expression: {error}."
         ) from error
+
+
+def script_of(question: Question) -> Path | None:
+    """Return the Python script that the command runs, if it runs one. Raises WrongQuestion if it is not there."""
+    words = question.command
+    named = words[0] if words[0].endswith(".py") else ""
+    if _is_python(Path(words[0]).name) and len(words) > 1 and not words[1].startswith("-"):
+        named = words[1]
+    if not named:
+        return None
+    for folder in (Path(question.folder), REPOSITORY):
+        if (folder / named).is_file():
+            return (folder / named).resolve()
+    raise WrongQuestion(f"the script {named} is not there.")
+
+
+def check_command(question: Question) -> None:
+    """Raise WrongQuestion if no candidate could run the command."""
+    script, first = script_of(question), question.command[0]
+    if script in TORCHRUN_JOBS:
+        try:
+            _ranks(question.command[1:])
+        except ValueError as error:
+            raise WrongQuestion(f"the script's own arguments are wrong: {error}") from error
+    elif script is None and not (first in ("torchrun", "pytest", "sglang") or _is_python(first) or shutil.which(first)):
+        if (Path(question.folder) / first).is_file():
+            raise WrongQuestion(
+                f"{first} is not executable; make it so with chmod +x {first}, or give: -- bash {first}"
+            )
+        raise WrongQuestion(f"the command {first} is not there.")
+
+
+def command_of(question: Question, python: str, folder: Path) -> list[str]:
+    """Return what is run. python: the environment's; folder: of this run, for what it leaves."""
+    script = script_of(question)
+    first, *rest = question.command
+    if script in TORCHRUN_JOBS:
+        torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_ranks(rest)}"]
+        own = [] if any(word.startswith("--run.dir") for word in rest) else ["--run.dir", str(folder / "run")]
+        return [*torchrun, str(script), *rest, *own]
+    if script is not None:
+        return [python, str(script), *(rest if first.endswith(".py") else rest[1:])]
+    if _is_python(first):
+        return [python, *rest]
+    if first == "torchrun":
+        return [python, "-m", "torch.distributed.run", *rest]
+    return [first, *rest]
+
+
+def is_of_this_repository(question: Question) -> bool:
+    """Return whether the script is one of this checkout, which imports harness and needs what it needs."""
+    script = script_of(question)
+    return script is not None and script.is_relative_to(REPOSITORY)
+
+
+def script_digest(question: Question) -> str:
+    """Return the sha256 of the script's content; "" if the command is none."""
+    script = script_of(question)
+    return hashlib.sha256(script.read_bytes()).hexdigest() if script else ""
+
+
+def _ranks(words: Sequence[str]) -> int:
+    """Return the ranks of the mesh that a job's arguments name. Raises ValueError."""
+    mesh = []
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = before.startswith("--parallel.") and "=" not in before
+        if is_value or word.endswith(".toml") or word.startswith("--parallel."):
+            mesh.append(word)
+    dims = ParallelDims.of(parse(mesh).config.parallel)
+    return dims.dp * dims.tp * dims.pp
+
+
+def _is_python(word: str) -> bool:
+    return word.rstrip("0123456789.") == "python"

@@ -4,13 +4,14 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
 from harness.tools.bisection.candidates import Candidate
+from harness.tools.bisection.failures import Cause, cause_from
 from harness.tools.bisection.question import Question, WrongQuestion
 from harness.tools.bisection.search import Verdict
 from harness.tools.bisection.store import write_json
@@ -23,9 +24,10 @@ FOLDER_MODE = 0o700
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One run of the command. code: negative for a signal."""
+    """One run of the command."""
 
     code: int
+    """Negative for a signal."""
     timed_out: bool
     seconds: float
     verdict: Verdict
@@ -38,15 +40,20 @@ class Attempt:
     slug: str = ""
     """Of the known failure that it is, by launch/diagnose.py."""
     place: str = ""
-    """FILE:FUNCTION, the deepest of the moved package in its traceback; "" where there is no traceback."""
+    """FILE:FUNCTION, the deepest of the moved package in its traceback; "" without a traceback."""
     line: int = 0
-    """Number of that line in the log; 0 where it is in another file."""
+    """Number of that line in the log; 0 if it is in another file."""
     unwatched: bool = False
-    """The process that watched it was killed meanwhile, so that its end is not known."""
+    """Its supervisor was killed meanwhile, so that its end is not known."""
     imported: bool = False
     """Its traceback shows that the package could be imported."""
     value: float | None = None
     """Of --metric."""
+
+    @property
+    def cause(self) -> Cause:
+        """Return what it is compared by with other failures."""
+        return cause_from(self.failure, code=self.code, timed_out=self.timed_out, place=self.place, slug=self.slug)
 
 
 @dataclass(kw_only=True)
@@ -64,16 +71,16 @@ class Record:
     python: str = ""
     paths: tuple[str, ...] = ()
     replayed: bool = False
-    """It was not run in this bisect, but taken from a log."""
+    """Not run in this bisect, but taken from a log."""
 
     @property
     def seconds(self) -> float:
-        """Of its runs."""
+        """Return the seconds of its runs."""
         return sum(attempt.seconds for attempt in self.attempts)
 
     @property
     def decisive(self) -> Attempt | None:
-        """The attempt that made the verdict: the first of it."""
+        """Return the attempt that made the verdict: the first with it."""
         return next((each for each in self.attempts if each.verdict == self.verdict), None)
 
 
@@ -89,78 +96,75 @@ class State:
     """In the order of their verdicts."""
     created: str = ""
     script: str = ""
-    """sha256 of the script, so that a resumed bisect knows whether it is the same one."""
+    """sha256 of the script, so that a resumed bisect can tell whether it changed."""
     wall_seconds: float = 0.0
-    """Of the sessions so far, from the first resolution on."""
+    """Of all its processes, from the first resolution on."""
     resolved: bool = False
-    """Every candidate was looked at."""
+    """Whether every candidate was resolved."""
     resolving_seconds: float = 0.0
-    """Of wall_seconds, before the first run: all candidates resolved."""
+    """Of wall_seconds, before the first run."""
     installs: dict[str, float] = field(default_factory=dict)
     """Candidate -> seconds that making its environment took."""
-
     answer: dict[str, Any] = field(default_factory=dict)
-    """As summary.py has it, for programs; empty until there is one."""
+    """For programs, as answer.as_dict returns it; empty until there is one."""
 
     def index(self, name: str) -> int:
-        """Where a candidate stands."""
+        """Return the position of a candidate."""
         return next(i for i, each in enumerate(self.candidates) if each.name == name)
 
     @property
     def verdicts(self) -> dict[int, Verdict]:
+        """Return the verdicts by position."""
         position = {each.name: i for i, each in enumerate(self.candidates)}
         return {position[record.name]: record.verdict for record in self.records}
 
     @property
     def closed_indices(self) -> set[int]:
+        """Return the positions of candidates that cannot be run here."""
         return {i for i, each in enumerate(self.candidates) if each.name in self.closed}
 
     def end(self, verdict: Verdict) -> int | None:
-        """The good or the bad end, as far out as one was judged: what lies beyond it cannot be."""
+        """Return the good or the bad end: the outermost candidate that was decided."""
         decided = [index for index, found in self.verdicts.items() if found in ("good", "bad")]
         if not decided:
             return None
         return min(decided) if (verdict == "good") != self.question.options.find_fix else max(decided)
 
     def record(self, index: int) -> Record:
-        """Of a candidate that has a verdict."""
+        """Return the record of a candidate that has a verdict."""
         name = self.candidates[index].name
         return next(record for record in self.records if record.name == name)
 
     def save(self, folder: Path) -> None:
-        """Raises OSError."""
-        told = asdict(self) | {"format": FORMAT, "question": self.question.as_dict()}
-        write_json(folder / STATE, told)
+        """Write it, all or nothing. Raises OSError."""
+        write_json(folder / STATE, asdict(self) | {"format": FORMAT})
 
 
 def load(folder: Path) -> State:
-    """Raises WrongQuestion where there is no bisect."""
+    """Read it back. Raises WrongQuestion if there is no bisect."""
     try:
-        told = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        values = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise WrongQuestion(f"{folder} holds no bisect: it has no {STATE}.") from error
     except json.JSONDecodeError as error:
         raise WrongQuestion(f"{folder / STATE} is not JSON: {error}.") from error
-    if told.pop("format", None) != FORMAT:
+    if values.pop("format", None) != FORMAT:
         raise WrongQuestion(f"{folder / STATE} was written by another version of this program; start anew.")
-    return State(
-        **told
-        | {
-            "question": Question.of(told["question"]),
-            "candidates": [Candidate(**each) for each in told["candidates"]],
-            "records": [_record(each) for each in told["records"]],
-        }
-    )
+    records = [
+        Record(**{**each, "attempts": [Attempt(**made) for made in each["attempts"]], "paths": tuple(each["paths"])})
+        for each in values.pop("records")
+    ]
+    candidates = [Candidate(**each) for each in values.pop("candidates")]
+    question = Question.from_dict(values.pop("question"))
+    return State(question=question, candidates=candidates, records=records, **values)
 
 
-def _record(told: Mapping[str, Any]) -> Record:
-    attempts = [Attempt(**each) for each in told["attempts"]]
-    return Record(**{**told, "attempts": attempts, "paths": tuple(told["paths"])})
-
-
-def lock(folder: Path) -> IO[str]:
-    """Held until it is closed, here and by whatever inherited it. Raises WrongQuestion while another bisect runs in it."""
-    _make_private(folder)
+def lock_folder(folder: Path) -> IO[str]:
+    """Lock it until the file is closed, here and wherever it was inherited. Raises WrongQuestion if another bisect has it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(FOLDER_MODE, exist_ok=True)
+    if (folder / STATE).exists() or not any(folder.iterdir()):  # a folder with other things in it keeps its mode
+        folder.chmod(FOLDER_MODE)
     file = (folder / LOCK).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +173,7 @@ def lock(folder: Path) -> IO[str]:
         owner = file.read().strip()
         if owner.isdecimal() and Path(f"/proc/{owner}").exists():
             raise WrongQuestion(f"{folder} is in use by the bisect of process {owner}.") from None
-        fcntl.flock(file, fcntl.LOCK_EX)  # what a killed bisect started is about to be gone
+        fcntl.flock(file, fcntl.LOCK_EX)  # what a killed bisect started is about to end
     file.seek(0)
     file.truncate()
     file.write(str(os.getpid()))
@@ -177,43 +181,32 @@ def lock(folder: Path) -> IO[str]:
     return file
 
 
-def _make_private(folder: Path) -> None:
-    """It holds the environment and the output of runs. One that holds other things besides keeps its mode. Raises OSError."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(FOLDER_MODE, exist_ok=True)
-    if (folder / STATE).exists() or not any(folder.iterdir()):
-        folder.chmod(FOLDER_MODE)
-
-
-def owner(folder: Path) -> int | None:
-    """The process whose bisect runs in a folder now; None where none does."""
+def owner_of(folder: Path) -> int | None:
+    """Return the process whose bisect runs in a folder now."""
     try:
         with (folder / LOCK).open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        told = (folder / LOCK).read_text().strip()
-        return int(told) if told.isdecimal() else None
+        owner = (folder / LOCK).read_text().strip()
+        return int(owner) if owner.isdecimal() else None
     except OSError:
         return None
     return None
 
 
 def new_folder(parent: Path, package: str) -> Path:
-    """bisects/DATE-TIME-PACKAGE, not yet there."""
+    """Return bisects/DATE-TIME-PACKAGE, not yet there."""
     stamp = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9]+', '-', package)}"
     names = [stamp, *(f"{stamp}-{number}" for number in range(2, 100))]
     return next(parent / name for name in names if not (parent / name).exists())
 
 
-def latest(parent: Path, digest: str | None = None) -> Path:
-    """The newest bisect, of that question where one is given. Raises WrongQuestion."""
-    for folder in sorted(_bisects(parent), key=lambda each: (each / STATE).stat().st_mtime, reverse=True):
-        if digest is None or load(folder).question.digest() == digest:
-            return folder
+def latest_folder(parent: Path, digest: str | None = None) -> Path:
+    """Return that of the newest bisect, of that question if one is given. Raises WrongQuestion."""
+    files = sorted(parent.glob(f"*/{STATE}"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files:
+        if digest is None or load(file.parent).question.digest() == digest:
+            return file.parent
     raise WrongQuestion(
         f"{parent} holds no bisect{' of this question' if digest else ''}; give its folder, or start one."
     )
-
-
-def _bisects(parent: Path) -> Iterable[Path]:
-    return [each.parent for each in parent.glob(f"*/{STATE}")]

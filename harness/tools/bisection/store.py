@@ -1,4 +1,9 @@
-"""Environments on disk, each whole or not there: made under a lock, marked when complete, the least recently used removed."""
+"""Environments on disk, each whole or absent: made under a lock, marked when complete, the least recently used removed first.
+
+`uv run --isolated` is no substitute: its environments are anonymous and end with the command, while the runs of a --repeat,
+the probe, the report's diff of the traceback's files and a resumed bisect all need one that stays; and uv has no limit for
+what they take. What uv does as well is left to it: files are hard links into its cache.
+"""
 
 import errno
 import fcntl
@@ -8,16 +13,18 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from harness.runtime.units import GIB
 
 _MARK = "complete.json"
 
 
 class Pause(Exception):
-    """Nothing is wrong with the candidate, but it cannot go on now, for want of network or disk; one sentence."""
+    """The candidate is not at fault, but the bisect cannot continue now, for want of network or disk; one sentence."""
 
 
 class Unreachable(Pause):
@@ -28,12 +35,12 @@ class NoDisk(Pause):
     """The disk is full."""
 
 
-Make = Callable[[Path, int], dict[str, Any]]
-"""Fills an empty folder, given also the descriptor of the lock that whatever works for it must inherit; returns facts."""
+Fill = Callable[[Path, int], None]
+"""Fills an empty folder, given also the descriptor of the lock that its processes must inherit."""
 
 
 def default_root() -> Path:
-    """Where environments are kept unless --store says otherwise."""
+    """Return where environments are kept unless --store names a folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harness-bisect"
 
 
@@ -43,78 +50,82 @@ class Store:
 
     root: Path
     limit_bytes: int
-    _held: dict[str, IO[str]] = field(default_factory=dict)
+    _locks: dict[str, IO[str]] = field(default_factory=dict)
 
-    def ensure(self, key: str, make: Make) -> tuple[Path, dict[str, Any]]:
-        """The folder and its facts, made first where it is not complete; it stays until release(key).
+    def ensure(self, key: str, fill: Fill) -> tuple[Path, float]:
+        """Return the folder, and the seconds that filling it took, 0 if it was complete; it stays until release(key).
 
-        Another process that makes the same waits. What a killed process left is thrown away. Raises Pause without disk.
+        Another process that makes the same one waits. What a killed process left is removed. Raises Pause without disk.
         """
-        folder = self.root / key
+        folder, seconds = self.root / key, 0.0
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            lock = (self.root / f"{key}.lock").open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            facts = self.facts(key)
-            if facts is None:
-                self.evict(self._largest())
-                facts = self._filled(folder, make, lock.fileno())
+            with ExitStack() as until_complete:
+                lock = until_complete.enter_context((self.root / f"{key}.lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                known = self.facts(key) is not None
+                if known:
+                    os.utime(folder / _MARK)
+                else:
+                    self.evict(max(self._sizes().values(), default=0))  # the next may need as much as the largest
+                    seconds = self._filled(folder, fill, lock.fileno())
                 fcntl.flock(lock, fcntl.LOCK_SH)
-                self._held[key] = lock
+                self._locks[key] = lock
+                until_complete.pop_all()
+            if not known:
                 self.evict()
-            else:
-                os.utime(folder / _MARK)
-                fcntl.flock(lock, fcntl.LOCK_SH)
-                self._held[key] = lock
         except OSError as error:
             raise Pause(f"the store {self.root} cannot be written: {error.strerror or error}.") from error
-        return folder, facts
+        return folder, seconds
 
-    def _filled(self, folder: Path, make: Make, lock: int) -> dict[str, Any]:
-        """Its facts, once it is whole. Where the disk is full, it is made once more without what no run needs."""
+    def _filled(self, folder: Path, fill: Fill, lock: int) -> float:
+        """Return the seconds it took. If the disk is full, try once more without what no run needs."""
         while True:
             if folder.exists():
                 shutil.rmtree(folder)
+            started = time.monotonic()
             try:
                 folder.mkdir()
-                facts = make(folder, lock)
-                facts["bytes"] = size(folder)
-                write_json(folder / _MARK, facts)
-                return facts
+                fill(folder, lock)
+                seconds = time.monotonic() - started
+                write_json(folder / _MARK, {"seconds": seconds, "bytes": folder_bytes(folder)})
+                return seconds
             except (OSError, NoDisk) as error:
                 shutil.rmtree(folder, ignore_errors=True)
                 if not _is_full(error) or not self.evict(sys.maxsize):
                     raise
 
     def facts(self, key: str) -> dict[str, Any] | None:
-        """What `make` returned; None where it is not complete."""
+        """Return seconds and bytes of an environment; None if it is not complete."""
         try:
             facts: dict[str, Any] = json.loads((self.root / key / _MARK).read_text())
         except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
             return None
         return facts
 
-    def shown(self) -> str:
-        """Where it is and how big."""
+    def describe(self) -> str:
+        """Return where it is and how big, for the console."""
         sizes = self._sizes()
-        used, limit = (each / (1 << 30) for each in (sum(sizes.values()), self.limit_bytes))
+        used, limit = (each / GIB for each in (sum(sizes.values()), self.limit_bytes))
         return f"environments in {self.root} (--store): {len(sizes)}, {used:.1f} GiB of at most {limit:g} GiB (--store-gib)"
 
     def release(self, key: str) -> None:
-        """It may be removed from now on."""
-        if lock := self._held.pop(key, None):
+        """Allow its removal from now on."""
+        if lock := self._locks.pop(key, None):
             lock.close()
 
     def evict(self, room: int = 0) -> bool:
-        """Remove what no bisect holds, least recently used first, until the rest is under the limit and `room` bytes of the disk
-        are free. Return whether anything was removed."""
+        """Remove what no bisect uses until the rest is under the limit and `room` bytes of the disk are free.
+
+        Return whether anything was removed.
+        """
         sizes = self._sizes()
         total, removed = sum(sizes.values()), False
         for mark in sorted(sizes, key=_modified):
             if total <= self.limit_bytes and shutil.disk_usage(self.root).free >= room:
                 break
-            with self._unused(mark.parent.name) as free:
-                if free:
+            with self._unused(mark.parent.name) as unused:
+                if unused:
                     mark.unlink(missing_ok=True)  # first, so that half of it is never taken for all of it
                     shutil.rmtree(mark.parent, ignore_errors=True)
                     total -= sizes[mark]
@@ -122,12 +133,8 @@ class Store:
         return removed
 
     def _sizes(self) -> dict[Path, int]:
-        """Bytes of each environment, by its mark."""
+        """Return the bytes of each environment, by its mark."""
         return {mark: (self.facts(mark.parent.name) or {}).get("bytes", 0) for mark in self.root.glob(f"*/{_MARK}")}
-
-    def _largest(self) -> int:
-        """Bytes that the next environment may need, for all that is known before it is made."""
-        return max(self._sizes().values(), default=0)
 
     @contextmanager
     def _unused(self, key: str) -> Iterator[bool]:
@@ -140,8 +147,8 @@ class Store:
                 yield True
 
 
-def size(folder: Path) -> int:
-    """Bytes of the files, one that is linked twice counted once."""
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of the files, one that is linked twice counted once."""
     seen: dict[tuple[int, int], int] = {}
     for parent, _, files in os.walk(folder):
         for name in files:
@@ -151,7 +158,7 @@ def size(folder: Path) -> int:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """All of it or nothing, also if the machine stops. Raises OSError."""
+    """Write all of it or nothing, also if the machine stops. Raises OSError."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         with temporary.open("w", encoding="utf-8") as stream:

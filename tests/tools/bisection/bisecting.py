@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[3]
-SCRIPT = REPOSITORY / "launch" / "bisect.py"
+SCRIPT = REPOSITORY / "launch" / "bisect_versions.py"
 
 
 @cache

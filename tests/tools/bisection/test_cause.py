@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection.candidates import Candidate
-from harness.tools.bisection.cause import cause_of, pattern_for, same
-from harness.tools.bisection.environment import Environment
+from harness.tools.bisection.answer import pattern_for, sentences
+from harness.tools.bisection.failures import same_cause
+from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.question import Options
 from harness.tools.bisection.state import Attempt
-from harness.tools.bisection.story import sentences
-from tests.tools.bisection.test_repeat import Anything, Drawn, Silent, state_of
+from tests.tools.bisection.test_confidence import Anything, Drawn, Silent, state_of
 
 WORK, OTHER = "moving/core.py:work", "moving/core.py:other"
 
@@ -48,14 +47,14 @@ OTHERWISE = [
 
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_one_cause(one: tuple[str, str], other: tuple[str, str]) -> None:
-    assert same(cause_of(failed(*one)), cause_of(failed(*other)))
-    assert same(cause_of(failed(*other)), cause_of(failed(*one)))
+    assert same_cause(failed(*one).cause, failed(*other).cause)
+    assert same_cause(failed(*other).cause, failed(*one).cause)
 
 
 @pytest.mark.parametrize(("one", "other"), OTHERWISE)
 def test_two_causes(one: tuple[str, str], other: tuple[str, str]) -> None:
-    assert not same(cause_of(failed(*one)), cause_of(failed(*other)))
-    assert not same(cause_of(failed(*other)), cause_of(failed(*one)))
+    assert not same_cause(failed(*one).cause, failed(*other).cause)
+    assert not same_cause(failed(*other).cause, failed(*one).cause)
 
 
 def test_what_to_match_finds_the_one_and_not_the_other() -> None:
@@ -73,8 +72,8 @@ class Planned(Drawn):
 
     failures: list[str]
 
-    def _attempt(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
-        text = self.failures[self.state.index(candidate.name)]
+    def _run_once(self, index: int, environment: Environment, which: str) -> Attempt:
+        text = self.failures[index]
         made = failed(text, code=int(bool(text)))
         made.verdict, made.reason = ("bad" if text else "good"), text
         return made
@@ -87,9 +86,9 @@ def test_a_second_cause_is_looked_for_behind_what_masks_it() -> None:
         failures[minor] = "ModuleNotFoundError: No module named 'other'"
     state = state_of(Options(good="1.0", bad="1.29", package="moving", probe="none"), 30)
     state.resolved = True
-    conductor = Planned(state, Path("/nowhere"), Anything(), Silent(), 0, True)
-    conductor.failures = failures
-    answer = conductor.run()
+    bisection = Planned(state, Path("/nowhere"), Anything(), Silent(), 0, True)
+    bisection.failures = failures
+    answer = bisection.run()
     assert answer.kind == "several" and len(state.records) <= 20
     told = " ".join(sentences(state, answer))
     assert "first bad release is 1.18" in told and "first bad release is 1.6" in told
@@ -99,9 +98,9 @@ def test_what_hides_it_all_along_is_named() -> None:
     failures = [""] * 5 + ["KeyError: 'a'"] * 6 + ["ValueError: off"] * 7
     state = state_of(Options(good="1.0", bad="1.17", package="moving", probe="none"), 18)
     state.resolved = True
-    conductor = Planned(state, Path("/nowhere"), Anything(), Silent(), 0, True)
-    conductor.failures = failures
-    answer = conductor.run()
+    bisection = Planned(state, Path("/nowhere"), Anything(), Silent(), 0, True)
+    bisection.failures = failures
+    answer = bisection.run()
     assert answer.kind == "several" and answer.second and answer.second.seen == 11
     told = " ".join(sentences(state, answer))
     assert "first seen at 1.11" in told and "may hide it: 1.5, " in told and "--match 'ValueError: off' looks" in told

@@ -39,7 +39,7 @@ def bench(tmp_path: Path) -> Bench:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_small_one(bench: Bench) -> None:
     run = bisect(bench, "0.5.15", "0.5.17", "--probe", "none", "--", bench.script(MOVED_IN_SOURCE), timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -60,7 +60,7 @@ def killed_at_random(tmp_path: Path, kills: int, seed: int) -> None:
     assert done >= kills // 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_three_times(tmp_path: Path) -> None:
     killed_at_random(tmp_path, 3, seed=1)
 

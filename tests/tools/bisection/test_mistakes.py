@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.tools.bisection import verbs
 from tests.tools.bisection.bisecting import Bench, bare_python
 from tests.tools.bisection.wheels import make_wheel
 
@@ -32,9 +33,7 @@ SITES = ["--package", "moving", "--environments", "sites"]
         ([*SITES, "--good", "1.0", "--bad", "1.9", "--", "script.py"], "has no version 1.9; nearest are 1.2, 1.3."),
         ([*SITES, "--good", "1.3", "--bad", "1.0", "--", "script.py"], "good = 1.3 is newer than bad = 1.0"),
         ([*SITES, "--good", "1.0", "--bad", "1.0", "--", "script.py"], "good and bad are both 1.0"),
-        ([*SITES, "--good", "one", "--bad", "1.0", "--", "script.py"], "'one'; give a version such as"),
-        ([*SITES, "--good", "1.0", "--bad", "1.1", "--", "script.py"], "the bad end 1.1 is good as well"),
-        ([*SITES, "--good", "1.2", "--bad", "1.3", "--", "script.py"], "the good end 1.2 is bad already"),
+        ([*SITES, "--good", "one", "--bad", "1.0", "--", "script.py"], "'one' is not a version"),
         ([*SITES, "--good", "1.0", "--bad", "1.3", "--", "nowhere.py"], "the script nowhere.py is not there."),
         (
             [*SITES, "--good", "1.0", "--bad", "1.3", "--", "no-such-program"],
@@ -74,9 +73,25 @@ SITES = ["--package", "moving", "--environments", "sites"]
         (["replay", "script.py"], "script.py:1 begins with 'import'"),
     ],
 )
-def test_one_sentence_and_exit_code_2(bench: Bench, words: list[str], sentence: str) -> None:
+def test_one_sentence_and_exit_code_2(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    """In this process, for nothing is run or installed."""
+    monkeypatch.chdir(bench.folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(bench.folder / "cache"))
     own = ["--python", bare_python(), "--probe", "none"] if "--" in words else []
-    run = bench.bisect(*own, *words)
+    assert verbs.dispatch([*own, *words], "") == 2
+    said = capsys.readouterr()
+    assert sentence in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "sentence"),
+    [("1.0", "1.1", "the bad end 1.1 is good as well"), ("1.2", "1.3", "the good end 1.2 is bad already")],
+)
+def test_ends_between_which_there_is_nothing_to_find(bench: Bench, good: str, bad: str, sentence: str) -> None:
+    own = ["--python", bare_python(), "--probe", "none"]
+    run = bench.bisect(*own, *SITES, "--good", good, "--bad", bad, "--", "script.py")
     assert run.returncode == 2, run.stdout + run.stderr
     assert sentence in run.stderr and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
 

@@ -33,7 +33,7 @@ def bench(tmp_path: Path) -> Bench:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_cannot_be_installed_is_straddled_and_another_package_suspected(bench: Bench) -> None:
     asked = ["--package", "moving", "--wheels", "wheels", "--good", "1.0", "--bad", "1.11", "--dir", "found"]
     run = bench.bisect(*asked, "--", bench.script("import moving\nmoving.work()"))
@@ -54,7 +54,7 @@ def test_what_cannot_be_installed_is_straddled_and_another_package_suspected(ben
     assert module.stat().st_nlink > 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_end_that_cannot_be_installed_gives_way_and_it_is_said_why(bench: Bench) -> None:
     asked = ["--package", "moving", "--wheels", "wheels", "--good", "1.0", "--bad", "1.4"]
     run = bench.bisect(*asked, "--", bench.script("import moving"))

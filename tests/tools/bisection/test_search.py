@@ -3,7 +3,15 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.tools.bisection.search import Edge, Verdict, edges, most_runs, next_candidate, next_two, stretches
+from harness.tools.bisection.search import (
+    Edge,
+    Verdict,
+    find_edges,
+    most_runs,
+    next_candidate,
+    next_two,
+    unrun_stretches,
+)
 
 
 @st.composite
@@ -23,7 +31,7 @@ def search(truth: list[Verdict], closed: set[int]) -> tuple[list[Edge], dict[int
     while (index := next_candidate(verdicts, closed)) is not None:
         assert index not in verdicts and index not in closed
         verdicts[index] = truth[index]
-    return edges(verdicts), verdicts
+    return find_edges(verdicts), verdicts
 
 
 @settings(max_examples=400)
@@ -71,9 +79,9 @@ def test_every_change_of_verdict_is_an_edge_and_each_is_narrowed() -> None:
     verdicts: dict[int, Verdict] = {0: "good", 5: "bad", 9: "good", 15: "bad"}
     while (index := next_candidate(verdicts)) is not None:
         verdicts[index] = truth[index]
-    assert edges(verdicts) == [Edge(3, 4), Edge(6, 7), Edge(11, 12)]
+    assert find_edges(verdicts) == [Edge(3, 4), Edge(6, 7), Edge(11, 12)]
 
 
 def test_where_a_second_edge_could_hide() -> None:
     verdicts: dict[int, Verdict] = {0: "good", 5: "good", 6: "bad", 9: "bad"}
-    assert stretches(10, verdicts, {2}, Edge(5, 6)) == [[1, 3, 4], [7, 8]]
+    assert unrun_stretches(10, verdicts, {2}, Edge(5, 6)) == [[1, 3, 4], [7, 8]]

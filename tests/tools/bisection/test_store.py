@@ -11,28 +11,29 @@ from harness.tools.bisection.store import NoDisk, Pause, Store
 
 
 def filling(count: int) -> Any:
-    def make(folder: Path, lock: int) -> dict[str, Any]:
+    def fill(folder: Path, lock: int) -> None:
         (folder / "file").write_bytes(b"x" * count)
-        return {"seconds": 0.0}
 
-    return make
+    return fill
 
 
 def test_what_was_cut_off_is_made_anew_and_what_is_whole_is_kept(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 20)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "half").write_text("left by a killed install")
-    folder, facts = store.ensure("a", filling(10))
-    assert not (folder / "half").exists() and facts["bytes"] == 10
+    folder, seconds = store.ensure("a", filling(10))
+    assert not (folder / "half").exists() and seconds > 0
+    assert (store.facts("a") or {})["bytes"] == 10
     (folder / "mine").touch()
     store.release("a")
-    assert (store.ensure("a", filling(20))[0] / "mine").exists()
+    folder, seconds = store.ensure("a", filling(20))
+    assert (folder / "mine").exists() and seconds == 0
 
 
 def test_an_install_that_fails_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 20)
 
-    def fails(folder: Path, lock: int) -> dict[str, Any]:
+    def fails(folder: Path, lock: int) -> None:
         (folder / "half").touch()
         raise OSError(28, "No space left on device")
 
@@ -69,12 +70,13 @@ def test_two_processes_do_not_make_the_same_at_once(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_links_count_once(tmp_path: Path) -> None:
-    def linked(folder: Path, lock: int) -> dict[str, Any]:
+    def linked(folder: Path, lock: int) -> None:
         (folder / "one").write_bytes(b"x" * 100)
         os.link(folder / "one", folder / "two")
-        return {}
 
-    assert Store(tmp_path, 1000).ensure("a", linked)[1]["bytes"] == 100
+    store = Store(tmp_path, 1000)
+    store.ensure("a", linked)
+    assert (store.facts("a") or {})["bytes"] == 100
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), NoDisk("no space is left")])
@@ -84,13 +86,12 @@ def test_a_full_disk_takes_what_no_run_needs_before_it_pauses(tmp_path: Path, er
         store.ensure(name, filling(10))
     store.release("a")
 
-    def make(folder: Path, lock: int) -> dict[str, Any]:
+    def fill(folder: Path, lock: int) -> None:
         (folder / "half").touch()
         if (tmp_path / "a").exists():
             raise error
-        return {}
 
-    folder, _ = store.ensure("c", make)
+    folder, _ = store.ensure("c", fill)
     assert [each.name for each in folder.iterdir() if each.suffix != ".json"] == ["half"]
     assert [store.facts(name) is not None for name in "abc"] == [False, True, True]
 

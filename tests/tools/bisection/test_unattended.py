@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection import session
+from harness.tools.bisection import verbs
+from harness.tools.bisection.progress import LINE_SECONDS, Progress
 from harness.tools.bisection.question import Options
-from harness.tools.bisection.show import SAY_SECONDS, Show
-from harness.tools.bisection.state import Attempt, Record, lock
+from harness.tools.bisection.state import Attempt, Record, lock_folder
 from tests.tools.bisection.bisecting import Bench, bare_python
-from tests.tools.bisection.test_repeat import Anything, Drawn, Silent, state_of
+from tests.tools.bisection.test_confidence import Anything, Drawn, Silent, state_of
 
 LOUD = "import moving\nfor i in range(400): print('line', i)\nmoving.work()\n"
 LATER = "import atexit\natexit.register(lambda: print('later\\n' * 300))\n"
@@ -38,7 +38,7 @@ def test_it_ends_when_it_has_answered(bench: Bench, capsys: pytest.CaptureFixtur
     assert "it fails too rarely for --repeat 1" in run.stderr
     assert time.monotonic() - started < 35
     assert bench.state()["answer"]["kind"] == "refused"
-    session.status([str(bench.folder / "found")])
+    verbs.status([str(bench.folder / "found")])
     assert "is good as well" in (said := capsys.readouterr().out) and "go on with" not in said
 
 
@@ -71,10 +71,10 @@ def test_status_of_one_that_runs(bench: Bench) -> None:
 
 
 def test_a_sign_of_life_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    show = Show()
+    show = Progress()
     show.phase("1.2: running")
     assert capsys.readouterr().out == ""
-    show._said -= SAY_SECONDS
+    show._last_line -= LINE_SECONDS
     show.beat()
     show.beat()
     assert capsys.readouterr().out.count("1.2: running (") == 1
@@ -86,12 +86,12 @@ def test_a_sign_of_life_once_a_minute(capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_a_limit_follows_from_the_good_end(timeout: str, seconds: float, limit: float) -> None:
     state = state_of(Options(good="1.0", bad="1.9", package="moving", timeout=timeout))
-    conductor = Drawn(state, Path("/nowhere"), Anything(), Silent(), 0, True)
-    conductor.first_bad, conductor.rate, conductor.chance = 4, 1.0, random.Random(0)
-    assert conductor._limit() == (0.0 if timeout == "auto" else limit)
+    bisection = Drawn(state, Path("/nowhere"), Anything(), Silent(), 0, True)
+    bisection.first_bad, bisection.rate, bisection.chance = 4, 1.0, random.Random(0)
+    assert bisection._limit() == (0.0 if timeout == "auto" else limit)
     ran = Attempt(code=0, timed_out=False, seconds=seconds, verdict="good", log="")
     state.records.append(Record(name="1.0", verdict="good", reason="", attempts=[ran]))
-    assert conductor._limit() == limit
+    assert bisection._limit() == limit
 
 
 KILLS = "import os; os.kill(os.getppid(), 9); import time; time.sleep(60)"
@@ -109,7 +109,7 @@ def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench, capsys:
         and "[redacted " in bench.report()
     )
     assert [(found / name).stat().st_mode & 0o777 for name in (".", "runs/1.0/1")] == [0o700, 0o700]
-    session.status([str(found), "--json"])
+    verbs.status([str(found), "--json"])
     told = json.loads(said := capsys.readouterr().out)
     assert told["answer"]["edges"] == [{"before": "1.0", "after": "1.2", "among": ["1.1", "1.2"]}]
     assert (told["answer"]["kind"], told["answer"]["exit_code"]) == ("set", 1) and told["process"] is None
@@ -120,7 +120,7 @@ def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench, capsys:
 def test_a_folder_of_other_things_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     tmp_path.chmod(0o755)
-    lock(tmp_path).close()
+    lock_folder(tmp_path).close()
     assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 
@@ -128,12 +128,12 @@ def test_judge_keeps_the_newest_of_what_is_not_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(session, "JUDGED_KEPT", 2)
+    monkeypatch.setattr(verbs, "JUDGED_KEPT", 2)
     root = tmp_path / "harness-bisect-judge"
-    assert session.judge_here(Options(), ["true"]) == 0
+    assert verbs.judge(Options(), ["true"]) == 0
     assert str(tmp_path) not in capsys.readouterr().out and not list(root.iterdir())
     for _ in range(3):
-        assert session.judge_here(Options(), ["false"]) == 1
+        assert verbs.judge(Options(), ["false"]) == 1
     log = capsys.readouterr().out.splitlines()[-1].split("; ")[1].rstrip(")")
     assert Path(log).is_file() and len(list(root.iterdir())) == 2
     assert root.stat().st_mode & 0o777 == 0o700

@@ -30,17 +30,20 @@ def test_the_first_bad_release_of_sixteen_in_six_runs(bench: Bench) -> None:
     assert again.returncode == 0 and "The first bad release is 1.11" in again.stdout and len(bench.ran()) <= 6
 
 
+@pytest.mark.long
 def test_the_first_good_release(bench: Bench) -> None:
     run = bench.over_sites([BROKEN] * 5 + [GOOD] * 7, USE, "--find-fix")
     assert run.returncode == 0 and "The first good release is 1.5; the last bad one is 1.4." in run.stdout
 
 
+@pytest.mark.long
 def test_skips_hide_the_edge_and_the_answer_is_a_set(bench: Bench) -> None:
     codes = ["code = 0"] * 5 + ["code = 125"] * 3 + ["code = 3"] * 4
     run = bench.over_sites(codes, "import moving, sys; sys.exit(moving.code)")
     assert run.returncode == 1 and "The first bad release is one of 4: 1.5, 1.6, 1.7, 1.8." in run.stdout
 
 
+@pytest.mark.long
 def test_a_failure_that_another_one_masks_over_ten_releases(bench: Bench) -> None:
     other, wanted = "def work(): raise KeyError('weights')", "def work(): raise ValueError('log-prob is off')"
     run = bench.over_sites(["def work(): pass"] * 6 + [other] * 10 + [wanted] * 5, FAIL, "--match", "log-?prob is off")
@@ -73,6 +76,7 @@ def test_two_causes_are_both_named_where_any_failure_counts(bench: Bench, first:
     assert "First failure of 1.2" in bench.report() and "First failure of 1.5" in bench.report()
 
 
+@pytest.mark.long
 def test_one_cause_in_other_words_is_one_and_both_are_shown(bench: Bench) -> None:
     codes = [f"def work(): raise KeyError('weight {minor}')" for minor in range(2)]
     codes += ["def work(): raise ValueError('weight 9 is missing')"] * 2
@@ -81,6 +85,7 @@ def test_one_cause_in_other_words_is_one_and_both_are_shown(bench: Bench) -> Non
     assert "The bad end 1.5 fails with other words" in run.stdout and "weight 9 is missing" in run.stdout
 
 
+@pytest.mark.long
 def test_a_second_edge_is_said_instead_of_one_being_named(bench: Bench) -> None:
     codes = [GOOD] * 3 + [BROKEN] * 3 + [GOOD] * 8 + [BROKEN] * 6
     run = bench.over_sites(codes, USE, "--second-look", "20")
@@ -139,6 +144,7 @@ def readable(file: Path) -> bytes:
         return b""
 
 
+@pytest.mark.long
 def test_a_flaky_failure_is_found_with_repeat_and_its_confidence_said(bench: Bench) -> None:
     # One in three, by a counter in place of chance: the test must not be flaky itself.
     script = (
@@ -200,15 +206,16 @@ def test_release_without_a_gpu_is_no_bad_one(bench: Bench) -> None:
     assert "cannot run here: RuntimeError: Found no NVIDIA driver" in bench.report()
 
 
+@pytest.mark.long
 def test_an_end_that_cannot_be_judged_here_gives_way_to_the_next_one(bench: Bench) -> None:
     codes = ["code = 125"] * 3 + ["code = 0"] * 4 + ["code = 1"] * 5 + ["code = 125"] * 2
     run = bench.over_sites(codes, "import moving, sys; sys.exit(moving.code)")
     assert run.returncode == 0 and "The first bad release is 1.7" in run.stdout, run.stdout + run.stderr
-    assert "the good end 1.0 cannot be judged here: 1.3 takes its place" in run.stdout
-    assert "the bad end 1.13 cannot be judged here: 1.11 takes its place" in run.stdout
+    assert "the good end 1.0 cannot be classified here: 1.3 takes its place" in run.stdout
+    assert "the bad end 1.13 cannot be classified here: 1.11 takes its place" in run.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_port_that_is_taken_for_a_moment_does_not_count(bench: Bench) -> None:
     script = (
         "import moving, os, sys\n"

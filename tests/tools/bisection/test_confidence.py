@@ -1,26 +1,26 @@
-"""Failures that come and go, simulated: the project's own Conductor over runs that are drawn and not made."""
+"""Failures that come and go, simulated: the project's own Bisection over runs that are drawn and not made."""
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection.answer import answer_of
+from harness.tools.bisection.answer import answer_of, sentences
+from harness.tools.bisection.bisection import Bisection
 from harness.tools.bisection.candidates import Candidate
-from harness.tools.bisection.conduct import Conductor
-from harness.tools.bisection.confidence import confidence, spent
-from harness.tools.bisection.environment import Environment
+from harness.tools.bisection.confidence import confidence, runs_spent
+from harness.tools.bisection.installation import Environment, Provider
+from harness.tools.bisection.progress import Progress
 from harness.tools.bisection.question import Options, Question, WrongQuestion
-from harness.tools.bisection.show import Show
 from harness.tools.bisection.state import Attempt, State
-from harness.tools.bisection.story import sentences
+from harness.tools.bisection.store import Store
 
 CANDIDATES = 22
 
 
-class Silent(Show):
+class Silent(Progress):
     """Says nothing."""
 
     def say(self, text: str) -> None:
@@ -28,11 +28,10 @@ class Silent(Show):
 
 
 @dataclass
-class Anything:
+class Anything(Provider):
     """Environments that are only named."""
 
-    def resolve(self, candidate: Candidate) -> None:
-        """It is there."""
+    store: Store = field(default_factory=lambda: Store(Path("/nowhere"), 0))
 
     def make(self, candidate: Candidate) -> Environment:
         return Environment(python="python", freeze={"moving": candidate.name})
@@ -41,15 +40,15 @@ class Anything:
         """It stays."""
 
 
-class Drawn(Conductor):
+class Drawn(Bisection):
     """Judges by chance in place of processes."""
 
     first_bad: int
     rate: float
     chance: random.Random
 
-    def _attempt(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
-        fails = self.state.index(candidate.name) >= self.first_bad and self.chance.random() < self.rate
+    def _run_once(self, index: int, environment: Environment, which: str) -> Attempt:
+        fails = index >= self.first_bad and self.chance.random() < self.rate
         verdict = "bad" if fails else "good"
         return Attempt(code=int(fails), timed_out=False, seconds=0.0, verdict=verdict, log="", reason=verdict)  # type: ignore[arg-type]
 
@@ -83,17 +82,17 @@ def bisect(rate: float, repeat: int, seed: int, confirm: int = 400) -> Outcome |
     )
     state = state_of(options, CANDIDATES)
     state.resolved = True
-    conductor = Drawn(state, Path("/nowhere"), Anything(), Silent(), 0, True)
-    conductor.first_bad, conductor.rate, conductor.chance = chance.randrange(1, CANDIDATES), rate, chance
+    bisection = Drawn(state, Path("/nowhere"), Anything(), Silent(), 0, True)
+    bisection.first_bad, bisection.rate, bisection.chance = chance.randrange(1, CANDIDATES), rate, chance
     try:
-        answer = conductor.run()
+        answer = bisection.run()
     except WrongQuestion as error:
         assert "it fails too rarely for --repeat" in str(error)
         return None
     runs = sum(len(record.attempts) for record in state.records)
-    right = len(answer.edges) == 1 and answer.edges[0].after == conductor.first_bad
+    right = len(answer.edges) == 1 and answer.edges[0].after == bisection.first_bad
     assert answer == answer_of(state)
-    return Outcome(right, confidence(state), answer.kind, runs, spent(state), sentences(state, answer))
+    return Outcome(right, confidence(state), answer.kind, runs, runs_spent(state), sentences(state, answer))
 
 
 def check(rate: float, repeat: int, bisects: int, tolerance: float) -> str:
@@ -143,10 +142,10 @@ class Watching(Drawn):
 
     disturbed = False
 
-    def _attempt(self, candidate: Candidate, environment: Environment, again: str) -> Attempt:
+    def _run_once(self, index: int, environment: Environment, which: str) -> Attempt:
         time.sleep(0.02)
-        self.disturbed |= any(not future.done() for future in self._preparation._installs.values())
-        made = super()._attempt(candidate, environment, again)
+        self.disturbed |= any(not future.done() for future in self._installs.values())
+        made = super()._run_once(index, environment, which)
         made.value = float(made.code)
         return made
 
@@ -165,7 +164,7 @@ def test_nothing_is_installed_while_a_run_is_measured(metric: str) -> None:
         good="1.0", bad="1.9", package="moving", probe="none", metric=metric, above=0.5 if metric else None
     )
     state = state_of(options)
-    conductor = Watching(state, Path("/nowhere"), Slow(), Silent(), 0, True)
-    conductor.first_bad, conductor.rate, conductor.chance = 4, 1.0, random.Random(0)
-    assert conductor.run().edges[0].after == 4
-    assert conductor.disturbed == (not metric)
+    bisection = Watching(state, Path("/nowhere"), Slow(), Silent(), 0, True)
+    bisection.first_bad, bisection.rate, bisection.chance = 4, 1.0, random.Random(0)
+    assert bisection.run().edges[0].after == 4
+    assert bisection.disturbed == (not metric)

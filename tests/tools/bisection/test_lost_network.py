@@ -1,4 +1,4 @@
-"""A network that is lost in the middle: the project's own Conductor over an index that does not answer for a while."""
+"""A network that is lost in the middle: the project's own Bisection over an index that does not answer for a while."""
 
 import random
 from dataclasses import dataclass, field
@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from harness.tools.bisection.candidates import Candidate
-from harness.tools.bisection.environment import Environment
+from harness.tools.bisection.installation import Environment, uv_problem
 from harness.tools.bisection.question import Options, WrongQuestion, ask
 from harness.tools.bisection.store import Unreachable
-from harness.tools.bisection.uv import problem
-from tests.tools.bisection.test_repeat import Anything, Drawn, Silent, state_of
+from tests.tools.bisection.test_confidence import Anything, Drawn, Silent, state_of
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Telling(Silent):
         self.said.append(text)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Losing(Anything):
     """Environments from an index that does not answer the next `losses` times, once `begins` were made."""
 
@@ -45,34 +44,34 @@ class Losing(Anything):
         self.begins -= 1
         if self.begins < 0 < self.losses:
             self.losses -= 1
-            raise problem("error: error sending request for url (http://localhost/simple/moving/)")
+            raise uv_problem("error: error sending request for url (http://localhost/simple/moving/)")
 
 
-def conductor_of(provider: Losing) -> tuple[Drawn, Telling]:
+def bisection_of(provider: Losing) -> tuple[Drawn, Telling]:
     waits = ("0.01s", "0.02s")
     options = Options(good="1.0", bad="1.9", package="moving", probe="none", installs=0, network_waits=waits)
     show = Telling()
-    conductor = Drawn(state_of(options), Path("/nowhere"), provider, show, 0, True)
-    conductor.first_bad, conductor.rate, conductor.chance = 4, 1.0, random.Random(0)
-    return conductor, show
+    bisection = Drawn(state_of(options), Path("/nowhere"), provider, show, 0, True)
+    bisection.first_bad, bisection.rate, bisection.chance = 4, 1.0, random.Random(0)
+    return bisection, show
 
 
 @pytest.mark.parametrize("step", ["make", "resolve"])
 def test_a_short_loss_does_not_end_the_night(step: str) -> None:
-    conductor, show = conductor_of(Losing(step, begins=3, losses=2))
-    answer = conductor.run()
+    bisection, show = bisection_of(Losing(step=step, begins=3, losses=2))
+    answer = bisection.run()
     assert answer.kind == "found" and answer.edges[0].after == 4
-    assert not conductor.state.closed
+    assert not bisection.state.closed
     assert sum("could not be reached" in each and "Trying again in" in each for each in show.said) in (1, 2)
 
 
 @pytest.mark.parametrize("step", ["make", "resolve"])
 def test_a_long_one_pauses_with_its_verdicts(step: str) -> None:
-    conductor, show = conductor_of(Losing(step, begins=3, losses=1000))
+    bisection, show = bisection_of(Losing(step=step, begins=3, losses=1000))
     with pytest.raises(Unreachable, match="could not be reached"):
-        conductor.run()
+        bisection.run()
     assert sum("Trying again in" in each for each in show.said) in (2, 3)
-    assert len(conductor.state.records) == (3 if step == "make" else 0)
+    assert len(bisection.state.records) == (3 if step == "make" else 0)
 
 
 def test_waits_that_are_no_times_are_a_mistake() -> None:

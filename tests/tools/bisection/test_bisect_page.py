@@ -3,11 +3,10 @@
 import re
 from pathlib import Path
 
-from harness.tools.bisection.page import MOST_UNRUN, linked, page, strip
+from harness.tools.bisection.bisect_report import MOST_UNRUN, UPSTREAM, cells_of, linked, page
 from harness.tools.bisection.question import Options
-from harness.tools.bisection.report import UPSTREAM
 from harness.tools.bisection.state import Attempt, Record, State
-from tests.tools.bisection.test_repeat import state_of
+from tests.tools.bisection.test_confidence import state_of
 
 
 def judged(folder: Path) -> State:
@@ -24,7 +23,7 @@ def judged(folder: Path) -> State:
 
 
 def test_the_candidates_are_in_order_with_their_verdicts_and_numbers(tmp_path: Path) -> None:
-    cells = [(cell.shown, cell.kind, cell.told) for cell in strip(judged(tmp_path))]
+    cells = [(cell.label, cell.kind, cell.result) for cell in cells_of(judged(tmp_path))]
     first = [("1.0", "good", "good 3"), ("1.1", "skip", "skip"), ("1.2", "unrun", "cannot run")]
     assert cells[:3] == first
     assert cells[3:-1] == [*((f"1.{minor}", "unrun", "not run") for minor in range(3, 9)), ("1.9", "bad", "bad 8")]

@@ -2,8 +2,7 @@ import json
 
 from packaging.version import Version
 
-from harness.tools.bisection.candidates import Candidate, between
-from harness.tools.bisection.registry import File, parse_html, parse_json, releases_of
+from harness.tools.bisection.candidates import Candidate, PublishedFile, between, files_of_page, releases_of
 
 PAGE = """<!DOCTYPE html><html><body>
 <a href="https://files/sglang-0.5.9-py3-none-any.whl#sha256=aa" data-requires-python="&gt;=3.10" data-upload-time="2026-02-23T10:00:00Z">x</a>
@@ -16,7 +15,7 @@ PAGE = """<!DOCTYPE html><html><body>
 
 
 def found() -> dict[Version, Candidate]:
-    return releases_of("sglang", parse_html(PAGE))
+    return releases_of("sglang", files_of_page(PAGE, is_json=False))
 
 
 def test_a_page_in_html() -> None:
@@ -35,17 +34,17 @@ def test_a_page_in_json() -> None:
         "url": "",
         "hashes": {},
     }
-    assert parse_json(json.dumps({"files": [file]})) == [
-        File("a_b-1.0-py3-none-any.whl", "2026-01-01T00:00:00Z", "", True)
+    assert files_of_page(json.dumps({"files": [file]}), is_json=True) == [
+        PublishedFile("a_b-1.0-py3-none-any.whl", "2026-01-01T00:00:00Z", "", True)
     ]
-    whole = [File("a_b-1.0-py3-none-any.whl", "", "", True), File("a_b-1.0.tar.gz", "", "", False)]
+    whole = [PublishedFile("a_b-1.0-py3-none-any.whl", "", "", True), PublishedFile("a_b-1.0.tar.gz", "", "", False)]
     assert not releases_of("A.b", whole)[Version("1.0")].yanked  # yanked only when all its files are
     assert releases_of("A.b", whole[:1])[Version("1.0")].yanked
 
 
 def test_release_candidates_by_flag_or_as_an_end() -> None:
     def names(older: str, newer: str, pre: bool) -> list[str]:
-        return [each.name for each in between(found(), older, newer, pre_releases=pre, of="sglang")]
+        return [each.name for each in between(found(), older, newer, pre_releases=pre, source="sglang")]
 
     assert names("0.5.9", "0.5.11", False) == ["0.5.9", "0.5.10.post1", "0.5.11"]
     assert names("0.5.9", "0.5.11", True) == ["0.5.9", "0.5.10rc0", "0.5.10.post1", "0.5.11"]

@@ -1,0 +1,97 @@
+"""What verdicts amount to, in process: the project's own Bisection over candidates whose runs are planned."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.tools.bisection import bisection as module
+from harness.tools.bisection.answer import EXIT_CODES, sentences
+from harness.tools.bisection.bisect_report import write
+from harness.tools.bisection.bisection import Bisection
+from harness.tools.bisection.installation import Environment
+from harness.tools.bisection.question import Options
+from harness.tools.bisection.state import Attempt, State
+from tests.tools.bisection.test_confidence import Anything, Silent, state_of
+
+
+class Planned(Bisection):
+    """Gives each candidate the outcome that its letter stands for: good, bad, skip, other, or a port that is taken once."""
+
+    outcomes: str
+    taken: bool = False
+
+    def _run_once(self, index: int, environment: Environment, which: str) -> Attempt:
+        letter = self.outcomes[index]
+        if letter == "p" and not self.taken:
+            self.taken = True
+            letter, failure = "b", "OSError: [Errno 98] Address already in use"
+        else:
+            failure = {"b": f"KeyError: 'weight {index}'", "B": "ValueError: weight 9 is missing"}.get(letter, "")
+        verdict = {"b": "bad", "B": "bad", "s": "skip", "o": "other"}.get(letter, "good")
+        return Attempt(
+            code=int(verdict != "good"),
+            timed_out=False,
+            seconds=1.0,
+            verdict=verdict,  # type: ignore[arg-type]
+            log="log",
+            failure=failure,
+            reason=failure or verdict,
+            place="moving/__init__.py:work",
+        )
+
+    def _save(self) -> None:
+        """Write nothing."""
+
+
+def bisected(outcomes: str, **options: object) -> tuple[State, int, str]:
+    last = f"1.{len(outcomes) - 1}"
+    ends = {"good": last, "bad": "1.0"} if options.get("find_fix") else {"good": "1.0", "bad": last}
+    asked = Options(package="moving", probe="none", **ends, **options)  # type: ignore[arg-type]
+    state = state_of(asked, len(outcomes))
+    state.resolved = True
+    planned = Planned(state, Path("/nowhere"), Anything(), Silent(), 0, True)
+    planned.outcomes = outcomes
+    answer = planned.run()
+    return state, EXIT_CODES[answer.kind], " ".join(sentences(state, answer))
+
+
+CASES: Sequence[tuple[str, dict[str, object], int, Sequence[str]]] = [
+    ("bbbbbggggggg", {"find_fix": True}, 0, ["The first good release is 1.5; the last bad one is 1.4."]),
+    ("gggggsssbbbb", {}, 1, ["The first bad release is one of 4: 1.5, 1.6, 1.7, 1.8."]),
+    ("ggggggoooooooooobbbbb", {"match": "weight"}, 1, ["one of 11: 1.6, 1.7", "masks it in 10: 1.6, 1.7"]),
+    (
+        "gggbbbggggggggbbbbbb",
+        {"second_look": 20, "match": "weight"},
+        3,
+        ["3 places", "first bad release is 1.3", "first good release is 1.6", "first bad release is 1.14"],
+    ),
+    (
+        "ggbbBB",
+        {},
+        0,
+        ["The first bad release is 1.2;", "The bad end 1.5 fails with other words", "weight 9 is missing"],
+    ),
+    ("sssggggbbbbbss", {}, 0, ["The first bad release is 1.7"]),
+]
+
+
+@pytest.mark.parametrize(("outcomes", "options", "code", "expected"), CASES)
+def test_the_answer_to_a_pattern(outcomes: str, options: dict[str, object], code: int, expected: Sequence[str]) -> None:
+    _, found, text = bisected(outcomes, **options)
+    assert found == code, text
+    assert all(part in text for part in expected), text
+
+
+def test_a_port_that_is_taken_for_a_moment_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_PAUSE_SECONDS", 0.0)
+    _, code, text = bisected("ggpbb")
+    assert code == 0 and "The first bad release is 1.3; the last good one is 1.2." in text
+
+
+def test_a_report_of_a_set(tmp_path: Path) -> None:
+    state, _, _ = bisected("gggggsssbbbb")
+    planned = Planned(state, tmp_path, Anything(), Silent(), 0, True)
+    planned.outcomes = "gggggsssbbbb"
+    text = write(state, planned.run(), tmp_path)
+    assert "one of 4" in text and "What changed from 1.4 to 1.8" in (tmp_path / "report.md").read_text()

@@ -1,0 +1,32 @@
+"""Scripts of this checkout find harness in the environment of a candidate, which has none installed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.tools.bisection.installation import Environment
+from tests.tools.bisection.bisecting import REPOSITORY, Bench, bare_python
+
+IMPORTS = Path(__file__).with_name("import_harness.py")
+
+
+def test_a_script_of_this_checkout_imports_harness_in_a_bare_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    bench = Bench(tmp_path)
+    sites = bench.sites(["code = 0", "code = 1"])
+    asked = ["--python", bare_python(), "--package", "moving", "--environments", str(sites), "--dir", "found"]
+    run = bench.bisect(*asked, "--good", "1.0", "--bad", "1.1", "--", str(IMPORTS))
+    assert run.returncode == 0 and "The first bad release is 1.1; the last good one is 1.0." in run.stdout, run.stdout
+    assert "SystemExit" not in run.stdout and "1 in harness" in (tmp_path / "found/runs/1.1/1/log.txt").read_text()
+    assert f"PYTHONPATH={sites}/1.1:{REPOSITORY} " in bench.report()
+
+
+def test_no_other_script_sees_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    environment = Environment(python="/opt/python", paths=("/site",))
+    assert environment.variables(no_gpu=True)["PYTHONPATH"] == "/site:/mine"
+    paths = environment.variables(no_gpu=True, imports_harness=True)["PYTHONPATH"].split(os.pathsep)
+    assert paths == ["/site", "/mine", str(REPOSITORY)]
