@@ -4,7 +4,7 @@ import os
 
 from harness.config.schema import Config
 from harness.runtime.observer import Observer
-from harness.tools.hosts.phase_client import PHASE_SOCKET, EmulatedHost
+from harness.tools.hosts.phase_gate import PHASE_SOCKET, EmulatedHost
 from harness.tools.report.report_writer import ReportWriter
 from harness.tools.watchdog.observer import WatchdogObserver
 

@@ -19,7 +19,7 @@ from harness.tools.bisection.state import FOLDER_MODE, Attempt
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.entries import catalogue
 from harness.tools.diagnose.log_lines import LogLine, log_files, parse_line, raw_lines
-from harness.tools.hosts.console import RootCause
+from harness.tools.hosts.host_output import RootCause
 
 FIRST_STOPPING_CODE = 128
 LOG = "log.txt"

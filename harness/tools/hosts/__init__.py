@@ -1,1 +1,1 @@
-"""Emulated hosts on one machine, the wire between them, and harm on purpose."""
+"""Emulate hosts on one machine: namespaces, a network between them, and faults on purpose."""

@@ -1,7 +1,7 @@
 """The process that is one host: it makes the host's namespaces, is their process 1, and runs torchrun in them.
 
 Without namespaces it runs torchrun as the ancestor of all that torchrun starts. Either way it ends all of it when the
-launcher's end of the control socket closes, that is also when the launcher is killed.
+launcher's end of the control socket closes, which a killed launcher's does too.
 """
 
 import contextlib
@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
+from harness.runtime.processes import descendants
 from harness.tools.hosts import kernel
 
 POLL_SECONDS = 0.1
@@ -29,7 +31,7 @@ GO, END, KILL = b"go", b"end", b"kill"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interface:
+class HostInterface:
     """A network interface of a host."""
 
     name: str
@@ -39,12 +41,12 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpec:
-    """What a host's process is told."""
+    """What a host's process gets over the control socket, as JSON."""
 
     name: str
     namespaces: bool
     boot_id: str
-    interfaces: tuple[Interface, ...]
+    interfaces: tuple[HostInterface, ...]
     mtu: int
     ipv6: bool
     folder: str
@@ -54,23 +56,13 @@ class HostSpec:
     """Changes to the launcher's environment, for the command only."""
     working_folder: str
 
-    def to_json(self) -> bytes:
-        """For the control socket."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> "HostSpec":
-        """The other end of to_json."""
-        values = json.loads(text)
-        return cls(**values | {"interfaces": tuple(Interface(**each) for each in values["interfaces"])})
-
 
 def main(control: socket.socket, launcher: int) -> int:
-    """Be the host until its command has ended; returns the command's exit code."""
+    """Run as the host until its command exits; return the command's exit code."""
     if os.getppid() != launcher:
         return LAUNCHER_GONE
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    spec = HostSpec.from_json(control.recv(MESSAGE_BYTES))
+    spec = msgspec.json.decode(control.recv(MESSAGE_BYTES), type=HostSpec)
     if not spec.namespaces:
         kernel.adopt_orphans()
         control.send(json.dumps({"init": os.getpid()}).encode())
@@ -88,12 +80,11 @@ def main(control: socket.socket, launcher: int) -> int:
             os._exit(code)
     control.send(json.dumps({"init": child}).encode())
     control.close()
-    _, status = os.waitpid(child, 0)
-    return _exit_code(status)
+    return exit_code(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def first_process(spec: HostSpec, control: socket.socket) -> int:
-    """Process 1 of the host: with it the kernel ends every other."""
+    """Run as process 1 of the host, with which the kernel ends every other."""
     kernel.die_with_parent(signal.SIGKILL)
     descriptors = furnish(spec)
     socket.send_fds(control, [b"network"], descriptors)
@@ -103,12 +94,17 @@ def first_process(spec: HostSpec, control: socket.socket) -> int:
 
 
 def furnish(spec: HostSpec) -> list[int]:
-    """Name, boot id, /proc, /sys, /dev/shm, /etc/hosts and interfaces; returns the interfaces' descriptors."""
-    folder = Path(spec.folder)
+    """Set up name, boot id, /proc, /sys, /dev/shm, /etc/hosts and interfaces; return the interfaces' descriptors."""
+    folder, aside = Path(spec.folder), Path(spec.folder) / "cgroup"
     socket.sethostname(spec.name)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("proc", "/proc", "proc")
-    _mount_sysfs(folder / "cgroup")
+    # A /sys that lists this network namespace's interfaces, with the cgroups of the old one.
+    aside.mkdir()
+    kernel.mount("/sys/fs/cgroup", str(aside), None, kernel.MS_BIND | kernel.MS_REC)
+    kernel.mount("sysfs", "/sys", "sysfs")
+    kernel.mount(str(aside), "/sys/fs/cgroup", None, kernel.MS_BIND | kernel.MS_REC)
+    kernel.unmount(str(aside))
     kernel.mount("tmpfs", "/dev/shm", "tmpfs")
     kernel.mount(str(folder / "hosts"), "/etc/hosts", None, kernel.MS_BIND)
     kernel.mount(str(folder / "boot_id"), "/proc/sys/kernel/random/boot_id", None, kernel.MS_BIND)
@@ -116,23 +112,15 @@ def furnish(spec: HostSpec) -> list[int]:
     descriptors = []
     for interface in spec.interfaces:
         descriptors.append(kernel.open_tun(interface.name))
-        if not spec.ipv6 and (switch := Path(f"/proc/sys/net/ipv6/conf/{interface.name}/disable_ipv6")).exists():
+        switch = Path(f"/proc/sys/net/ipv6/conf/{interface.name}/disable_ipv6")
+        if not spec.ipv6 and switch.exists():
             switch.write_text("1", encoding="ascii")
         kernel.bring_up(interface.name, list(interface.addresses), spec.mtu)
     return descriptors
 
 
-def _mount_sysfs(aside: Path) -> None:
-    """A /sys that lists this network namespace's interfaces, with the cgroups of the old one."""
-    aside.mkdir()
-    kernel.mount("/sys/fs/cgroup", str(aside), None, kernel.MS_BIND | kernel.MS_REC)
-    kernel.mount("sysfs", "/sys", "sysfs")
-    kernel.mount(str(aside), "/sys/fs/cgroup", None, kernel.MS_BIND | kernel.MS_REC)
-    kernel.unmount(str(aside))
-
-
 def supervise(spec: HostSpec, control: socket.socket) -> int:
-    """Run the command when told to go, end it when told to; say how it ended and what it left; returns its exit code."""
+    """Run the command on GO, end it on END; report how it ended and what it left; return its exit code."""
     if control.recv(MESSAGE_BYTES) != GO:
         return LAUNCHER_GONE
     command = subprocess.Popen(
@@ -141,12 +129,10 @@ def supervise(spec: HostSpec, control: socket.socket) -> int:
     code = None
     while code is None:
         if select.select([control], [], [], POLL_SECONDS)[0]:
-            message = control.recv(MESSAGE_BYTES)
-            if message == END:
-                os.kill(command.pid, signal.SIGTERM)
-            else:  # to be killed, or the launcher is gone
+            if control.recv(MESSAGE_BYTES) != END:  # KILL, or the launcher is gone
                 end_descendants()
-                return 128 + signal.SIGKILL
+                return exit_code(-signal.SIGKILL)
+            os.kill(command.pid, signal.SIGTERM)
         code = reap(command.pid)
     left = linger()
     end_descendants()
@@ -156,36 +142,32 @@ def supervise(spec: HostSpec, control: socket.socket) -> int:
 
 
 def reap(wanted: int) -> int | None:
-    """Reap every child that has ended, adopted ones too; the exit code of the wanted one where it is among them."""
+    """Reap every child that has ended, adopted ones too; return the exit code of the wanted one if it is among them."""
     code = None
-    while True:
-        try:
-            child, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return code
-        if child == 0:
-            return code
-        if child == wanted:
-            code = _exit_code(status)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == wanted:
+                code = exit_code(os.waitstatus_to_exitcode(ended[1]))
+    return code
 
 
 def linger() -> list[str]:
-    """Wait for all descendants to end; returns names and numbers of those that do not."""
+    """Wait for all descendants to end; return names and pids of those that do not."""
     deadline = time.monotonic() + LINGER_SECONDS
     while True:
         reap(0)
-        left = psutil.Process().children(recursive=True)
+        left = descendants()
         if not left or time.monotonic() > deadline:
-            return [f"{_name(process)} ({process.pid})" for process in left]
+            return [f"{_name(process)} ({pid})" for pid, process in left.items()]
         time.sleep(POLL_SECONDS / 2)
 
 
 def end_descendants(spare: int = 0) -> None:
-    """SIGKILL them all but one; first stopped, so that none sees another's end. Returns when all are gone."""
-    while left := [process for process in psutil.Process().children(recursive=True) if process.pid != spare]:
+    """SIGKILL them all but one; first stop them, so that none sees another's end. Return when all are gone."""
+    while left := [process for pid, process in descendants().items() if pid != spare]:
         for signum in (signal.SIGSTOP, signal.SIGKILL):
             for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ended before, which is what was wanted
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, which is what was wanted
                     process.send_signal(signum)
         reap(0)
         time.sleep(POLL_SECONDS / 10)
@@ -198,8 +180,8 @@ def _name(process: psutil.Process) -> str:
         return "ended just now"
 
 
-def _exit_code(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
+def exit_code(code: int) -> int:
+    """Return the exit code of a shell for that of subprocess: 128 + N for signal N."""
     return code if code >= 0 else 128 - code
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from harness.tools.hosts.phase_client import PHASE_SOCKET, EmulatedHost
+from harness.tools.hosts.phase_gate import PHASE_SOCKET, EmulatedHost
 
 PORT = 5000
 SECONDS = 20.0
@@ -128,7 +128,7 @@ def wait(index: int, marker: str) -> None:
 def leave(index: int, marker: str) -> None:
     """End at once, and leave a process behind on host1."""
     if index:
-        subprocess.Popen(["release", "600"])
+        subprocess.Popen(["sleep", "600"])
     say(left=marker)
 
 

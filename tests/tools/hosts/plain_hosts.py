@@ -10,16 +10,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from harness.config.cli import read_options
 from harness.tools.hosts import kernel
-from harness.tools.hosts.plan import HostPlan, Options, Plan, make_plan
-from harness.tools.hosts.session import Session
+from harness.tools.hosts.emulation import Emulation
+from harness.tools.hosts.host_plan import EmulationPlan, HostPlan, HostsOptions, make_plan
 
 
-def script(plan: Plan, host: HostPlan, python: str, port: int) -> tuple[str, ...]:
+def script(plan: EmulationPlan, host: HostPlan, python: str, port: int) -> tuple[str, ...]:
     return (python, plan.script[0], str(host.index), *plan.script[1:])
 
 
 if __name__ == "__main__":
     split = sys.argv.index("--")
-    options = read_options(Options, "plain_hosts.py", "", sys.argv[1:split])
+    options = read_options(HostsOptions, "plain_hosts.py", "", sys.argv[1:split])
     refusal = "" if options.isolation == "processes" else kernel.refusal()
-    sys.exit(Session(make_plan(options, sys.argv[split + 1 :], refusal, []), script).run())
+    sys.exit(Emulation(make_plan(options, sys.argv[split + 1 :], refusal, []), script).run())

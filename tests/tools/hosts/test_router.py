@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.tools.hosts.harms import Conditions
-from harness.tools.hosts.wire import QUEUE_SECONDS, Switch, destination
+from harness.tools.hosts.host_faults import LinkConditions
+from harness.tools.hosts.router import QUEUE_SECONDS, PacketSwitch, destination
 
 HOSTS = {"host0": ("10.77.0.1", "fd77::1"), "host1": ("10.77.0.2", "fd77::2"), "host2": ("10.77.0.3", "fd77::3")}
 
@@ -20,7 +20,7 @@ def packet(target: str, payload: int = 0) -> bytes:
     return struct.pack(">BxxxHBB16x", 0x60, payload, 59, 64) + address + bytes(payload)
 
 
-def arrivals(switch: Switch, until: float) -> list[tuple[str, bytes]]:
+def arrivals(switch: PacketSwitch, until: float) -> list[tuple[str, bytes]]:
     return list(switch.due(until))
 
 
@@ -32,12 +32,12 @@ def test_the_destination_is_read_from_where_it_stands(address: object) -> None:
 @given(st.binary(max_size=80))
 def test_no_bytes_confuse_the_switch(data: bytes) -> None:
     assert len(destination(data)) in (0, 4, 16)
-    Switch(HOSTS, Conditions()).forward("host0", data, 0.0)
+    PacketSwitch(HOSTS, LinkConditions()).forward("host0", data, 0.0)
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_packets_go_to_the_host_of_their_address_at_once(host: str) -> None:
-    switch = Switch(HOSTS, Conditions())
+    switch = PacketSwitch(HOSTS, LinkConditions())
     for address in HOSTS[host]:
         assert switch.forward("host0", packet(address), 0.0) == host
     assert switch.next_due() is None
@@ -45,11 +45,11 @@ def test_packets_go_to_the_host_of_their_address_at_once(host: str) -> None:
 
 @pytest.mark.parametrize("address", ["10.77.0.9", "10.78.0.2", "fd78::2", "ff02::2", "224.0.0.1"])
 def test_an_address_that_no_host_has_leads_nowhere(address: str) -> None:
-    assert Switch(HOSTS, Conditions()).forward("host0", packet(address), 0.0) is None
+    assert PacketSwitch(HOSTS, LinkConditions()).forward("host0", packet(address), 0.0) is None
 
 
 def test_latency_delays_each_packet_and_keeps_their_order() -> None:
-    switch = Switch(HOSTS, Conditions(latency=0.02))
+    switch = PacketSwitch(HOSTS, LinkConditions(latency=0.02))
     sent = [packet("10.77.0.2", payload) for payload in range(3)]
     for index, each in enumerate(sent):
         assert switch.forward("host0", each, 1.0 + index * 0.001) is None
@@ -61,7 +61,7 @@ def test_latency_delays_each_packet_and_keeps_their_order() -> None:
 
 def test_loss_is_the_same_for_the_same_seed() -> None:
     def lost(seed: int) -> list[int]:
-        switch = Switch(HOSTS, Conditions(loss=0.1, seed=seed))
+        switch = PacketSwitch(HOSTS, LinkConditions(loss=0.1, seed=seed))
         got = []
         for number in range(2000):
             switch.forward("host0", packet("10.77.0.2"), float(number))
@@ -74,7 +74,7 @@ def test_loss_is_the_same_for_the_same_seed() -> None:
 
 
 def test_bandwidth_is_a_time_for_each_byte_and_a_queue_that_ends() -> None:
-    switch = Switch(HOSTS, Conditions(bandwidth=8e6))  # one byte a microsecond
+    switch = PacketSwitch(HOSTS, LinkConditions(bandwidth=8e6))  # one byte a microsecond
     size = 10_000
     data = packet("10.77.0.2", size - 20)
     for _ in range(1000):
@@ -86,7 +86,7 @@ def test_bandwidth_is_a_time_for_each_byte_and_a_queue_that_ends() -> None:
 
 
 def test_bandwidth_holds_for_each_direction_and_each_receiver() -> None:
-    switch = Switch(HOSTS, Conditions(bandwidth=8e6))
+    switch = PacketSwitch(HOSTS, LinkConditions(bandwidth=8e6))
     for source, target in (("host0", "10.77.0.2"), ("host1", "10.77.0.1")):
         switch.forward(source, packet(target, 9980), 0.0)
     assert len(arrivals(switch, 0.01001)) == 2  # full duplex
@@ -98,7 +98,7 @@ def test_bandwidth_holds_for_each_direction_and_each_receiver() -> None:
 
 @given(st.integers(0, 2**32), st.floats(0, 0.05), st.floats(1e6, 1e9))
 def test_nothing_arrives_early_or_twice(seed: int, latency: float, bandwidth: float) -> None:
-    switch = Switch(HOSTS, Conditions(latency=latency, bandwidth=bandwidth))
+    switch = PacketSwitch(HOSTS, LinkConditions(latency=latency, bandwidth=bandwidth))
     chance = random.Random(seed)
     sent: dict[bytes, float] = {}
     now = 0.0
@@ -119,13 +119,14 @@ def test_nothing_arrives_early_or_twice(seed: int, latency: float, bandwidth: fl
 
 
 def test_a_cut_host_neither_sends_nor_gets_not_even_what_was_under_way() -> None:
-    switch = Switch(HOSTS, Conditions(latency=1.0))
+    switch = PacketSwitch(HOSTS, LinkConditions(latency=1.0))
     switch.forward("host0", packet("10.77.0.2"), 0.0)
     switch.forward("host1", packet("10.77.0.1"), 0.0)
     switch.forward("host0", packet("10.77.0.3"), 0.0)
     switch.cut.add("host1")
     assert [host for host, _ in arrivals(switch, 5.0)] == ["host2"]
-    plain = Switch(HOSTS, Conditions(), cut={"host1"})
+    plain = PacketSwitch(HOSTS, LinkConditions())
+    plain.cut.add("host1")
     assert plain.forward("host0", packet("fd77::2"), 0.0) is None
     assert plain.forward("host1", packet("fd77::1"), 0.0) is None
     assert plain.forward("host0", packet("fd77::3"), 0.0) == "host2"

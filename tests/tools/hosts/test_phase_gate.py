@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.hosts.phase_client import EmulatedHost
-from harness.tools.hosts.phase_server import Door
+from harness.tools.hosts.phase_gate import EmulatedHost, PhaseServer
 
 
 def turn(selector: selectors.BaseSelector) -> None:
@@ -17,12 +16,12 @@ def turn(selector: selectors.BaseSelector) -> None:
 def test_a_rank_waits_until_the_answer(tmp_path: Path) -> None:
     selector = selectors.DefaultSelector()
     heard: list[tuple[str, int | None, bool]] = []
-    Door(tmp_path / "phase_client", selector, lambda phase, step: heard.append((phase, step, rank.is_alive())))
-    phase_client = EmulatedHost(str(tmp_path / "phase_client"), lambda: None).phase_begins
+    PhaseServer(tmp_path / "phases", selector, lambda phase, step: heard.append((phase, step, rank.is_alive())))
+    begins = EmulatedHost(str(tmp_path / "phases"), lambda: None).phase_begins
 
     def phases() -> None:
-        phase_client("run", None)
-        phase_client("sync", 1)
+        begins("run", None)
+        begins("sync", 1)
 
     rank = threading.Thread(target=phases)
     rank.start()
@@ -33,13 +32,13 @@ def test_a_rank_waits_until_the_answer(tmp_path: Path) -> None:
     assert heard == [("run", None, True), ("sync", 1, True)]
 
 
-def test_a_rank_that_died_at_the_door_does_not_hinder_the_next(tmp_path: Path) -> None:
+def test_a_rank_that_died_while_it_waited_does_not_hinder_the_next(tmp_path: Path) -> None:
     selector = selectors.DefaultSelector()
     heard: list[str] = []
-    Door(tmp_path / "phase_client", selector, lambda phase, step: heard.append(phase))
+    PhaseServer(tmp_path / "phases", selector, lambda phase, step: heard.append(phase))
     for words in (b"", b'{"rank": 0, "phase": "syn', b'{"rank": 0, "host": "x", "phase": "sync", "step": 1}\n'):
         with socket.socket(socket.AF_UNIX) as dead:
-            dead.connect(str(tmp_path / "phase_client"))
+            dead.connect(str(tmp_path / "phases"))
             dead.sendall(words)
     for _ in range(10):
         turn(selector)
@@ -47,11 +46,11 @@ def test_a_rank_that_died_at_the_door_does_not_hinder_the_next(tmp_path: Path) -
     assert len(selector.get_map()) == 1
 
 
-def test_a_launcher_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_a_launcher_that_is_gone_is_an_error(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "phase_client"))
+        listener.bind(str(tmp_path / "phases"))
         listener.listen()
-        phase_client = EmulatedHost(str(tmp_path / "phase_client"), lambda: None).phase_begins
+        begins = EmulatedHost(str(tmp_path / "phases"), lambda: None).phase_begins
 
         def hang_up() -> None:
             visitor, _ = listener.accept()
@@ -60,4 +59,4 @@ def test_a_launcher_that_is_gone_is_said(tmp_path: Path) -> None:
 
         threading.Thread(target=hang_up).start()
         with pytest.raises(ConnectionError, match="closed .* without an answer to phase sync"):
-            phase_client("sync", 0)
+            begins("sync", 0)

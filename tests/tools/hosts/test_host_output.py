@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.tools.hosts.console import Console, Lines, RootCause
+from harness.tools.hosts.host_output import HostConsole, LineReader, RootCause
 
 # As torch 2.13's torchrun prints it.
 LAST_WORDS = """\
@@ -27,7 +27,7 @@ Root Cause (first observed failure):
 @given(st.lists(st.text(st.characters(exclude_characters="\n\r", codec="utf-8"))), st.integers(1, 9))
 def test_lines_come_whole_however_they_are_cut(lines: list[str], piece: int) -> None:
     told: list[str] = []
-    reader = Lines(told.append)
+    reader = LineReader(told.append)
     data = "".join(line + "\n" for line in lines).encode()
     for start in range(0, len(data), piece):
         reader.feed(data[start : start + piece])
@@ -37,7 +37,7 @@ def test_lines_come_whole_however_they_are_cut(lines: list[str], piece: int) -> 
 
 def test_a_last_line_without_a_newline_is_told() -> None:
     told: list[str] = []
-    reader = Lines(told.append)
+    reader = LineReader(told.append)
     reader.feed(b"one\r\ntwo")
     reader.end()
     assert told == ["one", "two"]
@@ -52,7 +52,7 @@ def test_the_root_cause_is_the_rank_that_failed_first(code: int) -> None:
 
 
 def test_each_line_has_its_hosts_name(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(width=6)
+    console = HostConsole(width=6)
     console.line("host1", 1, "hello")
     console.line("host10", 10, "[bold]hello[/bold]")
     console.say("cut host1")

@@ -1,0 +1,151 @@
+"""The network between the hosts: one process that holds every host's TUN descriptors and routes packets by destination.
+
+PacketSwitch is pure: packets and times go in, packets that are due come out. A packet to an address that no host has is
+lost, as on a network without a router.
+"""
+
+import errno
+import heapq
+import itertools
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+import msgspec
+
+from harness.tools.hosts import kernel
+from harness.tools.hosts.host_faults import LinkConditions
+
+PACKET_BYTES = 65536
+BURST_PACKETS = 64  # read from one host before the next has its turn
+QUEUE_SECONDS = 0.5  # of packets that wait for a link of limited bandwidth; more are dropped
+QUEUE_PACKETS = 32  # at least so many of the largest packet wait nevertheless
+
+
+def destination(packet: bytes) -> bytes:
+    """Return the packed destination address of an IPv4 or IPv6 packet; empty for anything else, or one cut short."""
+    version = packet[0] >> 4 if packet else 0
+    if version == 4 and len(packet) >= 20:
+        return packet[16:20]
+    return packet[24:40] if version == 6 and len(packet) >= 40 else b""
+
+
+class PacketSwitch:
+    """Where each packet goes, and when. Times are seconds of one clock, whichever. hosts: addresses by host."""
+
+    def __init__(self, hosts: Mapping[str, tuple[str, ...]], conditions: LinkConditions) -> None:
+        self.conditions = conditions
+        self.cut: set[str] = set()
+        """Hosts that no packet reaches or leaves."""
+        self._routes = {ip_address(text).packed: host for host, own in hosts.items() for text in own}
+        self._chance = random.Random(conditions.seed)
+        self._sent = dict.fromkeys(hosts, 0.0)
+        self._received = dict.fromkeys(hosts, 0.0)
+        self._waiting: list[tuple[float, int, str, str, bytes]] = []
+        self._order = itertools.count()
+
+    def forward(self, source: str, packet: bytes, now: float) -> str | None:
+        """Return the host that gets this packet of `source` at once; None if it is lost, or waits until it is due."""
+        target = self._routes.get(destination(packet))
+        if target is None or source in self.cut or target in self.cut:
+            return None
+        asked = self.conditions
+        if not (asked.latency or asked.loss or asked.bandwidth):
+            return target
+        if asked.loss and self._chance.random() < asked.loss:
+            return None
+        at = self._through(source, target, len(packet), now)
+        if at is not None:
+            heapq.heappush(self._waiting, (at + asked.latency, next(self._order), source, target, packet))
+        return None
+
+    def due(self, now: float) -> Iterator[tuple[str, bytes]]:
+        """Yield host and packet of all that have arrived by now, in the order of arrival."""
+        while self._waiting and self._waiting[0][0] <= now:
+            _, _, source, target, packet = heapq.heappop(self._waiting)
+            if source not in self.cut and target not in self.cut:
+                yield target, packet
+
+    def next_due(self) -> float | None:
+        """Return when the next packet arrives."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def _through(self, source: str, target: str, size: int, now: float) -> float | None:
+        """Return when the packet is through the sender's link and the receiver's; None if a queue is full.
+
+        The receiver's link begins with a packet as soon as the sender's does, so that the two take one packet's time.
+        """
+        if not self.conditions.bandwidth:
+            return now
+        takes = size * 8 / self.conditions.bandwidth
+        sent = max(now, self._sent[source]) + takes
+        received = max(sent, self._received[target] + takes)
+        if received - now > max(QUEUE_SECONDS, QUEUE_PACKETS * PACKET_BYTES * 8 / self.conditions.bandwidth):
+            return None
+        self._sent[source], self._received[target] = sent, received
+        return received
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """The switch at its descriptors; on the command line of its process as JSON."""
+
+    conditions: LinkConditions
+    addresses: dict[str, tuple[str, ...]]
+    """By host: those of the network that joins the hosts."""
+    ports: dict[str, tuple[int, ...]]
+    """By host: its interfaces' descriptors; the last is the one that joins the hosts, the others are decoys."""
+
+    def serve(self, control: socket.socket) -> None:
+        """Forward until the other end of the control socket closes. Each message there is {"cut": host}."""
+        switch = PacketSwitch(self.addresses, self.conditions)
+        hosts = {descriptor: host for host, own in self.ports.items() for descriptor in own}
+        poll = select.epoll()
+        for descriptor in (control.fileno(), *hosts):
+            poll.register(descriptor, select.EPOLLIN)
+        while True:
+            next_due = switch.next_due()
+            for descriptor, _ in poll.poll(None if next_due is None else max(0.0, next_due - time.monotonic())):
+                if descriptor != control.fileno():
+                    for target, packet in _forward(switch, hosts[descriptor], descriptor):
+                        self._deliver(target, packet)
+                elif message := control.recv(PACKET_BYTES):
+                    switch.cut.add(json.loads(message)["cut"])
+                    control.send(b"done")
+                else:
+                    return
+            for target, packet in switch.due(time.monotonic()):
+                self._deliver(target, packet)
+
+    def _deliver(self, host: str, packet: bytes) -> None:
+        try:
+            os.write(self.ports[host][-1], packet)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EAGAIN, errno.ENOBUFS):  # interface down, or full: packets get lost
+                raise
+
+
+def _forward(switch: PacketSwitch, source: str, descriptor: int) -> Iterator[tuple[str, bytes]]:
+    """Yield host and packet of a burst of packets that arrive at once."""
+    now = time.monotonic()
+    for _ in range(BURST_PACKETS):
+        try:
+            packet = os.read(descriptor, PACKET_BYTES)
+        except BlockingIOError:
+            return
+        if target := switch.forward(source, packet, now):
+            yield target, packet
+
+
+if __name__ == "__main__":
+    kernel.die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends it, after the hosts
+    msgspec.json.decode(sys.argv[2], type=Router).serve(socket.socket(fileno=int(sys.argv[1])))

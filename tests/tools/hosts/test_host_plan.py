@@ -1,0 +1,158 @@
+from pathlib import Path
+
+import pytest
+
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.hosts.host_plan import (
+    EmulationPlan,
+    HostsOptions,
+    environment,
+    host_addresses,
+    hosts_file,
+    interfaces,
+    make_plan,
+    split_gpus,
+    torchrun,
+)
+
+SCRIPT = (__file__, "--parallel.tp", "4")
+
+
+def plan(options: HostsOptions, refusal: str = "", visible: tuple[str, ...] = ()) -> EmulationPlan:
+    return make_plan(options, SCRIPT, refusal, visible)
+
+
+def test_ranks_of_a_host_are_as_many_as_the_gpus_of_the_host_with_fewest() -> None:
+    assert plan(HostsOptions()).ranks_per_host == 1
+    assert plan(HostsOptions(gpus_per_host=2), visible=("0", "1", "2", "3")).ranks_per_host == 2
+    lists = HostsOptions(cuda_visible_devices=("0,1,2", "4,5"))
+    assert plan(lists, visible=tuple("012345")).ranks_per_host == 2
+
+
+@pytest.mark.parametrize(
+    ("lists", "facts"),
+    [
+        (("0,1", "2"), ("--gpus-per-host = 2", '"2"', "host1")),
+        (("0,1", "2,9"), ('"9"', "host1", "0, 1, 2, 3")),
+        (("0,1", "2,1"), ('"1"', "host0", "host1")),
+    ],
+)
+def test_a_mistake_in_the_lists_of_gpus_is_named(lists: tuple[str, ...], facts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as raised:
+        plan(HostsOptions(gpus_per_host=2, cuda_visible_devices=lists), visible=("0", "1", "2", "3"))
+    assert all(fact in str(raised.value) for fact in facts)
+
+
+def test_torchrun_over_a_rendezvous() -> None:
+    made = plan(HostsOptions(ranks_per_host=2))
+    assert torchrun(made, made.hosts[1], "python", 29500) == (
+        "python", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=10.77.0.1:29500", "--rdzv-id=hosts", *SCRIPT,
+    )  # fmt: skip
+
+
+def test_torchrun_over_ipv6_puts_the_address_in_brackets() -> None:
+    made = plan(HostsOptions(ipv6=True))
+    assert "--rdzv-endpoint=[fd77::1]:7" in torchrun(made, made.hosts[0], "python", 7)
+
+
+def test_torchrun_with_a_master_and_ranks_of_nodes() -> None:
+    made = plan(HostsOptions(rendezvous="static", master="hostname", network="both"))
+    words = torchrun(made, made.hosts[1], "python", 29500)
+    assert words[5:8] == ("--node-rank=1", "--master-addr=host0", "--master-port=29500")
+
+
+def test_without_namespaces_hosts_differ_by_variables_and_loopback_addresses() -> None:
+    made = plan(HostsOptions(gpus_per_host=2), refusal="no", visible=("0", "1", "2", "3"))
+    assert not made.namespaces
+    assert made.ranks_per_host == 2
+    changes = environment(made, made.hosts[1], Path("folder"), {})
+    assert changes == {
+        "TMPDIR": "folder/tmp",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "2,3",
+        "HARNESS_HOST": "host1",
+        "NCCL_HOSTID": "host1",
+    }
+    words = torchrun(made, made.hosts[1], "python", 4000)
+    assert {"--rdzv-endpoint=127.0.0.1:4000", "--local-addr=127.0.0.2"} <= set(words)
+    assert host_addresses(1, "ipv6", namespaces=False) == ("::1",)
+
+
+def test_phases_are_reported_only_where_something_happens_at_one() -> None:
+    timed, phased = plan(HostsOptions(kill=("host1@3s",))), plan(HostsOptions(cut=("host0@sync",)))
+    assert "HARNESS_EMULATOR" not in environment(timed, timed.hosts[0], Path("f"), {})
+    assert environment(phased, phased.hosts[0], Path("f"), {})["HARNESS_EMULATOR"] == "f/phases"
+
+
+def test_the_last_interface_joins_the_hosts_and_the_others_are_decoys() -> None:
+    assert [(each.name, each.addresses) for each in interfaces(1, 2, "both")] == [
+        ("eth0", ("10.78.0.2/24", "fd78::2/64")),
+        ("eth1", ("10.77.0.2/24", "fd77::2/64")),
+    ]
+    assert interfaces(0, 1, "ipv6")[0].addresses == ("fd77::1/64",)
+
+
+def test_hosts_file_names_every_host() -> None:
+    made = plan(HostsOptions(network="both"))
+    assert hosts_file(made, made.hosts[0]).splitlines()[2:] == [
+        "10.77.0.1 host0", "fd77::1 host0", "10.77.0.2 host1", "fd77::2 host1",
+    ]  # fmt: skip
+    debian = plan(HostsOptions(debian_hosts=True))
+    assert hosts_file(debian, debian.hosts[1]).splitlines()[0] == "127.0.1.1 host1"
+
+
+@pytest.mark.parametrize(
+    ("options", "visible", "split"),
+    [
+        (HostsOptions(gpus_per_host=1), ("4", "5", "6"), ("4", "5")),
+        (HostsOptions(), (), (None, None)),
+        (HostsOptions(), ("0", "1"), ("", "")),
+        (HostsOptions(gpus_per_host=2, cuda_visible_devices=("0,1", "3,2")), ("0", "1", "2", "3"), ("0,1", "3,2")),
+        (HostsOptions(cuda_visible_devices=("3", "1,0")), ("0", "1", "2", "3"), ("3", "1,0")),
+    ],
+)
+def test_gpus_are_split(options: HostsOptions, visible: tuple[str, ...], split: tuple[str | None, ...]) -> None:
+    assert split_gpus(options, visible) == split
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        (HostsOptions(hosts=0), ("--hosts", "1 to 250", "got 0")),
+        (HostsOptions(gpus_per_host=1), ("2 hosts of 1 GPUs need 2", "0 are visible")),
+        (HostsOptions(gpus_per_host=1, cuda_visible_devices=("0",)), ("2 hosts", "1 lists")),
+        (HostsOptions(mtu=100), ("--mtu", "1280 to 65535", "100")),
+        (HostsOptions(interfaces=9), ("--interfaces", "1 to 8", "9")),
+        (HostsOptions(ranks_per_host=-1), ("--ranks-per-host", "at least 0", "-1")),
+        (HostsOptions(ipv6=True, network="both"), ("--ipv6", "--network")),
+        (HostsOptions(isolation="processes", cut=("host1@sync",)), ("--cut needs hosts in namespaces",)),
+        (HostsOptions(isolation="processes", interfaces=2), ("--interfaces needs hosts in namespaces",)),
+        (HostsOptions(kill=("nobody@sync",)), ("--kill", "nobody")),
+    ],
+)
+def test_a_mistake_is_named(options: HostsOptions, facts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as raised:
+        plan(options)
+    assert all(fact in str(raised.value) for fact in facts)
+
+
+def test_a_missing_script_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="there is nothing to run; give a script after --"):
+        make_plan(HostsOptions(), (), "", ())
+    with pytest.raises(ValueError, match="launch/none.py"):
+        make_plan(HostsOptions(), ("launch/none.py",), "", ())
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        (HostsOptions(isolation="namespaces"), ("--isolation namespaces", "(no rights)")),
+        (HostsOptions(latency="1ms"), ("--latency needs hosts in namespaces", "(no rights)")),
+    ],
+)
+def test_what_this_machine_refuses_is_no_mistake(options: HostsOptions, facts: tuple[str, ...]) -> None:
+    with pytest.raises(UnsupportedEnvironment) as raised:
+        plan(options, refusal="no rights")
+    assert all(fact in str(raised.value) for fact in facts)
