@@ -1,7 +1,7 @@
-"""Which interface and address a host uses towards the other hosts of a job, and the variables that tell gloo, NCCL and SGLang.
+"""Which interface and address a host uses towards the other hosts of a job, and the variables that say so.
 
-Left to themselves, gloo takes the address that the hostname resolves to (127.0.1.1 on Debian), NCCL the first interface
-that is up, and SGLang the one that routes to 8.8.8.8.
+Without them gloo takes the address that the hostname resolves to (127.0.1.1 on Debian), NCCL the first interface that is
+up, and SGLang the one that routes to 8.8.8.8.
 """
 
 import ipaddress
@@ -40,7 +40,7 @@ class HostAddress:
 
 
 def own_interfaces() -> dict[str, list[str]]:
-    """This host's interfaces that have an address."""
+    """Return this host's interfaces that have an address."""
     found = {}
     for name, addresses in psutil.net_if_addrs().items():
         inet = [each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
@@ -51,7 +51,7 @@ def own_interfaces() -> dict[str, list[str]]:
 
 
 def route_to_master(environment: Mapping[str, str]) -> tuple[str, str]:
-    """(own address on the route to MASTER_ADDR, the address that MASTER_ADDR resolves to here)."""
+    """Return (own address on the route to MASTER_ADDR, the address that MASTER_ADDR resolves to here)."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), type=socket.SOCK_DGRAM
     )[0]
@@ -61,106 +61,91 @@ def route_to_master(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
-    """Raises NetworkError where this host has not the interface that network.interface or GLOO_SOCKET_IFNAME asks for."""
+    """Raise NetworkError where this host lacks the interface that network.interface or GLOO_SOCKET_IFNAME names."""
     variable = environment.get(INTERFACE_VARIABLE, "")
     if wanted or variable:
         choose(wanted, variable, own_interfaces(), "127.0.0.1", [])
 
 
 def own_address(environment: Mapping[str, str]) -> str:
-    """This host's address for other hosts: GLOO_SOCKET_IFNAME's where that is set, else on the route to MASTER_ADDR."""
+    """Return this host's address for other hosts: GLOO_SOCKET_IFNAME's where set, else on the route to MASTER_ADDR."""
     route, _ = route_to_master(environment)
     name = environment.get(INTERFACE_VARIABLE, "").partition(",")[0]
     return choose(name, "", own_interfaces(), route, []).address if name else route
 
 
 def choose(wanted: str, variable: str, interfaces: Interfaces, route: str, reached: Sequence[str]) -> HostAddress:
-    """The host's address, of the family of `route` where its interface has one.
+    """Choose the host's address, of the family of `route` where its interface has one.
 
     wanted: network.interface, a name or a network; variable: GLOO_SOCKET_IFNAME's value; both may be empty. route: own
     address on the route to MASTER_ADDR; reached: what MASTER_ADDR resolves to on the other hosts, which matters where
-    it is a loopback address here. Raises NetworkError where no interface fits.
+    it is a loopback address here. Raise NetworkError where no interface fits.
     """
-    family = ipaddress.ip_address(route).version
-    if wanted:
-        return _named(wanted, f"network.interface = {wanted}", interfaces, family)
-    if variable:
-        name = variable.partition(",")[0]
-        return _named(name, f"{INTERFACE_VARIABLE} = {variable}", interfaces, family)
-    if not ipaddress.ip_address(route).is_loopback:
-        return HostAddress(_owner(route, interfaces), route, "it routes to MASTER_ADDR")
+    if wanted or variable:
+        key = f"network.interface = {wanted}" if wanted else f"{INTERFACE_VARIABLE} = {variable}"
+        return _named(wanted or variable.partition(",")[0], key, interfaces, ipaddress.ip_address(route).version)
+    owners = {address: name for name, addresses in reversed(list(interfaces.items())) for address in addresses}
+    if not _is_loopback(route):
+        if route not in owners:
+            raise NetworkError(f"the route to MASTER_ADDR starts at {route}, which no interface of this host has")
+        return HostAddress(owners[route], route, "it routes to MASTER_ADDR")
     for address in reached:
-        owner = next((name for name, addresses in interfaces.items() if address in addresses), None)
-        if owner and not ipaddress.ip_address(address).is_loopback:
-            return HostAddress(owner, address, "the other hosts take it for MASTER_ADDR")
-    return HostAddress(_owner(route, interfaces), route, "MASTER_ADDR is a loopback address")
+        if address in owners and not _is_loopback(address):
+            return HostAddress(owners[address], address, "the other hosts take it for MASTER_ADDR")
+    # All of 127.0.0.0/8 is the loopback interface's, though it has but one address.
+    loopback = next((name for name, each in interfaces.items() if any(map(_is_loopback, each))), "lo")
+    return HostAddress(owners.get(route, loopback), route, "MASTER_ADDR is a loopback address")
 
 
 def agree(store: "Store", rank: int, world_size: int, identity: str, wanted: str) -> dict[str, HostAddress]:
-    """Every host's address, by identity, in the order of their first ranks; a call of all ranks.
+    """Return every host's address, by identity, in the order of their first ranks; a call of all ranks.
 
-    store: open on every rank, for this purpose alone. Raises NetworkError on the ranks where network.interface does not
+    store: open on every rank, for this purpose only. Raise NetworkError on the ranks where network.interface does not
     fit, TimeoutError with the ranks that have not come.
     """
     route, master = route_to_master(os.environ)
     store.set(f"route/{rank}", json.dumps([identity, master]))
-    told = [json.loads(value) for value in _of_all(store, "route", world_size)]
-    reached = [address for other, address in told if other != identity]
+    routes = [json.loads(value) for value in _of_all(store, "route", world_size)]
+    reached = [address for other, address in routes if other != identity]
     variable = os.environ.get(INTERFACE_VARIABLE, "")
     own = choose(wanted, variable, own_interfaces(), route, list(dict.fromkeys(reached)))
     store.set(f"address/{rank}", json.dumps(asdict(own)))
-    chosen = [HostAddress(**json.loads(value)) for value in _of_all(store, "address", world_size)]
     hosts: dict[str, HostAddress] = {}
-    for (host, _), address in zip(told, chosen, strict=True):
-        hosts.setdefault(host, address)
+    for (host, _), address in zip(routes, _of_all(store, "address", world_size), strict=True):
+        hosts.setdefault(host, HostAddress(**json.loads(address)))
     return hosts
 
 
 def variables(own: HostAddress, environment: Mapping[str, str]) -> dict[str, str]:
-    """What a job of several hosts must set; what the user has set stays."""
+    """Return what a job of several hosts must set; what the user has set stays."""
     # NCCL takes a name for a prefix, but for the equals sign.
     wanted = {INTERFACE_VARIABLE: own.interface, "NCCL_SOCKET_IFNAME": f"={own.interface}"}
-    wanted |= {name: own.address for name in ADDRESS_VARIABLES}
+    wanted |= dict.fromkeys(ADDRESS_VARIABLES, own.address)
     if ":" in own.address:
         wanted["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
 def bracketed(address: str) -> str:
-    """An address as it is written before a port."""
+    """Write an address as it stands before a port."""
     return f"[{address}]" if ":" in address else address
 
 
 def _named(wanted: str, key: str, interfaces: Interfaces, family: int) -> HostAddress:
-    """The interface of that name, or with an address in that network; an address of the family first."""
+    """Return the interface of that name, or with an address in that network; an address of the family first."""
+    pairs = [(name, address) for name, addresses in interfaces.items() for address in addresses]
     try:
         network = ipaddress.ip_network(wanted, strict=False)
+        fitting = [pair for pair in pairs if ipaddress.ip_address(pair[1]) in network]
     except ValueError:
-        fitting = [(wanted, address) for address in interfaces.get(wanted, ())]
-    else:
-        fitting = [
-            (name, address)
-            for name, addresses in interfaces.items()
-            for address in addresses
-            if ipaddress.ip_address(address) in network
-        ]
+        fitting = [pair for pair in pairs if pair[0] == wanted]
     if not fitting:
         there = "; ".join(f"{name} ({', '.join(addresses)})" for name, addresses in interfaces.items())
         raise NetworkError(
-            f"{key} is neither an interface of host {socket.gethostname()} nor a network that one of its addresses is in: it has {there}"
+            f"{key} must be an interface of host {socket.gethostname()} or a network that one of its addresses is in:"
+            f" it has {there}"
         )
-    fitting.sort(key=lambda each: ipaddress.ip_address(each[1]).version != family)
-    return HostAddress(*fitting[0], key)
-
-
-def _owner(address: str, interfaces: Interfaces) -> str:
-    """The interface that has the address. On a route to a host's own address that is not the loopback interface."""
-    exact = next((name for name, addresses in interfaces.items() if address in addresses), None)
-    # All of 127.0.0.0/8 is the loopback interface's, though it has but one address.
-    loopback = next((name for name, each in interfaces.items() if any(_is_loopback(one) for one in each)), "lo")
-    if exact is None and not _is_loopback(address):
-        raise NetworkError(f"the route to MASTER_ADDR starts at {address}, which no interface of this host has")
-    return exact or loopback
+    return HostAddress(*min(fitting, key=lambda pair: ipaddress.ip_address(pair[1]).version != family), key)
 
 
 def _is_loopback(address: str) -> bool:
@@ -168,11 +153,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def _of_all(store: "Store", what: str, world_size: int) -> list[bytes]:
-    """The values of all ranks under a key, by rank."""
+    """Return the values of all ranks under a key, by rank."""
     keys = [f"{what}/{rank}" for rank in range(world_size)]
     try:
         store.wait(keys)
-    except RuntimeError as error:  # DistStoreError, of its timeout
+    except RuntimeError as error:  # DistStoreError: its timeout
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise

@@ -1,4 +1,4 @@
-"""Which hosts and GPUs each engine spans, from what every rank reports of itself.
+"""Which hosts and GPUs each engine spans, from the locations of all ranks.
 
 Every engine node is given exactly its own ranks' GPUs, in engine order, with base_gpu_id 0. SGLang then puts the
 scheduler of (tp, pp) on the GPU of the trainer rank with the same (tp, pp), which CUDA-IPC handles of weights rely on;
@@ -24,12 +24,12 @@ _TOKEN_KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """What a rank reports of itself.
+    """Where a rank runs, as it reports it.
 
     host: opaque identity; equal for two ranks exactly if they share a host. visible: CUDA_VISIBLE_DEVICES as
     `parse_visible` gives it, None if unset, () if it hides every GPU. gpu_count: GPUs CUDA shows the rank, if known.
     engine_offset: how far behind its trainer's GPU, among the visible ones, its engine rank's GPU is: 0 where they share
-    one, the number of ranks of its torchrun on the host where they are apart.
+    one, else the number of ranks of its torchrun on the host.
     """
 
     rank: int
@@ -39,10 +39,8 @@ class RankLocation:
     gpu_count: int | None = None
     engine_offset: int = 0
 
-
-def host_name(identity: str) -> str:
-    """A host's name for people, of the identity in a location."""
-    return identity.partition("/")[0]
+    def __str__(self) -> str:
+        return f"rank {self.rank} on host {self.host}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +71,19 @@ class EnginePlacement:
 
     @property
     def nnodes(self) -> int:
+        """Hosts that the engine spans."""
         return len(self.nodes)
 
 
-def parse_visible(value: str | None) -> tuple[str, ...] | None:
-    """The GPU tokens of a CUDA_VISIBLE_DEVICES value: None if unset, () if it hides every GPU.
+def host_name(identity: str) -> str:
+    """Return a host's name for people, of the identity in a location."""
+    return identity.partition("/")[0]
 
-    As in CUDA, the list ends at -1. Raises ValueError for an entry that is neither an index nor a full UUID as
+
+def parse_visible(value: str | None) -> tuple[str, ...] | None:
+    """Return the GPU tokens of a CUDA_VISIBLE_DEVICES value: None if unset, () if it hides every GPU.
+
+    As in CUDA, the list ends at -1. Raise ValueError for an entry that is neither an index nor a full UUID as
     nvidia-smi -L prints it (an abbreviation could name a GPU twice), for a mix of kinds, and for a repeated GPU.
     """
     if value is None:
@@ -106,96 +110,99 @@ def parse_visible(value: str | None) -> tuple[str, ...] | None:
 
 
 def gpu_of(location: RankLocation) -> str:
-    """The physical GPU (index or UUID) that the rank's trainer uses: its only visible one, else the local_rank-th.
+    """Return the GPU (index or UUID) that the rank's trainer uses: its only visible one, else the local_rank-th.
 
-    Raises ValueError where there is no such GPU, and where apart leaves none for the engine.
+    Raise ValueError where there is no such GPU, or none left for an engine that must have its own.
     """
-    alone = location.visible is not None and len(location.visible) == 1 and location.engine_offset == 0
-    return _gpu_at(location, 0 if alone else location.local_rank)
+    is_only = location.visible is not None and len(location.visible) == 1 and location.engine_offset == 0
+    return _gpu_at(location, 0 if is_only else location.local_rank)
 
 
 def engine_gpu_of(location: RankLocation) -> str:
-    """The physical GPU (index or UUID) that the rank's engine rank uses; raises as `gpu_of`."""
-    return (
-        _gpu_at(location, location.local_rank + location.engine_offset) if location.engine_offset else gpu_of(location)
-    )
+    """Return the GPU (index or UUID) that the rank's engine rank uses; raises as `gpu_of`."""
+    offset = location.engine_offset
+    return _gpu_at(location, location.local_rank + offset) if offset else gpu_of(location)
 
 
 def place(
     dims: ParallelDims, locations: Sequence[RankLocation], device: Literal["cpu", "cuda"]
 ) -> tuple[EnginePlacement, ...]:
-    """Where each engine goes, one placement for each dp index; locations may come in any order.
+    """Place each engine, one placement for each dp index; locations may come in any order.
 
-    Raises ValueError for missing or repeated ranks, for two ranks on one GPU, and for an engine whose ranks lie on
+    Raise ValueError for missing or repeated ranks, for two ranks on one GPU, and for an engine whose ranks lie on
     their hosts in a way that SGLang cannot reproduce.
     """
-    by_rank = _seats_by_rank(dims, locations)
+    ordered = _by_rank(dims, locations)
     if device == "cuda":
-        _check_gpus(by_rank)
-    gpus = [engine_gpu_of(location) for location in by_rank] if device == "cuda" else None
-    return tuple(_place_engine(dims, dp, by_rank, gpus) for dp in range(dims.dp))
+        _check_gpus(ordered)
+    engines = []
+    for dp in range(dims.dp):
+        _check_hosts(dims, dp, ordered)
+        nodes = []
+        for node_rank, (host, group) in enumerate(groupby(dims.engine_ranks(dp), key=lambda rank: ordered[rank].host)):
+            ranks = tuple(group)
+            gpus = tuple(engine_gpu_of(ordered[rank]) for rank in ranks) if device == "cuda" else None
+            nodes.append(EngineNode(node_rank, host, ranks, gpus))
+        engines.append(EnginePlacement(dp, tuple(nodes)))
+    return tuple(engines)
 
 
 def _kind(token: str) -> str | None:
     return next((kind for kind, pattern in _TOKEN_KINDS if pattern.fullmatch(token)), None)
 
 
-def _seats_by_rank(dims: ParallelDims, locations: Sequence[RankLocation]) -> list[RankLocation]:
-    by_rank: dict[int, RankLocation] = {}
-    for location in locations:
-        if location.rank in by_rank:
-            other = by_rank[location.rank]
+def _by_rank(dims: ParallelDims, locations: Sequence[RankLocation]) -> list[RankLocation]:
+    ordered = sorted(locations, key=lambda location: location.rank)
+    for one, other in pairwise(ordered):
+        if one.rank == other.rank:
             raise ValueError(
-                f"rank {location.rank} is reported twice, by host {other.host} (local rank {other.local_rank}) and host "
-                f"{location.host} (local rank {location.local_rank}): give every process its own RANK, as torchrun does"
+                f"rank {one.rank} is reported twice, by host {one.host} (local rank {one.local_rank}) and host "
+                f"{other.host} (local rank {other.local_rank}): give every process its own RANK, as torchrun does"
             )
-        by_rank[location.rank] = location
-    # Here the ranks are distinct, so some rank in 0..len - 1 is missing exactly if some location is outside that range.
-    missing = next((rank for rank in range(len(locations)) if rank not in by_rank), None)
-    if missing is not None:
-        last = by_rank[max(by_rank)]
-        raise ValueError(
-            f"rank {missing} is missing: {len(locations)} ranks report, the last of them rank {last.rank} on host "
-            f"{last.host}, and they must be 0, 1, 2, ... without a gap, as one torchrun numbers them"
-        )
-    dims.validate(len(locations))
-    return [by_rank[rank] for rank in range(len(locations))]
+    for rank, location in enumerate(ordered):
+        if location.rank != rank:
+            raise ValueError(
+                f"rank {rank} is missing: {len(ordered)} ranks report, the last of them {ordered[-1]}, and they must be"
+                " 0, 1, 2, ... without a gap, as one torchrun numbers them"
+            )
+    dims.validate(len(ordered))
+    return ordered
 
 
 def _gpu_at(location: RankLocation, index: int) -> str:
-    """The index-th visible GPU of a location, after checking that it sees as many as it must."""
-    who = f"rank {location.rank} on host {location.host}"
+    """Return the index-th visible GPU of a location, after checking that it sees as many as it must."""
     if location.visible == ():
         raise ValueError(
-            f"{who} has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it, or list the GPUs of this host's ranks"
+            f"{location} has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it, or list the GPUs of this host's ranks"
         )
     shown = "unset" if location.visible is None else f"'{','.join(location.visible)}'"
     counts = [location.gpu_count, None if location.visible is None else len(location.visible)]
     count = min((known for known in counts if known is not None), default=None)
-    if count is not None and location.engine_offset and count < 2 * location.engine_offset:
+    sees = f"sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown})"
+    needed = 2 * location.engine_offset
+    if count is not None and count < needed:
         raise ValueError(
-            f"{who} sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}), but parallel.colocate = false needs "
-            f"{2 * location.engine_offset}, two for each of its torchrun's {location.engine_offset} ranks: make all of them "
-            "visible to every rank, without a wrapper that gives each rank its own, or set it to shared"
+            f"{location} {sees}, but parallel.colocate = false needs {needed}, two for each of its torchrun's"
+            f" {location.engine_offset} ranks: make all of them visible to every rank, without a wrapper that gives each"
+            " rank its own, or set it to true"
         )
     if count is not None and index >= count:
         raise ValueError(
-            f"{who} has local rank {location.local_rank} but sees {count} GPUs (CUDA_VISIBLE_DEVICES {shown}): make "
-            "one GPU visible for each rank of the host, or start fewer ranks with --nproc-per-node"
+            f"{location} has local rank {location.local_rank} but {sees}: make one GPU visible for each rank of the host,"
+            " or start fewer ranks with --nproc-per-node"
         )
     return str(index) if location.visible is None else location.visible[index]
 
 
 def _check_gpus(locations: Sequence[RankLocation]) -> None:
     """Raise ValueError where two ranks of a host, or a rank and another's engine rank, would use one GPU."""
-    gpus = [gpu_of(location) for location in locations]
     first_on_host: dict[str, RankLocation] = {}
     owner: dict[tuple[str, str], RankLocation] = {}
-    for location, gpu in zip(locations, gpus, strict=True):
-        first = first_on_host.setdefault(location.host, location)
-        if _kind(gpu) != _kind(gpus[first.rank]):
+    for location in locations:
+        gpu, first = gpu_of(location), first_on_host.setdefault(location.host, location)
+        if _kind(gpu) != _kind(gpu_of(first)):
             raise ValueError(
-                f"rank {first.rank} uses GPU {gpus[first.rank]} and rank {location.rank} uses GPU {gpu} of host "
+                f"rank {first.rank} uses GPU {gpu_of(first)} and rank {location.rank} uses GPU {gpu} of host "
                 f"{location.host}, which may be the same one: set CUDA_VISIBLE_DEVICES in one form, all indices or all "
                 "UUIDs, for every rank of a host"
             )
@@ -208,28 +215,16 @@ def _check_gpus(locations: Sequence[RankLocation]) -> None:
             )
     for location in locations:
         gpu = engine_gpu_of(location)
-        taken = owner.setdefault((location.host, gpu), location)
-        if taken is not location:
+        other = owner.setdefault((location.host, gpu), location)
+        if other is not location:
             raise ValueError(
-                f"rank {taken.rank} and rank {location.rank}'s engine both use GPU {gpu} of host {location.host}, though "
+                f"rank {other.rank} and rank {location.rank}'s engine both use GPU {gpu} of host {location.host}, though "
                 "parallel.colocate = false: give each torchrun of a host a CUDA_VISIBLE_DEVICES of its own GPUs"
             )
 
 
-def _place_engine(
-    dims: ParallelDims, dp: int, locations: Sequence[RankLocation], gpus: Sequence[str] | None
-) -> EnginePlacement:
-    ranks = dims.engine_ranks(dp)
-    _check_hosts(dims, dp, locations)
-    nodes = []
-    for node_rank, (host, group) in enumerate(groupby(ranks, key=lambda rank: locations[rank].host)):
-        own = tuple(group)
-        nodes.append(EngineNode(node_rank, host, own, None if gpus is None else tuple(gpus[rank] for rank in own)))
-    return EnginePlacement(dp, tuple(nodes))
-
-
 def _check_hosts(dims: ParallelDims, dp: int, locations: Sequence[RankLocation]) -> None:
-    """SGLang gives node n the n-th equal share of the engine order; refuse what differs.
+    """Raise ValueError unless node n has the n-th equal share of the engine order, which is what SGLang gives it.
 
     Its rule (tp_per_node = tp // max(nnodes // pp, 1), pp_per_node = max(pp // nnodes, 1)) does that only where one
     of pp and nnodes divides the other; elsewhere it leaves ranks unplaced or places them twice.
@@ -247,25 +242,24 @@ def _check_hosts(dims: ParallelDims, dp: int, locations: Sequence[RankLocation])
     nnodes = len(share)
     if dims.pp % nnodes != 0 and nnodes % dims.pp != 0:
         raise ValueError(
-            f"{engine} spans {nnodes} hosts, from rank {ranks[0]} on host {locations[ranks[0]].host}, and SGLang cannot "
-            f"split {dims.pp} stages over {nnodes} hosts: choose parallel.pp so that one of the two numbers divides "
-            "the other"
+            f"{engine} spans {nnodes} hosts, from {locations[ranks[0]]}, and SGLang cannot split {dims.pp} stages over "
+            f"{nnodes} hosts: choose parallel.pp so that one of the two numbers divides the other"
         )
     broken = _first_return(ranks, locations)
     if broken is None:
         return
     back, before = broken
-    told = (
+    problem = (
         f"{engine} is not contiguous by host in SGLang's order (pp, then tp): rank {back} is on host "
-        f"{locations[back].host} again after rank {before} on host {locations[before].host}"
+        f"{locations[back].host} again after {locations[before]}"
     )
     if _first_return(sorted(ranks), locations) is None:
-        raise ValueError(f'{told}: set parallel.rank_order = "dp,pp,tp"')
-    raise ValueError(f"{told}, and its hosts are not adjacent: number the ranks host by host, as torchrun does")
+        raise ValueError(f'{problem}: set parallel.rank_order = "dp,pp,tp"')
+    raise ValueError(f"{problem}, and its hosts are not adjacent: number the ranks host by host, as torchrun does")
 
 
 def _first_return(ranks: Sequence[int], locations: Sequence[RankLocation]) -> tuple[int, int] | None:
-    """The first rank whose host had ranks before the previous rank's host, with that previous rank."""
+    """Return the first rank whose host had ranks before the previous rank's host, with that previous rank."""
     left: set[str] = set()
     for before, rank in pairwise(ranks):
         if locations[rank].host != locations[before].host:

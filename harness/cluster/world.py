@@ -1,4 +1,4 @@
-"""Ranks, hosts and process groups: a clean start, a clean end, and the environment that a child may see."""
+"""Ranks, hosts and the default process group: start, end, and the environment that a child process may see."""
 
 import os
 import socket
@@ -18,8 +18,8 @@ from harness.cluster.network import ADDRESS_VARIABLES, HostAddress
 from harness.cluster.placement import RankLocation, parse_visible
 from harness.runtime import redact
 
-# What torchrun sets for its workers. An engine that inherits it takes itself for one of them: with
-# TORCHELASTIC_USE_AGENT_STORE its rank 0 becomes a client of a store that nobody serves.
+# What torchrun sets for its workers. An engine that inherits it acts as one of them: with
+# TORCHELASTIC_USE_AGENT_STORE its rank 0 becomes a client of a store that no process serves.
 TORCHRUN_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -29,13 +29,13 @@ TORCHRUN_PREFIX = "TORCHELASTIC_"
 # Variables that change how torch, NCCL, CUDA or SGLang behave: ranks must agree on them.
 BEHAVIOUR_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "SGL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_")
 # These differ between ranks by design: placement and the choice of a network handle them.
-RANK_OWN_VARIABLES = (
+RANK_OWN_VARIABLES = {
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
     "NCCL_HOSTID",
     *ADDRESS_VARIABLES,
-)
+}
 
 
 class WorldError(ValueError):
@@ -53,9 +53,9 @@ class World:
     """Identity of the host: hostname, boot id and network namespace."""
     device: torch.device
     locations: tuple[RankLocation, ...]
-    """What every rank said of itself, by rank."""
+    """Every rank's location, by rank."""
     addresses: Mapping[str, HostAddress] = field(default_factory=dict)
-    """How the others reach each host, by host."""
+    """How the other hosts reach each host, by host."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class World:
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """What kind of device trainer and engine run on."""
+        """The kind of device that trainer and engine run on."""
         return "cpu" if self.device.type == "cpu" else "cuda"
 
     @property
@@ -75,7 +75,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What torchrun told this process."""
+    """What torchrun sets for this process."""
 
     rank: int
     world_size: int
@@ -85,30 +85,24 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Launch":
-        """Raises WorldError when this process was not started by torchrun."""
-        try:
-            return cls(
-                rank=int(environment["RANK"]),
-                world_size=int(environment["WORLD_SIZE"]),
-                local_rank=int(environment["LOCAL_RANK"]),
-                local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
-            )
-        except KeyError as missing:
+        """Read torchrun's variables. Raise WorldError when this process was not started by torchrun."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        missing = [name for name in names if name not in environment]
+        if missing:
             raise WorldError(
-                f"{missing.args[0]} is not in the environment; start this with"
+                f"{missing[0]} is not in the environment; start this with"
                 " torchrun --nnodes=1 --nproc-per-node=2 SCRIPT [ARGUMENTS]."
-            ) from None
+            )
+        try:
+            return cls(**{name.lower(): int(environment[name]) for name in names})
         except ValueError as error:
-            raise WorldError(
-                "RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers, as torchrun sets them:"
-                f" {error}."
-            ) from None
+            raise WorldError(f"{', '.join(names)} must be whole numbers, as torchrun sets them: {error}.") from None
 
 
 def host_identity() -> str:
-    """(hostname, boot id, network namespace): two containers or namespaces of one machine are two hosts.
+    """Return hostname, boot id and network namespace: two containers or namespaces of one machine are two hosts.
 
-    HARNESS_HOST replaces the hostname: launch/hosts.py tells its hosts apart with it where it cannot make namespaces.
+    HARNESS_HOST replaces the hostname: hosts that launch/hosts.py emulates without namespaces differ in it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{os.environ.get('HARNESS_HOST') or socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/net')}"
@@ -131,9 +125,9 @@ def own_location(on_cpu: bool, colocate: bool = True) -> RankLocation:
 
 
 def choose_device(wanted: str, launch: Launch, colocate: bool = True) -> torch.device:
-    """The device of this rank's trainer for engine.device = wanted.
+    """Choose the device of this rank's trainer for engine.device = wanted.
 
-    colocate: engine ranks share their trainer rank's GPU. Raises WorldError where there are not the GPUs that this asks for.
+    colocate: see own_location. Raise WorldError where too few GPUs are visible.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         if not colocate:
@@ -165,7 +159,7 @@ def open_world(
     """Open the default process group (gloo, and NCCL beside it on CUDA); destroy it at the end.
 
     colocate: see own_location. interface: see network.choose. With several hosts, the variables that make gloo, NCCL and SGLang
-    use the chosen interfaces are set in this process's environment. Raises NetworkError where an interface does not fit,
+    use the chosen interfaces are set in this process's environment. Raise NetworkError where an interface does not fit,
     TimeoutError where ranks do not come.
     """
     backend = "gloo"
@@ -196,7 +190,7 @@ def open_world(
 
 
 def hard_exit(code: int) -> NoReturn:
-    """End this rank now, without Python's teardown.
+    """End this process now, without Python's teardown.
 
     A thread of torch or gloo that wants the interpreter's lock while Python 3.11 shuts down aborts the process ("terminate
     called without an active exception"): a rank that had passed then failed, twice in some hundred ends of test ranks.
@@ -207,17 +201,17 @@ def hard_exit(code: int) -> NoReturn:
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's picklable value, by rank of the group."""
+    """Return every rank's picklable value, by rank of the group."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[str]:
-    """Compare the config and the behaviour-changing environment of all ranks; the same answer on every rank.
+    """Compare the config and the behaviour-changing environment of all ranks; the same result on every rank.
 
-    Returns one sentence for each variable that differs, naming its values by rank. Raises WorldError when the
-    configs differ: those ranks would run different programs.
+    Return one sentence for each variable that differs, with its values by rank. Raise WorldError when the configs
+    differ: those ranks would run different programs.
     """
     mine = {name: value for name, value in behaviour(environment).items() if name not in RANK_OWN_VARIABLES}
     digests, environments = zip(*all_gather((config_digest, mine)), strict=True)
@@ -232,7 +226,7 @@ def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[
 
 
 def behaviour(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change how torch, NCCL, CUDA or SGLang behave, secrets redacted: they are printed and written."""
+    """Return the variables that change how torch, NCCL, CUDA or SGLang behave, secrets redacted."""
     return redact.variables(
         {name: environment[name] for name in sorted(environment) if name.startswith(BEHAVIOUR_PREFIXES)}
     )
@@ -252,9 +246,9 @@ def by_rank(values: Sequence[object]) -> str:
 
 @contextmanager
 def child_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """While open, os.environ is what an engine may see: without torchrun's variables, with `changes` (None removes).
+    """Make os.environ what an engine may see: without torchrun's variables, with `changes` (None removes).
 
-    On leaving, os.environ is exactly as before, also where the engine changed it.
+    Afterwards os.environ is exactly as before, also where the engine changed it.
     """
     before = dict(os.environ)
     torchrun = [name for name in before if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIX)]

@@ -42,7 +42,7 @@ def visible_by_host(kind: str) -> tuple[str | None, ...]:
     return {"unset": (), "orders": tuple(orders), "uuids": tuple(uuids), "mixed": tuple(mixed)}[kind]
 
 
-def seats_of(plan: PlacementPlan, visible: tuple[str | None, ...]) -> list[RankLocation]:
+def locations_of(plan: PlacementPlan, visible: tuple[str | None, ...]) -> list[RankLocation]:
     """What the ranks would report of themselves, in no order."""
     locations = [
         RankLocation(
@@ -83,7 +83,7 @@ def _same_but(one: object, other: object, axis: str) -> bool:
 def test_the_placement_is_the_plan_s(dims: ParallelDims, kind: str) -> None:
     visible = visible_by_host(kind)
     plan = plan_placement(dims, NNODES, PER_HOST, "cuda", 30000, visible)
-    locations = seats_of(plan, visible)
+    locations = locations_of(plan, visible)
     for placement, engine in zip(place(dims, locations, "cuda"), plan.engines, strict=True):
         assert placement.dp == engine.dp
         assert [(n.node_rank, n.host, n.ranks, n.builder, n.base_gpu_id) for n in placement.nodes] == [

@@ -24,7 +24,7 @@ sizes = st.integers(1, 4)
 all_dims = st.builds(ParallelDims, dp=sizes, tp=sizes, pp=sizes, rank_order=st.sampled_from(RANK_ORDERS))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(all_dims)
 def test_coordinates_and_rank_of_are_inverse(dims: ParallelDims) -> None:
     everywhere = [dims.coordinates(rank) for rank in range(dims.world_size)]
@@ -32,7 +32,7 @@ def test_coordinates_and_rank_of_are_inverse(dims: ParallelDims) -> None:
     assert len(set(everywhere)) == dims.world_size
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(all_dims)
 def test_every_rank_is_in_exactly_one_engine(dims: ParallelDims) -> None:
     engines = [dims.engine_ranks(dp) for dp in range(dims.dp)]
@@ -45,7 +45,7 @@ def test_every_rank_is_in_exactly_one_engine(dims: ParallelDims) -> None:
             assert dims.engine_rank(rank) == position
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(all_dims)
 def test_rank_orders_are_the_documented_formulas(dims: ParallelDims) -> None:
     for rank in range(dims.world_size):

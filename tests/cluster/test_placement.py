@@ -24,7 +24,7 @@ UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(
 MIG = "MIG-12345678-1111-2222-3333-444444444444"
 
 
-def seats_of(per_host: int, visible: list[tuple[str, ...] | None]) -> list[RankLocation]:
+def locations_of(per_host: int, visible: list[tuple[str, ...] | None]) -> list[RankLocation]:
     """Ranks numbered host by host, as torchrun does."""
     return [
         RankLocation(host * per_host + local_rank, f"h{host}", local_rank, shown)
@@ -33,7 +33,7 @@ def seats_of(per_host: int, visible: list[tuple[str, ...] | None]) -> list[RankL
     ]
 
 
-def sglang_seats(nnodes: int, tp: int, pp: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def sglang_locations(nnodes: int, tp: int, pp: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """(tp, pp) -> the (node_rank, gpu_id) at which SGLang starts that scheduler, each node counted by itself.
 
     Restated from sglang 0.5.20, entrypoints/engine.py, _calculate_rank_ranges and the loop that starts schedulers.
@@ -52,7 +52,7 @@ def sglang_seats(nnodes: int, tp: int, pp: int) -> dict[tuple[int, int], list[tu
 
 def sglang_covers(nnodes: int, tp: int, pp: int) -> bool:
     """Whether SGLang's arithmetic starts every scheduler exactly once, and no other."""
-    locations = sglang_seats(nnodes, tp, pp)
+    locations = sglang_locations(nnodes, tp, pp)
     return len(locations) == tp * pp and all(len(found) == 1 for found in locations.values())
 
 
@@ -72,10 +72,10 @@ def worlds(draw: st.DrawFn) -> tuple[ParallelDims, list[RankLocation]]:
         shown = tuple(draw(st.permutations(names[: per_host + 2])))
         # A list of one GPU would give every rank of the host that GPU, so it must be the only rank.
         visible.append(draw(st.sampled_from([None, shown, shown[:per_host]])))
-    return dims, seats_of(per_host, visible)
+    return dims, locations_of(per_host, visible)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(worlds())
 def test_every_rank_is_on_one_node_in_engine_order(world: tuple[ParallelDims, list[RankLocation]]) -> None:
     dims, locations = world
@@ -91,7 +91,7 @@ def test_every_rank_is_on_one_node_in_engine_order(world: tuple[ParallelDims, li
             assert node.base_gpu_id == 0
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(worlds())
 def test_visible_devices_are_the_trainers_gpus(world: tuple[ParallelDims, list[RankLocation]]) -> None:
     dims, locations = world
@@ -103,12 +103,12 @@ def test_visible_devices_are_the_trainers_gpus(world: tuple[ParallelDims, list[R
     assert len(used) == len(set(used)) == dims.world_size
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(worlds())
 def test_sglang_agrees_on_the_gpu_of_every_tp_and_pp(world: tuple[ParallelDims, list[RankLocation]]) -> None:
     dims, locations = world
     for placement in place(dims, locations, "cuda"):
-        theirs = sglang_seats(placement.nnodes, dims.tp, dims.pp)
+        theirs = sglang_locations(placement.nnodes, dims.tp, dims.pp)
         for rank in dims.engine_ranks(placement.dp):
             at = dims.coordinates(rank)
             [(node_rank, gpu_id)] = theirs[at.tp, at.pp]
@@ -118,7 +118,7 @@ def test_sglang_agrees_on_the_gpu_of_every_tp_and_pp(world: tuple[ParallelDims, 
             assert node.visible_devices[node.base_gpu_id + gpu_id] == gpu_of(locations[rank])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(worlds(), st.randoms(use_true_random=False))
 def test_permuting_visible_permutes_gpus(world: tuple[ParallelDims, list[RankLocation]], rng: random.Random) -> None:
     dims, locations = world
@@ -138,9 +138,9 @@ def test_permuting_visible_permutes_gpus(world: tuple[ParallelDims, list[RankLoc
         assert after == replace(before, visible_devices=renamed)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(worlds(), st.randoms(use_true_random=False))
-def test_form_of_lists_and_order_of_seats_do_not_matter(
+def test_form_of_lists_and_order_of_locations_do_not_matter(
     world: tuple[ParallelDims, list[RankLocation]], rng: random.Random
 ) -> None:
     dims, locations = world
@@ -148,7 +148,7 @@ def test_form_of_lists_and_order_of_seats_do_not_matter(
     assert place(dims, rng.sample(each_its_own, len(locations)), "cuda") == place(dims, locations, "cuda")
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(worlds())
 def test_cpu_is_placed_alike_but_without_gpus(world: tuple[ParallelDims, list[RankLocation]]) -> None:
     dims, locations = world
@@ -163,7 +163,7 @@ def test_exactly_the_shapes_that_sglang_covers_are_accepted() -> None:
         for pp in range(1, 9):
             dims = ParallelDims(dp=1, tp=tp, pp=pp, rank_order="dp,pp,tp")
             for nnodes in (n for n in range(1, tp * pp + 1) if tp * pp % n == 0):
-                locations = seats_of(tp * pp // nnodes, [None] * nnodes)
+                locations = locations_of(tp * pp // nnodes, [None] * nnodes)
                 covered = sglang_covers(nnodes, tp, pp)
                 verdicts.add(covered)
                 if covered:
@@ -251,13 +251,13 @@ def test_gpu_of_refuses(location: RankLocation, message: str) -> None:
 
 def test_the_second_tp_group_of_a_host_has_its_own_gpus() -> None:
     """All ranks see 0,1,2,3; the rule of verl#915 put both groups on GPUs 0 and 1."""
-    placements = place(ParallelDims(dp=2, tp=2, pp=1), seats_of(4, [("0", "1", "2", "3")]), "cuda")
+    placements = place(ParallelDims(dp=2, tp=2, pp=1), locations_of(4, [("0", "1", "2", "3")]), "cuda")
     assert [node.visible_devices for node in _nodes(placements)] == [("0", "1"), ("2", "3")]
 
 
 def test_one_tp_group_over_two_hosts_counts_hosts_not_gpus() -> None:
     """Lists 0,1 and 2,3 of two hosts have a union of four GPUs, which the same rule took for one node."""
-    [engine] = place(ParallelDims(dp=1, tp=4, pp=1), seats_of(2, [("0", "1"), ("2", "3")]), "cuda")
+    [engine] = place(ParallelDims(dp=1, tp=4, pp=1), locations_of(2, [("0", "1"), ("2", "3")]), "cuda")
     assert [(node.host, node.ranks, node.visible_devices) for node in engine.nodes] == [
         ("h0", (0, 1), ("0", "1")),
         ("h1", (2, 3), ("2", "3")),
@@ -265,12 +265,12 @@ def test_one_tp_group_over_two_hosts_counts_hosts_not_gpus() -> None:
 
 
 def test_indices_are_not_sorted_as_strings() -> None:
-    [engine] = place(ParallelDims(dp=1, tp=12, pp=1), seats_of(12, [None]), "cuda")
+    [engine] = place(ParallelDims(dp=1, tp=12, pp=1), locations_of(12, [None]), "cuda")
     assert engine.nodes[0].visible_devices == tuple(str(index) for index in range(12))
 
 
 def test_pp_in_the_default_rank_order_reorders_the_list() -> None:
-    [engine] = place(ParallelDims(dp=1, tp=2, pp=2), seats_of(4, [("3", "1", "2", "0")]), "cuda")
+    [engine] = place(ParallelDims(dp=1, tp=2, pp=2), locations_of(4, [("3", "1", "2", "0")]), "cuda")
     assert (engine.nodes[0].ranks, engine.nodes[0].visible_devices) == ((0, 2, 1, 3), ("3", "2", "1", "0"))
 
 
@@ -298,11 +298,11 @@ def test_undecidable_or_shared_gpus_are_refused(lists: list[str | None], message
 
 def test_the_raw_repeated_list_is_refused_too() -> None:
     with pytest.raises(ValueError, match="rank 0 and rank 2 .* both use GPU 0 of host h0"):
-        place(ParallelDims(dp=1, tp=4, pp=1), seats_of(4, [("0", "1", "0", "1")]), "cuda")
+        place(ParallelDims(dp=1, tp=4, pp=1), locations_of(4, [("0", "1", "0", "1")]), "cuda")
 
 
 def test_the_same_indices_on_two_hosts_are_different_gpus() -> None:
-    [engine] = place(ParallelDims(dp=1, tp=4, pp=1), seats_of(2, [("0", "1"), ("0", "1")]), "cuda")
+    [engine] = place(ParallelDims(dp=1, tp=4, pp=1), locations_of(2, [("0", "1"), ("0", "1")]), "cuda")
     assert [node.visible_devices for node in engine.nodes] == [("0", "1"), ("0", "1")]
 
 
@@ -311,14 +311,14 @@ def test_unequal_shares_are_refused() -> None:
         r"engine 0 \(ranks 0 to 3, .* has 3 ranks on host h0 but 1 on host h1 \(rank 3\): SGLang needs equal shares"
     )
     with pytest.raises(ValueError, match=message):
-        place(ParallelDims(dp=3, tp=4, pp=1), seats_of(3, [None] * 4), "cuda")
+        place(ParallelDims(dp=3, tp=4, pp=1), locations_of(3, [None] * 4), "cuda")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_rank_order_that_interleaves_hosts_is_refused_with_the_one_that_works(
     device: Literal["cpu", "cuda"],
 ) -> None:
-    locations = seats_of(2, [None, None])
+    locations = locations_of(2, [None, None])
     message = r'rank 1 is on host h0 again after rank 2 on host h1: set parallel.rank_order = "dp,pp,tp"$'
     with pytest.raises(ValueError, match=message):
         place(ParallelDims(dp=1, tp=2, pp=2), locations, device)
@@ -357,7 +357,7 @@ def test_missing_and_repeated_ranks_are_refused(ranks: list[int], message: str) 
         place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda")
 
 
-def test_the_very_same_seat_twice_is_refused() -> None:
+def test_the_very_same_location_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 0 is reported twice"):
         place(ParallelDims(dp=1, tp=2, pp=1), [RankLocation(0, "h", 0, None)] * 2, "cpu")
 

@@ -36,7 +36,7 @@ sys.stdin.read()
 """
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1024, 65000), st.integers(0, 10), st.integers(1024, 65000), st.integers(0, 10))
 def test_blocks_are_the_same_or_disjoint(base: int, index: int, other_base: int, other_index: int) -> None:
     ours, theirs = planned_ports(base, index), planned_ports(other_base, other_index)
@@ -44,7 +44,7 @@ def test_blocks_are_the_same_or_disjoint(base: int, index: int, other_base: int,
     assert base + index * PORTS_PER_ENGINE <= ours.port < base + (index + 1) * PORTS_PER_ENGINE
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1024, 65535), st.integers(0, 2000))
 def test_every_port_of_a_block_is_a_port(base: int, index: int) -> None:
     try:
@@ -65,7 +65,7 @@ def test_the_default_base_port_is_the_first_port() -> None:
 
 @pytest.mark.parametrize("base_port", [-1, 0, 80, 1023, 65536])
 def test_impossible_base_ports_are_refused(base_port: int) -> None:
-    with pytest.raises(ValueError, match=rf"^engine\.base_port = {base_port} .* must be 1024 to 65535$"):
+    with pytest.raises(ValueError, match=rf"^engine\.base_port must be 1024 to 65535, got {base_port}$"):
         planned_ports(base_port, 0)
 
 

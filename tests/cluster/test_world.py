@@ -110,7 +110,7 @@ def _open(rank: int, ranks: int) -> tuple[int, str, tuple[str, ...], list[int], 
     return answer
 
 
-def test_open_world_gathers_seats_and_closes_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_world_gathers_locations_and_closes_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

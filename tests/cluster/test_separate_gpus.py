@@ -28,7 +28,7 @@ def worlds(draw: st.DrawFn) -> tuple[ParallelDims, list[RankLocation]]:
     return ParallelDims(dp=engines * hosts, tp=tp, pp=1), locations
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(worlds())
 def test_every_trainer_and_engine_rank_has_a_gpu_of_its_own(world: tuple[ParallelDims, list[RankLocation]]) -> None:
     dims, locations = world
@@ -44,7 +44,7 @@ def test_every_trainer_and_engine_rank_has_a_gpu_of_its_own(world: tuple[Paralle
             assert visible.index(gpu) == visible.index(gpu_of(locations[rank])) + locations[rank].engine_offset
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(worlds())
 def test_ranks_and_nodes_are_those_of_shared_gpus(world: tuple[ParallelDims, list[RankLocation]]) -> None:
     dims, locations = world
@@ -65,7 +65,7 @@ def test_ranks_and_nodes_are_those_of_shared_gpus(world: tuple[ParallelDims, lis
             r"rank 1 on host h sees 3 GPUs \(CUDA_VISIBLE_DEVICES '4,5,6'\), but parallel.colocate = false needs 4,"
             " two for each of its torchrun's 2 ranks: make all of them visible to every rank, without a wrapper",
         ),
-        ("7", None, "sees 1 GPUs .* without a wrapper that gives each rank its own, or set it to shared"),
+        ("7", None, "sees 1 GPUs .* without a wrapper that gives each rank its own, or set it to true"),
         (None, 2, r"sees 2 GPUs \(CUDA_VISIBLE_DEVICES unset\), but"),
         ("", None, "hides every GPU"),
     ],
