@@ -13,7 +13,7 @@ import torch
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.world import World, all_gather
 from harness.config.schema import Config
-from harness.rollout.memory import MemoryStages
+from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.responses import read_responses
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog

@@ -36,7 +36,7 @@ from harness.cluster.world import (
 from harness.config.layers import ConfigError, digest
 from harness.config.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
 from harness.config.schema import Config
-from harness.rollout.cpu.activate import activate
+from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error, say
 from harness.runtime.events import Console, EventLog
 from harness.runtime.memory_gauge import Gauge
@@ -208,8 +208,7 @@ def _agree_with_engine(config: Config, device: torch.device) -> None:
         return
     from harness.rollout import sglang_api
 
-    rules = sglang_api.engine_environment_rules(sglang_api.probe())
-    os.environ.update(sglang_api.common_environment(rules, config.engine.args, os.environ))
+    os.environ.update(sglang_api.common_environment(sglang_api.probe(), config.engine.args, os.environ))
 
 
 def _run_folder(config: Config) -> Path | None:

@@ -27,8 +27,8 @@ from harness.config.run_folder import write_config
 from harness.config.schema import Config, TransportName
 from harness.ppo import Ppo
 from harness.rollout import sglang_api
-from harness.rollout.cpu.activate import require_absorbed_mla
-from harness.rollout.memory import MemoryStages, gpu_free_bytes
+from harness.rollout.cpu_mode import require_absorbed_mla
+from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.background import in_background

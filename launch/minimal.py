@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of the engine, and of the actor's forward pass
 # For SGLang's CPU mode: stand-ins for sgl_kernel and torchvision, which PyPI has for CUDA only, and a plugin for MLA.
-STAND_INS = os.environ.get("SGLANG_CPU_STAND_INS", Path(__file__).parents[1] / "harness/rollout/cpu/standins")
+STAND_INS = os.environ.get("SGLANG_CPU_STAND_INS", Path(__file__).parents[1] / "harness/runtime/standins")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 
-from harness.rollout.cpu.activate import activate
+from harness.runtime.cpu_standins import activate
 
 # The published torchvision does not import beside a CPU torch, and transformers imports it. Not a fixture: test modules
 # import transformers while they are collected.

@@ -41,7 +41,7 @@ TOOLS = {
     "watchdog": {"diagnose"},
 }
 """Tools -> the other tools that each may import; the reference is open to all."""
-ONLY_THESE_IMPORT_SGLANG = ("harness/rollout/sglang_api", "harness/rollout/cpu/standins/harness_sglang_cpu.py")
+ONLY_THESE_IMPORT_SGLANG = ("harness/rollout/sglang_api", "harness/runtime/standins/harness_sglang_cpu.py")
 LIGHT = (
     "harness.config.cli",
     "harness.cluster.placement",

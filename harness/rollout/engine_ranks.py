@@ -1,37 +1,95 @@
-"""Where the ranks of one engine sit: which of them share a host, and which of those builds the engine there."""
+"""The ranks of one engine: who calls it, in which order its schedulers know them, and on which hosts they are."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, cast
+from typing import Literal, Self, TypeVar, cast
 
-import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EngineNode, RankLocation, place
 from harness.cluster.world import all_gather, own_location
-from harness.rollout.group import Group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The ranks of one engine, and what they say to each other."""
+
+    process_group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    """World ranks in engine order: pp major, then tp."""
+    rank: int
+    """This process's world rank."""
+    tp: int
+    pp: int
+
+    @property
+    def head(self) -> int:
+        """The rank that calls the engine."""
+        return self.ranks[0]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Self:
+        """Return the group of a mesh: 1-D over tp, or 2-D over (tp, pp). Raises ValueError for other axes."""
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"device_mesh_cpu must have the axis tp, or the axes tp and pp, got {mesh.mesh_dim_names}."
+            )
+        table = mesh.mesh.view(mesh.size(0), -1)
+        ranks = tuple(table.T.flatten().tolist())
+        return cls(
+            # A group of its own, even where the mesh is the whole world: trainer threads use the default group while
+            # the engine starts, and two threads must not share one.
+            process_group=dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True),
+            ranks=ranks,
+            rank=dist.get_rank(),
+            tp=table.shape[0],
+            pp=table.shape[1],
+        )
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.process_group)
+
+    def broadcast(self, value: T) -> T:
+        """Return the head's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, self.head, self.process_group)
+        return box[0]
+
+    def all_gather(self, value: T) -> dict[int, T]:
+        """Return every rank's value by world rank, lowest first."""
+        return dict(zip(sorted(self.ranks), all_gather(value, self.process_group), strict=True))
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value in engine order on the head; an empty list elsewhere."""
+        received: list[T | None] | None = [None] * len(self.ranks) if self.rank == self.head else None
+        dist.gather_object(value, received, self.head, self.process_group)
+        if received is None:
+            return []
+        by_rank = dict(zip(sorted(self.ranks), received, strict=True))
+        return [cast(T, by_rank[rank]) for rank in self.ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRanks:
-    """The group's locations, and this rank's node."""
+    """The locations of a group's ranks, and which of them is this host's part of the engine."""
 
     locations: dict[int, RankLocation]
     """By world rank."""
     node: EngineNode
-    """In world ranks."""
+    """This host's, in world ranks."""
     nnodes: int
 
     @classmethod
     def of(cls, group: Group, device: Literal["cpu", "cuda"], colocate: bool, nnodes: int | None) -> Self:
-        """nnodes: what the caller expects, None for any. A collective call of the group.
+        """Ask every rank where it is; a collective call of the group. nnodes: what the caller expects, None for any.
 
         Raises ValueError for a placement that cannot work, and for another number of hosts than expected.
         """
-        own = own_location(device == "cpu", colocate)
-        locations: dict[int, RankLocation] = {
-            location.rank: location for location in all_gather(own, group.process_group)
-        }
+        locations = group.all_gather(own_location(device == "cpu", colocate))
         # Numbered as a mesh of one engine numbers them: tp major, then pp.
         order = [group.ranks[stage * group.tp + index] for index in range(group.tp) for stage in range(group.pp)]
         numbered = tuple(replace(locations[rank], rank=position) for position, rank in enumerate(order))
@@ -41,26 +99,5 @@ class EngineRanks:
                 f"nnodes = {nnodes}, but the {len(group.ranks)} ranks of this engine are on {placement.nnodes} hosts;"
                 f" pass nnodes = {placement.nnodes}, or leave it out."
             )
-        nodes = [
-            EngineNode(node.node_rank, node.host, tuple(order[rank] for rank in node.ranks), node.visible_devices)
-            for node in placement.nodes
-        ]
+        nodes = [replace(node, ranks=tuple(order[rank] for rank in node.ranks)) for node in placement.nodes]
         return cls(locations, next(node for node in nodes if group.rank in node.ranks), placement.nnodes)
-
-    def engine_device(self, device: Literal["cpu", "cuda"], rank: int) -> torch.device:
-        """Where this process, of world rank `rank`, finds the GPU that its engine rank runs on."""
-        if device == "cpu":
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device() + self.locations[rank].engine_offset)
-
-    def local_rank(self, rank: int) -> int:
-        """torchrun's local rank of a world rank of this group."""
-        return self.locations[rank].local_rank
-
-
-def engine_device(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
-    """The device argument, or CUDA where there is a GPU. Raises ValueError for another one."""
-    device = engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device = {device!r} is not served; it must be cpu or cuda.")
-    return cast(Literal["cpu", "cuda"], device)

@@ -8,98 +8,82 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from harness.cluster.world import all_gather
 from harness.rollout import sglang_api
-from harness.rollout.errors import EngineFailed, PeerGone, SchedulerFailed
-from harness.rollout.group import Group
+from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFailed
 from harness.runtime.background import in_background
+
+if TYPE_CHECKING:
+    from harness.rollout.verl_engine import VerlEngine
 
 T = TypeVar("T")
 
 LOADER = "harness.rollout.schedulers.run_in_scheduler"
 WATCH_SECONDS = 2.0
-"""A rank whose scheduler is gone waits so long: the rank that built the engine sees within half a second which process
-died, and its word must come first."""
-
-
-class EngineOfRanks(Protocol):
-    """What of a VerlEngine is used here, and in stages.py, which it uses in turn."""
-
-    group: Group
-    log: Path
-
-    @property
-    def is_head(self) -> bool: ...
-
-    @property
-    def inner(self) -> Any: ...
-
-    def send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None: ...
-
-    def on_head(self, call: Callable[[Any], T]) -> T: ...
+"""How long a rank whose scheduler is gone waits: the rank that built the engine sees within half a second which process
+died, and must report it first."""
 
 
 def call_schedulers(
-    engine: EngineOfRanks,
+    engine: "VerlEngine",
     function: str,
     message: str,
     meanwhile: Callable[[Callable[[], bool]], T],
     flush_cache: bool = False,
     carried: Sequence[torch.Tensor] = (),
 ) -> T:
-    """Run a function in every scheduler of the engine and `meanwhile(ended)` on every rank; return the value of the latter.
+    """Run a function in every scheduler of the engine and `meanwhile(ended)` on every rank; return what the latter returns.
 
-    function: its dotted path; it gets the model and [(message, tensor)], as a custom weight loader does. message: of the
-    head. carried: on the head, the tensors (on the CPU), one for each tp rank; every stage is given the same. ended() tells whether the engine's call is
-    over, so that nobody waits for a scheduler that will not come; SGLang's answer is that of the first stage alone.
+    function: its dotted path; it gets the model and [(message, tensor)], as a custom weight loader does. message: the
+    head's counts. carried: on the head, the tensor (on the CPU) for each tp rank; every stage is given the same.
+    ended() says whether the engine's call is over, so that no rank waits for a scheduler that will not come; SGLang's
+    answer is that of the first stage alone.
     A collective call of the engine's ranks. Raises the engine's failure, or what meanwhile raised, on every rank.
     """
-    group, head = engine.group.process_group, engine.group.head
+    group = engine.group
     flag = torch.zeros(1)
     call: Future[None] = Future()
     if engine.is_head:
         inner = engine.inner
         # By value, not as a handle: a handle of this rank's GPU or memory opens on no other host, and on the CPU once.
-        tensors = carried or [torch.zeros(1)] * engine.group.tp
+        tensors = carried or [torch.zeros(1)] * group.tp
         payloads = [[(f"{function} {message}", sglang_api.serialize_by_value(tensor))] for tensor in tensors]
         send = partial(engine.send, inner, payloads, LOADER, flush_cache)
         call = in_background(sglang_api.for_another_thread(inner, send), "engine-call")
         ended: Callable[[], bool] = call.done
     else:
-        signal = dist.broadcast(flag, head, group, async_op=True)
+        signal = dist.broadcast(flag, group.head, group.process_group, async_op=True)
         assert signal is not None
         ended = signal.is_completed
+    failure: Exception | None = None
     try:
         value = meanwhile(ended)
-        failure: Exception | None = None
     except SchedulerFailed as error:
         failure = error
     except PeerGone as error:
         time.sleep(WATCH_SECONDS)
         if not ended():
-            raise EngineFailed(f"the scheduler beside rank {engine.group.rank} is gone; see {engine.log}") from error
+            raise EngineFailed(f"the scheduler beside rank {group.rank} is gone; see {engine.log}") from error
         failure = error
     except Exception as error:
         if not ended():
-            raise  # this rank alone: the others are in their own meanwhile, and no collective can reach them
+            raise  # on this rank alone: the others are in their own meanwhile, and no collective can reach them
         failure = error
     if engine.is_head:
         call.exception()  # waits
-        dist.broadcast(flag, head, group)
+        dist.broadcast(flag, group.head, group.process_group)
     else:
         signal.wait()
     engine.on_head(lambda _: call.result())
-    failures = all_gather(str(failure) if failure else None, engine.group.process_group)
+    failures = group.all_gather(str(failure) if failure else None)
     if failure is not None:
         raise failure
-    for rank, other in zip(sorted(engine.group.ranks), failures, strict=True):
+    for rank, other in failures.items():
         if other:
             raise EngineFailed(f"on rank {rank}: {other}")
     return value
@@ -110,5 +94,5 @@ def run_in_scheduler(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor
     name, tensor = named_tensors[0]
     path, _, message = name.partition(" ")
     if not path.startswith("harness."):
-        raise ValueError(f"function {path} must be one of harness.*, given by call_schedulers.")
+        raise ValueError(f"function must be one of harness.*, got {path}.")
     resolve_name(path)(model, [(message, tensor)])

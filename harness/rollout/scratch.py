@@ -1,4 +1,4 @@
-"""A private folder for the temporary files of a run, or of one engine: SGLang makes its sockets there and removes none."""
+"""A private folder for the temporary files of a run, or of one engine: SGLang makes sockets there and removes none."""
 
 import multiprocessing
 import os
@@ -31,8 +31,7 @@ def enter(name: str) -> Path:
 
 
 def remove(name: str) -> None:
-    """Remove this user's folders of the run, in a process that has not entered one. Raises nothing: what cannot be removed
-    stays."""
+    """Remove this user's folders of the run, in a process that has not entered one; what cannot be removed stays."""
     for folder in Path(_base_of_run(name)).glob(f"{_prefix(name)}*"):
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
@@ -40,14 +39,14 @@ def remove(name: str) -> None:
 
 
 def remove_what_exit_would() -> None:
-    """Remove the folder in which multiprocessing has this process's sockets, for a process that leaves without Python's exit."""
+    """Remove multiprocessing's folder of sockets, for a process that leaves without Python's exit."""
     folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def shared() -> Path:
-    """Return the folder in which processes of one host find what others of them made: ranks, and schedulers of other ranks."""
+    """Return the folder in which ranks and schedulers of one host find each other's files."""
     return Path(os.environ.get(SHARED) or tempfile.gettempdir())
 
 

@@ -1,7 +1,7 @@
 """VerlEngine: the SPMD face of one SGLang engine. Every rank of its group makes the same call, with its own tensors.
 
-One rank of each host builds the sglang.Engine there; the first rank of the group (tp 0, pp 0) speaks to it and hands
-the answer to the others. The interface is that of the VerlEngine which sglang shipped from 0.4.3.post3 to 0.4.7.post1.
+One rank of each host builds the sglang.Engine there; the first rank of the group (tp 0, pp 0) calls it and broadcasts
+the answer. The interface is that of the VerlEngine which sglang shipped from 0.4.3.post3 to 0.4.7.post1.
 """
 
 import asyncio
@@ -14,29 +14,36 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.network import bracketed, own_address
 from harness.cluster.ports import PortLease
-from harness.cluster.world import all_gather, child_environment
+from harness.cluster.world import child_environment
 from harness.rollout import sglang_api
-from harness.rollout.cpu.activate import activate, cores_by_tp_rank, engine_environment
+from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
 from harness.rollout.defaults import Defaults, engine_defaults
-from harness.rollout.engine_log import EngineLog, described
-from harness.rollout.engine_ranks import EngineRanks, engine_device
-from harness.rollout.errors import EngineFailed
-from harness.rollout.group import Group
-from harness.rollout.processes import ChildWatch, output_to, started_processes
+from harness.rollout.engine_errors import EngineFailed
+from harness.rollout.engine_processes import (
+    TAKEN,
+    ChildWatch,
+    EngineLog,
+    OwnHandlers,
+    ignore_signal,
+    in_one_line,
+    output_to,
+    sigquit_raises,
+    started_processes,
+)
+from harness.rollout.engine_ranks import EngineRanks, Group
+from harness.rollout.pipeline_stages import await_stages, update_stages
 from harness.rollout.schedulers import LOADER
 from harness.rollout.scratch import engine_folder, remove_what_exit_would, temporary_files_in, variables
-from harness.rollout.signals import TAKEN, OwnHandlers, ignore_signal, sigquit_raises
-from harness.rollout.stage_payloads import await_stages, update_stages
+from harness.runtime.cpu_standins import activate
 from harness.runtime.processes import STOP_SECONDS, descendants, end_processes, is_resource_tracker
 
 T = TypeVar("T")
@@ -46,6 +53,8 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 class VerlEngine:
     """One SGLang engine, driven by all ranks of device_mesh_cpu in step."""
+
+    _every_rank_builds = False
 
     def __init__(
         self,
@@ -59,20 +68,19 @@ class VerlEngine:
         on_death: Callable[[str], None] | None = None,
         **engine_args: Any,
     ) -> None:
-        """Build the engine; returns on every rank when it serves.
+        """Build the engine; return on every rank when it serves.
 
-        nnodes: hosts of this group; None counts them. log_dir receives what the engine's processes print;
-        None: a new folder for temporary files, which a shutdown removes and a failure names.
-        defaults: whose, see defaults.py. colocate: whether an
-        engine rank runs on its trainer rank's GPU, or on a GPU of its own (see placement).
+        nnodes: hosts of this group; None counts them. log_dir: for what the engine's processes print; None makes a new
+        folder for temporary files, which shutdown removes and a failure names. defaults: see defaults.py. colocate:
+        whether an engine rank runs on its trainer rank's GPU, or on a GPU of its own (see cluster/placement.py).
         on_death(message) is called once, from a thread, when a process of the engine dies; by default this process
-        prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them; they go over the
-        harness's defaults, of which `dropped_defaults` are those that this sglang does not know.
-        Raises UnknownEngineArgument for one that it does not know, ValueError for a placement that cannot work, and
+        prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them; they override
+        the harness's defaults, of which `dropped_defaults` are those that this sglang does not have.
+        Raises UnknownEngineArgument for one that it does not have, ValueError for a placement that cannot work, and
         EngineFailed on every rank when the engine does not start.
         """
         self.api = sglang_api.probe()
-        self.device_type = engine_device(engine_args)
+        self.device_type = _device_type(engine_args)
         self._cpu = self.device_type == "cpu"
         if self._cpu:
             activate()
@@ -81,9 +89,12 @@ class VerlEngine:
         self.engine_args = dict(engine_args)
         self.has_memory_saver = not self._cpu and bool(engine_args.get("enable_memory_saver"))
         self.group = Group.of(device_mesh_cpu)
-        self._seating = EngineRanks.of(self.group, self.device_type, colocate, nnodes)
-        self.node, self.nnodes = self._seating.node, self._seating.nnodes
-        self.device = self._seating.engine_device(self.device_type, self.group.rank)
+        self._ranks = EngineRanks.of(self.group, self.device_type, colocate, nnodes)
+        self.node, self.nnodes = self._ranks.node, self._ranks.nnodes
+        self.device = torch.device("cpu")
+        if not self._cpu:  # the GPU, as this process sees it, that its engine rank runs on
+            offset = self._ranks.locations[self.group.rank].engine_offset
+            self.device = torch.device("cuda", torch.cuda.current_device() + offset)
         self._own_log_dir = Path(mkdtemp(prefix="harness-engine-")) if log_dir is None and self.is_builder else None
         self.log = (log_dir or self._own_log_dir or Path()) / f"engine-rank{self.node.builder}.log"
         self._engine: Any = None
@@ -94,12 +105,22 @@ class VerlEngine:
         self._handlers = OwnHandlers()
         self._scratch = engine_folder()
         self._log = EngineLog(self.log)
-        self._share_authkey()
+        # One key for all ranks: a scheduler fetches tensors in host memory from each trainer rank, which asks for it.
+        key = self.group.broadcast(bytes(multiprocessing.current_process().authkey))
+        multiprocessing.current_process().authkey = key
         if not self._cpu and self.api.patches_reductions:
             # Handles then name GPUs by UUID: each rank may number them its own way.
             sglang_api.patch_reductions(self.api)
         arguments = engine_args | self._placement_arguments(base_port)
-        self._together("engine start", lambda: self._build(arguments) if self._takes_part else None)
+        failure, cause = None, None
+        try:
+            if self.is_builder or self._every_rank_builds:
+                self._build(arguments)
+        except Exception as error:
+            failure, cause = in_one_line(error), error
+        for rank, message in self.group.all_gather(failure).items():
+            if message:
+                raise EngineFailed(f"engine start failed on rank {rank}: {message}") from cause
 
     @property
     def is_head(self) -> bool:
@@ -112,11 +133,6 @@ class VerlEngine:
         return self.group.rank == self.node.builder
 
     @property
-    def _takes_part(self) -> bool:
-        """Whether this rank has something to construct."""
-        return self.is_builder
-
-    @property
     def inner(self) -> Any:
         """The sglang.Engine of this process, None where there is none."""
         return self._engine
@@ -127,9 +143,6 @@ class VerlEngine:
         assert self._lease is not None
         return self._own_address(), self._lease.ports.update_group_port
 
-    def _start(self, arguments: dict[str, Any]) -> Any:
-        return sglang_api.build_engine(arguments)
-
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -138,7 +151,7 @@ class VerlEngine:
         return_logprob: bool = False,
         **arguments: Any,
     ) -> Any:
-        """What sglang.Engine.generate answers, the same on every rank; only the head's arguments count.
+        """Return what sglang.Engine.generate answers, the same on every rank; only the head's arguments count.
 
         prompt (text) needs an engine with a tokenizer: skip_tokenizer_init = False. input_ids: a list of prompts; the
         answer is a list of dicts with output_ids, meta_info and, with a tokenizer, text. arguments: as this sglang
@@ -151,7 +164,7 @@ class VerlEngine:
         return self.on_head(lambda engine: sglang_api.generate(engine, **arguments))
 
     async def async_generate(self, *arguments: Any, **named: Any) -> Any:
-        """generate() without blocking the caller's event loop. One call at a time: ranks must call in the same order."""
+        """Generate without blocking the caller's event loop. One call at a time: ranks must call in the same order."""
         return await asyncio.to_thread(self.generate, *arguments, **named)
 
     def update_weights_from_tensor(
@@ -214,15 +227,15 @@ class VerlEngine:
         await_stages(self)
 
     def shutdown(self) -> None:
-        """End the engine; returns on every rank when its processes are gone. Twice does no harm."""
+        """End the engine; return on every rank when its processes are gone. Twice does no harm."""
         self._stop()
         atexit.unregister(self._stop)
         if self._own_log_dir:
             shutil.rmtree(self._own_log_dir, ignore_errors=True)
-        dist.barrier(group=self.group.process_group)
+        self.group.barrier()
 
     def send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
-        """On the head: one update call. payloads: one for each tp rank, as update_weights_from_tensor makes them."""
+        """Make one update call, on the head. payloads: one for each tp rank, as update_weights_from_tensor makes them."""
         update: Any = list(payloads)
         if load_format != "flattened_bucket":
             update = [
@@ -235,43 +248,31 @@ class VerlEngine:
             )
 
     def on_head(self, call: Callable[[Any], T]) -> T:
-        """call(engine) on the head; its value, or its failure, on every rank."""
-        outcome: list[Any] = [None]
+        """Run call(engine) on the head; return its value, or raise its failure, on every rank."""
+        outcome: tuple[str, Any] = ("value", None)
         if self.is_head:
             try:
-                outcome = [("value", call(self.inner))]
+                outcome = ("value", call(self.inner))
                 self._log.answered()
             except Exception as error:
-                dist.broadcast_object_list([("error", described(error))], self.group.head, self.group.process_group)
+                self.group.broadcast(("error", in_one_line(error)))
                 raise
-        dist.broadcast_object_list(outcome, self.group.head, self.group.process_group)
-        kind, value = outcome[0]
+        kind, value = self.group.broadcast(outcome)
         if kind == "error":
             raise EngineFailed(f"on rank {self.group.head}: {value}")
         return value
 
-    def _together(self, what: str, work: Callable[[], None]) -> None:
-        """work() on this rank; raises on every rank of the group when it failed on one."""
-        failure, cause = None, None
-        try:
-            work()
-        except Exception as error:
-            failure, cause = described(error), error
-        failures = all_gather(failure, self.group.process_group)
-        for rank, message in zip(sorted(self.group.ranks), failures, strict=True):
-            if message:
-                raise EngineFailed(f"{what} failed on rank {rank}: {message}") from cause
-
     def _build(self, arguments: dict[str, Any]) -> None:
+        """Build the engine of this host, and watch its processes."""
         if self.api.custom_sigquit_handler:
             arguments["custom_sigquit_handler"] = ignore_signal
         if self.api.custom_weight_loader:
             arguments["custom_weight_loader"] = [*arguments.get("custom_weight_loader", ()), LOADER]
         before, folder = descendants(), Path(self._scratch.name)
-        loud = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
+        sigquit = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
         with started_processes() as started:
             try:
-                with child_environment(self._environment()), temporary_files_in(folder), output_to(self.log), loud:
+                with child_environment(self._environment()), temporary_files_in(folder), output_to(self.log), sigquit:
                     self._engine = self._start(arguments)
                     if self.is_head:
                         # SGLang's own signal handlers are set with its first call: make that now, then take them back.
@@ -291,15 +292,18 @@ class VerlEngine:
         self._watch = ChildWatch(_children(before), self._report_death)
         self._watch.start()
 
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        return sglang_api.build_engine(arguments)
+
     def _report_death(self, name: str, pid: int, signal_name: str) -> None:
-        """Tell first: to end the other processes may take seconds, in which this rank may be ended too."""
+        """Report first: to end the other processes may take seconds, in which this rank may be ended too."""
         message = self._log.death(name, pid, signal_name)
         if self._on_death:
             self._on_death(message)
         else:
             sys.stderr.write(message + "\n")
             sys.stderr.flush()
-        self._end_processes(patience_seconds=0)  # of no use without one of them, and they hold a GPU
+        end_processes(_children(), patience_seconds=0)  # of no use without one of them, and they hold a GPU
         self._scratch.cleanup()
         if not self._on_death:
             remove_what_exit_would()
@@ -310,7 +314,7 @@ class VerlEngine:
             self._watch.stop()
         if self._engine is not None:
             engine = self.inner or self._engine
-            self._end_processes(lambda: sglang_api.close(engine))
+            end_processes(_children(), lambda: sglang_api.close(engine), STOP_SECONDS)
             self._engine = None
             self._handlers.restore(engine_serves=False)
         self._scratch.cleanup()
@@ -318,19 +322,15 @@ class VerlEngine:
             self._lease.close()
             self._lease = None
 
-    def _end_processes(self, stop: Callable[[], None] | None = None, patience_seconds: float = STOP_SECONDS) -> None:
-        """End all that this process started but multiprocessing's resource tracker, which ends with this process."""
-        end_processes(_children(), stop, patience_seconds)
-
     def _placement_arguments(self, base_port: int) -> dict[str, Any]:
         """Lease ports on each builder; agree on the head's address."""
         if self.is_builder:
             self._lease = PortLease(base_port)
-        address: list[str] = [""]
+        address = ""
         if self.is_head:
             assert self._lease is not None
-            address = [f"{bracketed(self._own_address())}:{self._lease.ports.dist_init_port}"]
-        dist.broadcast_object_list(address, self.group.head, self.group.process_group)
+            address = f"{bracketed(self._own_address())}:{self._lease.ports.dist_init_port}"
+        address = self.group.broadcast(address)
         if self._lease is None:
             return {}
         arguments: dict[str, Any] = {
@@ -338,7 +338,7 @@ class VerlEngine:
             "nnodes": self.nnodes,
             "node_rank": self.node.node_rank,
             "base_gpu_id": self.node.base_gpu_id,
-            "dist_init_addr": address[0],
+            "dist_init_addr": address,
             "port": self._lease.ports.port,
         }
         if self.group.pp > 1:
@@ -353,35 +353,37 @@ class VerlEngine:
 
     def _environment(self) -> dict[str, str | None]:
         """What this engine's processes see beside the parent's environment; None removes."""
-        balance = sglang_api.memory_imbalance_environment(self.api)
-        # At the sampling temperature, as the trainer computes them.
-        unset = (*balance.unset, "SGLANG_RETURN_ORIGINAL_LOGPROB")
-        changes: dict[str, str | None] = {name: None for name in unset} | dict(balance.set)
-        changes |= variables(Path(self._scratch.name))
+        changes: dict[str, str | None] = {
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # log-probs at the sampling temperature, as the trainer's
+            **sglang_api.memory_imbalance_environment(self.api),
+            **variables(Path(self._scratch.name)),
+        }
         if self.api.nonblocking_variable:
             changes[self.api.nonblocking_variable] = "0"
         if self.node.visible_devices is not None:
             changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.node.visible_devices)
         if self._cpu:
             # Each engine rank gets its trainer rank's share of the cores, so that engines of one host do not overlap.
-            shared = engine_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
+            shared = cpu_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
             cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
-            mine = [cores[self._seating.local_rank(rank)] for rank in self.node.ranks]
+            mine = [cores[self._ranks.locations[rank].local_rank] for rank in self.node.ranks]
             if not self.api.cores_by_device:
                 tp_ranks = [self.group.ranks.index(rank) % self.group.tp for rank in self.node.ranks]
                 mine = cores_by_tp_rank(mine, tp_ranks, self.group.tp)
             changes |= shared | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(mine)}
         return changes
 
-    def _share_authkey(self) -> None:
-        """One key for all ranks: a scheduler fetches tensors in host memory from each trainer rank, and must prove it may."""
-        key = [bytes(multiprocessing.current_process().authkey) if self.is_head else b""]
-        dist.broadcast_object_list(key, self.group.head, self.group.process_group)
-        multiprocessing.current_process().authkey = key[0]
+
+def _device_type(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
+    """Return the device argument, or CUDA where there is a GPU. Raises ValueError for another one."""
+    device = engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}.")
+    return cast(Literal["cpu", "cuda"], device)
 
 
 def _children(before: Collection[int] = ()) -> dict[int, psutil.Process]:
-    """Return what this process has started since, except multiprocessing's resource tracker."""
+    """What this process has started since, but multiprocessing's resource tracker, which ends with this process."""
     return {pid: child for pid, child in descendants().items() if pid not in before and not is_resource_tracker(child)}
 
 

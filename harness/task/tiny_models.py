@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.runtime import hf
+from harness.runtime.cpu_standins import make_transformers_importable
 from harness.task.architectures import ARCHITECTURES, is_tiny
 from harness.task.tokenizer import EOS_ID, PAD_ID, train_tokenizer
 
@@ -157,7 +157,7 @@ def tiny_model(config: PretrainedConfig, seed: int, dtype: str = "float32") -> P
     """
     import torch
 
-    hf.make_importable()
+    make_transformers_importable()
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -235,7 +235,7 @@ def tiny_fields(name: str, device: Device) -> dict[str, Any]:
 
 
 def _config_class(name: str) -> type[PretrainedConfig]:
-    hf.make_importable()
+    make_transformers_importable()
     import transformers
 
     found: type[PretrainedConfig] = getattr(transformers, CONFIG_CLASSES[name][1])

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from harness.runtime import hf
+from harness.runtime.cpu_standins import make_transformers_importable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,7 +24,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     if vocab_size < smallest:
         raise ValueError(f"vocab_size is {vocab_size}: it must be at least {smallest}, for {PAD}, {EOS} and every byte")
 
-    hf.make_importable()
+    make_transformers_importable()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -22,10 +22,10 @@ from harness.config.layers import ConfigError
 from harness.config.rules import check_transport, check_unquantized
 from harness.config.schema import Config
 from harness.rollout import sglang_api
-from harness.rollout.cpu.activate import torch_is_for_cpu
-from harness.rollout.cpu.limits import cpu_refusals
+from harness.rollout.cpu_mode import cpu_refusals
 from harness.rollout.sglang_api import source
 from harness.runtime import hub
+from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.architectures import ARCHITECTURES, is_tiny
 from harness.task.data import check_rows, check_template, is_hub_id
@@ -52,7 +52,8 @@ def check_plan(config: Config) -> None:
 
 def check_here(config: Config) -> list[str]:
     """Raise ValueError or UnsupportedEnvironment, one sentence, for what cannot work on this host; look a hub id up. Return
-    warnings, sentences."""
+    warnings, sentences.
+    """
     device = device_here(config)
     check_transport(config, device)
     fields = _check(config, device)
@@ -210,7 +211,7 @@ def shape_fields(name: str) -> set[str]:
     base = tree.find_class("PreTrainedConfig", "configuration_utils.py")
     found = set(tiny_fields(name, "cpu"))
     for each in (own, base):
-        found |= set(source.annotated_fields(each)) | set(source.methods(each).get("__init__", ()))
+        found |= set(source.annotations(each)) | set(source.methods(each).get("__init__", ()))
     return found - NOT_OVERRIDABLE
 
 

@@ -1,5 +1,5 @@
 """FSDP2 models and the PPO arithmetic."""
 
-from harness.runtime import hf
+from harness.runtime.cpu_standins import make_transformers_importable
 
-hf.make_importable()  # model.py imports models of transformers
+make_transformers_importable()  # model.py imports models of transformers

@@ -39,7 +39,7 @@ def snapshot_weights(engine: VerlEngine) -> Snapshot:
     """
     if has_checksum(engine):
         checksums = engine.on_head(lambda inner: sglang_api.check_weights(engine.api, inner, "checksum"))
-        return {each.tp_rank: dict(each.tensors) for each in checksums} if engine.is_head else {}
+        return checksums if engine.is_head else {}
     return {report.rank: report.tensors for report in report_of_schedulers(engine, model_state.INSPECT)}
 
 

@@ -21,7 +21,7 @@ from harness.config.layers import ConfigError
 from harness.config.rules import check_transport
 from harness.config.schema import TransportName
 from harness.rollout import sglang_api
-from harness.rollout.errors import EngineFailed
+from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.sglang_api import SGLangApi
 from harness.rollout.verl_engine import VerlEngine
 from harness.weights.gather import Bucket, gather_into

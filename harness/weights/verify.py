@@ -15,7 +15,7 @@ from pathlib import Path
 from harness.cluster.world import World, all_gather
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
-from harness.rollout.memory import MemoryStages
+from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.sglang_api import SGLangApi
 from harness.runtime.events import EventLog
 from harness.weights.fingerprint import FingerprintComparison, Fingerprints

@@ -41,12 +41,12 @@ def main(folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from harness.rollout import sglang_api
-    from harness.rollout.memory import MemoryStages, gpu_free_bytes
+    from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
     from harness.rollout.verl_engine import VerlEngine
     from harness.task.tiny_models import save_tiny_model
 
     api = sglang_api.probe()
-    os.environ.update(sglang_api.common_environment(sglang_api.engine_environment_rules(api), {}, os.environ))
+    os.environ.update(sglang_api.common_environment(api, {}, os.environ))
     gpu = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(gpu)
     dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def plant() -> None:
     """Replace the advantages on rank 1 by an exception."""
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
 
     activate()
     from harness import ppo

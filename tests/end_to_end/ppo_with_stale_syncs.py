@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def do_nothing_after_the_first() -> None:
     """Let WeightSync.push return at once from its second call on."""
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
 
     activate()
     from harness.weights.sync import WeightSync

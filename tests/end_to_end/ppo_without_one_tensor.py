@@ -12,7 +12,7 @@ FORGOTTEN = "model.layers.1.mlp.up_proj.weight"
 
 def forget() -> None:
     """Leave the tensor out of what is sent, but not out of what is planned, read back or saved."""
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
 
     activate()
     from harness.weights import transports

@@ -28,11 +28,12 @@ SAMPLING = {"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True}
 
 def main(folder: Path) -> None:
     from harness.rollout import sglang_api
-    from harness.rollout.cpu.activate import activate, engine_environment
+    from harness.rollout.cpu_mode import cpu_environment
     from harness.rollout.defaults import engine_defaults
+    from harness.runtime.cpu_standins import activate
 
     activate()
-    os.environ.update(engine_environment(1))
+    os.environ.update(cpu_environment(1))
     sys.path.append(str(folder))  # a spawned scheduler takes over sys.path, and finds LOADER there
     (folder / "what_is_held.py").write_text(LOADER_SOURCE)
     api = sglang_api.probe()
@@ -43,13 +44,12 @@ def main(folder: Path) -> None:
         "custom_weight_loader": [LOADER],
     }
     args, dropped = sglang_api.check_arguments(api, user, engine_defaults("cpu"))
-    rules = sglang_api.engine_environment_rules(api)
-    foretold = sglang_api.common_environment(rules, args, os.environ)
+    foretold = sglang_api.common_environment(api, args, os.environ)
     engine = sglang_api.build_engine(args)
     try:
         found = facts(api, engine, folder)
     finally:
-        sglang_api.shutdown(engine)
+        engine.shutdown()
     found["dropped"] = dropped
     found["foretold"] = foretold
     found["environment"] = {name: os.environ.get(name) for name in foretold}
@@ -103,10 +103,7 @@ def facts(api: Any, engine: Any, folder: Path) -> dict[str, Any]:
         front.release_memory_occupation(api, engine, tags)
     for tags in (["weights"], ["kv_cache"]):
         front.resume_memory_occupation(api, engine, tags)
-    front.pause_generation(api, engine)
-    front.continue_generation(api, engine)
     found["no_such_folder"] = refusal(lambda: front.update_weights_from_disk(engine, str(folder / "absent")))
-    found["no_such_method"] = refusal(lambda: front.collective_rpc(engine, "no_such_method"))
     return found
 
 

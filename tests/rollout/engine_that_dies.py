@@ -8,8 +8,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main(folder: Path) -> None:
-    from harness.rollout.cpu.activate import activate
     from harness.rollout.verl_engine import VerlEngine
+    from harness.runtime.cpu_standins import activate
     from harness.task.tiny_models import save_tiny_model
 
     activate()

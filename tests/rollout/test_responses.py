@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.rollout.errors import EngineFailed
+from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.responses import read_responses
 
 

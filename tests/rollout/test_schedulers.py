@@ -10,9 +10,9 @@ from harness.rollout.schedulers import LOADER, run_in_scheduler
 
 def test_the_name_says_which_function_runs_and_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
-    monkeypatch.setattr("harness.rollout.stage_loader.say_arrived", lambda *given: called.append(given))
+    monkeypatch.setattr("harness.rollout.pipeline_stages.answer", lambda *given: called.append(given))
     tensor = torch.zeros(1)
-    run_in_scheduler("model", [("harness.rollout.stage_loader.say_arrived a message", tensor)])
+    run_in_scheduler("model", [("harness.rollout.pipeline_stages.answer a message", tensor)])
     assert called == [("model", [("a message", tensor)])]
 
 

@@ -69,13 +69,9 @@ def _set_envs_and_config(server_args):
 """,
     "srt/managers/tokenizer_manager.py": """
 class TokenizerManager:
-    def _batch_has_text(self): ...
-    async def pause_generation(self, obj): ...
     async def flush_cache(self): ...
 """,
     "srt/managers/io_struct.py": """
-class PauseGenerationReqInput:
-    mode: Literal["abort", "retract"] = "abort"
 class U:
     serialized_named_tensors: Annotated[List[bytes], X()]
 """,
@@ -139,18 +135,16 @@ def engine(**answers: Any) -> RecordingEngine:
 
 def test_probe_of_an_old_tree(old: SGLangApi) -> None:
     assert (old.version, old.engine_arguments) == ("0.4.7.old", {"model_path", "tp_size"})
-    assert old.own_verl_engine and not old.own_verl_engine_flushes_cache
+    assert old.own_verl_engine
     assert old.nonblocking_variable == "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"
-    assert old.memory_tags is None and old.pause_modes is None and old.weight_check_actions == ()
+    assert old.memory_tags is None and old.weight_check_actions == ()
     assert old.distributed_update_parameters == ("name", "dtype", "shape")
-    assert old.payload_per_tp_rank and old.engine_flushes_cache
+    assert old.engine_flushes_cache
     for absent in (
         "update_session",
         "flattened_bucket",
         "custom_weight_loader",
-        "batch_is_one_message",
         "cores_by_device",
-        "pipeline_parallel",
     ):
         assert getattr(old, absent) is False
 
@@ -159,34 +153,24 @@ def test_probe_of_a_new_tree(new: SGLangApi) -> None:
     assert new.version == "0.9.9.new"
     assert new.engine_arguments == {"model_path", "custom_weight_loader", "pp_size", "tp_size"}
     assert new.memory_tags == ("kv_cache", "weights")
-    assert new.pause_modes == ("abort", "retract")
     assert new.weight_check_actions == ("snapshot", "checksum")
     for present in (
         "update_session",
         "update_session_selector",
         "flattened_bucket",
         "bucket_mixes_dtypes",
-        "pipeline_parallel",
     ):
         assert getattr(new, present) is True
     for present in (
-        "custom_weight_loader", "checksum_covers_tp_ranks", "checksum_needs_cuda", "batch_is_one_message", "cores_by_device",
+        "custom_weight_loader", "checksum_covers_tp_ranks", "checksum_needs_cuda", "cores_by_device",
     ):  # fmt: skip
         assert getattr(new, present) is True
-    assert new.destroys_update_group and not new.own_verl_engine and not new.compare_needs_cuda
+    assert new.destroys_update_group and not new.own_verl_engine
 
 
 def test_a_folder_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is it the folder of sglang"):
         sglang_api.probe(SourceTree(tmp_path))
-
-
-def test_awaited_flush_and_absent_pause_are_told_apart(tmp_path: Path) -> None:
-    fixed = {**OLD, "srt/entrypoints/verl_engine.py": "class VerlEngine: update = self._engine.flush_cache()\n"}
-    assert probed(tmp_path / "fixed", fixed).own_verl_engine_flushes_cache
-    manager = "class T:\n    def flush_cache(): ...\n    async def pause_generation(): ...\n"
-    api = probed(tmp_path / "sync", {**OLD, "srt/managers/tokenizer_manager.py": manager})
-    assert api.own_verl_engine_flushes_cache and api.pause_modes == ()
 
 
 def test_user_arguments_replace_defaults_and_unknown_defaults_are_dropped(new: SGLangApi) -> None:
@@ -239,8 +223,8 @@ def test_memory_tags(old: SGLangApi, new: SGLangApi) -> None:
 
 def test_session_opens_and_closes(old: SGLangApi, new: SGLangApi) -> None:
     recording = engine(begin_weight_update=(True, ""), end_weight_update=(True, ""))
-    with sglang_api.update_session(new, recording, "target"):
-        assert recording.calls == [("begin_weight_update", (), {"selector": "target"})]
+    with sglang_api.update_session(new, recording):
+        assert recording.calls == [("begin_weight_update", (), {"selector": "all"})]
     assert recording.called() == ["begin_weight_update", "end_weight_update"]
     without = engine()
     with sglang_api.update_session(old, without):
@@ -275,10 +259,6 @@ def test_distributed_update_is_one_call_or_one_a_tensor(old: SGLangApi, new: SGL
     sglang_api.update_weights_from_distributed(new, recording, shapes, group_name="g", flush_cache=False)
     ((_, _, sent),) = recording.calls
     assert sent["names"] == ["a", "b"] and sent["shapes"] == [[2, 3], [4]] and sent["flush_cache"] is False
-    with pytest.raises(ValueError, match="load_format = flattened_bucket"):
-        sglang_api.update_weights_from_distributed(
-            old, recording, shapes, group_name="g", flush_cache=False, load_format="flattened_bucket"
-        )
 
 
 def test_what_a_release_lacks_is_said_before_the_engine_is_called(old: SGLangApi) -> None:
@@ -288,8 +268,6 @@ def test_what_a_release_lacks_is_said_before_the_engine_is_called(old: SGLangApi
             sglang_api.update_weights_from_tensor(old, recording, [], load_format=load_format, flush_cache=True)
     with pytest.raises(ValueError, match="has none"):
         sglang_api.check_weights(old, recording, "checksum")
-    with pytest.raises(ValueError, match="has none"):
-        sglang_api.pause_generation(old, recording)
     with pytest.raises(ValueError, match="no patch_torch"):
         sglang_api.patch_reductions(old)
     with pytest.raises(ValueError, match="no flattened buckets"):
@@ -313,15 +291,6 @@ def test_several_dtypes_need_a_bucket_that_mixes_them(new: SGLangApi) -> None:
         sglang_api.flattened_bucket(replace(new, bucket_mixes_dtypes=False), tensors)
 
 
-def test_an_assertion_of_collective_rpc_is_a_refusal() -> None:
-    class Asserting:
-        def collective_rpc(self, method: str, **_: Any) -> None:
-            raise AssertionError(f"no {method}")
-
-    with pytest.raises(EngineRefused, match="no nothing"):
-        sglang_api.collective_rpc(Asserting(), "nothing")
-
-
 def test_generate_refuses_what_would_not_be_one_batch() -> None:
     with pytest.raises(ValueError, match="n = 2"):
         sglang_api.generate(engine(), input_ids=[[1]], sampling_params={"n": 2})
@@ -330,42 +299,35 @@ def test_generate_refuses_what_would_not_be_one_batch() -> None:
 
 
 def test_environment_of_an_old_engine_is_fixed(old: SGLangApi) -> None:
-    rules = sglang_api.engine_environment_rules(old)
-    assert [rule.variable for rule in rules] == ["NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"]
     user = {"NCCL_CUMEM_ENABLE": "1"}
-    assert sglang_api.common_environment(rules, {}, user) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    assert sglang_api.common_environment(rules, {"enable_nccl_nvls": True}, {})["NCCL_NVLS_ENABLE"] == "1"
+    assert sglang_api.common_environment(old, {}, user) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert sglang_api.common_environment(old, {"enable_nccl_nvls": True}, {})["NCCL_NVLS_ENABLE"] == "1"
 
 
 def test_environment_of_a_new_engine_keeps_the_users_value_unless_asked(new: SGLangApi) -> None:
-    rules = sglang_api.engine_environment_rules(new)
     common = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    assert sglang_api.common_environment(rules, {}, {}) == common
+    assert sglang_api.common_environment(new, {}, {}) == common
     user = {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert sglang_api.common_environment(rules, {}, user) == {**common, "NCCL_CUMEM_ENABLE": "1"}
-    asked = sglang_api.common_environment(rules, {"enable_symm_mem": True}, {"NCCL_CUMEM_ENABLE": "0"})
+    assert sglang_api.common_environment(new, {}, user) == {**common, "NCCL_CUMEM_ENABLE": "1"}
+    asked = sglang_api.common_environment(new, {"enable_symm_mem": True}, {"NCCL_CUMEM_ENABLE": "0"})
     assert asked == {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    assert {rule.variable for rule in rules if not rule.certain} == {"NCCL_MNNVL_ENABLE", "SGLANG_RUN_ID"}
 
 
 def test_an_engine_whose_environment_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     api = probed(tmp_path, {"srt/entrypoints/engine.py": "class Engine:\n    def generate(self): ...\n"})
     with pytest.raises(ValueError, match="_set_envs_and_config"):
-        sglang_api.engine_environment_rules(api)
+        sglang_api.common_environment(api, {}, {})
 
 
 def test_memory_balance_check_is_turned_off_by_the_name_that_is_read(
     old: SGLangApi, new: SGLangApi, tmp_path: Path
 ) -> None:
-    change = sglang_api.memory_imbalance_environment(old)
-    assert (dict(change.set), change.unset) == ({"SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}, ())
+    assert sglang_api.memory_imbalance_environment(old) == {"SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
     change = sglang_api.memory_imbalance_environment(new)
-    assert dict(change.set) == {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
-    assert "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK" in change.unset
+    assert change["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+    assert change["SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"] is None
     neither = {path: text for path, text in OLD.items() if "model_runner" not in path}
-    assert (
-        sglang_api.memory_imbalance_environment(probed(tmp_path / "neither", neither)) == sglang_api.EnvironmentChange()
-    )
+    assert sglang_api.memory_imbalance_environment(probed(tmp_path / "neither", neither)) == {}
 
 
 def test_defaults_name_their_device_and_no_other() -> None:
@@ -373,6 +335,20 @@ def test_defaults_name_their_device_and_no_other() -> None:
     assert not engine_defaults("cuda")["trust_remote_code"]
     with pytest.raises(ValueError, match="must be one of cpu, cuda"):
         engine_defaults("tpu")  # type: ignore[arg-type]
+
+
+def test_the_file_of_the_load_reports_loses_its_name_after_the_reader_has_opened_it(tmp_path: Path) -> None:
+    file = tmp_path / "sglang_loads_test"
+    file.write_bytes(b"reports")
+    opened: list[bytes] = []
+    reader = SimpleNamespace(path=str(file), read_all=lambda: opened.append(file.read_bytes()))
+    sglang_api.unlink_shared_memory(SimpleNamespace(tokenizer_manager=SimpleNamespace(load_snapshot_reader=reader)))
+    assert opened == [b"reports"] and not file.exists()
+
+
+@pytest.mark.parametrize("manager", [SimpleNamespace(), SimpleNamespace(load_snapshot_reader=SimpleNamespace())])
+def test_releases_without_a_file_of_load_reports_are_left_alone(manager: SimpleNamespace) -> None:
+    sglang_api.unlink_shared_memory(SimpleNamespace(tokenizer_manager=manager))
 
 
 def test_serialize_is_what_a_process_can_open_once() -> None:
@@ -390,7 +366,7 @@ def test_serialize_is_what_a_process_can_open_once() -> None:
 @needs_sglang
 def test_probing_the_installed_sglang_imports_neither_it_nor_torch() -> None:
     code = (
-        "import sys; from harness.rollout import sglang_api as s; a = s.probe(); s.engine_environment_rules(a);"
+        "import sys; from harness.rollout import sglang_api as s; a = s.probe(); s.common_environment(a, {}, {});"
         "s.memory_imbalance_environment(a); print(len(a.engine_arguments), {'sglang', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -24,7 +24,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip("sglang is not installed")
     folder = tmp_path_factory.mktemp("engine")
     code = (
-        "from pathlib import Path; from harness.rollout.cpu.activate import activate; activate();"
+        "from pathlib import Path; from harness.runtime.cpu_standins import activate; activate();"
         "from harness.task.tiny_models import save_tiny_model;"
         f"[save_tiny_model('qwen2', Path({str(folder)!r}) / f'model-{{i}}', i, texts=['hello']) for i in range(2)]"
     )
@@ -70,10 +70,10 @@ def test_every_way_of_updating_restores_every_tensor(real: dict[str, Any]) -> No
 @pytest.mark.slow
 def test_generation_and_refusals_of_a_real_engine(real: dict[str, Any]) -> None:
     assert [len(ids) for ids in real["output_ids"]] == [6, 6, 6]
-    assert real["no_such_folder"] and real["no_such_method"]
+    assert real["no_such_folder"]
     api = sglang_api.probe()
     assert (real["checksum"] is not None) == api.checksum_needs_cuda
-    assert (real["compare"] is not None) == api.compare_needs_cuda
+    assert real["compare"]
 
 
 def test_no_default_of_this_sglang_is_refused() -> None:

@@ -24,8 +24,8 @@ def failure(call: Any) -> str:
 
 
 def main(folder: Path) -> None:
-    from harness.rollout.cpu.activate import activate
     from harness.rollout.verl_engine import VerlEngine
+    from harness.runtime.cpu_standins import activate
     from harness.task.tiny_models import save_tiny_model
 
     activate()

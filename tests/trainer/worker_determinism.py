@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from harness.config import schema
-from harness.rollout.cpu.activate import activate
+from harness.runtime.cpu_standins import activate
 from harness.trainer.actor import Actor
 from harness.trainer.model import load_causal_lm, named_tensors
 from tests.trainer.sequences import advantage_batch, sequences

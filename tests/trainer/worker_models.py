@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from harness.config import schema
-from harness.rollout.cpu.activate import activate
+from harness.runtime.cpu_standins import activate
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.tensor import DTensor
 
-from harness.rollout.group import Group
+from harness.rollout.engine_ranks import Group
 from harness.rollout.verl_engine import NamedTensors
 from harness.tools.sync.bench import push_one_by_one
 from harness.weights.gather import Bucket, full_tensor, gather, gather_into

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main(name: str, folder: Path) -> None:
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
 
     activate()  # before anything imports transformers
     import_module(f"tests.weights.faults_{name}").main(folder)

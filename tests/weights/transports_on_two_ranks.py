@@ -24,8 +24,8 @@ PROMPTS = [list(range(5, 25)), list(range(30, 47))]
 def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
     from harness.cluster.ports import planned_ports
     from harness.config import schema
-    from harness.rollout.cpu.activate import activate
     from harness.rollout.verl_engine import VerlEngine
+    from harness.runtime.cpu_standins import activate
     from harness.task.tiny_models import save_tiny_model
     from harness.trainer.model import load_causal_lm
     from harness.weights.gather import plan_buckets

@@ -1,49 +1,38 @@
-"""The front of everything that touches sglang; no other package of the harness imports it, and this one only in
-functions."""
+"""The front of everything that touches sglang.
 
-from harness.rollout.sglang_api.arguments import UnknownEngineArgument, check_arguments
-from harness.rollout.sglang_api.engine import (
-    Engine,
+No other package of the harness imports sglang, and this one only in functions.
+"""
+# ruff: noqa: F401
+
+from harness.rollout.sglang_api.engine_arguments import UnknownEngineArgument, check_arguments
+from harness.rollout.sglang_api.engine_calls import (
     EngineRefused,
-    RankChecksum,
     build_engine,
     build_own_verl_engine,
     cancel_shutdown_at_exit,
     check_result,
     check_weights,
     close,
-    collective_rpc,
-    continue_generation,
     destroy_weights_update_group,
     flush_cache,
+    for_another_thread,
     generate,
     import_engine,
     init_weights_update_group,
     memory_arguments,
-    pause_generation,
+    open_update_group,
     release_memory_occupation,
+    remove_signal_handlers,
     resume_memory_occupation,
-    shutdown,
+    start_loop,
     unlink_shared_memory,
+    update_group_ends_in_barrier,
     update_session,
     update_weights_from_disk,
     update_weights_from_distributed,
     update_weights_from_tensor,
 )
-from harness.rollout.sglang_api.environment import (
-    EnvironmentChange,
-    EnvironmentRule,
-    common_environment,
-    engine_environment_rules,
-    memory_imbalance_environment,
-)
-from harness.rollout.sglang_api.group_calls import open_update_group, update_group_ends_in_barrier
-from harness.rollout.sglang_api.loop import (
-    await_in_engine,
-    for_another_thread,
-    remove_signal_handlers,
-    start_loop,
-)
+from harness.rollout.sglang_api.engine_environment import common_environment, memory_imbalance_environment
 from harness.rollout.sglang_api.payload import (
     deserialize,
     flattened_bucket,
@@ -55,55 +44,3 @@ from harness.rollout.sglang_api.payload import (
 )
 from harness.rollout.sglang_api.probe import SGLangApi, probe
 from harness.rollout.sglang_api.source import SourceTree
-
-__all__ = [
-    "Engine",
-    "EngineRefused",
-    "EnvironmentChange",
-    "EnvironmentRule",
-    "RankChecksum",
-    "SGLangApi",
-    "SourceTree",
-    "UnknownEngineArgument",
-    "await_in_engine",
-    "build_engine",
-    "build_own_verl_engine",
-    "cancel_shutdown_at_exit",
-    "check_arguments",
-    "check_result",
-    "check_weights",
-    "close",
-    "collective_rpc",
-    "common_environment",
-    "continue_generation",
-    "deserialize",
-    "destroy_weights_update_group",
-    "engine_environment_rules",
-    "flattened_bucket",
-    "flush_cache",
-    "for_another_thread",
-    "generate",
-    "import_engine",
-    "init_weights_update_group",
-    "local_serialized_tensor",
-    "memory_arguments",
-    "memory_imbalance_environment",
-    "open_update_group",
-    "patch_reductions",
-    "pause_generation",
-    "probe",
-    "release_memory_occupation",
-    "remove_signal_handlers",
-    "resume_memory_occupation",
-    "serialize",
-    "serialize_by_value",
-    "shutdown",
-    "start_loop",
-    "tensors_of_bucket",
-    "unlink_shared_memory",
-    "update_group_ends_in_barrier",
-    "update_session",
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-]

@@ -3,8 +3,8 @@
 On a GPU a payload is a CUDA IPC handle: the sender's memory must live until the engine has answered. On CPU it names
 shared memory through a file descriptor that can be fetched once: each scheduler process needs a payload of its own.
 
-`serialize` imports nothing of sglang. The others import what they return, which takes sglang's whole import (8 s on a
-laptop for 0.5.20, 15 s for its engine) in a process that has not built an engine.
+`serialize` imports nothing of sglang. Those that return a class of sglang import it, which takes 8 s on a laptop (15 s
+for its engine) in a process that has not built an engine.
 """
 
 import pickle
@@ -13,18 +13,17 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from harness.rollout.sglang_api import source
-from harness.rollout.sglang_api.probe import MODEL_RUNNER, PATCHES, SGLangApi
+from harness.rollout.sglang_api.probe import BUCKET, MODEL_RUNNER, PATCHES, SGLangApi
 
 WEIGHT_UPDATER = "srt/model_executor/model_runner_components/weight_updater.py"
 
 
 def serialize(obj: object) -> bytes:
-    """What sglang's MultiprocessingSerializer.serialize(obj) returns in every release: a pickle by ForkingPickler, for
-    which torch.multiprocessing has registered how tensors share memory.
+    """Return what sglang's MultiprocessingSerializer.serialize(obj) returns: a pickle by ForkingPickler.
 
-    As bytes; its base64 form (output_str=True) is for HTTP alone, and returns bytes in 0.5.4 by mistake. The receiver
-    reads it with ForkingPickler.loads until 0.5.4, then with an unpickler that allows only torch, sglang and builtin
-    classes.
+    torch.multiprocessing has registered with it how tensors share memory. As bytes; its base64 form (output_str=True)
+    is for HTTP alone, and returns bytes in 0.5.4 by mistake. The receiver reads it with ForkingPickler.loads until
+    0.5.4, then with an unpickler that allows only torch, sglang and builtin classes.
     """
     import torch.multiprocessing  # noqa: F401 - registers the reducers of tensors
 
@@ -32,47 +31,48 @@ def serialize(obj: object) -> bytes:
 
 
 def serialize_by_value(tensor: Any) -> bytes:
-    """A tensor on the CPU with its bytes, not a handle: any process of any host may open it, as often as it likes."""
+    """Return a CPU tensor with its bytes, not a handle: any process of any host may open it, any number of times."""
     return pickle.dumps(tensor)
 
 
 def deserialize(payload: bytes) -> Any:
-    """What `serialize` was given, in another process of its host. For payloads of our own trainer: a pickle may do
-    anything."""
+    """Return what `serialize` was given, in another process of its host.
+
+    For payloads of our own trainer: a pickle may do anything.
+    """
     return pickle.loads(payload)
 
 
 def local_serialized_tensor(api: SGLangApi, values: Sequence[bytes]) -> Any:
-    """A stand-in for one tensor of which TP rank r opens values[r], each serialized by the trainer rank beside it."""
-    module = WEIGHT_UPDATER if _has_class(api, WEIGHT_UPDATER, "LocalSerializedTensor") else MODEL_RUNNER
-    return source.load(module, "LocalSerializedTensor")(values=list(values))
+    """Return what stands for one tensor of which TP rank r opens values[r], serialized by the trainer rank beside it."""
+    has_class = api.tree.find_class("LocalSerializedTensor", WEIGHT_UPDATER) is not None
+    return source.load(WEIGHT_UPDATER if has_class else MODEL_RUNNER, "LocalSerializedTensor")(values=list(values))
 
 
 def flattened_bucket(api: SGLangApi, named_tensors: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The dict that load_format="flattened_bucket" wants: flattened_tensor, a copy of all tensors in one, on their
-    device, and metadata. Serialize it once for each TP rank.
+    """Return the dict that load_format="flattened_bucket" wants, to be serialized once for each TP rank.
 
-    Raises ValueError where SGLang has no buckets, for no tensors, and for several dtypes where a bucket holds one.
+    It has flattened_tensor, a copy of all tensors in one, on their device, and metadata. Raises ValueError where SGLang
+    has no buckets, for no tensors, and for several dtypes where a bucket holds one.
     """
     if not api.flattened_bucket:
         raise ValueError(f"weights.transport = bucket: sglang {api.version} has no flattened buckets; use tensor.")
     dtypes = sorted({str(tensor.dtype) for _, tensor in named_tensors})
     if len(dtypes) > 1 and not api.bucket_mixes_dtypes:
         raise ValueError(f"bucket of {', '.join(dtypes)}: sglang {api.version} takes one dtype a bucket; split it.")
-    bucket = source.load("srt/weight_sync/tensor_bucket.py", "FlattenedTensorBucket")(named_tensors=list(named_tensors))
+    bucket = source.load(BUCKET, "FlattenedTensorBucket")(named_tensors=list(named_tensors))
     return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
 
 
 def tensors_of_bucket(bucket: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The named tensors of what `flattened_bucket` returned: views of its one tensor."""
-    flattened = source.load("srt/weight_sync/tensor_bucket.py", "FlattenedTensorBucket")
+    """Return the named tensors of what `flattened_bucket` returned: views of its one tensor."""
+    flattened = source.load(BUCKET, "FlattenedTensorBucket")
     whole = flattened(flattened_tensor=bucket["flattened_tensor"], metadata=bucket["metadata"])
     return list(whole.reconstruct_tensors())
 
 
 def patch_reductions(api: SGLangApi) -> None:
-    """Make CUDA IPC handles carry the GPU's UUID, not its index, so that sender and scheduler may number GPUs
-    differently.
+    """Make CUDA IPC handles carry the GPU's UUID, not its index: sender and scheduler may number GPUs differently.
 
     Call before `serialize` on every rank that sends GPU tensors; twice does no harm. Since 0.4.4.post3; raises
     ValueError before, where trainer and scheduler must see the same CUDA_VISIBLE_DEVICES.
@@ -81,7 +81,3 @@ def patch_reductions(api: SGLangApi) -> None:
     if path is None:
         raise ValueError(f"patch_reductions: sglang {api.version} has no patch_torch module; use 0.4.4.post3 or newer.")
     source.load(path, "monkey_patch_torch_reductions")()
-
-
-def _has_class(api: SGLangApi, path: str, name: str) -> bool:
-    return api.tree.find_class(name, path) is not None

@@ -8,7 +8,6 @@ import ast
 import importlib
 import importlib.util
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,23 +34,17 @@ class SourceTree:
         return self._modules[path]
 
     def find_class(self, name: str, *paths: str) -> ast.ClassDef | None:
-        """The class called `name` at the top level of the first of `paths` that has it."""
-        for path in paths:
-            for node in self.module(path).body:
-                if isinstance(node, ast.ClassDef) and node.name == name:
-                    return node
-        return None
+        """Return the class called `name` at the top level of the first of `paths` that has it."""
+        nodes = (node for path in paths for node in self.module(path).body)
+        return next((node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name), None)
 
     def find_function(self, name: str, *paths: str) -> Function | None:
-        """The first function or method called `name`, at any depth."""
-        for path in paths:
-            for node in ast.walk(self.module(path)):
-                if isinstance(node, Function) and node.name == name:
-                    return node
-        return None
+        """Return the first function or method called `name`, at any depth."""
+        nodes = (node for path in paths for node in ast.walk(self.module(path)))
+        return next((node for node in nodes if isinstance(node, Function) and node.name == name), None)
 
     def version(self) -> str:
-        """The literal `__version__`, or "unknown"; for reports only, nothing may branch on it."""
+        """Return the literal `__version__`, or "unknown"; for reports only, nothing may branch on it."""
         for path in ("_version.py", "version.py"):
             found = re.search(r"""^__version__\b[^'"\n]*=\s*['"]([^'"]+)['"]""", self.text(path), re.MULTILINE)
             if found:
@@ -60,7 +53,7 @@ class SourceTree:
 
 
 def installed(package: str) -> SourceTree:
-    """The source of an installed top-level package, found without importing it.
+    """Return the source of an installed top-level package, found without importing it.
 
     Raises ModuleNotFoundError when it is not installed.
     """
@@ -71,45 +64,34 @@ def installed(package: str) -> SourceTree:
 
 
 def load(path: str, name: str) -> Any:
-    """Import the module at `path` inside sglang and return its `name`: the one place where the harness imports
-    sglang."""
+    """Import the module at `path` inside sglang and return its `name`: the one place where the harness imports sglang."""
     return getattr(importlib.import_module("sglang." + path.removesuffix(".py").replace("/", ".")), name)
 
 
 def methods(cls: ast.ClassDef | None) -> dict[str, tuple[str, ...]]:
-    """Method name -> its parameter names without self, in order, keyword-only ones last."""
+    """Return method name -> its parameter names without self, in order, keyword-only ones last."""
     return {node.name: parameters(node) for node in (cls.body if cls else []) if isinstance(node, Function)}
 
 
 def parameters(function: Function | None) -> tuple[str, ...]:
-    """Parameter names of a function; without self or cls."""
-    if function is None:
-        return ()
-    arguments = function.args
+    """Return the parameter names of a function, without self or cls."""
+    arguments = function.args if function else ast.arguments([], [], None, [], [], None, [])
     names = [a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs]
     return tuple(name for name in names if name not in ("self", "cls"))
 
 
-def annotated_fields(cls: ast.ClassDef | None) -> tuple[str, ...]:
-    """Names of a class's public annotated fields, as dataclasses and msgspec see them; ClassVars left out."""
-    nodes = [node for node in (cls.body if cls else []) if isinstance(node, ast.AnnAssign)]
-    names = [node.target.id for node in nodes if isinstance(node.target, ast.Name) and not _is_classvar(node)]
-    return tuple(name for name in names if not name.startswith("_"))
-
-
-def string_assignments(module: ast.Module) -> dict[str, str]:
-    """Module-level `NAME = "literal"`."""
+def annotations(cls: ast.ClassDef | None) -> dict[str, ast.expr]:
+    """Return the annotations of a class's public fields, as dataclasses and msgspec see them; ClassVars left out."""
     return {
-        target.id: node.value.value
-        for node in module.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for target in node.targets
-        if isinstance(target, ast.Name)
+        node.target.id: node.annotation
+        for node in (cls.body if cls else [])
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if not node.target.id.startswith("_") and not re.match(r"(\w+\.)*ClassVar\b", ast.unparse(node.annotation))
     }
 
 
 def compared_literals(function: Function | None, name: str) -> tuple[str, ...]:
-    """The string literals that a function compares the variable `name` with by ==, in source order."""
+    """Return the string literals that a function compares the variable `name` with by ==, in source order."""
     found = []
     for node in ast.walk(function) if function else ():
         if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and node.left.id == name:
@@ -118,24 +100,6 @@ def compared_literals(function: Function | None, name: str) -> tuple[str, ...]:
 
 
 def mentions(node: ast.AST | None, dotted: str) -> bool:
-    """Whether an attribute chain such as `torch.cuda.synchronize`, or a suffix of a longer one, occurs below `node`."""
-    nodes: Iterable[ast.AST] = ast.walk(node) if node else ()
-    wanted = dotted.split(".")
-    return any(
-        dotted_name(n).split(".")[-len(wanted) :] == wanted for n in nodes if isinstance(n, ast.Attribute | ast.Name)
-    )
-
-
-def dotted_name(node: ast.AST) -> str:
-    """a.b.c for an attribute chain over a name, else the empty string."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        base = dotted_name(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
-
-
-def _is_classvar(node: ast.AnnAssign) -> bool:
-    annotation = node.annotation.value if isinstance(node.annotation, ast.Subscript) else node.annotation
-    return dotted_name(annotation).split(".")[-1] == "ClassVar"
+    """Return whether an attribute chain such as `torch.cuda.synchronize`, or a suffix of a longer one, occurs below."""
+    chains = (ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Name)) if node else ()
+    return any(f".{chain}".endswith(f".{dotted}") for chain in chains)

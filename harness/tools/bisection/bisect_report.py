@@ -92,7 +92,7 @@ def _markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
     yield from ("## Where", "", f"- {platform.platform()}, Python {platform.python_version()}")
     if not options.environments:
         yield f"- {store_of(options).describe()}"
-    cpu = "no GPU: SGLang in its CPU mode, with the stand-ins of harness/rollout/cpu"
+    cpu = "no GPU: SGLang in its CPU mode, with the stand-ins of harness/runtime/standins"
     yield from (f"- {'an NVIDIA GPU' if has_gpu() else cpu}", "")
 
 

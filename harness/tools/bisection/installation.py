@@ -24,7 +24,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from harness.rollout.cpu.activate import engine_environment, standins_path
+from harness.rollout.cpu_mode import cpu_environment
+from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.process_tree import run_tree
 from harness.runtime.units import GIB
 from harness.tools.bisection.candidates import Candidate, export_commit, index_arguments, releases
@@ -124,10 +125,10 @@ class Environment:
         found["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
         if (folder.parent / "pyvenv.cfg").exists():
             found["VIRTUAL_ENV"] = str(folder.parent)
-        standins = str(standins_path())
+        standins = str(STANDINS)
         paths = list(self.paths)
         if no_gpu and "sglang" in self.freeze:
-            found = engine_environment(1) | found
+            found = cpu_environment(1) | found
             paths.insert(0, standins)
         inherited = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", standins)]
         checkout = [str(REPOSITORY)] if imports_harness else []

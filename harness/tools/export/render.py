@@ -26,7 +26,7 @@ LONGEST = 300
 ABSENT = "not installed"
 DENSE = ("qwen2", "qwen3", "llama")
 """Tiny models that no version of transformers fuses."""
-STANDINS = Path(__file__).resolve().parents[2] / "rollout" / "cpu" / "standins"
+STANDINS = Path(__file__).resolve().parents[2] / "runtime" / "standins"
 
 Device = Literal["cpu", "cuda"]
 

@@ -106,12 +106,13 @@ def tiny_engine(
         yield TinyEngine(api=api, engine=engine, folder=folder, name=name, device=device)
     finally:
         sys.stdout.flush()
-        sglang_api.shutdown(engine)
+        engine.shutdown()
 
 
 def prepare_process(ranks: int = 1) -> Literal["cpu", "cuda"]:
     """Return where engines of this process will run; in CPU mode put in place what SGLang lacks there."""
-    from harness.rollout.cpu.activate import activate, engine_environment
+    from harness.rollout.cpu_mode import cpu_environment
+    from harness.runtime.cpu_standins import activate
 
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its memory outlives a process that is killed on some machines
     import torch
@@ -119,7 +120,7 @@ def prepare_process(ranks: int = 1) -> Literal["cpu", "cuda"]:
     if torch.cuda.is_available():
         return "cuda"
     activate()
-    for name, value in engine_environment(ranks).items():
+    for name, value in cpu_environment(ranks).items():
         os.environ.setdefault(name, value)
     return "cpu"
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.rollout.engine_log import ENDING_SIGNALS
-from harness.rollout.processes import errors
+from harness.rollout.engine_processes import ENDING_SIGNALS, log_errors
 from harness.runtime.background import in_background
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
@@ -181,7 +180,7 @@ def _scheduler_trace(failure: RunFailure, logs: Sequence[Path]) -> list[str]:
     for log in [log for log in logs if log.name in failure.detail] or logs:
         with log.open("rb") as stream:
             text = stream.read(READ_BYTES).decode(errors="replace")
-        found = [each for each in errors(text) if each[0]]
+        found = [each for each in log_errors(text) if each[0]]
         if found:
             lines, _ = next((each for each in found if each[1] in failure.detail), found[0])
             return [

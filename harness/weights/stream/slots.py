@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from harness.rollout.errors import PeerGone
+from harness.rollout.engine_errors import PeerGone
 
 SLOTS = 2
 ALIGNMENT = 256

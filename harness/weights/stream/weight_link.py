@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from harness.cluster.world import all_gather
 from harness.rollout import scratch
-from harness.rollout.errors import EngineFailed, SchedulerFailed
+from harness.rollout.engine_errors import EngineFailed, SchedulerFailed
 from harness.rollout.schedulers import call_schedulers
 from harness.rollout.verl_engine import VerlEngine
 from harness.weights.stream.slots import SLOTS, Layout, SegmentTimer, SlotConnection, StreamListener, slot_bytes, stamp

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from harness.rollout import scratch
-from harness.rollout.errors import PeerGone
+from harness.rollout.engine_errors import PeerGone
 from harness.weights.stream.slots import (
     SLOTS,
     Layout,

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.rollout.errors import PeerGone
+from harness.rollout.engine_errors import PeerGone
 from harness.weights.stream.slots import (
     SLOTS,
     SlotConnection,

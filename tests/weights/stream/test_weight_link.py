@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.rollout.errors import EngineFailed, PeerGone
+from harness.rollout.engine_errors import EngineFailed, PeerGone
 from harness.weights.stream.slots import SLOTS, Layout, stamp
 from harness.weights.stream.weight_link import WeightLink
 from harness.weights.worker.reader import CLOSE, LOAD, SlotReader

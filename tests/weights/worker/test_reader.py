@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.rollout.errors import PeerGone
+from harness.rollout.engine_errors import PeerGone
 from harness.weights.stream.slots import SLOTS, Layout, SlotConnection, StreamListener, slot_bytes, stamp
 from harness.weights.worker.reader import CLOSE, LOAD, OPEN, READ_BACK, STREAM, LoadCoverage, SlotReader, stream
 from tests.weights.toy_model import CPU, OWN, SHAPES, Toy, ends, layout_of, same, sent

@@ -16,7 +16,7 @@ TOKENS = 64
 
 
 def program(broken: bool) -> None:
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
 
     activate()  # transformers imports torchvision
     import torch

@@ -20,7 +20,7 @@ class Weights:
 
 
 def program(broken: bool) -> None:
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
 
     activate()
     from harness.rollout.sglang_api import serialize, source

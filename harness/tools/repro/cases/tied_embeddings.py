@@ -14,7 +14,7 @@ CASE = Case(
 
 
 def program(broken: bool) -> None:
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
 
     activate()  # transformers imports torchvision
     from harness.task.tiny_models import tiny_config, tiny_model

@@ -16,7 +16,7 @@ ARGUMENT = "disable_piecewise_cuda_graph_of_0_5_13"
 
 
 def program(broken: bool) -> None:
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
 
     activate()
     from harness.rollout import sglang_api

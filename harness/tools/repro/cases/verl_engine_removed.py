@@ -15,7 +15,7 @@ CASE = Case(
 
 
 def program(broken: bool) -> None:
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
 
     activate()
     if broken:

@@ -3,7 +3,7 @@
 torch_native always attends to the latent KV cache, so MLA models (DeepSeek) must take the absorbed method for prefill
 too; SGLang registers no method for it. DP attention asks the backend for the length of a padded sequence, and expert
 parallelism marks the experts of other ranks with -1, which the native experts take for an index. SGLang calls `register`
-in every process of an engine, logs an error raised here, and continues: harness.rollout.cpu.activate.require_absorbed_mla
+in every process of an engine, logs an error raised here, and continues: harness.rollout.cpu_mode.require_absorbed_mla
 is what refuses a release without the registry.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 def register() -> None:
     """Register absorbed MLA for torch_native, the padded length and the experts' mask; ImportError on a SGLang that
-    lacks one of them."""
+    lacks one of them.
+    """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 

@@ -1,28 +1,30 @@
-"""The stages' logic on two gloo ranks, with a plainly false engine whose "GPU" is a number; the real thing is in
-tests/end_to_end/test_gpu_memory.py."""
+"""The stages' logic on two ranks, each a thread, with a fake engine whose "GPU" is a number.
 
+The real thing is in tests/end_to_end/test_gpu_memory.py.
+"""
+
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
-import torch.distributed as dist
 
-from harness.rollout.memory import MIB, MemoryDidNotMove, MemoryStages, Move, WrongStage
-from tests.cluster.gloo import on_ranks
+from harness.rollout.memory_stages import MIB, MemoryDidNotMove, MemoryStages, WrongStage, wrong_move
 
 SIZES = {"weights": 1000 * MIB, "kv_cache": 3000 * MIB, "cuda_graph": 100 * MIB}
 TAGS = tuple(SIZES)
 LOST = (SIZES["kv_cache"], 151 * MIB, -200 * MIB)
-
-Seen = Callable[[str], list[Any]]
 
 
 @dataclass
 class FakeEngine:
     """Not sglang: moves the bytes that it is told to, less `lost` of a tag; dies as sglang does of a wrong order."""
 
+    group: Any
     tags: tuple[str, ...] | None = TAGS
     has_memory_saver: bool = True
     lost: dict[str, int] = field(default_factory=dict)
@@ -37,7 +39,6 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.api = SimpleNamespace(memory_tags=self.tags, version="0.0 (fake)")
-        self.group = SimpleNamespace(process_group=None, rank=dist.get_rank())
         self._shown = self.free
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
@@ -62,8 +63,25 @@ class FakeEngine:
         return self._shown
 
 
+def on_two_ranks(scenario: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run scenario(group, *arguments) on two threads, of which each is a rank; return what each saw."""
+    met = threading.Barrier(2, timeout=60)
+    values: dict[int, Any] = {}
+
+    def all_gather(rank: int, value: Any) -> dict[int, Any]:
+        values[rank] = value
+        met.wait()
+        gathered = {each: values[each] for each in range(2)}
+        met.wait()
+        return gathered
+
+    groups = [SimpleNamespace(rank=rank, barrier=met.wait, all_gather=partial(all_gather, rank)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(lambda group: scenario(group, *arguments), groups))
+
+
 def stages_of(engine: FakeEngine, **named: Any) -> MemoryStages:
-    return MemoryStages(engine, engine.free_bytes, **{"patience_seconds": 0.3} | named)  # type: ignore[arg-type]
+    return MemoryStages(engine, engine.free_bytes, **{"patience_seconds": 0.05} | named)  # type: ignore[arg-type]
 
 
 def failure(kind: type[Exception], work: Callable[[], None]) -> str:
@@ -73,10 +91,10 @@ def failure(kind: type[Exception], work: Callable[[], None]) -> str:
     return str(caught.value)
 
 
-def three_steps(rank: int, wake: Any) -> Any:
-    engine = FakeEngine(late=rank * 3)
+def three_steps(group: Any, mode: str) -> Any:
+    engine = FakeEngine(group, late=group.rank * 3)
     facts: list[dict[str, Any]] = []
-    stages = stages_of(engine, resume_mode=wake, fact=lambda name, **values: facts.append(values))
+    stages = stages_of(engine, resume_mode=mode, fact=lambda name, **values: facts.append(values))
     free = []
     for _ in range(3):
         stages.resume_weights()  # the first one finds the engine resumed
@@ -86,22 +104,22 @@ def three_steps(rank: int, wake: Any) -> Any:
     return engine.calls, free, facts
 
 
-def test_staged_wakes_the_weights_first(seen: Seen) -> None:
-    for calls, free, facts in seen("staged"):
+def test_staged_resumes_the_weights_first() -> None:
+    for calls, free, facts in on_two_ranks(three_steps, "staged"):
         assert calls[:4] == ["release kv_cache", "release weights", "resume weights", "resume kv_cache"]
         assert free == [10_000 * MIB, 13_000 * MIB, 13_000 * MIB]
         assert [fact["moved"] // MIB for fact in facts[:4]] == [3000, 1000, 1000, 3000]
         assert facts[0]["expected"] is None and facts[4]["expected"] == 3000 * MIB
 
 
-def test_at_once_wakes_both_before_the_sync(seen: Seen) -> None:
-    for calls, free, _ in seen("all"):
+def test_all_resumes_both_before_the_sync() -> None:
+    for calls, free, _ in on_two_ranks(three_steps, "all"):
         assert calls[2:5] == ["resume weights kv_cache", "release kv_cache", "release weights"]
         assert free == [10_000 * MIB] * 3
 
 
-def without_tags(rank: int) -> Any:
-    engine = FakeEngine(tags=None)
+def without_tags(group: Any) -> Any:
+    engine = FakeEngine(group, tags=None)
     stages = stages_of(engine)
     for _ in range(2):
         stages.release_all()
@@ -110,14 +128,14 @@ def without_tags(rank: int) -> Any:
     return engine.calls, failure(WrongStage, lambda: stages.release("kv_cache"))
 
 
-def test_where_sglang_has_no_tags_all_memory_moves_at_once(seen: Seen) -> None:
-    for calls, refused in seen("without_tags"):
+def test_where_sglang_has_no_tags_all_memory_moves_at_once() -> None:
+    for calls, refused in on_two_ranks(without_tags):
         assert calls == ["release all", "resume all"] * 2
         assert refused == "tags = ['kv_cache']: sglang 0.0 (fake) has all; name one or more, each once."
 
 
-def any_order(rank: int) -> Any:
-    engine = FakeEngine()
+def any_order(group: Any) -> Any:
+    engine = FakeEngine(group)
     stages = stages_of(engine)
     stages.release("weights")
     stages.release("cuda_graph", "kv_cache")
@@ -135,15 +153,15 @@ def any_order(rank: int) -> Any:
         failure(WrongStage, lambda: stages.resume("kv_cache", "weights")),
         failure(WrongStage, lambda: stages.resume("kv_cache", "kv_cache")),
         failure(WrongStage, lambda: stages.release("wieghts")),
-        failure(WrongStage, lambda: stages.release_all()),
+        failure(WrongStage, stages.release),
     ]
     stages.release("weights")
     said.append(failure(WrongStage, stages.release_all))
     return before, engine.calls[len(before) :], said, engine.free
 
 
-def test_any_order_of_tags_and_what_is_refused(seen: Seen) -> None:
-    for before, after, said, free in seen("any_order"):
+def test_any_order_of_tags_and_what_is_refused() -> None:
+    for before, after, said, free in on_two_ranks(any_order):
         assert before[-3:] == ["release kv_cache", "resume cuda_graph", "resume weights kv_cache"]
         assert after == ["release kv_cache", "release weights"], "nothing that is refused reaches the engine"
         assert said[0] == "release of kv_cache: kv_cache is released; resume it before it is released again."
@@ -156,8 +174,8 @@ def test_any_order_of_tags_and_what_is_refused(seen: Seen) -> None:
         assert free == 14_000 * MIB
 
 
-def lost_bytes(rank: int, lost: dict[str, int], on_rank: int) -> str:
-    stages = stages_of(FakeEngine(lost=lost if rank == on_rank else {}))
+def lost_bytes(group: Any, lost: dict[str, int], on_rank: int) -> str:
+    stages = stages_of(FakeEngine(group, lost=lost if group.rank == on_rank else {}))
 
     def cycle() -> None:
         stages.release("kv_cache")
@@ -167,24 +185,24 @@ def lost_bytes(rank: int, lost: dict[str, int], on_rank: int) -> str:
 
 
 @pytest.mark.parametrize("on_rank", [0, 1])
-def test_a_release_that_freed_nothing_fails_on_every_rank_and_names_one(seen: Seen, on_rank: int) -> None:
-    assert set(seen(f"nothing freed on {on_rank}")) == {
+def test_a_release_that_freed_nothing_fails_on_every_rank_and_names_one(on_rank: int) -> None:
+    assert set(on_two_ranks(lost_bytes, {"release kv_cache": SIZES["kv_cache"]}, on_rank)) == {
         f"release of kv_cache on rank {on_rank} freed 0 bytes of its engine's GPU, but must free more than 0: the memory"
         " saver did not hold them."
     }
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_a_resume_that_took_other_bytes_fails_on_every_rank(seen: Seen, lost: int) -> None:
-    assert set(seen(f"resume without {lost}")) == {
+def test_a_resume_that_took_other_bytes_fails_on_every_rank(lost: int) -> None:
+    assert set(on_two_ranks(lost_bytes, {"resume kv_cache": lost}, 1)) == {
         f"resume of kv_cache on rank 1 took {SIZES['kv_cache'] - lost} bytes of its engine's GPU, but an earlier release"
         f" freed {SIZES['kv_cache']} (allowed difference {150 * MIB})."
     }
 
 
-def nothing_to_do(rank: int) -> Any:
+def nothing_to_do(group: Any) -> Any:
     said: list[str] = []
-    engine = FakeEngine(has_memory_saver=False)
+    engine = FakeEngine(group, has_memory_saver=False)
     stages = MemoryStages(engine, say=said.append)  # type: ignore[arg-type]
     for _ in range(2):
         stages.resume_weights()
@@ -193,29 +211,8 @@ def nothing_to_do(rank: int) -> Any:
     return engine.calls, said
 
 
-def everything(rank: int) -> dict[str, Any]:
-    """All scenarios in one pair of processes: each needs a while to start."""
-    freed_nothing = {"release kv_cache": SIZES["kv_cache"]}
-    return {
-        "staged": three_steps(rank, "staged"),
-        "all": three_steps(rank, "all"),
-        "without_tags": without_tags(rank),
-        "any_order": any_order(rank),
-        "nothing_to_do": nothing_to_do(rank),
-        **{f"nothing freed on {on_rank}": lost_bytes(rank, freed_nothing, on_rank) for on_rank in range(2)},
-        **{f"resume without {lost}": lost_bytes(rank, {"resume kv_cache": lost}, 1) for lost in LOST},
-    }
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What each of the two ranks saw of a scenario."""
-    ranks = on_ranks(everything, 2, tmp_path_factory.mktemp("memory"))
-    return lambda scenario: [rank[scenario] for rank in ranks]
-
-
-def test_without_the_memory_saver_stages_do_nothing_and_say_so_once(seen: Seen) -> None:
-    for calls, said in seen("nothing_to_do"):
+def test_without_the_memory_saver_stages_do_nothing_and_say_so_once() -> None:
+    for calls, said in on_two_ranks(nothing_to_do):
         assert calls == []
         assert said == ["no torch_memory_saver: release and resume are no-ops, the engine keeps its memory"]
 
@@ -225,12 +222,12 @@ SLACKS = [(2 * MIB, 64 * MIB), (1000 * MIB, 64 * MIB), (100_000 * MIB, 5000 * MI
 
 @pytest.mark.parametrize(("expected", "slack"), SLACKS)
 def test_the_slack_is_stated(expected: int, slack: int) -> None:
-    def move(moved: int, action: Literal["release", "resume"] = "resume") -> Move:
-        return Move(action=action, tags=("weights",), rank=0, expected=expected, moved=moved)
+    def is_right(moved: int, action: Literal["release", "resume"] = "resume") -> bool:
+        return not wrong_move(action, ["weights"], 0, expected, moved)
 
-    assert move(1).slack == slack
-    assert move(expected + slack).is_right and move(max(1, expected - slack)).is_right
-    assert not move(expected + slack + 1).is_right and not move(expected - slack - 1).is_right
-    assert not move(0).is_right and not move(-1).is_right
-    assert move(2 * expected + slack, "release").is_right, "activations that torch kept are freed too"
-    assert not move(expected - slack - 1, "release").is_right and not move(0, "release").is_right
+    assert f"allowed difference {slack}" in wrong_move("resume", ["weights"], 0, expected, 0)
+    assert is_right(expected + slack) and is_right(max(1, expected - slack))
+    assert not is_right(expected + slack + 1) and not is_right(expected - slack - 1)
+    assert not is_right(0) and not is_right(-1)
+    assert is_right(2 * expected + slack, "release"), "activations that torch kept are freed too"
+    assert not is_right(expected - slack - 1, "release") and not is_right(0, "release")

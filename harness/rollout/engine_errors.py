@@ -6,7 +6,7 @@ class EngineFailed(RuntimeError):
 
 
 class SchedulerFailed(EngineFailed):
-    """A scheduler answered, at the end of its part of a call, that it failed: the engine's call ends by itself."""
+    """A scheduler answered, at the end of its part of a call, that it failed; the engine's call ends too."""
 
 
 class PeerGone(ConnectionError):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.rollout import sglang_api
-from harness.rollout.stage_loader import answer_path, load_own, say_arrived
+from harness.rollout.pipeline_stages import answer, answer_file, load_own
 
 
 class Stage(nn.Module):
@@ -36,7 +36,7 @@ def carried(values: Sequence[torch.Tensor], tp: int) -> list[tuple[str, torch.Te
     payloads = [sglang_api.serialize_by_value([("weight", value)]) for value in values]
     size = max(map(len, payloads))
     whole = b"".join(payload.ljust(size, b"\0") for payload in payloads)
-    message = json.dumps({"done": "harness-test", "tp": tp, "flattened": False, "size": size})
+    message = json.dumps({"name": "harness-test", "tp": tp, "flattened": False, "size": size})
     return [(message, torch.frombuffer(bytearray(whole), dtype=torch.uint8))]
 
 
@@ -48,16 +48,16 @@ def test_each_stage_loads_its_own(
     model = Stage()
     load_own(model, carried([torch.full((4,), float(index)) for index in range(1, 4)], tp))
     assert torch.equal(model.weight, torch.full((4,), stage + 1.0))
-    assert answer_path("harness-test", rank).read_text() == ""
+    assert answer_file("harness-test", rank).read_text() == ""
 
 
 def test_a_stage_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     at_rank(monkeypatch, tmp_path, 1)
     load_own(Stage(), carried([torch.zeros(4), torch.zeros(3)], 1))
-    assert answer_path("harness-test", 1).read_text().startswith("RuntimeError: The size of tensor a (4) must match")
+    assert answer_file("harness-test", 1).read_text().startswith("RuntimeError: The size of tensor a (4) must match")
 
 
 def test_a_scheduler_says_that_it_has_come_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     at_rank(monkeypatch, tmp_path, 3)
-    say_arrived(Stage(), [("harness-test", torch.zeros(1))])
+    answer(Stage(), [("harness-test", torch.zeros(1))])
     assert [file.name for file in tmp_path.iterdir()] == ["harness-test-3.answer"]

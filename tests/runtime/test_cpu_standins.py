@@ -1,18 +1,15 @@
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import torch
 
-from harness.rollout.cpu.activate import cores_by_tp_rank, engine_environment, require_absorbed_mla, standins_path
+from harness.runtime.cpu_standins import STANDINS
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-WORKER = Path(__file__).with_name("engine_worker.py")
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class TopK(NamedTuple):
@@ -41,7 +38,7 @@ def child():
     report("child")
 
 if __name__ == "__main__":
-    from harness.rollout.cpu.activate import activate
+    from harness.runtime.cpu_standins import activate
     sentences = activate()
     assert activate() == sentences and len(sentences) == 3
     assert os.environ["PYTHONPATH"].count("standins") == 1 and sum("standins" in entry for entry in sys.path) == 1
@@ -96,7 +93,7 @@ try:
 except ImportError:
     print("refused")
 """
-    run = python("-c", code, PYTHONPATH=str(standins_path()))
+    run = python("-c", code, PYTHONPATH=str(STANDINS))
     assert run.stdout == "refused\n", run.stderr
 
 
@@ -114,14 +111,14 @@ for name in names:
         raise AssertionError(name)
 print("all raise")
 """
-    run = python("-c", code, PYTHONPATH=str(standins_path()))
+    run = python("-c", code, PYTHONPATH=str(STANDINS))
     assert run.stdout == "all raise\n", run.stderr
 
 
 def test_torchvision_stand_in_alone_is_no_torchvision(tmp_path: Path) -> None:
     code = f"""
 import torch, sys
-sys.path[:] = [{str(standins_path())!r}, *(p for p in sys.path if "site-packages" not in p)]
+sys.path[:] = [{str(STANDINS)!r}, *(p for p in sys.path if "site-packages" not in p)]
 try:
     import torchvision
 except ModuleNotFoundError as error:
@@ -135,7 +132,7 @@ def test_activation_after_torchvision_is_refused() -> None:
     code = """
 import sys, types
 sys.modules["torchvision"] = types.ModuleType("torchvision")
-from harness.rollout.cpu.activate import activate
+from harness.runtime.cpu_standins import activate
 activate()
 """
     run = python("-c", code)
@@ -145,7 +142,7 @@ activate()
 
 def test_experts_of_other_ranks_add_nothing_and_those_here_count_in_full() -> None:
     """Expert parallelism: each rank computes with its own experts, marks the others with -1, and outputs are added up."""
-    from harness.rollout.cpu.standins.harness_sglang_cpu import _without_absent_experts
+    from harness.runtime.standins.harness_sglang_cpu import _without_absent_experts
 
     draw = torch.Generator().manual_seed(0)
     experts, x = torch.randn(4, 3, 3, generator=draw), torch.randn(5, 3, generator=draw)
@@ -167,68 +164,6 @@ def test_experts_of_other_ranks_add_nothing_and_those_here_count_in_full() -> No
 
 
 def test_the_plugin_is_an_entry_point() -> None:
-    found = importlib.metadata.distributions(path=[str(standins_path())])
+    found = importlib.metadata.distributions(path=[str(STANDINS)])
     points = [point for distribution in found for point in distribution.entry_points]
     assert [(point.group, point.value) for point in points] == [("sglang.srt.plugins", "harness_sglang_cpu:register")]
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "bind"),
-    [
-        ({0, 1}, 1, "0,1"),
-        ({0, 1}, 2, "0|1"),
-        ({0, 1}, 5, "0|1|0|1|0"),
-        ({2, 5, 7, 9, 11}, 2, "2,5|7,9"),
-        ({3}, 2, "3|3"),
-    ],
-)
-def test_cores_are_split_among_ranks(monkeypatch: pytest.MonkeyPatch, cores: set[int], ranks: int, bind: str) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)  # this machine's cores are not the test's
-    assert engine_environment(ranks) == {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": bind,
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "SGLANG_NCCL_SO_PATH": "absent-in-cpu-mode",
-    }
-
-
-def test_no_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="ranks_on_host = 0 must be 1 or more"):
-        engine_environment(0)
-
-
-def test_mla_is_refused_on_a_sglang_without_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_absorbed_mla()
-    (tmp_path / "sglang" / "srt").mkdir(parents=True)
-    (tmp_path / "sglang" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(NotImplementedError, match="an MLA model"):
-        require_absorbed_mla()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["qwen2", "deepseek_v3"])
-def test_a_real_engine_serves_with_the_stand_ins(tmp_path: Path, model: str) -> None:
-    run = python(str(WORKER), model, str(tmp_path / model), timeout=600)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert lines, run.stdout[-2000:] + run.stderr[-4000:]
-    answer = json.loads(lines[0].removeprefix("ANSWER "))
-    assert len(answer["tokens"]) == 6
-    assert answer["got"] == pytest.approx(answer["expected"], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("entries", "tp_ranks", "tp", "expected"),
-    [
-        (["0", "1"], [0, 1], 2, ["0", "1"]),
-        (["0", "1"], [0, 0], 1, ["0,1"]),
-        (["0", "1"], [2, 3], 4, ["0", "0", "0", "1"]),
-        (["0,1", "2,3", "4,5", "6,7"], [0, 1, 0, 1], 2, ["0,1,4,5", "2,3,6,7"]),
-        (["3", "3"], [0, 0], 1, ["3"]),
-    ],
-)
-def test_older_releases_have_an_entry_for_each_tp_rank(
-    entries: list[str], tp_ranks: list[int], tp: int, expected: list[str]
-) -> None:
-    assert cores_by_tp_rank(entries, tp_ranks, tp) == expected

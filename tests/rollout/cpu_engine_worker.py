@@ -9,15 +9,16 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness.rollout.cpu.activate import activate, engine_environment, require_absorbed_mla
+from harness.rollout.cpu_mode import cpu_environment, require_absorbed_mla
+from harness.runtime.cpu_standins import activate
 
 
 def main(name: str, folder: str) -> None:
     activate()
     require_absorbed_mla()
-    os.environ.update(engine_environment(1))
+    os.environ.update(cpu_environment(1))
     import sglang
     import torch
     from transformers import AutoModelForCausalLM

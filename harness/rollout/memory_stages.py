@@ -1,18 +1,16 @@
 """Release and resume in stages, so that trainer and engine can share a GPU: weights first, the KV cache when it is needed.
 
-Woken all at once, the KV cache would claim its memory while the trainer's gathered copies still hold it. What a stage
-says it did proves nothing, so each one is measured: the free bytes of every rank's engine GPU before and after.
+Resumed with the weights, the KV cache would claim its memory while the trainer's gathered copies still hold it. A call
+that returns proves nothing, so each one is measured: the free bytes of every rank's engine GPU before and after.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 
-from harness.cluster.world import all_gather
 from harness.rollout.verl_engine import VerlEngine
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -24,6 +22,7 @@ SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.05
 STABLE_SECONDS = 0.1  # a first release has ended when the free bytes stay the same this long
 POLL_SECONDS = 0.01
 
+Action = Literal["release", "resume"]
 FreeBytes = Callable[[], int]
 """Free bytes of the GPU that this rank's engine rank runs on."""
 
@@ -36,49 +35,30 @@ class MemoryDidNotMove(RuntimeError):
     """A release or resume moved other bytes than it should have."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
-    """What one release (or resume) did to one rank's engine GPU, in bytes."""
+def wrong_move(action: Action, tags: Sequence[str], rank: int, expected: int | None, moved: int) -> str:
+    """Return what is wrong with the bytes that a release freed, or a resume took, on one rank's engine GPU; '' if nothing.
 
-    action: Literal["release", "resume"]
-    tags: tuple[str, ...]
-    rank: int
-    expected: int | None
-    """The least that a release of the tags freed so far; None at the first one."""
-    moved: int
-    """Freed by a release, taken by a resume."""
-
-    @property
-    def slack(self) -> int:
-        """Allowed |moved - expected|: 5%, or 64 MiB if that is more.
-
-        With the tags sglang frees what torch's allocator kept for activations (on an H200 1.8 GB beside a KV cache of
-        59 GB), it keeps a copy of a model's buffers while the weights are gone, and CUDA maps memory in pieces of 2 MiB.
-        """
-        return max(int((self.expected or 0) * SLACK_SHARE), SLACK_BYTES)
-
-    @property
-    def is_right(self) -> bool:
-        """Whether something moved, and as much as should have. A release may free more: activations of any size."""
-        if self.moved <= 0 or self.expected is None:
-            return self.moved > 0
-        missing = self.expected - self.moved
-        return missing <= self.slack and (self.action == "release" or -missing <= self.slack)
-
-    def sentence(self) -> str:
-        """The move in words, with what is wrong."""
-        done = "freed" if self.action == "release" else "took"
-        text = (
-            f"{self.action} of {', '.join(self.tags)} on rank {self.rank} {done} {self.moved} bytes of its engine's GPU"
-        )
-        if self.expected is None:
-            return f"{text}, but must free more than 0: the memory saver did not hold them"
-        return f"{text}, but an earlier release freed {self.expected} (allowed difference {self.slack})"
+    expected: the least that a release of the tags freed so far; None at the first one. 5% more or less are allowed, or
+    64 MiB if that is more, and a release may free any more: with the tags sglang frees what torch's allocator kept for
+    activations (on an H200 1.8 GB beside a KV cache of 59 GB). It keeps a copy of a model's buffers while the weights
+    are gone, and CUDA maps memory in pieces of 2 MiB.
+    """
+    slack = max(int((expected or 0) * SLACK_SHARE), SLACK_BYTES)
+    missing = (expected or moved) - moved
+    if moved > 0 and missing <= slack and (action == "release" or -missing <= slack):
+        return ""
+    allowed = f"an earlier release freed {expected} (allowed difference {slack})"
+    if expected is None:
+        allowed = "must free more than 0: the memory saver did not hold them"
+    done = "freed" if action == "release" else "took"
+    return f"{action} of {', '.join(tags)} on rank {rank} {done} {moved} bytes of its engine's GPU, but {allowed}"
 
 
 def gpu_free_bytes(device: int) -> FreeBytes:
-    """Read the free bytes of a visible GPU. On a GPU that is not the trainer's this process gets a CUDA context there,
-    now: some 500 MiB that no stage then counts."""
+    """Return what reads the free bytes of a visible GPU.
+
+    On a GPU that is not the trainer's this process gets a CUDA context now: some 500 MiB that no stage then counts.
+    """
 
     def read() -> int:
         torch.cuda.synchronize()
@@ -88,15 +68,11 @@ def gpu_free_bytes(device: int) -> FreeBytes:
     return read
 
 
-def _no_fact(name: str, **values: Any) -> None:
-    """Where nobody keeps events."""
-
-
 @dataclass(slots=True)
 class MemoryStages:
     """What of one engine is released. Every method is a collective call of the engine's ranks.
 
-    Without the memory saver (on CPU, or turned off) every stage does nothing, and the first one says so.
+    Without the memory saver (on CPU, or turned off) release and resume are no-ops, and the first one says so.
     """
 
     engine: VerlEngine
@@ -104,7 +80,7 @@ class MemoryStages:
     """Needed with the memory saver."""
     resume_mode: Literal["staged", "all"] = "staged"
     say: Callable[[str], None] = lambda _: None
-    fact: Callable[..., None] = _no_fact
+    fact: Callable[..., None] = lambda name, **values: None
     """fact("memory_moved", **values) after each release and resume."""
     patience_seconds: float = 10.0
     """How long the bytes of a release or resume may take to show on a rank: only rank 0's scheduler answers for all."""
@@ -114,13 +90,18 @@ class MemoryStages:
     _has_said: bool = False
 
     def release_all(self) -> None:
-        """Free KV cache and weights, what of them is resumed; their contents are lost. Raises WrongStage if both are released."""
+        """Free KV cache and weights, as far as they are resumed; their contents are lost.
+
+        Raises WrongStage if both are released.
+        """
         stage = (KV_CACHE, WEIGHTS) if self._has_tags else (ALL,)
         self.release(*([tag for tag in stage if tag not in self.released] or stage))
 
     def resume_weights(self) -> None:
-        """Take the weights' memory back, and with memory.resume = "all" the KV cache's too; what it holds is garbage until the
-        next sync. Does nothing where they are resumed."""
+        """Take the weights' memory back, and with resume_mode = "all" the KV cache's too; no-op where they are resumed.
+
+        What the weights hold is garbage until the next sync.
+        """
         self.free_trainer_cache()
         stage = (WEIGHTS,) if self.resume_mode == "staged" else (WEIGHTS, KV_CACHE)
         self._resume_released(stage if self._has_tags else (ALL,))
@@ -164,7 +145,7 @@ class MemoryStages:
         """Give the GPU what torch's allocator of this process only keeps for later, on every rank."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        self._meet()
+        self.engine.group.barrier()
 
     @property
     def _has_tags(self) -> bool:
@@ -186,27 +167,25 @@ class MemoryStages:
         if tags := tuple(tag for tag in stage if tag in self.released):
             self.resume(*tags)
 
-    def _measured(self, action: Literal["release", "resume"], tags: tuple[str, ...], expected: int | None) -> int:
+    def _measured(self, action: Action, tags: tuple[str, ...], expected: int | None) -> int:
         """Do it; the bytes that moved on this rank. Raises MemoryDidNotMove on every rank if one rank's are wrong."""
         assert self.free_bytes is not None, "with the memory saver the GPU must be read"
-        self._meet()  # nobody is at work on a GPU of this engine any more
+        engine = self.engine
+        engine.group.barrier()  # no rank works on a GPU of this engine any more
         before = self.free_bytes()
-        self._meet()  # everybody has read
-        ask = self.engine.release_memory_occupation if action == "release" else self.engine.resume_memory_occupation
+        engine.group.barrier()  # every rank has read
+        ask = engine.release_memory_occupation if action == "release" else engine.resume_memory_occupation
         ask(tags if self._has_tags else None)
-        move = self._settled(action, tags, expected, before)
-        moves = all_gather(move, self.engine.group.process_group)
-        self.fact("memory_moved", action=action, tags=tags, expected=expected, moved=move.moved)
-        wrong = [each for each in moves if not each.is_right]
-        if wrong:
-            others = f"; {len(wrong) - 1} other ranks failed too" if len(wrong) > 1 else ""
-            raise MemoryDidNotMove(f"{wrong[0].sentence()}{others}.")
-        return move.moved
+        moved, wrong = self._settled(action, tags, expected, before)
+        problems = [each for each in engine.group.all_gather(wrong).values() if each]
+        self.fact("memory_moved", action=action, tags=tags, expected=expected, moved=moved)
+        if problems:
+            others = f"; {len(problems) - 1} other ranks failed too" if len(problems) > 1 else ""
+            raise MemoryDidNotMove(f"{problems[0]}{others}.")
+        return moved
 
-    def _settled(
-        self, action: Literal["release", "resume"], tags: tuple[str, ...], expected: int | None, before: int
-    ) -> Move:
-        """What moved on this rank, once it is as expected, or stays the same, or patience ends."""
+    def _settled(self, action: Action, tags: Sequence[str], expected: int | None, before: int) -> tuple[int, str]:
+        """What moved on this rank, and what is wrong: once it is as expected, or stays the same, or patience ends."""
         assert self.free_bytes is not None
         sign = 1 if action == "release" else -1
         started = changed = time.monotonic()
@@ -215,12 +194,8 @@ class MemoryStages:
             now, moved = time.monotonic(), sign * (self.free_bytes() - before)
             if moved != last:
                 last, changed = moved, now
-            move = Move(action=action, tags=tags, rank=self.engine.group.rank, expected=expected, moved=moved)
+            wrong = wrong_move(action, tags, self.engine.group.rank, expected, moved)
             is_stable = expected is not None or now - changed >= STABLE_SECONDS
-            if (move.is_right and is_stable) or now - started >= self.patience_seconds:
-                return move
+            if (not wrong and is_stable) or now - started >= self.patience_seconds:
+                return moved, wrong
             time.sleep(POLL_SECONDS)
-
-    def _meet(self) -> None:
-        """No rank goes on before all GPUs of the engine are in the same state."""
-        dist.barrier(group=self.engine.group.process_group)

@@ -1,1 +1,0 @@
-"""What SGLang's CPU mode lacks on package registries: stand-ins, named as such, and the engine's CPU environment."""

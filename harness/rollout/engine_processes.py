@@ -1,0 +1,247 @@
+"""The processes of an engine, seen by the one that builds it: their log, their deaths, and the signals they send.
+
+SGLang's own answer to a dead scheduler is SIGQUIT to its parent, whose handler SIGKILLs the whole process tree: the rank
+would vanish silently, and every other rank would name the connection, not the cause.
+"""
+
+import builtins
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.rollout.engine_errors import EngineFailed
+from harness.runtime.processes import is_alive
+
+POLL_SECONDS = 0.5
+TAKEN = (signal.SIGTERM, signal.SIGQUIT)
+"""SGLang sets handlers of its own, which ignore the first and SIGKILL this process's whole tree on the second."""
+ENDING_SIGNALS = ("SIGKILL", "SIGTERM")
+"""They end a process from outside: it logs no error, and one in the log, which all share, is a consequence."""
+
+_TRACEBACK = "Traceback (most recent call last)"
+# Python prints it before the traceback of an error in a destructor, which ends nothing.
+_IGNORED = "Exception ignored in"
+# The first line after a traceback's frames, which are indented: a dotted class name, bare or with a message. Another
+# process's line may come between; unlike a class it has no capital, or no colon after its first word.
+_ERROR_LINE = re.compile(r"^(?:\[[^\]]*\] )?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*|:)?)$")
+# A process that dies below Python leaves no traceback, but a line like these before pages of stacks.
+_CRASH_LINE = re.compile(r"^(?:Fatal Python error: .*|terminate called after throwing an instance of .*)$")
+
+
+@contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """While open, file descriptors 1 and 2 are the file, for this process and for every child it starts.
+
+    The file starts empty: what an earlier run left there is not this one's. Children keep writing there after it
+    closes. Python's own streams are flushed at both ends, so no line moves.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    saved = os.dup(1), os.dup(2)
+    try:
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
+        for descriptor in (*saved, target):
+            os.close(descriptor)
+
+
+def log_errors(log: str) -> Iterator[tuple[list[str], str]]:
+    """Yield each traceback of a log, with the line that ends it; a crash below Python has no traceback.
+
+    In a log that several processes share, the first one is the cause; what follows are consequences. Of chained
+    exceptions Python prints the cause first. Errors that Python ignored do not count, and lines that another process
+    wrote between are left out: those of a traceback are indented.
+    """
+    lines = [line.rstrip() for line in log.splitlines()]
+    found: list[str] = []
+    for previous, line in zip(["", *lines], lines, strict=False):
+        if _CRASH_LINE.match(line):
+            yield [], line
+        elif _TRACEBACK in line:
+            if not found and _IGNORED not in previous:
+                found = [line]
+        elif found and line.startswith(" "):
+            found.append(line)
+        elif found and (match := _ERROR_LINE.match(line)) and _is_error(match[1]):
+            yield [*found, line], match[1]
+            found = []
+
+
+def _is_error(line: str) -> bool:
+    """Whether it begins with the class of an exception, as a traceback ends.
+
+    Its module stands before it, except where it is Python's own or of the script. Otherwise it is what another process
+    printed between, such as "Loading: 50%".
+    """
+    name = line.partition(":")[0]
+    own = getattr(builtins, name, None)
+    is_own = isinstance(own, type) and issubclass(own, BaseException) and not issubclass(own, Warning)
+    return is_own or ("." in name and not name.endswith("Warning")) or name.endswith(("Error", "Exception"))
+
+
+@dataclass(slots=True)
+class EngineLog:
+    """The log that the processes of one engine share, and what it says of a failure."""
+
+    path: Path
+    survived: int = 0
+    """Bytes that were there when the engine last answered a call: no error in them is what it died of."""
+
+    def answered(self) -> None:
+        """Note that the engine has answered a call."""
+        self.survived = self.path.stat().st_size
+
+    def start_failure(self, error: Exception, started: Collection[BaseProcess]) -> str:
+        """Return why the engine did not start: the exception, or the log's error where one of its processes failed."""
+        failed = any(
+            process.exitcode is not None and ending_signal(process) not in ENDING_SIGNALS for process in started
+        )
+        logged = self._error() if failed or isinstance(error, ChildProcessError) else ""
+        return f"{logged or in_one_line(error)} (whole log: {self.path})"
+
+    def death(self, name: str, pid: int, signal_name: str) -> str:
+        """Return what is known of the end of a process of the engine; signal_name as ChildWatch gives it."""
+        how = f" of {signal_name}" if signal_name else ""
+        if signal_name not in ENDING_SIGNALS:
+            how += f": {self._error() or 'its log tells of no error'}"
+        return f"engine process {name} (pid {pid}) died{how} (whole log: {self.path})"
+
+    def _error(self) -> str:
+        log = self.path.read_bytes()[self.survived :].decode(errors="replace")
+        return next((line for _, line in log_errors(log)), "")
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an exception in one line, for the other ranks."""
+    return str(error) if isinstance(error, EngineFailed) else f"{type(error).__name__}: {error}"
+
+
+def ending_signal(child: BaseProcess | None) -> str:
+    """Return the signal, such as SIGKILL, that ended a child; '' where it is alive, or exited.
+
+    The child is multiprocessing's own object: SGLang's threads may have waited for the process before us, once for all.
+    """
+    code = child.exitcode if child else None
+    return signal.Signals(-code).name if code is not None and code < 0 else ""
+
+
+@contextmanager
+def started_processes() -> Iterator[list[BaseProcess]]:
+    """While open, note the processes that multiprocessing starts here: it forgets those that SGLang has waited for."""
+    started: list[BaseProcess] = []
+    real = BaseProcess.start
+
+    def start(self: BaseProcess) -> None:
+        real(self)
+        started.append(self)
+
+    BaseProcess.start = start  # type: ignore[method-assign]
+    try:
+        yield started
+    finally:
+        BaseProcess.start = real  # type: ignore[method-assign]
+
+
+@dataclass(slots=True)
+class ChildWatch:
+    """A thread that calls on_death(name, pid, signal) once when one of the watched processes is gone.
+
+    The signal is as from ending_signal, where multiprocessing started that process.
+    """
+
+    watched: Mapping[int, psutil.Process]
+    on_death: Callable[[str, int, str], None]
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        started = {child.pid: child for child in multiprocessing.active_children()}
+        threading.Thread(target=self._watch, args=[started], name="engine-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop watching; a death after this is not reported."""
+        self._stop.set()
+
+    def _watch(self, started: Mapping[int | None, BaseProcess]) -> None:
+        names = {pid: _name(process) for pid, process in self.watched.items()}
+        while not self._stop.wait(POLL_SECONDS):
+            dead = [pid for pid, process in self.watched.items() if not is_alive(process)]
+            if dead:
+                signals = {pid: ending_signal(started.get(pid)) for pid in dead}
+                # Of several the one that was ended by a signal: it took the others along.
+                pid = max(dead, key=lambda each: bool(signals[each]))
+                if not self._stop.is_set():
+                    self.on_death(names[pid], pid, signals[pid])
+                return
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "engine process"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnHandlers:
+    """The handlers of TAKEN in this process, as they were before an engine was built."""
+
+    handlers: dict[signal.Signals, Any] = field(
+        default_factory=lambda: {number: signal.getsignal(number) for number in TAKEN}
+    )
+
+    def restore(self, engine_serves: bool) -> None:
+        """Set them again; while an engine serves, SIGQUIT is ignored, because ChildWatch reports the scheduler's death.
+
+        Raises ValueError in another thread than the main one.
+        """
+        for number, handler in self.handlers.items():
+            signal.signal(number, ignore_signal if number == signal.SIGQUIT and engine_serves else handler)
+
+
+@contextmanager
+def sigquit_raises() -> Iterator[None]:
+    """While open, a handler that is set for SIGQUIT is replaced by one that raises ChildProcessError in the main thread.
+
+    For releases without custom_sigquit_handler (before 0.5.7): their handler SIGKILLs this process silently when a
+    scheduler fails at start; without any handler they would wait for it for ever.
+    """
+    real = signal.signal
+
+    def fail(signum: int, frame: object) -> None:
+        raise ChildProcessError("a process of the engine asked its parent to end")
+
+    def register(number: int, handler: Any) -> Any:
+        return real(number, fail if number == signal.SIGQUIT else handler)
+
+    signal.signal = register  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = real
+
+
+def ignore_signal(signum: int, frame: object) -> None:
+    """Handle the SIGQUIT with which a failing scheduler asks its parent to die: do nothing, since ChildWatch reports it.
+
+    At module level, because SGLang pickles the handler into its schedulers.
+    """

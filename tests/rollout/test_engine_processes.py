@@ -1,0 +1,355 @@
+"""The processes of an engine: their output, their errors, their deaths, with real children; SIGQUIT in real event loops."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import uvloop
+
+from harness.rollout import engine_processes, sglang_api
+from harness.rollout.engine_processes import (
+    TAKEN,
+    ChildWatch,
+    EngineLog,
+    OwnHandlers,
+    log_errors,
+    output_to,
+    sigquit_raises,
+    started_processes,
+)
+from harness.runtime.processes import end_processes
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_processes, "POLL_SECONDS", 0.05)
+
+
+SLEEPER = "import time; time.sleep(60)"
+
+
+def python(code: str, **options: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", code], text=True, **options)
+
+
+def first_line(child: "subprocess.Popen[str]") -> str:
+    assert child.stdout is not None
+    return child.stdout.readline()
+
+
+def test_a_child_goes_on_writing_to_the_file_after_it_closes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "logs" / "engine.log"
+    deadline = time.monotonic() + 20
+    os.write(1, b"before\n")
+    with output_to(log):
+        child = python("print('child', flush=True); input(); print('late', flush=True)", stdin=subprocess.PIPE)
+        while log.read_text() != "child\n" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.write(2, b"descriptor 2\n")
+    os.write(1, b"after\n")
+    child.communicate("\n", timeout=20)
+    assert log.read_text() == "child\ndescriptor 2\nlate\n"
+    assert capfd.readouterr() == ("before\nafter\n", "")
+
+
+def test_python_streams_are_flushed_at_both_ends(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from harness.rollout.engine_processes import output_to\n"
+        "print('before')\nwith output_to(Path('log')): print('within')\nprint('after')"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment) == b"before\nafter\n"
+    assert (tmp_path / "log").read_text() == "within\n"
+
+
+def test_output_comes_back_after_an_exception_and_no_descriptor_leaks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError), output_to(tmp_path / "log"):
+        raise RuntimeError
+    with pytest.raises(IsADirectoryError), output_to(tmp_path):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    os.write(1, b"here\n")
+    assert capfd.readouterr().out == "here\n"
+
+
+def test_what_an_earlier_run_left_in_the_file_is_gone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Traceback (most recent call last):\nValueError: of yesterday\n")
+    with output_to(log):
+        os.write(1, b"today\n")
+    assert log.read_text() == "today\n"
+
+
+def watched(*pids: int) -> tuple[ChildWatch, list[tuple[str, int, str]], threading.Event]:
+    deaths: list[tuple[str, int, str]] = []
+    told = threading.Event()
+
+    def on_death(name: str, pid: int, signal_name: str) -> None:
+        deaths.append((name, pid, signal_name))
+        told.set()
+
+    return ChildWatch({pid: psutil.Process(pid) for pid in pids}, on_death), deaths, told
+
+
+def test_a_child_killed_by_sigkill_is_reported_once_though_nobody_reaps_it() -> None:
+    child = python(SLEEPER)
+    watch, deaths, told = watched(child.pid)
+    watch.start()
+    name = psutil.Process(child.pid).name()
+    child.send_signal(signal.SIGKILL)
+    assert told.wait(10)
+    assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    while any(thread.name == "engine-watch" for thread in threading.enumerate()):
+        time.sleep(0.01)  # it ends with the first report
+    assert deaths == [(name, child.pid, "")]  # whose signal the one who started it will hear
+    child.wait()
+
+
+def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_whoever_waited_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_processes, "POLL_SECONDS", 1.0)  # for both to be gone when it looks
+    fork = multiprocessing.get_context("fork")
+    may_leave = fork.Event()
+    leaver = fork.Process(target=may_leave.wait)
+    victim, living = (fork.Process(target=time.sleep, args=(600,)) for _ in range(2))
+    for process in (leaver, victim, living):
+        process.start()
+    assert leaver.pid and victim.pid and living.pid
+    watch, deaths, told = watched(leaver.pid, living.pid, victim.pid)
+    watch.start()
+    may_leave.set()
+    victim.kill()
+    victim.join()
+    leaver.join()
+    assert told.wait(20)
+    assert [death[1:] for death in deaths] == [(victim.pid, "SIGKILL")]
+    assert engine_processes.ending_signal(leaver) == engine_processes.ending_signal(living) == ""
+    living.kill()
+    living.join()
+
+
+def test_a_child_that_was_gone_before_the_watch_is_reported() -> None:
+    child = python(SLEEPER)
+    watch, deaths, told = watched(child.pid)
+    child.kill()
+    child.wait()
+    watch.start()
+    assert told.wait(10)
+    assert [pid for _, pid, _ in deaths] == [child.pid]
+
+
+def test_a_death_after_stop_is_not_reported() -> None:
+    child = python(SLEEPER)
+    watch, deaths, told = watched(child.pid)
+    watch.start()
+    watch.stop()
+    end_processes({child.pid: psutil.Process(child.pid)})
+    assert not told.wait(3 * engine_processes.POLL_SECONDS) and deaths == []
+    assert not psutil.pid_exists(child.pid)
+
+
+def traceback(error: str, prefix: str = "") -> str:
+    frames = '  File "x.py", line 1, in f\n    raise KeyError("no: colon") if Wrong: x\n    ^^^^^\n'
+    return f"{prefix}Traceback (most recent call last):\n{frames}{error}\n"
+
+
+HIT = "[2026-11-20 22:04:42 TP1] Scheduler hit an exception: "
+CHAINED = "\nDuring handling of the above exception, another exception occurred:\n\n"
+CAUSED = "\nThe above exception was the direct cause of the following exception:\n\n"
+INTERLEAVED = """\
+Traceback (most recent call last):
+[2026-11-20 22:04:42 TP0] Load weight end.
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+Capturing batches (bs=1): 100%
+UserWarning: old
+[2026-11-20 22:04:42] WARNING: x
+/lib/x.py:53: UserWarning: y
+  File "b.py", line 1, in f
+ValueError: mine
+RuntimeError: the other's
+"""
+SEGMENTATION = """\
+ok
+Fatal Python error: Segmentation fault
+
+Thread 0x7f (most recent call first):
+  File "a.py", line 1 in f
+
+Extension modules: numpy (total: 81)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("", ""),
+        ("\n  \n", ""),
+        ("loading\nout of luck\n\n", ""),
+        (traceback("ValueError: a: b"), "ValueError: a: b"),
+        (traceback("torch.OutOfMemoryError: CUDA.", HIT) + "bye\n", "torch.OutOfMemoryError: CUDA."),
+        (traceback("AssertionError"), "AssertionError"),
+        (traceback("KeyboardInterrupt"), "KeyboardInterrupt"),
+        (traceback("_queue.Empty"), "_queue.Empty"),
+        (traceback("torch._dynamo.exc.Unsupported: call"), "torch._dynamo.exc.Unsupported: call"),
+        (traceback("harness.weights.verify.WeightsDidNotArrive: x"), "harness.weights.verify.WeightsDidNotArrive: x"),
+        (traceback("pkg.LaunchError:\n  two\n  lines"), "pkg.LaunchError:"),
+        (traceback("[2026-11-20 22:04:42 TP1] RuntimeError: x"), "RuntimeError: x"),
+        (traceback("KeyError: 'w'") + CHAINED + traceback("RuntimeError: cannot load"), "KeyError: 'w'"),
+        (traceback("OSError: disk") + CAUSED + traceback("RuntimeError: cannot load"), "OSError: disk"),
+        (traceback("ValueError: 1", HIT) + traceback("EOFError", "[2026-11-20 22:04:43 TP0] "), "ValueError: 1"),
+        (INTERLEAVED, "ValueError: mine"),
+        ("Exception ignored in: <f at 0x7f>\n" + traceback("TypeError: x") + traceback("OSError: y"), "OSError: y"),
+        (SEGMENTATION, "Fatal Python error: Segmentation fault"),
+        ("terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA\n",
+         "terminate called after throwing an instance of 'c10::Error'"),
+        (traceback("").rstrip() + "\nKilled by the kernel", ""),
+        ("[2026-11-21 22:03:12] Using custom SIGQUIT handler: <function ignore_signal at 0x7f>\n", ""),
+        (traceback("Loading: 50%\n[2026-11-21 22:03:12 TP0] Prefill: 1 token\nDone\nOSError: x"), "OSError: x"),
+        (traceback("pkg.OldWarning: y\npkg.NotFound: z"), "pkg.NotFound: z"),
+    ],
+)  # fmt: skip
+def test_the_first_error_of_a_log(log: str, error: str) -> None:
+    assert next((line for _, line in log_errors(log)), "") == error
+
+
+def test_the_first_error_of_a_real_chain() -> None:
+    code = "try:\n    {}['w']\nexcept KeyError as e:\n    raise RuntimeError('cannot load') from e"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "RuntimeError: cannot load" in done.stderr
+    assert next(log_errors(done.stderr))[1] == "KeyError: 'w'"
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    f()\nValueError: of a scheduler\n'
+OWN = AssertionError("max_lora_rank is missing")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> EngineLog:
+    path = tmp_path / "engine-rank0.log"
+    path.write_text(f"{TRACEBACK}[2026-11-21 22:03:12] Using custom SIGQUIT handler: <function ignore_signal>\n")
+    return EngineLog(path)
+
+
+def die(number: int) -> None:
+    if number:
+        os.kill(os.getpid(), number)
+
+
+def started_and_ended(number: int) -> list[BaseProcess]:
+    """A process that ended, and that its parent waited for, as SGLang does before it raises."""
+    with started_processes() as started:
+        process = multiprocessing.get_context("fork").Process(target=die, args=(number,))
+        process.start()
+        process.join()
+    assert not multiprocessing.active_children()
+    return started
+
+
+def test_while_no_process_has_ended_the_exception_is_the_cause(log: EngineLog) -> None:
+    assert log.start_failure(OWN, []).startswith("AssertionError: max_lora_rank is missing (whole log: ")
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGUSR2])
+def test_of_a_process_that_failed_the_log_tells(log: EngineLog, number: int) -> None:
+    assert log.start_failure(OWN, started_and_ended(number)).startswith("ValueError: of a scheduler (")
+
+
+def test_a_killed_process_has_no_last_word(log: EngineLog) -> None:
+    assert log.start_failure(OWN, started_and_ended(signal.SIGKILL)).startswith("AssertionError: ")
+
+
+def test_a_line_that_tells_of_no_error_is_no_cause(log: EngineLog) -> None:
+    log.path.write_text("Loading: 50%\n[2026-11-21 22:03:12] Using custom SIGQUIT handler\n")
+    asked = ChildProcessError("a process of the engine asked its parent to end")
+    assert log.start_failure(asked, []).startswith("ChildProcessError: a process of the engine asked")
+
+
+def test_an_error_before_the_last_answer_was_survived(log: EngineLog) -> None:
+    assert "died: ValueError: of a scheduler" in log.death("scheduler", 7, "")
+    log.answered()
+    assert "died of SIGSEGV: its log tells of no error" in log.death("scheduler", 7, "SIGSEGV")
+    with log.path.open("a") as file:
+        file.write(TRACEBACK.replace("of a", "of this"))
+    assert "died: ValueError: of this scheduler" in log.death("scheduler", 7, "")
+    assert log.death("scheduler", 7, "SIGKILL").startswith("engine process scheduler (pid 7) died of SIGKILL (whole")
+
+
+POLICIES = [uvloop.EventLoopPolicy, asyncio.DefaultEventLoopPolicy]
+
+
+@pytest.fixture
+def own() -> Iterator[OwnHandlers]:
+    handlers = OwnHandlers()
+    yield handlers
+    handlers.restore(engine_serves=False)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_handler_set_in_the_loop_is_removed_for_every_later_call(
+    policy: type[asyncio.AbstractEventLoopPolicy], own: OwnHandlers
+) -> None:
+    loop = policy().new_event_loop()
+    engine = SimpleNamespace(loop=loop)
+    called: list[str] = []
+
+    async def start() -> None:
+        for number in TAKEN:
+            loop.add_signal_handler(number, called.append, "SGLang's")
+
+    async def serve() -> None:
+        os.kill(os.getpid(), signal.SIGQUIT)
+        await asyncio.sleep(0.05)
+
+    loop.run_until_complete(start())
+    sglang_api.remove_signal_handlers(engine, TAKEN)
+    own.restore(engine_serves=True)
+    loop.run_until_complete(serve())
+    loop.close()
+    assert called == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loop_without_handlers_has_nothing_to_remove(policy: type[asyncio.AbstractEventLoopPolicy]) -> None:
+    loop = policy().new_event_loop()
+    sglang_api.remove_signal_handlers(SimpleNamespace(loop=loop), TAKEN)
+    loop.close()
+
+
+def test_handlers_are_as_before_once_the_engine_has_ended(own: OwnHandlers) -> None:
+    before = [signal.getsignal(number) for number in TAKEN]
+    own.restore(engine_serves=True)
+    assert signal.getsignal(signal.SIGQUIT) not in before
+    own.restore(engine_serves=False)
+    assert [signal.getsignal(number) for number in TAKEN] == before
+
+
+def test_sigquit_raises_instead_of_what_was_registered() -> None:
+    before = signal.getsignal(signal.SIGQUIT)
+    killed: list[int] = []
+    try:
+        with sigquit_raises():
+            signal.signal(signal.SIGQUIT, lambda number, frame: killed.append(number))
+            with pytest.raises(ChildProcessError):
+                os.kill(os.getpid(), signal.SIGQUIT)
+                time.sleep(5)
+        assert not killed
+        assert signal.signal.__name__ == "signal"
+    finally:
+        signal.signal(signal.SIGQUIT, before)
