@@ -1,7 +1,7 @@
 """One PPO step, read from top to bottom.
 
 resume weights -> sync -> resume KV cache -> generate -> release -> scores -> old log-probs -> reference log-probs, values ->
-advantages -> updates of critic and actor -> metrics. What of it proves that the weights arrived: verification.
+advantages -> updates of critic and actor -> metrics. The checks that the weights arrived are in weights/verify.py.
 """
 
 import time
@@ -52,7 +52,7 @@ class Ppo:
     """time.time() when the first step's first tokens arrived."""
 
     def step(self, index: int) -> Metrics:
-        """One PPO step; its metrics, the same on every rank. Raises WeightsDidNotArrive when a sync did not."""
+        """Run one PPO step; return its metrics, the same on every rank. Raise WeightsDidNotArrive where a sync did not."""
         rollout, metrics = self.rollout(index)
         metrics |= self.learn(index, rollout)
         with self.events.phase("free_caches", index):
@@ -60,9 +60,9 @@ class Ppo:
         return metrics | {"step": index}
 
     def take_baseline(self) -> None:
-        """Before the first update: how far engine and trainer are apart on the model's own checkpoint. Then they sleep.
+        """Measure how far engine and trainer are apart on the model's own checkpoint, then release the engine's memory.
 
-        Raises NoBaseline where they are too far apart for a later difference to prove anything.
+        Raise NoBaseline where they are too far apart for a later difference to prove anything.
         """
         with self.events.phase("load_baseline", waiting_for="the engine to load the model's own checkpoint from disk"):
             loaded = self.verification.load_baseline()
@@ -117,8 +117,9 @@ class Ppo:
         }
 
     def learn(self, index: int, batch: Batch) -> Metrics:
-        """Advantages, then the updates of critic and actor."""
-        phase, metrics = self.events.phase, Metrics()
+        """Estimate advantages, then update critic and actor."""
+        phase = self.events.phase
+        metrics: Metrics = {}
         if self.reference:
             waiting = "the reference's log-probs of the responses"
             with phase("reference_log_probs", index, waiting), self.reference.on_device():
@@ -129,7 +130,7 @@ class Ppo:
                 values = self.critic.values(batch, self.config.critic.microbatch_size)
             batch = batch.replace(old_values=values)
         with phase("advantages", index):
-            batch, reward_metrics = self.advantages(batch)
+            batch, reward_metrics = self.estimate_advantages(batch)
             batch = self.masked(batch)
         generator = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + index)
         if self.critic:
@@ -141,7 +142,7 @@ class Ppo:
         return reward_metrics | metrics
 
     def measure_movement(self, index: int, batch: Batch) -> None:
-        """How far the update moved the actor's log-probs of each rank's first microbatch: what the next sync must bring."""
+        """Measure how far the update moved the actor's log-probs of each rank's first microbatch, for the next sync's check."""
         if not self.verification.reaches("log_probs"):
             return
         size = self.config.actor.microbatch_size
@@ -151,7 +152,7 @@ class Ppo:
             self.verification.movement = self.token_mean(moved.abs(), few)
 
     def generate(self, index: int) -> tuple[Batch, torch.Tensor]:
-        """Responses of this rank's share of its engine's prompts, and their scores [B]."""
+        """Return responses to this rank's share of its engine's prompts, and their scores [B]."""
         config = self.config.rollout
         prompts = self.engine_prompts(index)
         repeated = [prompt for prompt in prompts for _ in range(config.responses_per_prompt)]
@@ -185,23 +186,23 @@ class Ppo:
         ), scores
 
     def masked(self, batch: Batch) -> Batch:
-        """The batch for the updates: truncated responses without tokens, where rollout.truncated says so."""
+        """Return the batch for the updates: truncated responses without tokens, where rollout.truncated says so."""
         if self.config.rollout.truncated == "train":
             return batch
         kept = ~batch.require("truncated")
         return batch.replace(response_mask=batch.response_mask * kept[:, None])
 
     def engine_prompts(self, index: int) -> list[Prompt]:
-        """The prompts of this rank's engine: its share of the step's, by dp index."""
+        """Return the prompts of this rank's engine: its share of the step's, by dp index."""
         prompts = self.prompts.batch(index)
         share = len(prompts) // self.dims.dp
         start = self.dims.coordinates(self.world.rank).dp * share
         return prompts[start : start + share]
 
-    def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Token rewards less the KL, and from them advantages; whitened (GAE) or compared (GRPO, RLOO) over all ranks."""
+    def estimate_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Return the batch with advantages of token rewards less the KL: whitened (GAE) or compared (GRPO, RLOO) over all ranks."""
         algorithm, mask = self.config.algorithm, batch.response_mask
-        metrics = Metrics()
+        metrics: Metrics = {}
         kl = None
         if self.reference:
             kl = advantages.kl(
@@ -231,12 +232,12 @@ class Ppo:
         return batch.replace(advantages=mine * mask), metrics
 
     def difference(self, batch: Batch, log_probs: torch.Tensor) -> LogProbDifference:
-        """The engine's log-probs of the batch against the actor's, [B, T]."""
+        """Return the engine's log-probs of the batch against the actor's, [B, T]."""
         with self.verification.timed("log_probs"):
             return log_prob_difference(batch.require("rollout_log_probs"), log_probs, batch.response_mask)
 
     def final_check(self, index: int) -> Metrics:
-        """Sync the last update too, and check it by one more rollout that nobody learns from."""
+        """Sync the last update too, and check it by one more rollout, without an update."""
         _, metrics = self.rollout(index)
         return {
             name: value
@@ -245,26 +246,26 @@ class Ppo:
         }
 
     def show_sample(self, index: int, batch: Batch, reward: float) -> None:
-        """Keep this rank's first prompt and response of a step, for the reader."""
+        """Write this rank's first prompt and response of a step to its events."""
         ids, is_response = batch.input_ids[0], batch.response_mask[0].bool()
         prompt = ids[batch.attention_mask[0].bool() & ~is_response]
         text, response = self.tokenizer.batch_decode([prompt, ids[is_response]], skip_special_tokens=True)
         self.events.fact("sample", step=index, prompt=text, response=response, reward=reward)
 
     def all_sum(self, total: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks."""
+        """Return the sum over all ranks."""
         return torch.stack(all_gather(total)).sum(0)
 
     def mean(self, values: torch.Tensor) -> float:
-        """Mean of every rank's values, [B] each."""
+        """Return the mean of every rank's values, [B] each."""
         return float(torch.cat(all_gather(values)).double().mean())
 
     def sequence_mean(self, values: torch.Tensor, batch: Batch) -> float:
-        """Mean over the sequences of all ranks of each one's mean over its response tokens, as verl's KL."""
+        """Return the mean over the sequences of all ranks of each one's mean over its response tokens, as verl's KL."""
         mask = batch.response_mask.bool()
         totals = torch.where(mask, values.double(), 0.0).sum(-1)
         return self.mean(totals / mask.sum(-1))
 
     def token_mean(self, values: torch.Tensor, batch: Batch) -> float:
-        """Mean over the response tokens of all ranks."""
+        """Return the mean over the response tokens of all ranks."""
         return float(advantages.masked_mean(values.double(), batch.response_mask.double(), all_sum=self.all_sum))

@@ -91,7 +91,7 @@ def line(outcome: "Outcome") -> str:
 
 
 def show(found: dict[str, float | None], outcomes: "list[Outcome]") -> None:
-    """The table at the end."""
+    """Print the table at the end."""
     from rich.console import Console
     from rich.table import Table
 

@@ -111,7 +111,7 @@ def start_engine(settings: Settings, mesh: DeviceMesh, folder: str) -> Any:
     """Start an sglang.Engine on the first rank of each TP group; return it there, None elsewhere; collective."""
     # One rank draws the ports of all engines: SGLang would draw them from generators that a trainer seeds alike.
     # And one key for all ranks: an engine fetches CPU tensors from each of them, and must have its key.
-    shared = [free_ports(2 * mesh.size(0)), bytes(multiprocessing.current_process().authkey)]
+    shared: list[Any] = [free_ports(2 * mesh.size(0)), bytes(multiprocessing.current_process().authkey)]
     dist.broadcast_object_list(shared, src=0)
     multiprocessing.current_process().authkey = shared[1]
     placement, dp = engine_placement(mesh), mesh.get_local_rank("dp")
@@ -273,10 +273,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
         old = log_probs.detach() if old is None else old
         loss = clipped_surrogate(log_probs, old, batch["advantages"], settings.clip).mean()
         loss.backward()  # FSDP averages over ranks: as all have equally many tokens, the mean over all ranks' tokens
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm).full_tensor()
+        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)  # a DTensor
         optimizer.step()
         optimizer.zero_grad()
-    return f"loss {mean_over_ranks(loss):+.4f}  grad norm {norm:.3f}"
+    return f"loss {mean_over_ranks(loss):+.4f}  grad norm {norm.full_tensor():.3f}"
 
 
 def train(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> bool:

@@ -46,7 +46,7 @@ def batch() -> Batch:
 def test_the_kl_that_adapts_is_the_mean_over_sequences_of_their_means() -> None:
     control = advantages.KlControl(0.1, target=0.5, horizon=100)
     words = "--algorithm.advantage grpo --algorithm.kl_target 0.5"
-    _, metrics = ppo(words, control, reference=object()).advantages(batch())
+    _, metrics = ppo(words, control, reference=object()).estimate_advantages(batch())
     means = [0.1, (0.6 + 0.7 + 0.8) / 3, (1.1 + 1.2) / 2, (1.6 + 1.7 + 1.8 + 1.9) / 4]
     assert metrics["reference_kl"] == pytest.approx(sum(means) / 4)
     assert control.coefficient == pytest.approx(0.1 * (1 + 0.2 * 16 / 100))
@@ -55,7 +55,7 @@ def test_the_kl_that_adapts_is_the_mean_over_sequences_of_their_means() -> None:
 @pytest.mark.parametrize(("name", "first"), [("grpo", 0.5 / 0.5**0.5), ("rloo", 1.0)])
 def test_the_config_chooses_how_responses_are_compared(name: str, first: float) -> None:
     words = f"--algorithm.advantage {name} --algorithm.kl_placement none"
-    done, _ = ppo(words, advantages.KlControl(0)).advantages(batch())
+    done, _ = ppo(words, advantages.KlControl(0)).estimate_advantages(batch())
     found = done.require("advantages")
     assert found[0, 1] == pytest.approx(first, rel=1e-5) and found[1, 1] == -found[0, 1]
     assert not found[2:].any(), "equal scores of a group"

@@ -62,13 +62,13 @@ class Wanted:
         )
 
     def size(self) -> str:
-        """The sizes that the files' headers state, joined."""
+        """Return the sizes that the files' headers state, joined."""
         return " + ".join(
             m[1] for file in self.files if (m := re.search(r"^# About (.+?) on disk", file.read_text(), re.M))
         )
 
     def pin(self, package: str) -> str:
-        """The requirement `package==version` of the base file."""
+        """Return the requirement `package==version` of the base file."""
         match = re.search(rf"^{package}==\S+", self.files[0].read_text(), re.M)
         if match is None:
             raise Unusable(
@@ -86,7 +86,7 @@ def has_gpu() -> bool:
 
 
 def ensure(environment: str | None = None, *, tests: bool = False, folder: Path | None = None) -> Path:
-    """The interpreter of an environment that is ready, made or completed first where it is not.
+    """Return the interpreter of an environment that is ready, made or completed first where it is not.
 
     `tests` adds tests.txt. Instant when the stamp in the folder has the digests of the pinned files and the Python
     version. Two processes at once wait for one another; an install that was cut off starts over. Raises Unusable.
@@ -121,7 +121,7 @@ def ensure(environment: str | None = None, *, tests: bool = False, folder: Path 
 
 
 def made() -> Path | None:
-    """The interpreter of the environment where there is one, made or not the one that runs; None under HARNESS_VENV=none."""
+    """Return the interpreter of the environment where there is one, made or not the one that runs; None under HARNESS_VENV=none."""
     asked = os.environ.get("HARNESS_VENV", "")
     python = (Path(asked).absolute() if asked else REPOSITORY / ".venv") / "bin" / "python"
     return python if asked != "none" and python.exists() else None
@@ -147,7 +147,7 @@ def need(*packages: str) -> None:
 
 
 def uv_sources(pip_config: str) -> list[str]:
-    """uv's arguments for the package sources that `pip config list` prints; uv does not read pip's configuration.
+    """Return uv's arguments for the package sources that `pip config list` prints; uv does not read pip's configuration.
 
     pip considers every index and link at once, so uv is told to do so too.
     """
@@ -173,7 +173,7 @@ def uv_sources(pip_config: str) -> list[str]:
 
 
 def torchrun(python: Path) -> list[str]:
-    """The command that starts torchrun in the environment of `python`."""
+    """Return the command that starts torchrun in the environment of `python`."""
     script = python.with_name("torchrun")
     return [str(script)] if script.exists() else [str(python), "-m", "torch.distributed.run"]
 
@@ -199,7 +199,7 @@ def _install_checkout(folder: Path, wanted: Wanted) -> None:
 
 
 def _missing(folder: Path, wanted: Wanted) -> tuple[Path, ...]:
-    """The files yet to be installed: none, all, or all but the base file."""
+    """Return the files yet to be installed: none, all, or all but the base file."""
     try:
         stamp = json.loads((folder / _STAMP).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -275,8 +275,9 @@ def _clear(folder: Path) -> None:
 
 
 def _torch(install: list[str], pin: str) -> list[str]:
-    """uv's arguments for torch without a GPU: the CPU build where one is on offer, else the registry's with its CUDA
-    libraries."""
+    """Return uv's arguments for torch without a GPU: the CPU build where one is on offer, else the registry's with its CUDA
+    libraries.
+    """
     for source, extra in (("pip's own sources", []), ("uv's torch backend", ["--torch-backend", "cpu"])):
         arguments = [*extra, "--no-deps", f"{pin}+cpu"]
         environment = {**uv_environment(), "UV_HTTP_TIMEOUT": "15", "UV_HTTP_RETRIES": "0"}
@@ -288,7 +289,7 @@ def _torch(install: list[str], pin: str) -> list[str]:
 
 
 def uv_environment() -> dict[str, str]:
-    """This process's environment, with pip's certificates given to uv too."""
+    """Return this process's environment, with pip's certificates given to uv too."""
     certificates = os.environ.get("PIP_CERT")
     return {**({"SSL_CERT_FILE": certificates} if certificates else {}), **os.environ}
 
@@ -335,7 +336,7 @@ def _say(sentence: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line of the docstring above; prints the interpreter's path."""
+    """Parse the command line of the docstring above; print the interpreter's path, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--environment", metavar="NAME", help="a file of configs/environments, without .txt")
     parser.add_argument("--tests", action="store_true", help="add what the tests need")

@@ -32,7 +32,7 @@ class Outcome:
 
 
 def candidates(low: float, high: float, resolution: float) -> list[float]:
-    """The fractions that a search may try: low, and steps of resolution up to high; each rounded to 4 digits.
+    """Return the fractions that a search may try: low, and steps of resolution up to high; each rounded to 4 digits.
 
     Raises ValueError unless 0 < low <= high < 1 and resolution is at least 0.001.
     """
@@ -45,7 +45,7 @@ def candidates(low: float, high: float, resolution: float) -> list[float]:
 
 
 def largest_passing(passes: Callable[[float], bool], low: float, high: float, resolution: float) -> float | None:
-    """The largest candidate that passes, if all below it do: bisection, at most 2 + log2(candidates) trials.
+    """Return the largest candidate that passes, if all below it do: bisection, at most 2 + log2(candidates) trials.
 
     None where low does not pass. Where passing is not monotone, what is returned has passed, and its upper neighbour has
     not (or there is none). Each fraction is tried at most once.
@@ -80,7 +80,7 @@ class Search:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def find(self, low: float, high: float, resolution: float, modes: Sequence[str] = MODES) -> dict[str, float | None]:
-        """The largest fraction that passes, by way of waking; None where the least does not pass."""
+        """Return the largest fraction that passes, by way of resuming; None where the least does not pass."""
 
         def largest(wake: str) -> float | None:
             return largest_passing(lambda fraction: self.try_one(fraction, wake).passed, low, high, resolution)
@@ -117,7 +117,7 @@ class Search:
 
 
 def first_error(log: str) -> str:
-    """The line that says why a run failed, of its own output and then its engines': the first that tells of memory, else
+    """Return the line that says why a run failed, of its own output and then its engines': the first that tells of memory, else
     the first verdict, else the first exception; empty if there is none."""
     lines = [line.strip() for line in log.splitlines()]
     for marks in (
@@ -132,12 +132,12 @@ def first_error(log: str) -> str:
 
 
 def as_json(found: dict[str, float | None], outcomes: Sequence[Outcome]) -> str:
-    """All of a search: the largest fraction by way of waking, and each run."""
+    """All of a search: the largest fraction by way of resuming, and each run."""
     return json.dumps({"largest": found, "runs": [asdict(outcome) for outcome in outcomes]}, indent=1)
 
 
 def trial_folder() -> Path:
-    """A fresh folder for logs and run directories."""
+    """Return a fresh folder for logs and run directories."""
     return Path(tempfile.mkdtemp(prefix="harness-memory-"))
 
 

@@ -78,7 +78,7 @@ def check_started(config: Config, script: str, arguments: Sequence[str], environ
 
 
 def check_rank(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """check_started; and, on the first rank of each host, check_here, whose warnings rank 0 prints. Raise ValueError."""
+    """Call check_started and, on the first rank of each host, check_here, whose warnings rank 0 prints. Raise ValueError."""
     check_started(config, script, arguments, environment)
     if environment.get("LOCAL_RANK", "0") != "0":
         return
@@ -89,7 +89,7 @@ def check_rank(config: Config, script: str, arguments: Sequence[str], environmen
 
 
 def torchrun_line(ranks: int, script: str, arguments: Sequence[str]) -> str:
-    """The command that starts so many ranks on this host, to paste; that of this Python, or of the checkout's .venv."""
+    """Return the command that starts so many ranks on this host, to paste; that of this Python, or of the checkout's .venv."""
     python = environments.made() or Path(sys.executable)
     start = [
         str(Path(word).relative_to(Path.cwd())) if word.startswith(f"{Path.cwd()}/") else word
@@ -100,7 +100,7 @@ def torchrun_line(ranks: int, script: str, arguments: Sequence[str]) -> str:
 
 
 def device_here(config: Config, environment: Mapping[str, str] = os.environ) -> Device:
-    """What engine.device means on this host. Raise ConfigError where it asks for a GPU that is not there.
+    """Return what engine.device means on this host. Raise ConfigError where it asks for a GPU that is not there.
 
     Looks at device files and at torch's build; what a driver refuses shows once torch is imported.
     """
@@ -128,7 +128,7 @@ def is_hub_model(name: str) -> bool:
 
 
 def _check(config: Config, device: Device) -> Fields:
-    """What needs neither this host's devices nor a network. Return the fields of the model's config; none of a hub's."""
+    """Check what needs neither this host's devices nor a network. Return the fields of the model's config; none of a hub's."""
     _check_engine_arguments(config)
     fields = _model_fields(config, device)
     _check_cpu(config, fields, device)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster.world import World, all_gather
+from harness.runtime.units import GIB, MIB
 from harness.weights.gather import full_tensor, group_of
 from harness.weights.sync import WeightSync
 
-LIMIT_PIECE = 1 << 30
-MIB = 1 << 20
+LIMIT_PIECE = GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Row:
 
 
 def bench(sync: WeightSync, world: World, repeats: int, one_by_one: bool) -> list[Row]:
-    """The limit, the configured transport and, where asked, one tensor a call; a collective call of all ranks."""
+    """Time the limit, the configured transport and, where asked, one tensor a call; a collective call of all ranks."""
     rows = [_row("all-gather of the same bytes", all_gather_limit(sync, world, repeats), sync.nbytes)]
     rows.append(_transport(sync, world, repeats))
     if one_by_one:
@@ -68,7 +68,8 @@ def all_gather_limit(sync: WeightSync, world: World, repeats: int) -> list[float
 
 def push_one_by_one(sync: WeightSync) -> None:
     """Every tensor gathered alone, its handles collected on the head, and a call of the engine for it: as the
-    VerlEngine of sglang and verl did. What fuses on arrival is lost by it: for its time alone."""
+    VerlEngine of sglang and verl did. What fuses on arrival is lost by it: for its time alone.
+    """
     by_live_name: dict[str, list[int]] = {}
     for index, tensor in enumerate(sync.layout):
         by_live_name.setdefault(tensor.live_name, []).append(index)

@@ -146,7 +146,7 @@ def make_engine_and_model(run: RunContext, transports: Sequence[TransportName]) 
 
 
 def as_table(rows: list[Row], sync: WeightSync) -> str:
-    """The rows as a table, then what the configured transport's time went into."""
+    """Return the rows as a table, then what the configured transport's time went into."""
     table = Table(title=f"{sync.nbytes / 1e9:.3f} GB, {len(sync.layout)} tensors, {len(sync.buckets)} buckets")
     for heading in ("way", "seconds", "fastest", "GB/s", "extra memory, MiB"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
@@ -163,7 +163,7 @@ def as_table(rows: list[Row], sync: WeightSync) -> str:
 
 
 def breakdown(row: Row) -> dict[str, float]:
-    """What a stream's seconds went into; the parts between hand-over and the end run side by side."""
+    """Return what a stream's seconds went into; the parts between hand-over and the end run side by side."""
     parts = row.parts
     if not parts:
         return {}
