@@ -1,6 +1,6 @@
 """Compare 64-bit fingerprints of every element that the engine holds with the trainer's, without moving any.
 
-Each scheduler sums up what it holds, each trainer rank its shards (worker/scheduler_fingerprint.py says how), and the sums
+Each scheduler sums up what it holds, each trainer rank its shards (worker/model_state.py says how), and the sums
 are compared. It costs one read of the weights, so that the default level affords it; it names only the tensors in which
 something differs, and readback.py, which moves every element, says how much.
 """
@@ -17,8 +17,8 @@ from harness.weights.gather import Bucket, Chunks, Piece
 from harness.weights.snapshot import report_of_schedulers
 from harness.weights.stream.slots import Region
 from harness.weights.sync import WeightSync
+from harness.weights.worker.model_state import FINGERPRINT, WRAP, weighted_sum
 from harness.weights.worker.reader import LoadCoverage
-from harness.weights.worker.scheduler_fingerprint import FINGERPRINT, WRAP, weighted_sum
 
 Unit = tuple[int, int]
 """Bucket, and the number of a group of entries in it: what may fuse, so that its elements are summed together."""
@@ -170,9 +170,8 @@ def _box_of(region: Region) -> Box:
     if region.index is not None:
         places = region.index.flatten()
         return len(places), hashlib.sha256(places.numpy().tobytes()).hexdigest()
-    steps = [(step, size) for step, size in zip(region.stride, region.shape, strict=True) if step and size > 1]
-    numel = 0 if 0 in region.shape else torch.Size([size for _, size in steps]).numel()
-    return numel, (region.offset, *sorted(steps))
+    numel = 0 if 0 in region.shape else torch.Size([size for _, size in region.steps]).numel()
+    return numel, (region.offset, region.steps)
 
 
 def _is_followed(region: Region) -> bool:

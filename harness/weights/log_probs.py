@@ -1,6 +1,6 @@
-"""The engine's log-probs against the trainer's on the same tokens: how far apart, where most, and how far they may be.
+"""The engine's log-probs against the trainer's on the same tokens: how far apart, where most, and what is allowed.
 
-What is allowed comes of the dtype and of a baseline: the same difference on weights that are certainly the same.
+What is allowed follows from the dtype and a baseline: the same difference on weights that are certainly the same.
 """
 
 from collections.abc import Sequence
@@ -41,17 +41,21 @@ SEQUENCE_FACTOR = 6.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class PartDifference:
     """One sequence, or one response position over all sequences."""
 
     index: int
-    """Of the sequence, over all ranks in their order; or of the position, 0 at a response's first token."""
+    """Of the sequence, over all ranks in their order; or of the position, 0 at the first token of a response."""
     mean: float
     """Mean |difference| of its tokens, in nats."""
     tokens: int
-    """How many those are."""
     bulk: float
     """Mean of its lower three quarters, by which it is judged; 0 where it has too few tokens for that."""
+
+    @property
+    def badness(self) -> tuple[float, float]:
+        """The order in which parts are worse."""
+        return self.bulk, self.mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,24 +65,17 @@ class LogProbDifference:
     mean: float
     largest: float
     tokens: int
-    """How many there are."""
-    sequence: Part
+    sequence: PartDifference
     """The worst one: that of the largest bulk, or of the largest mean where none is judged."""
-    position: Part
+    position: PartDifference
     """The worst one, likewise."""
 
     def metrics(self) -> dict[str, float]:
-        """For metrics.jsonl."""
-        return {
-            "log_prob_difference_mean": self.mean,
-            "log_prob_difference_max": self.largest,
-            "log_prob_difference_worst_sequence": self.sequence.mean,
-            "log_prob_difference_worst_sequence_bulk": self.sequence.bulk,
-            "log_prob_difference_worst_sequence_index": self.sequence.index,
-            "log_prob_difference_worst_position": self.position.mean,
-            "log_prob_difference_worst_position_bulk": self.position.bulk,
-            "log_prob_difference_worst_position_index": self.position.index,
-        }
+        """Return the statistics for metrics.jsonl."""
+        found = {"mean": self.mean, "max": self.largest}
+        for what, part in (("worst_sequence", self.sequence), ("worst_position", self.position)):
+            found |= {what: part.mean, f"{what}_bulk": part.bulk, f"{what}_index": part.index}
+        return {f"log_prob_difference_{name}": value for name, value in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +89,7 @@ class Allowed:
 
     @classmethod
     def of(cls, dtype: Dtype, baseline: LogProbDifference | None) -> "Allowed":
-        """max(floor, factor x baseline) for each statistic; no part is expected to be better than the mean."""
+        """Return max(floor, factor x baseline) for each statistic; no part is expected to be better than the mean."""
         if baseline is None:
             floor = FLOOR_WITHOUT_BASELINE[dtype]
             return cls(mean=floor, sequence=floor, position=floor, has_baseline=False)
@@ -105,7 +102,7 @@ class Allowed:
         )
 
     def violations(self, found: LogProbDifference) -> list[str]:
-        """One phrase for each statistic that is too large or undefined; none when all is well."""
+        """Return one phrase for each statistic that is too large or undefined."""
         checks = (
             ("in the mean", found.mean, self.mean),
             (f"in sequence {found.sequence.index}", found.sequence.bulk, self.sequence),
@@ -117,54 +114,43 @@ class Allowed:
 
 
 def merge(differences: Sequence[LogProbDifference]) -> LogProbDifference:
-    """Of several rollouts one: the mean of all tokens, and the worst of the rest."""
+    """Merge several rollouts into one: the mean of all tokens, and the worst of the rest."""
     tokens = sum(each.tokens for each in differences)
     return LogProbDifference(
         mean=sum(each.mean * each.tokens for each in differences) / tokens,
         largest=max(each.largest for each in differences),
         tokens=tokens,
-        sequence=max((each.sequence for each in differences), key=_badness),
-        position=max((each.position for each in differences), key=_badness),
+        sequence=max((each.sequence for each in differences), key=lambda part: part.badness),
+        position=max((each.position for each in differences), key=lambda part: part.badness),
     )
 
 
 def log_prob_difference(engine: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> LogProbDifference:
-    """engine, trainer: float [B, T]; mask: [B, T], 1 at response tokens. A collective call; the same on every rank.
+    """Compare float [B, T]; mask: [B, T], 1 at response tokens. A collective call; the same on every rank.
 
-    Raises ValueError when no rank has a response token.
+    Raise ValueError when no rank has a response token.
     """
-    rows = [gap[kept] for gap, kept in zip(_gap(engine, trainer), mask.bool().cpu(), strict=True)]
+    gaps = (engine.cpu().double() - trainer.cpu().double()).abs()
+    gaps = torch.where(gaps.isnan(), torch.inf, gaps)  # a NaN compares as small as anything
+    rows = [gap[kept] for gap, kept in zip(gaps, mask.bool().cpu(), strict=True)]
     # By sequence, in the order of ranks; a row is as long as its response.
     sequences = [row for rank in all_gather(rows) for row in rank]
     tokens = sum(len(row) for row in sequences)
     if tokens == 0:
-        raise ValueError("the batch has no response token on any rank, but log-probs are compared on at least one.")
+        raise ValueError("the batch must have a response token on some rank, got none: nothing can be compared.")
     longest = max(len(row) for row in sequences)
     positions = [torch.stack([row[t] for row in sequences if len(row) > t]) for t in range(longest)]
     everything = torch.cat(sequences)
-    return LogProbDifference(
-        mean=float(everything.mean()),
-        largest=float(everything.max()),
-        tokens=tokens,
-        sequence=_worst(sequences),
-        position=_worst(positions),
-    )
+    mean, largest = float(everything.mean()), float(everything.max())
+    worst, where = _worst(sequences), _worst(positions)
+    return LogProbDifference(mean=mean, largest=largest, tokens=tokens, sequence=worst, position=where)
 
 
-def _gap(engine: torch.Tensor, trainer: torch.Tensor) -> torch.Tensor:
-    gap = (engine.cpu().double() - trainer.cpu().double()).abs()
-    return torch.where(gap.isnan(), torch.inf, gap)  # a NaN compares as small as anything
-
-
-def _worst(parts: list[torch.Tensor]) -> Part:
-    return max((_part(index, part) for index, part in enumerate(parts) if len(part)), key=_badness)
-
-
-def _part(index: int, gaps: torch.Tensor) -> Part:
-    kept = int(len(gaps) * BULK) if len(gaps) >= JUDGED_TOKENS else 0
-    bulk = float(gaps.sort().values[:kept].mean()) if kept else 0.0
-    return Part(index=index, mean=float(gaps.mean()), tokens=len(gaps), bulk=bulk)
-
-
-def _badness(part: Part) -> tuple[float, float]:
-    return part.bulk, part.mean
+def _worst(parts: list[torch.Tensor]) -> PartDifference:
+    found = []
+    for index, gaps in enumerate(parts):
+        kept = int(len(gaps) * BULK) if len(gaps) >= JUDGED_TOKENS else 0
+        bulk = float(gaps.sort().values[:kept].mean()) if kept else 0.0
+        if len(gaps):
+            found.append(PartDifference(index=index, mean=float(gaps.mean()), tokens=len(gaps), bulk=bulk))
+    return max(found, key=lambda part: part.badness)

@@ -14,7 +14,7 @@ import torch
 
 
 class NotAViewError(ValueError):
-    """The checkpoint form of a live tensor is no view of it, so it cannot be sent without a conversion of its own."""
+    """The checkpoint form of a live tensor is no view of it, so it cannot be sent without a conversion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,51 +26,42 @@ class CheckpointTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """In elements, from the live tensor's first."""
+    """In elements, from the first of the live tensor."""
     dtype: torch.dtype
     """As it is sent: the live tensor may be wider."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor, contiguous."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
     def view(self, live: torch.Tensor) -> torch.Tensor:
-        """The checkpoint tensor inside the full, contiguous live tensor in `dtype`, without a copy."""
+        """Return the checkpoint tensor inside the full, contiguous live tensor in `dtype`, without a copy."""
         return torch.as_strided(live, self.shape, self.stride, live.storage_offset() + self.offset)
 
 
 def checkpoint_layout(
     model: Any, live: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> tuple[CheckpointTensor, ...]:
-    """What a checkpoint of `model` holds, in the order of the live tensors, by name within one of them.
+    """Return what a checkpoint of `model` holds, in the order of the live tensors, by name within one of them.
 
     live: full shapes and dtypes by live name; the values are not read, so DTensors and meta tensors do. dtype: what the
     checkpoint has the parameters in, which live may hold wider; None: as live has them. Buffers keep theirs.
-    Raises NotAViewError for an architecture whose checkpoint form needs a transpose or a merge.
+    Raise NotAViewError for an architecture whose checkpoint form needs a transpose or a merge.
     """
-    meta = {
-        name: torch.empty(tuple(each.shape), dtype=_sent_dtype(each, dtype), device="meta")
-        for name, each in live.items()
-    }
+    meta = {name: torch.empty(each.shape, dtype=_sent_dtype(each, dtype), device="meta") for name, each in live.items()}
     owner_of = {each.untyped_storage()._cdata: name for name, each in meta.items()}
+    saved_as = meta
+    if find_spec("transformers.core_model_loading") is not None:  # transformers 4 fuses nothing
+        from transformers.core_model_loading import revert_weight_conversion
+
+        saved_as = revert_weight_conversion(model, dict(meta))
     layout: dict[str, list[CheckpointTensor]] = {name: [] for name in live}
-    for name, saved in sorted(_undo_fusing(model, meta).items()):
+    for name, saved in sorted(saved_as.items()):
         owner = owner_of.get(saved.untyped_storage()._cdata)
         if owner is None:
             raise NotAViewError(
-                f"{name} of {type(model).__name__} is no view of one live parameter;"
+                f"{name} of {type(model).__name__} must be a view of one live parameter, got a conversion;"
                 " use an architecture whose checkpoint only splits or renames parameters."
             )
+        shape, stride, offset = tuple(saved.shape), tuple(saved.stride()), int(saved.storage_offset())
         layout[owner].append(
-            CheckpointTensor(
-                name=name,
-                live_name=owner,
-                shape=tuple(saved.shape),
-                stride=tuple(saved.stride()),
-                offset=int(saved.storage_offset()),
-                dtype=saved.dtype,
-            )
+            CheckpointTensor(name=name, live_name=owner, shape=shape, stride=stride, offset=offset, dtype=saved.dtype)
         )
     return tuple(tensor for tensors in layout.values() for tensor in tensors)
 
@@ -78,12 +69,3 @@ def checkpoint_layout(
 def _sent_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
     return dtype if dtype is not None and is_weight else tensor.dtype
-
-
-def _undo_fusing(model: Any, meta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if find_spec("transformers.core_model_loading") is None:
-        return meta  # transformers 4 fuses nothing: live names are checkpoint names
-    from transformers.core_model_loading import revert_weight_conversion
-
-    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(meta))
-    return reverted

@@ -4,7 +4,7 @@ One bit of each element's mantissa is flipped: flipped twice it is as before, bi
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -22,17 +22,14 @@ def perturb(live: Mapping[str, torch.Tensor], seed: int) -> None:
 
     The change of a normal number x is above 2**-7 |x| and at most 2**-5 |x|; finite numbers stay finite, and zero becomes
     a denormal. Which bit depends on seed, name, shard and position, and not on the device. live: float32, bfloat16 or
-    float16, of a DTensor this rank's shard; integers stay as they are. Raises ValueError for other types.
+    float16, of a DTensor this rank's shard; integers stay as they are. Raise ValueError for other types.
     """
     for name, tensor in live.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        if not local.is_floating_point():
-            continue
-        if local.dtype not in VIEWS:
-            raise ValueError(
-                f"{name} has dtype {local.dtype}, but what is perturbed must be float32, bfloat16 or float16."
-            )
-        _flip(local, f"{seed}/{name}/{_shard(tensor)}")
+        if local.dtype in VIEWS:
+            _flip(local, f"{seed}/{name}/{_shard(tensor)}")
+        elif local.is_floating_point():
+            raise ValueError(f"{name} must be float32, bfloat16 or float16 to be perturbed, got {local.dtype}")
 
 
 def _flip(tensor: torch.Tensor, key: str) -> None:
@@ -40,8 +37,7 @@ def _flip(tensor: torch.Tensor, key: str) -> None:
     flat = tensor.view(integer).view(-1)  # raises where the shard is no contiguous memory
     digest = hashlib.sha256(key.encode()).digest()
     # Multiplied by an odd number, a position's bits mix upwards; bit 31 is as good as a coin.
-    factor = int.from_bytes(digest[:4], "little") | 1
-    offset = int.from_bytes(digest[4:8], "little")
+    factor, offset = int.from_bytes(digest[:4], "little") | 1, int.from_bytes(digest[4:8], "little")
     for start in range(0, flat.numel(), CHUNK):
         chunk = flat[start : start + CHUNK]
         position = torch.arange(start, start + chunk.numel(), device=flat.device, dtype=torch.int64)
@@ -50,9 +46,8 @@ def _flip(tensor: torch.Tensor, key: str) -> None:
 
 
 def _shard(tensor: torch.Tensor) -> str:
-    """Which shard this rank holds: the same for ranks with the same values, since those must stay the same."""
+    """Return which shard this rank holds: the same for ranks with the same values, since those must stay the same."""
     if not isinstance(tensor, DTensor):
         return "whole"
-    coordinates: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
-    pairs = zip(tensor.placements, coordinates, strict=True)
+    pairs = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
     return ",".join(str(coordinate) for placement, coordinate in pairs if isinstance(placement, Shard))

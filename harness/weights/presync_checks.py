@@ -131,27 +131,14 @@ def _misfit(entry: SlotEntry, regions: Sequence[Region]) -> list[str]:
 
 def _count_elements(regions: Sequence[Region]) -> int:
     """Return how many different elements the regions read together."""
-    boxes = {
-        (
-            region.offset,
-            tuple(
-                sorted(
-                    (stride, size)
-                    for stride, size in zip(region.stride, region.shape, strict=True)
-                    if stride and size > 1
-                )
-            ),
-        )
-        for region in regions
-        if torch.Size(region.shape).numel()
-    }
+    boxes = {(region.offset, region.steps) for region in regions if 0 not in region.shape}
     if not boxes:
         return 0
     first = min(offset for offset, _ in boxes)
     # Counted in runs of elements that all regions take together, so that a large tensor needs few marks.
     runs = [pairs[0][1] if pairs and pairs[0][0] == 1 else 1 for _, pairs in boxes]
     unit = gcd(*runs, *(at - first for at, _ in boxes), *(step for _, pairs in boxes for step, _ in pairs if step > 1))
-    marks: list[torch.Tensor] = []
+    marks = []
     for offset, pairs in boxes:
         at = torch.tensor([(offset - first) // unit])
         for stride, size in pairs:

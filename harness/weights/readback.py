@@ -14,7 +14,7 @@ from harness.weights.names import CheckpointTensor
 from harness.weights.stream.slots import Region
 from harness.weights.stream.weight_link import WeightLink
 from harness.weights.sync import WeightSync
-from harness.weights.worker.scheduler_fingerprint import INTEGER
+from harness.weights.worker.model_state import INTEGER
 
 
 @torch.no_grad()

@@ -2,9 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,23 +13,11 @@ from harness.config.layers import ConfigError
 from harness.rollout.verl_engine import VerlEngine
 from harness.weights.snapshot import Snapshot, changed, snapshot_weights
 from harness.weights.sync import WeightSync
+from harness.weights.worker.model_state import DERIVED
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 SHARED_FOLDER_SECONDS = 10.0
 """How long a file system may take to show on one host what another one wrote."""
-# The part of the engine's name -> the checkpoint's. All that sglang 0.5.20 fuses, splits or derives in Qwen2, Qwen3, Llama,
-# Qwen3-MoE, DeepSeek-V3 and Moonlight; w_kc and w_vc are no parameters, but what MLA computes with in place of kv_b_proj.
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-    "w_kc": ("kv_b_proj",),
-    "w_vc": ("kv_b_proj",),
-    "experts.w13_weight": ("experts.*.gate_proj", "experts.*.up_proj"),
-    "experts.w2_weight": ("experts.*.down_proj",),
-}
-# With tied embeddings the engine's head is its embedding, and no checkpoint has the head.
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 Output = list[tuple[float, int]]
 """(log-prob, token) of one greedy response."""
@@ -71,33 +58,19 @@ class Reload:
 
     def changed_tensors(self, before: Snapshot) -> list[str]:
         """Return the engine's tensors, of all ranks, that changed since a snapshot, each with its checkpoint names."""
-        after = snapshot_weights(self.sync.engine)
-        names = {name for each in all_gather(changed(before, after)) for name in each}
+        mine = changed(before, snapshot_weights(self.sync.engine))
+        return [self.describe_tensor(name) for name in sorted({name for each in all_gather(mine) for name in each})]
+
+    def describe_tensor(self, engine_name: str) -> str:
+        """Return an engine's name of a tensor with the checkpoint tensors that it is made of: SGLang fuses some."""
         known = [tensor.name for tensor in self.sync.layout]
-        return [describe_tensor(name, known) for name in sorted(names)]
-
-
-def describe_tensor(engine_name: str, checkpoint_names: Collection[str]) -> str:
-    """Return an engine's name of a tensor with the checkpoint tensors that it is made of: SGLang fuses some on arrival."""
-    if engine_name in checkpoint_names:
-        return engine_name
-    parts = _fused_from(engine_name, checkpoint_names)
-    if not parts:  # an architecture with names of its own: what shares the module
-        module = engine_name.rsplit(".", 1)[0] + "."
-        parts = [name for name in checkpoint_names if name.startswith(module)]
-    shown = [*parts[:4], *([f"{len(parts) - 4} more"] if len(parts) > 4 else [])]
-    return f"{engine_name} ({', '.join(shown)})" if shown else engine_name
-
-
-def _fused_from(engine_name: str, checkpoint_names: Collection[str]) -> list[str]:
-    if TIED.get(engine_name) in checkpoint_names:
-        return [TIED[engine_name]]
-    for fused, parts in FUSED.items():
-        head, found, tail = engine_name.partition(f".{fused}")
-        if found and not tail.startswith("_"):
-            patterns = [f"{head}.{part}{tail or '.weight'}" for part in parts]
-            return [name for pattern in patterns for name in checkpoint_names if fnmatchcase(name, pattern)]
-    return []
+        if engine_name in known:
+            return engine_name
+        parts = dict.fromkeys(part for each in self.sync.coverage for part in each.filled.get(engine_name, ()))
+        module, _, attribute = engine_name.rpartition(".")  # what the engine derives, it derives from its module's
+        names = list(parts) or [name for name in known if name.startswith(f"{module}.{DERIVED.get(attribute, '')}")]
+        shown = [*names[:4], *([f"{len(names) - 4} more"] if len(names) > 4 else [])]
+        return f"{engine_name} ({', '.join(shown)})" if shown else engine_name
 
 
 def check_shared(folder: Path, world: World, key: str) -> None:

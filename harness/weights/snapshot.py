@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from harness.rollout import sglang_api
 from harness.rollout.schedulers import call_schedulers
 from harness.rollout.verl_engine import VerlEngine
 from harness.weights.worker import model_state
 
 Snapshot = dict[int, dict[str, str]]
-"""Engine rank -> the engine's own name of a tensor -> a digest of its bytes."""
+"""Engine rank -> the engine's own name of a tensor -> a fingerprint of its bytes."""
 
 
 def report_of_schedulers(engine: VerlEngine, function: str) -> list[model_state.WorkerReport]:
@@ -32,22 +31,8 @@ def report_of_schedulers(engine: VerlEngine, function: str) -> list[model_state.
 
 
 def snapshot_weights(engine: VerlEngine) -> Snapshot:
-    """Return digests of all that the schedulers hold; each scheduler's on one rank of the group. A collective call.
-
-    By SGLang's own checksum where it covers every scheduler, on GPUs since 0.5.13 and without pipeline stages; else the
-    sha256 of the bytes. Two answers compare only within a run.
-    """
-    if has_checksum(engine):
-        checksums = engine.on_head(lambda inner: sglang_api.check_weights(engine.api, inner, "checksum"))
-        return checksums if engine.is_head else {}
-    return {report.rank: report.tensors for report in report_of_schedulers(engine, model_state.INSPECT)}
-
-
-def has_checksum(engine: VerlEngine) -> bool:
-    """Return whether SGLang's own checksum covers every scheduler of this engine."""
-    api = engine.api
-    works = engine.device_type == "cuda" or not api.checksum_needs_cuda
-    return "checksum" in api.weight_check_actions and api.checksum_covers_tp_ranks and works and engine.group.pp == 1
+    """Return fingerprints of all that the schedulers of this host hold, on the rank that built them. Collective."""
+    return {report.rank: report.tensors for report in report_of_schedulers(engine, model_state.SNAPSHOT)}
 
 
 def changed(before: Snapshot, after: Snapshot) -> set[str]:

@@ -1,7 +1,7 @@
 """The process group through which an engine's head broadcasts weights to the engine's TP ranks.
 
-Rank 0 of it is the head, a trainer; rank 1 + r is TP rank r. Two calls must go on at the same time, each on a thread of
-its own: the engine's, which makes its ranks receive, and the broadcast.
+Rank 0 of it is the head, a trainer; rank 1 + r is TP rank r. Two calls must run at the same time, each on a thread of its
+own: the engine's, which makes its ranks receive, and the broadcast.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from harness.runtime.background import in_background
 T = TypeVar("T")
 
 GRACE_SECONDS = 10.0
-"""How long one side may go on after the other has failed, before it is left behind."""
+"""How long one side may run on after the other has failed, before it is left behind."""
 
 _NUMBERS = count()  # torch wants each group of a process to have a name of its own
 
@@ -29,65 +29,51 @@ class UpdateGroup:
     """The group of one engine: opened with the first broadcast, kept for the next, opened anew after a failure."""
 
     def __init__(self, engine: VerlEngine, timeout_seconds: float) -> None:
-        """timeout_seconds: for opening the group, and for each broadcast. Raises ValueError for pipeline stages."""
+        """timeout_seconds: for opening the group, and for each broadcast. Raise ValueError for pipeline stages."""
         if engine.group.pp > 1:
             raise ValueError(
-                f"parallel.pp = {engine.group.pp}: sglang gives every pipeline stage the same ranks of an update group;"
-                " use parallel.pp = 1, or another transport."
+                f"parallel.pp must be 1 with an update group, got {engine.group.pp}: sglang gives every pipeline stage the"
+                " same ranks of it; use another transport."
             )
         self._engine = engine
         self._seconds = timeout_seconds
         self._group: dist.ProcessGroup | None = None  # of the head alone
         self._name = ""
+        self._backend = "gloo" if engine.device_type == "cpu" else "nccl"
 
     def broadcast(self, named_tensors: NamedTensors, flush_cache: bool) -> None:
         """Send contiguous tensors under their checkpoint names; a collective call of the engine's ranks, in a session.
 
         Only the head's tensors are sent. One call of the engine for all of them, but before 0.4.9 one for each tensor.
-        Raises EngineRefused, or what the broadcast raised, on the head, and EngineFailed on the other ranks.
+        Raise EngineRefused, or what the broadcast raised, on the head, and EngineFailed on the other ranks.
         """
         self._engine.on_head(lambda inner: self._exchange(inner, named_tensors, flush_cache))
 
     def close(self) -> None:
-        """Give the group up on both sides, where this sglang can on its own; a collective call. Twice does no harm."""
+        """Close the group on both sides, where this sglang can; a collective call that may be repeated."""
         self._engine.on_head(self._close)
 
     def _exchange(self, inner: Any, named_tensors: NamedTensors, flush_cache: bool) -> None:
         if self._group is None:
             self._open(inner)
         shapes = [(name, str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in named_tensors]
-        receive = partial(
-            sglang_api.update_weights_from_distributed,
-            *(self._engine.api, inner, shapes),
-            group_name=self._name,
-            flush_cache=flush_cache,
-        )
+        receive = partial(sglang_api.update_weights_from_distributed, self._engine.api, inner, shapes)
+        theirs = partial(receive, group_name=self._name, flush_cache=flush_cache)
         tensors = [tensor for _, tensor in named_tensors]
         if self._backend == "nccl":
             torch.cuda.current_stream().synchronize()  # the broadcasting thread has another current stream
-        # The group is held here alone: gloo closes its connections, and so frees the engine, with the last reference.
-        self._both(inner, receive, lambda: broadcast_all(self._group, tensors))
+        # Only self keeps the group: gloo closes its connections, and so frees the engine, with the last reference.
+        self._both(inner, theirs, lambda: broadcast_all(self._group, tensors))
 
     def _open(self, inner: Any) -> None:
-        """Both sides join; the head waits where its engine's lease of ports says."""
-        api, size, backend = self._engine.api, self._engine.group.tp + 1, self._backend
+        """Let both sides join; the head waits where its engine's lease of ports says."""
+        self._name = f"harness_update_{next(_NUMBERS)}"
         address, port = self._engine.update_group_address
-        self._name = name = f"harness_update_{next(_NUMBERS)}"
-        self._group = self._both(
-            inner,
-            lambda: sglang_api.init_weights_update_group(
-                inner, address=address, port=port, rank_offset=1, world_size=size, group_name=name, backend=backend
-            ),
-            lambda: sglang_api.open_update_group(
-                api,
-                address=address,
-                port=port,
-                world_size=size,
-                group_name=name,
-                backend=backend,
-                timeout_seconds=self._seconds,
-            ),
-        )
+        named: dict[str, Any] = {"address": address, "port": port, "world_size": self._engine.group.tp + 1}
+        named |= {"group_name": self._name, "backend": self._backend}
+        theirs = partial(sglang_api.init_weights_update_group, inner, rank_offset=1, **named)
+        ours = partial(sglang_api.open_update_group, self._engine.api, timeout_seconds=self._seconds, **named)
+        self._group = self._both(inner, theirs, ours)
 
     def _close(self, inner: Any) -> None:
         group, self._group = self._group, None
@@ -95,12 +81,8 @@ class UpdateGroup:
             theirs = partial(sglang_api.destroy_weights_update_group, self._engine.api, inner, self._name)
             self._both(inner, theirs, partial(dist.destroy_process_group, group))
 
-    @property
-    def _backend(self) -> str:
-        return "gloo" if self._engine.device_type == "cpu" else "nccl"
-
     def _both(self, inner: Any, theirs: Callable[[], object], ours: Callable[[], T]) -> T:
-        """The engine's call and ours at once; what ours returned. After a failure the group is given up."""
+        """Run the engine's call and ours at once; return what ours returned. After a failure the group is destroyed."""
         device = torch.cuda.current_device() if self._backend == "nccl" else None
 
         def on_device() -> T:
@@ -119,7 +101,7 @@ class UpdateGroup:
 
 
 def broadcast_all(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> None:
-    """Send contiguous tensors from rank 0, in order; returns when all have left."""
+    """Send contiguous tensors from rank 0, in order; return when all have left."""
     works = []
     for tensor in tensors:  # no comprehension: the cell that it makes of `group` would outlive a failure
         works.append(dist.broadcast(tensor, src=0, group=group, async_op=True))
@@ -136,26 +118,25 @@ def side_by_side(
     give_up: Callable[[], None],
     grace_seconds: float = GRACE_SECONDS,
 ) -> T:
-    """Both calls at once, each on a daemon thread; what `ours` returned, when both have.
+    """Run both calls at once, each on a daemon thread; return what `ours` returned, when both have.
 
-    Once one fails, or both have taken `seconds`, give_up() must free whichever still waits. Raises the first failure,
-    with a note of what became of the other call; a thread that does not end in grace_seconds is left behind.
-    Raises TimeoutError where neither failed.
+    Once one fails, or both have taken `seconds`, give_up() must free whichever still waits. Raise the first failure, with
+    a note of what became of the other call, or TimeoutError; a thread that does not end in grace_seconds is left behind.
     """
     engine, trainer = in_background(theirs, "update-group-engine"), in_background(ours, "update-group-trainer")
     sides: dict[str, Future[Any]] = {"the engine's call": engine, "the trainer's side": trainer}
     wait(sides.values(), seconds, FIRST_EXCEPTION)
-    failed = [name for name, side in sides.items() if side.done() and side.exception()]
-    if not failed and engine.done() and trainer.done():
-        return trainer.result()
+    failed = [side for side in sides.values() if side.done() and side.exception()]
     late = [name for name, side in sides.items() if not side.done()]
+    if not failed and not late:
+        return trainer.result()
     give_up()
     wait(sides.values(), grace_seconds)
-    first = sides[failed[0]].exception() if failed else None
+    first = failed[0].exception() if failed else None
     error = first or TimeoutError(f"{' and '.join(late)} took more than {seconds:.0f} s in the update group")
     for name, side in sides.items():
         if not side.done():
-            error.add_note(f"{name} goes on")
+            error.add_note(f"{name} is still running")
         elif (other := side.exception()) and other is not error:
             error.add_note(f"{name} failed too: {type(other).__name__}: {other}")
     raise error

@@ -14,8 +14,8 @@ from tests.end_to_end.launching import run
 SESSIONS = "0.5.22"
 """A release with update sessions, which came with 0.5.21; the environment's is 0.5.20."""
 
-LONG = {"deepseek_v3", "llama"}
-"""Programs that only -m long runs: each takes a minute or more."""
+LONG = {"deepseek_v3", "llama", "qwen3_moe"}
+"""Programs that only -m long runs: each takes a minute or more, and qwen3_moe installs a release."""
 
 Seen = dict[str, Any]
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from harness.weights import fingerprint as trainer_side
 from harness.weights.fingerprint import FingerprintComparison, Fingerprints
 from harness.weights.gather import plan_buckets
-from harness.weights.worker import scheduler_fingerprint as fingerprint
-from harness.weights.worker.model_state import WorkerReport
-from harness.weights.worker.scheduler_fingerprint import BASE, INTEGER, fingerprints, weighted_sum
+from harness.weights.worker import model_state as fingerprint
+from harness.weights.worker.model_state import BASE, INTEGER, WorkerReport, fingerprints, weighted_sum
 from tests.weights.test_readback import Sync, sync_of
 from tests.weights.toy_model import SHAPES, Toy
 

@@ -13,7 +13,7 @@ from harness.weights.log_probs import (
     FLOOR_WITHOUT_BASELINE,
     Allowed,
     LogProbDifference,
-    Part,
+    PartDifference,
     log_prob_difference,
     merge,
 )
@@ -29,8 +29,8 @@ def difference(mean: float, sequence: float | None = None, position: float | Non
         mean=mean,
         largest=max(mean, worst, at),
         tokens=256,
-        sequence=Part(index=3, mean=worst, tokens=16, bulk=worst),
-        position=Part(index=7, mean=at, tokens=16, bulk=at),
+        sequence=PartDifference(index=3, mean=worst, tokens=16, bulk=worst),
+        position=PartDifference(index=7, mean=at, tokens=16, bulk=at),
     )
 
 
@@ -57,8 +57,8 @@ def test_the_difference_is_over_the_response_tokens_of_all_ranks(tmp_path: Path)
     first, unmasked, undefined, infinite = found[0]
     assert (first.mean, first.largest, first.tokens) == (1.0, 2.5, 4)
     # Sequences are 0: [1.0, 0.5], 1: [0.0], 2: [2.5]; position 0 of each is 1.0, 0.0, 2.5, position 1 is 0.5.
-    assert first.sequence == Part(index=2, mean=2.5, tokens=1, bulk=0.0)
-    assert first.position == Part(index=0, mean=3.5 / 3, tokens=3, bulk=0.0)
+    assert first.sequence == PartDifference(index=2, mean=2.5, tokens=1, bulk=0.0)
+    assert first.position == PartDifference(index=0, mean=3.5 / 3, tokens=3, bulk=0.0)
     assert (unmasked.mean, unmasked.largest, unmasked.sequence.index) == (2.0, 3.0, 1)
     assert (undefined.mean, undefined.sequence.mean, undefined.sequence.index) == (INF, INF, 0)
     assert (infinite.largest, infinite.sequence.index, infinite.position.index) == (INF, 0, 1)
@@ -73,7 +73,7 @@ def _nothing(rank: int) -> str:
 
 
 def test_a_batch_without_responses_is_refused(tmp_path: Path) -> None:
-    assert "no response token" in on_ranks(_nothing, 1, tmp_path)[0]
+    assert "a response token on some rank, got none" in on_ranks(_nothing, 1, tmp_path)[0]
 
 
 def test_what_was_measured_on_h200_is_told_apart() -> None:
@@ -132,7 +132,7 @@ def test_a_sequence_is_judged_by_its_bulk_and_a_jump_of_one_token_is_none_of_it(
 
 def test_parts_of_few_tokens_are_shown_and_not_judged(tmp_path: Path) -> None:
     (found,) = on_ranks(_of_gaps, 1, tmp_path, torch.tensor([[0.1] * 7, [0.2] * 7]))
-    assert found.sequence == Part(index=1, mean=pytest.approx(0.2), tokens=7, bulk=0.0)
+    assert found.sequence == PartDifference(index=1, mean=pytest.approx(0.2), tokens=7, bulk=0.0)
     assert found.position.tokens == 2 and found.position.bulk == 0
 
 

@@ -56,7 +56,7 @@ def test_the_layout_is_what_save_pretrained_writes(kind: str, tmp_path: Path) ->
     for tensor in layout:
         there = saved[tensor.name]
         view = tensor.view(live[tensor.live_name].detach())
-        assert (tensor.shape, tensor.dtype, tensor.nbytes) == (tuple(there.shape), there.dtype, there.nbytes)
+        assert (tensor.shape, tensor.dtype) == (tuple(there.shape), there.dtype)
         assert torch.equal(view, there), tensor.name
 
 
@@ -88,7 +88,9 @@ def test_an_architecture_whose_checkpoint_merges_parameters_is_refused() -> None
     """nomic_bert is saved with its query, key and value projections as one."""
     config = transformers.AutoConfig.for_model("nomic_bert", **COMMON)
     model = transformers.AutoModel.from_config(config)
-    with pytest.raises(NotAViewError, match=r"Wqkv.* of NomicBertModel is no view of one live parameter; use an arch"):
+    with pytest.raises(
+        NotAViewError, match=r"Wqkv.* of NomicBertModel must be a view of one live parameter.* use an arch"
+    ):
         checkpoint_layout(model, dict(named_tensors(model)))
 
 
@@ -97,5 +99,5 @@ def test_an_architecture_whose_checkpoint_transposes_parameters_is_refused() -> 
     model = build("qwen2")
     transposed = loading.WeightConverter("o_proj.weight", "o_proj.weight", operations=[loading.Transpose(0, 1)])
     model._weight_conversions = [transposed]
-    with pytest.raises(NotAViewError, match=r"layers\.0\.self_attn\.o_proj\.weight of Qwen2ForCausalLM is no view"):
+    with pytest.raises(NotAViewError, match=r"layers\.0\.self_attn\.o_proj\.weight of Qwen2ForCausalLM must be a view"):
         checkpoint_layout(model, dict(named_tensors(model)))

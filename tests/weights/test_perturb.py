@@ -88,7 +88,7 @@ def test_other_types() -> None:
     steps = torch.arange(4)
     perturb({"steps": steps, "none": torch.empty(0)}, 0)
     assert steps.tolist() == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"^w has dtype torch\.float64, but .* float32, bfloat16 or float16\.$"):
+    with pytest.raises(ValueError, match=r"^w must be float32, bfloat16 or float16 .* got torch\.float64$"):
         perturb({"w": torch.ones(2, dtype=torch.float64)}, 0)
 
 

@@ -152,14 +152,14 @@ def test_unknown_on_all_ranks_is_refused_but_not_on_one() -> None:
 
 
 def test_unfilled_on_all_ranks_is_refused_but_not_on_one() -> None:
-    first = LoadCoverage(rank=0, filled=["embed"], unfilled=["head", "norm"])
-    last = LoadCoverage(rank=1, filled=["embed", "head"], unfilled=["norm"])
+    first = LoadCoverage(rank=0, filled={"embed": ["e"]}, unfilled=["head", "norm"])
+    last = LoadCoverage(rank=1, filled={"embed": ["e"], "head": ["h"]}, unfilled=["norm"])
     said = ["norm: a parameter of the engine that nothing sent would fill"]
     assert coverage_problems([], [first, last]) == coverage_problems([], [last, first]) == said
 
 
 def test_unfilled_in_one_pipeline_stage_is_refused() -> None:
-    stages = [LoadCoverage(rank=0, filled=["layers.0.norm"]), LoadCoverage(rank=1, unfilled=["layers.3.norm"])]
+    stages = [LoadCoverage(rank=0, filled={"layers.0.norm": ["n"]}), LoadCoverage(rank=1, unfilled=["layers.3.norm"])]
     assert coverage_problems([], stages) == ["layers.3.norm: a parameter of the engine that nothing sent would fill"]
 
 

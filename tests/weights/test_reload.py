@@ -1,13 +1,16 @@
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from harness.cluster.placement import RankLocation
 from harness.cluster.world import World
-from harness.weights.reload import Output, check_shared, describe_tensor, output_difference
+from harness.weights.reload import Output, Reload, check_shared, output_difference
 from harness.weights.snapshot import changed
+from harness.weights.worker.reader import LoadCoverage
 from tests.cluster.gloo import on_ranks
 
 
@@ -63,68 +66,28 @@ def test_changed_names_what_differs_or_is_new_on_any_scheduler() -> None:
     assert changed({}, {}) == set()
 
 
-QWEN3_MOE = [
-    *[f"l.0.self_attn.{part}_proj.weight" for part in "qkvo"],
-    *[f"l.0.mlp.experts.{expert}.{part}_proj.weight" for expert in (0, 1) for part in ("gate", "up", "down")],
-    "l.1.mlp.gate_proj.weight",
-    "l.1.mlp.up_proj.weight",
-    "norm.weight",
-]
-DEEPSEEK = [
-    *[f"l.1.self_attn.{part}.weight" for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")],
-    *[f"l.1.mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")],
-    "l.1.mlp.gate.e_score_correction_bias",
-]
-MIXTRAL = [f"l.0.block_sparse_moe.experts.{expert}.w{part}.weight" for expert in (0, 1) for part in (1, 2, 3)]
+ATTENTION = [f"l.0.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")]
+EXPERTS = [f"l.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(3) for part in ("gate", "up")]
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpoint", "described"),
+    ("name", "described"),
     [
-        ("norm.weight", QWEN3_MOE, "norm.weight"),
-        ("l.0.self_attn.o_proj.weight", QWEN3_MOE, "l.0.self_attn.o_proj.weight"),
-        (
-            "l.0.self_attn.qkv_proj.weight",
-            QWEN3_MOE,
-            "l.0.self_attn.qkv_proj.weight (l.0.self_attn.q_proj.weight, l.0.self_attn.k_proj.weight,"
-            " l.0.self_attn.v_proj.weight)",
-        ),
-        (
-            "l.1.mlp.gate_up_proj.weight",
-            QWEN3_MOE,
-            "l.1.mlp.gate_up_proj.weight (l.1.mlp.gate_proj.weight, l.1.mlp.up_proj.weight)",
-        ),
-        (
-            "l.0.mlp.experts.w2_weight",
-            QWEN3_MOE,
-            "l.0.mlp.experts.w2_weight (l.0.mlp.experts.0.down_proj.weight, l.0.mlp.experts.1.down_proj.weight)",
-        ),
-        ("rotary.cos_sin_cache", QWEN3_MOE, "rotary.cos_sin_cache"),
-        (
-            "l.1.self_attn.fused_qkv_a_proj_with_mqa.weight",
-            DEEPSEEK,
-            "l.1.self_attn.fused_qkv_a_proj_with_mqa.weight (l.1.self_attn.q_a_proj.weight,"
-            " l.1.self_attn.kv_a_proj_with_mqa.weight)",
-        ),
-        ("l.1.self_attn.w_kc", DEEPSEEK, "l.1.self_attn.w_kc (l.1.self_attn.kv_b_proj.weight)"),
-        ("l.1.self_attn.w_vc", DEEPSEEK, "l.1.self_attn.w_vc (l.1.self_attn.kv_b_proj.weight)"),
-        (
-            "l.1.mlp.shared_experts.gate_up_proj.weight",
-            DEEPSEEK,
-            "l.1.mlp.shared_experts.gate_up_proj.weight (l.1.mlp.shared_experts.gate_proj.weight,"
-            " l.1.mlp.shared_experts.up_proj.weight)",
-        ),
-        ("l.1.mlp.gate.e_score_correction_bias", DEEPSEEK, "l.1.mlp.gate.e_score_correction_bias"),
-        ("lm_head.weight", ["model.embed_tokens.weight"], "lm_head.weight (model.embed_tokens.weight)"),
-        ("lm_head.weight", ["model.embed_tokens.weight", "lm_head.weight"], "lm_head.weight"),
-        (
-            "l.0.block_sparse_moe.experts.w13_weight",
-            MIXTRAL,
-            "l.0.block_sparse_moe.experts.w13_weight (l.0.block_sparse_moe.experts.0.w1.weight,"
-            " l.0.block_sparse_moe.experts.0.w2.weight, l.0.block_sparse_moe.experts.0.w3.weight,"
-            " l.0.block_sparse_moe.experts.1.w1.weight, 2 more)",
-        ),
+        ("l.0.self_attn.o_proj.weight", "l.0.self_attn.o_proj.weight"),
+        ("l.0.self_attn.fused_qkv_a.weight", f"l.0.self_attn.fused_qkv_a.weight ({ATTENTION[0]}, {ATTENTION[1]})"),
+        ("l.0.mlp.experts.w13_weight", f"l.0.mlp.experts.w13_weight ({', '.join(EXPERTS[:4])}, 2 more)"),
+        ("l.0.self_attn.w_kc", f"l.0.self_attn.w_kc ({ATTENTION[2]})"),
+        ("rotary.cos_sin_cache", "rotary.cos_sin_cache"),
     ],
 )
-def test_describe_names_what_the_engine_fused(name: str, checkpoint: list[str], described: str) -> None:
-    assert describe_tensor(name, checkpoint) == described
+def test_an_engine_tensor_is_described_by_what_fills_it(name: str, described: str, tmp_path: Path) -> None:
+    """Half of the experts is on each rank."""
+    first = {"l.0.self_attn.fused_qkv_a.weight": ATTENTION[:2], "l.0.mlp.experts.w13_weight": EXPERTS[:3]}
+    coverage = (
+        LoadCoverage(rank=0, filled=first),
+        LoadCoverage(rank=1, filled={"l.0.mlp.experts.w13_weight": EXPERTS[3:]}),
+    )
+    layout = [SimpleNamespace(name=each) for each in (*ATTENTION, *EXPERTS)]
+    sync: Any = SimpleNamespace(coverage=coverage, layout=layout)
+    reload = Reload(sync=sync, world=world_of(0), source=tmp_path, folder=tmp_path)
+    assert reload.describe_tensor(name) == described

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("transports_on_two_ranks.py")
-TRANSPORTS = ("tensor", "bucket", "distributed", "disk")
+TRANSPORTS = ("tensor", "bucket", "distributed", "disk", "stream")
 SAME = 0.2
 """Log-probs of equal weights in bfloat16 differ by less, those of changed ones by more than 1."""
 

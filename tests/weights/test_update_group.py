@@ -46,7 +46,7 @@ def test_a_side_that_cannot_be_freed_is_left_behind_and_said() -> None:
     connection = Connection()
     with pytest.raises(ValueError, match="refused") as caught:
         side_by_side(refuse, connection.wait, 20, lambda: None, grace_seconds=0.1)
-    assert caught.value.__notes__ == ["the trainer's side goes on"]
+    assert caught.value.__notes__ == ["the trainer's side is still running"]
     connection.close()
 
 

@@ -10,7 +10,7 @@ from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.runtime.events import EventLog
 from harness.weights.fingerprint import FingerprintComparison
-from harness.weights.log_probs import LogProbDifference, Part
+from harness.weights.log_probs import LogProbDifference, PartDifference
 from harness.weights.verify import NoBaseline, Verification, WeightsDidNotArrive, check_level
 
 Level = Literal["off", "log_probs", "bytes", "full"]
@@ -36,7 +36,7 @@ def verification(folder: Path, level: Level = "log_probs", **parts: Any) -> With
 
 
 def difference(mean: float) -> LogProbDifference:
-    part = Part(index=2, mean=mean, tokens=64, bulk=mean)
+    part = PartDifference(index=2, mean=mean, tokens=64, bulk=mean)
     return LogProbDifference(mean=mean, largest=5.0, tokens=256, sequence=part, position=part)
 
 

@@ -100,7 +100,7 @@ def sent(seed: int) -> dict[str, torch.Tensor]:
 
 def ends(folder: Path, layout: Layout) -> tuple[SlotConnection, SlotConnection]:
     """(trainer's, scheduler's)."""
-    door = StreamListener.open(folder, 0)
+    door = StreamListener(folder, 0)
     links: list[SlotConnection] = []
     nbytes = slot_bytes(4096)
     offering = threading.Thread(target=lambda: links.append(door.offer(nbytes, CPU, layout, lambda: False)))

@@ -1,21 +1,21 @@
 """Two buffers between a trainer rank and its scheduler, and the connection on which they take turns.
 
-The trainer rank makes the buffers and fills them; the scheduler opens them once and reads. On a GPU they are CUDA
-memory, opened through an IPC handle, and events order the two processes' streams; on the CPU they are a mapped file.
+The trainer rank makes the buffers and fills them; the scheduler opens them once and reads. torch shares them: on a GPU
+through an IPC handle, with events that order the two processes' streams; on the CPU as shared memory.
 """
 
-import mmap
 import os
 import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
+import torch.multiprocessing  # teaches multiprocessing's connections to share tensors
 
 from harness.rollout.engine_errors import PeerGone
 
@@ -78,6 +78,12 @@ class Region:
     index: torch.Tensor | None = None
     """int64 of that shape, in place of stride and offset, where the elements do not lie in strides."""
 
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(stride, size) of the axes along which different elements lie, by stride."""
+        axes = zip(self.stride, self.shape, strict=True)
+        return tuple(sorted((stride, size) for stride, size in axes if stride and size > 1))
+
     def view(self, slot: torch.Tensor) -> torch.Tensor:
         """Return the elements inside a slot: a view, but a copy where they do not lie in strides."""
         elements = typed(slot, self.dtype)
@@ -110,9 +116,9 @@ class SlotConnection:
 
     connection: Connection
     slots: list[torch.Tensor]
-    filled: list[torch.cuda.Event] = field(default_factory=list)
+    filled: list[torch.cuda.Event]
     """Recorded by the writer when a slot is whole; empty on the CPU, as `read`."""
-    read: list[torch.cuda.Event] = field(default_factory=list)
+    read: list[torch.cuda.Event]
     """Recorded by the reader when it is done with a slot."""
 
     def send(self, message: object) -> None:
@@ -141,61 +147,41 @@ class SlotConnection:
             each.clear()
 
 
-@dataclass(slots=True)
 class StreamListener:
     """Where a trainer rank waits for its scheduler: a socket in a folder that both know, on one host."""
 
-    listener: Listener
-    path: Path
-
-    @classmethod
-    def open(cls, folder: Path, engine_rank: int) -> Self:
-        """Listen in a folder for this user alone, whose path is the same on every host of the engine."""
+    def __init__(self, folder: Path, engine_rank: int) -> None:
+        """folder: for this user alone, with the same path on every host of the engine."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_private(folder)
-        path = folder / f"{engine_rank}.socket"
-        return cls(Listener(str(path), family="AF_UNIX"), path)
+        self.folder = folder
+        self.listener = Listener(str(folder / f"{engine_rank}.socket"), family="AF_UNIX")
 
     def offer(self, nbytes: int, device: torch.device, layout: Layout, give_up: Callable[[], bool]) -> SlotConnection:
         """Wait for the scheduler, make slots of nbytes each, and hand them over with the layout.
 
         Raise PeerGone when give_up() is true before the scheduler came.
         """
-        connection = self._accept(give_up)
-        if device.type == "cuda":
-            slots = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-            link = SlotConnection(connection, slots, _events(device))
-            for slot in slots:
-                stamp(slot).fill_(-1)
-            torch.cuda.synchronize(device)
-            link.send((layout, slots, [event.ipc_handle() for event in link.filled]))
-            link.read = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in link.receive(give_up)]
-            return link
-        files = [self.path.with_suffix(f".slot{index}") for index in range(SLOTS)]
-        link = SlotConnection(connection, [map_file(file, nbytes) for file in files])
-        try:
-            link.send((layout, [str(file) for file in files], nbytes))
-            link.receive(give_up)
-        finally:
-            for file in files:  # both ends have it mapped, or the scheduler is gone
-                file.unlink()
+        # multiprocessing's Listener has no timeout of its own.
+        self.listener._listener._socket.settimeout(POLL_SECONDS)  # type: ignore[attr-defined]
+        connection = None
+        while connection is None:
+            try:
+                connection = self.listener.accept()
+            except TimeoutError:
+                if give_up():
+                    raise PeerGone("the engine's call ended before its scheduler had come") from None
+        slots = [torch.full((nbytes,), 255, dtype=torch.uint8, device=device) for _ in range(SLOTS)]  # no stamp is -1
+        link = SlotConnection(connection, slots, _events(device), [])
+        link.send((layout, slots, [event.ipc_handle() for event in link.filled]))
+        link.read = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in link.receive(give_up)]
         return link
 
     def close(self) -> None:
         """Close the socket and remove it."""
         self.listener.close()
-        with suppress(OSError):  # another rank's files may still be there: the last one removes the folder
-            self.path.parent.rmdir()
-
-    def _accept(self, give_up: Callable[[], bool]) -> Connection:
-        # multiprocessing's Listener has no timeout of its own.
-        self.listener._listener._socket.settimeout(POLL_SECONDS)  # type: ignore[attr-defined]
-        while True:
-            try:
-                return self.listener.accept()
-            except TimeoutError:
-                if give_up():
-                    raise PeerGone("the engine's call ended before its scheduler had come") from None
+        with suppress(OSError):  # another rank's socket may still be there: the last one removes the folder
+            self.folder.rmdir()
 
 
 def connect_slots(folder: Path, engine_rank: int, device: torch.device) -> tuple[SlotConnection, Layout]:
@@ -203,17 +189,13 @@ def connect_slots(folder: Path, engine_rank: int, device: torch.device) -> tuple
     require_private(folder)
     connection = Client(str(folder / f"{engine_rank}.socket"), family="AF_UNIX")
     try:
-        layout, slots, extra = connection.recv()
+        layout, slots, handles = connection.recv()
     except (EOFError, OSError) as error:
         raise PeerGone("the trainer rank was gone before it had handed over its slots") from error
-    if device.type == "cuda":
-        filled = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in extra]
-        read = _events(device)
-        connection.send([event.ipc_handle() for event in read])
-        return SlotConnection(connection, slots, filled, read), layout
-    mapped = [map_file(Path(path), extra) for path in slots]
-    connection.send("opened")
-    return SlotConnection(connection, mapped), layout
+    filled = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in handles]
+    link = SlotConnection(connection, slots, filled, _events(device))
+    link.send([event.ipc_handle() for event in link.read])
+    return link, layout
 
 
 def require_private(folder: Path) -> None:
@@ -225,21 +207,14 @@ def require_private(folder: Path) -> None:
         )
 
 
-def map_file(path: Path, nbytes: int) -> torch.Tensor:
-    """Return uint8 [nbytes] over a file that several processes map; make it when it is not there."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.ftruncate(descriptor, nbytes)
-        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
-
-
 def _events(device: torch.device) -> list[torch.cuda.Event]:
+    if device.type != "cuda":
+        return []
     events = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
     with torch.cuda.device(device):
         for event in events:
             event.record()  # a handle needs an event that exists, and a wait for a fresh one must return at once
+        torch.cuda.synchronize(device)
     return events
 
 

@@ -54,7 +54,7 @@ class WeightLink:
         _check_room(engine, device, SLOTS * nbytes)
         name = [f"harness-{uuid.uuid4().hex[:12]}"]
         dist.broadcast_object_list(name, group.head, group.process_group)
-        listener = StreamListener.open(scratch.shared() / name[0], group.ranks.index(group.rank))  # on each host
+        listener = StreamListener(scratch.shared() / name[0], group.ranks.index(group.rank))  # on each host
         dist.barrier(group=group.process_group)
 
         def offer(ended: Ended) -> tuple[SlotConnection, LoadCoverage]:

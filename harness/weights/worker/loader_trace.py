@@ -155,17 +155,10 @@ class _Recorder(TorchDispatchMode):
         else:
             names = {self._name(place * source.dtype.itemsize) for place in index.unique().tolist()}
             stride, offset = (), 0
-        region = Region(
-            names=tuple(sorted(names)),
-            dtype=source.dtype,
-            shape=tuple(target.shape),
-            stride=stride,
-            offset=offset,
-            target_dtype=target.dtype,
-            index=index,
-        )
+        what = {"names": tuple(sorted(names)), "dtype": source.dtype, "target_dtype": target.dtype}
+        where = {"shape": tuple(target.shape), "stride": stride, "offset": offset, "index": index}
         self.traced.used |= names
-        self.traced.copies.append(Copy(target, region))
+        self.traced.copies.append(Copy(target, Region(**what, **where)))
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
         moved = self.moved.get(_address(tensor))

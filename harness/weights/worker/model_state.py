@@ -1,7 +1,12 @@
-"""The tensors of a scheduler's model: which there are, a report of what they hold, and a sentinel fill.
+"""The tensors of a scheduler's model: which there are, 64-bit fingerprints of what they hold, and a sentinel fill.
 
 `report_*` and `fill_with_sentinel` run in every scheduler of the engine, as harness.rollout.schedulers calls them: with
 the model and one (text, tensor) pair. They return nothing, so the text names the folder that a report is written to.
+
+A fingerprint is computed where the weights are. An element at place p counts bits * BASE**p, modulo 2**64. Such sums add
+up: those of the ranks of an engine, each over its part of a checkpoint tensor, are that of the whole one, and the trainer's
+ranks get the same from their shards without gathering anything. One element that differs always shows, since BASE is odd;
+of many that differ, 2**-60 are missed.
 """
 
 import hashlib
@@ -15,12 +20,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-INSPECT = f"{__name__}.report_digests"
+from harness.weights.worker.loader_trace import Copy
+
+SNAPSHOT = f"{__name__}.report_tensors"
+FINGERPRINT = f"{__name__}.report_fingerprints"
 IDENTIFY = f"{__name__}.report_device"
 SENTINEL = f"{__name__}.fill_with_sentinel"
 REPORT_SECONDS = 60.0
-# Plain attributes that SGLang makes of kv_b_proj as it loads it: MLA computes with these alone.
-DERIVED = ("w_kc", "w_vc")
+# Plain attributes that SGLang derives as it loads a weight, and of which: MLA computes with these alone.
+DERIVED = {"w_kc": "kv_b_proj", "w_vc": "kv_b_proj"}
+BASE = 6364136223846793005
+"""Its powers repeat after 2**62: it is 5 modulo 8."""
+WRAP = 1 << 64
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 1 << 22
+"""Elements summed at a time: 32 MiB of products."""
+_KEPT = "_harness_fingerprints"
 
 Call = Sequence[tuple[str, torch.Tensor]]
 
@@ -34,17 +49,25 @@ class WorkerReport:
     device: str
     """UUID of its GPU, or "cpu"."""
     tensors: dict[str, str]
-    """sha256 of each parameter and buffer by the engine's own (fused, sharded) names, or what else was asked for."""
+    """Fingerprints: of parameters and buffers by the engine's own (fused, sharded) names, or of copies by bucket."""
 
 
-def report_digests(model: Any, call: Call) -> None:
-    """Report the digest of each parameter and buffer."""
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    write_report(model, {name: tensor_digest(tensor) for name, tensor in tensors.items()}, call)
+def report_tensors(model: Any, call: Call) -> None:
+    """Report a fingerprint of each parameter and buffer, and of what is derived from them."""
+    named = (
+        dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers()) | dict(synced_tensors(model))
+    )
+    flat = {name: tensor.detach().contiguous().reshape(-1) for name, tensor in named.items()}
+    write_report(model, {name: str(int(weighted_sum(tensor, (1,), 0))) for name, tensor in flat.items()}, call)
+
+
+def report_fingerprints(model: Any, call: Call) -> None:
+    """Report `fingerprints` of what the copies of each bucket filled."""
+    write_report(model, fingerprints(model), call)
 
 
 def report_device(model: Any, call: Call) -> None:
-    """Report without digests, which take seconds for a large model."""
+    """Report without fingerprints, which read the whole model."""
     write_report(model, {}, call)
 
 
@@ -73,12 +96,6 @@ def read_reports(folder: Path, count: int) -> list[WorkerReport]:
     return sorted(reports, key=lambda report: report.rank)
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the sha256 of the bytes in row-major order, whatever the strides."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-
-
 def gpu_uuid() -> str:
     """Return the UUID of the current CUDA device, as nvidia-smi names it without its GPU- prefix."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -102,18 +119,17 @@ def synced_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters, persistent buffers and what is derived from them; others, such as rotary caches, are not sent."""
     yield from model.named_parameters()
     for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}", buffer
-        for name in DERIVED:
-            if isinstance(getattr(module, name, None), torch.Tensor):
-                yield f"{path}.{name}", getattr(module, name)
+        found = dict(module.named_buffers(recurse=False))
+        found = {name: buffer for name, buffer in found.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in (found | {name: getattr(module, name, None) for name in DERIVED}).items():
+            if isinstance(tensor, torch.Tensor):
+                yield f"{path}.{name}".removeprefix("."), tensor
 
 
 def derived_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that modules keep as plain attributes, such as DeepSeek's absorbed w_kc and w_vc."""
     return {
-        f"{path}.{name}" if path else name: value
+        f"{path}.{name}".removeprefix("."): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
@@ -143,3 +159,88 @@ class Addresses:
         """Return whether all tensors lie where they did."""
         now = model_tensors(model)
         return all(name in now and now[name].data_ptr() == at for name, at in self.by_name.items())
+
+
+def keep_copies(model: Any, copies: Sequence[Sequence[Copy]]) -> None:
+    """Remember, on the model, what the copies of each bucket fill."""
+    setattr(model, _KEPT, (copies, Addresses(model, [copy.target for bucket in copies for copy in bucket])))
+
+
+@torch.no_grad()
+def fingerprints(model: Any) -> dict[str, str]:
+    """Return the fingerprint of what each copy filled as "<bucket>/<copy>" -> number.
+
+    Empty where SGLang has meanwhile put other tensors in the place of those: the copies must be traced anew.
+    """
+    copies, addresses = getattr(model, _KEPT, ([], None))
+    if addresses is None or not addresses.still_hold(model):
+        return {}
+    sums = {f"{bucket}/{part}": _sum_of(copy) for bucket, each in enumerate(copies) for part, copy in enumerate(each)}
+    numbers = torch.stack(list(sums.values())).tolist() if sums else []
+    return {key: str(number) for key, number in zip(sums, numbers, strict=True)}
+
+
+def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> torch.Tensor:
+    """Return int64 []: the sum of bits * BASE**place modulo 2**64, place = offset + the sum of index * stride.
+
+    values: of any dtype and strides; an element that a stride of 0 stands for is counted once, and changes the sum
+    where its copies are not all equal to it.
+    """
+    bits = values.view(INTEGER[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    unequal = torch.zeros_like(total)
+    for axis, step in enumerate(stride):
+        if step == 0 and bits.shape[axis] > 1:
+            first = bits.narrow(axis, 0, 1)
+            unequal += (bits != first).sum()
+            bits = first
+    first_step, *steps = tuple(stride) or (0,)
+    rows = bits if bits.ndim else bits.reshape(1)
+    if not rows.numel():
+        return total
+    at_once = max(1, min(len(rows), CHUNK // rows[0].numel()))
+    row_weights = _powers(first_step, at_once, bits.device)
+    weights = [_powers(step, size, bits.device) for step, size in zip(steps, rows.shape[1:], strict=True)]
+    for start in range(0, len(rows), at_once):
+        part = rows[start : start + at_once]
+        for weight in reversed(weights):
+            part = (part * weight).sum(-1)
+        total += (part * row_weights[: len(part)]).sum() * _power(first_step * start)
+    return total * _power(offset) + unequal
+
+
+def _sum_of(copy: Copy) -> torch.Tensor:
+    target, region = copy.target, copy.region
+    values = target.to(region.dtype)
+    if region.index is not None:
+        bits = values.contiguous().view(INTEGER[values.element_size()])
+        return (bits * _powers_at(region.index.to(bits.device))).sum()
+    found = weighted_sum(values, region.stride, region.offset)
+    # What an engine holds wider than it was sent must be what it was sent, and not something between.
+    return found if values is target else found + (values.to(target.dtype) != target).sum()
+
+
+def _powers(step: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return int64 [count]: BASE**(step * k) modulo 2**64."""
+    found = torch.ones(1, dtype=torch.int64, device=device)
+    while len(found) < count:
+        found = torch.cat([found, found * _power(step * len(found))])
+    return found[:count]
+
+
+def _powers_at(places: torch.Tensor) -> torch.Tensor:
+    """Return int64: BASE**place modulo 2**64 for each place."""
+    found, square, left = torch.ones_like(places), BASE, places.clone()
+    while bool((left > 0).any()):
+        found = torch.where(left.bitwise_and(1).bool(), found * _signed(square), found)
+        square, left = square * square % WRAP, left >> 1
+    return found
+
+
+def _power(exponent: int) -> int:
+    return _signed(pow(BASE, exponent, WRAP))
+
+
+def _signed(number: int) -> int:
+    """Return the int64 that is congruent to a number modulo 2**64."""
+    return (number + WRAP // 2) % WRAP - WRAP // 2

@@ -29,8 +29,7 @@ from harness.weights.stream.slots import (
     typed,
 )
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
-from harness.weights.worker.model_state import Addresses, Call, derived_tensors, model_tensors, storage
-from harness.weights.worker.scheduler_fingerprint import keep_copies
+from harness.weights.worker.model_state import Addresses, Call, derived_tensors, keep_copies, model_tensors, storage
 
 STREAM = f"{__name__}.stream"
 OPEN, LOAD, READ_BACK, CLOSE = "open", "load", "read_back", "close"
@@ -39,10 +38,9 @@ _KEPT = "_harness_weight_stream"
 
 @dataclass(kw_only=True, slots=True)
 class LoadCoverage:
-    """What the load_weights of one scheduler makes of a layout."""
+    """What the load_weights of one scheduler, of engine rank `rank`, makes of a layout."""
 
     rank: int
-    """Engine rank."""
     regions: list[list[Region]] = field(default_factory=list)
     """By bucket."""
     unknown: list[str] = field(default_factory=list)
@@ -51,10 +49,10 @@ class LoadCoverage:
     """Name, or names joined by commas -> what the loader raised."""
     opaque: list[str] = field(default_factory=list)
     """Names that arrive in a way that cannot be followed, so cannot be read back."""
-    filled: list[str] = field(default_factory=list)
-    """The engine's own names of parameters that something in the layout fills, in whole or in part."""
+    filled: dict[str, list[str]] = field(default_factory=dict)
+    """The engine's own names of tensors -> names that fill them, in whole or in part."""
     unfilled: list[str] = field(default_factory=list)
-    """Those that nothing fills; empty where that cannot be known of all."""
+    """Parameters that nothing fills; empty where that cannot be known of all."""
     by_own_loader: int = 0
     """Tensors whose groups SGLang's own loader loads at each sync, since it does more than copy."""
 
@@ -64,10 +62,8 @@ class LoadPlan:
     """How to load one bucket."""
 
     traces: list[GroupTrace] = field(default_factory=list)
-    copied: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
-        default_factory=lambda: {True: ([], []), False: ([], [])}
-    )
-    """(targets, sources) of copies that one kernel makes, and of those that are strided or convert."""
+    copied: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
+    """(targets, sources) of copies that one kernel makes (True), and of those that are strided or convert."""
     own: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """For the model's own load_weights."""
 
@@ -110,54 +106,52 @@ class SlotReader:
             for copy in traced.copies:
                 target, source = copy.target, copy.region.view(slot)
                 fast = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
-                plan.copied[fast][0].append(target)
-                plan.copied[fast][1].append(source)
+                for tensors, tensor in zip(plan.copied.setdefault(fast, ([], [])), (target, source), strict=True):
+                    tensors.append(tensor)
         return plan
 
     def _trace(self, entries: Sequence[SlotEntry], slot: torch.Tensor) -> GroupTrace:
         """trace_loader(), and what no dispatch mode sees: a loader that replaces a parameter by another tensor."""
+        members = [each for module in self.model.modules() for each in (module._parameters, module._buffers)]
         before = [
-            (members, name, tensor, tensor.data)
-            for module in self.model.modules()
-            for members in (module._parameters, module._buffers)
-            for name, tensor in members.items()
-            if tensor is not None
+            (each, name, tensor, tensor.data) for each in members for name, tensor in each.items() if tensor is not None
         ]
         traced = trace_loader(self.model.load_weights, entries, slot)
-        for members, name, tensor, data in before:
-            now = members.get(name)
+        for each, name, tensor, data in before:
+            now = each.get(name)
             if now is tensor and tensor.data_ptr() == data.data_ptr():
                 continue
             if now is not None and storage(now) == storage(slot):
                 traced.error = f"it puts the tensor it is given in the place of its {name} instead of copying it"
-            members[name], tensor.data = tensor, data
+            each[name], tensor.data = tensor, data
             traced.opaque |= {entry.name for entry in entries}
         return traced
 
     def _lasting(self, traced: GroupTrace) -> bool:
-        """Return whether every copy goes into the model itself, not into a tensor that the loader then puts there."""
+        """Return whether all copies go into the model itself, not into a tensor that the loader then puts there."""
         inside = {storage(tensor) for tensor in model_tensors(self.model).values()}
         return all(storage(copy.target) in inside for copy in traced.copies)
 
     def coverage(self, rank: int) -> LoadCoverage:
         """Return what the plans mean for the sender."""
         found = LoadCoverage(rank=rank)
-        filled: set[int] = set()
+        filled_by: dict[int, dict[str, None]] = {}
         for plan in self.plans:
             found.regions.append([copy.region for copy in plan.copies])
             found.by_own_loader += len(plan.own)
             for traced in plan.traces:
-                filled |= {storage(copy.target) for copy in traced.copies}
+                for copy in traced.copies:
+                    filled_by.setdefault(storage(copy.target), {}).update(dict.fromkeys(copy.region.names))
                 if traced.error:
                     found.errors |= self._blame(traced)
                     continue
                 found.unknown += [entry.name for entry in traced.entries if entry.name not in traced.used]
                 found.opaque += sorted(traced.opaque)
-        for name, parameter in self.model.named_parameters():
-            if storage(parameter) in filled:
-                found.filled.append(name)
-            elif not found.opaque and not found.errors:
-                found.unfilled.append(name)
+        for name, tensor in model_tensors(self.model).items():
+            if names := filled_by.get(storage(tensor)):
+                found.filled[name] = list(names)
+        if not found.opaque and not found.errors:
+            found.unfilled = [name for name, _ in self.model.named_parameters() if name not in found.filled]
         return found
 
     def _blame(self, traced: GroupTrace) -> dict[str, str]:
@@ -181,8 +175,7 @@ class SlotReader:
                 self._await_filled(index)
             with timer.measure("load"):
                 for targets, sources in plan.copied.values():
-                    if targets:
-                        torch._foreach_copy_(targets, sources)
+                    torch._foreach_copy_(targets, sources)
                 if plan.own:
                     self.model.load_weights(plan.own)
             stamps.append(stamp(self.link.slots[index % SLOTS]).clone())

@@ -25,7 +25,6 @@ from harness.weights.stream.slots import (
     SlotEntry,
     StreamListener,
     connect_slots,
-    map_file,
     slot_bytes,
     stamp,
 )
@@ -97,7 +96,7 @@ def pauses(seed: int, share: float) -> Callable[[], None]:
 
 def two_ends(folder: Path) -> tuple[SlotConnection, SlotConnection]:
     """(writer's, reader's), both in this process."""
-    door = StreamListener.open(folder, 0)
+    door = StreamListener(folder, 0)
     writers: list[SlotConnection] = []
     offering = threading.Thread(target=lambda: writers.append(door.offer(NBYTES, CPU, LAYOUT, lambda: False)))
     offering.start()
@@ -127,8 +126,8 @@ def _read_slowly(folder: Path) -> None:
     (folder.parent / "seen").write_text(json.dumps(seen))
 
 
-def test_in_two_processes_too_and_the_files_are_gone_while_both_still_use_them(tmp_path: Path) -> None:
-    door = StreamListener.open(tmp_path / "door", 0)
+def test_in_two_processes_too_and_the_folder_is_gone_while_both_still_use_the_slots(tmp_path: Path) -> None:
+    door = StreamListener(tmp_path / "door", 0)
     with peer(_read_slowly, tmp_path / "door") as process:
         link = door.offer(NBYTES, CPU, LAYOUT, nobody_comes_until(process))
         door.close()
@@ -165,7 +164,7 @@ def _connect_and_wait(folder: Path) -> None:
 
 
 def test_the_writer_learns_within_two_seconds_that_its_reader_was_killed(tmp_path: Path) -> None:
-    door = StreamListener.open(tmp_path / "door", 0)
+    door = StreamListener(tmp_path / "door", 0)
     with peer(_hold, tmp_path / "door") as process:
         link = door.offer(NBYTES, CPU, LAYOUT, nobody_comes_until(process))
         door.close()
@@ -181,7 +180,7 @@ def test_the_writer_learns_within_two_seconds_that_its_reader_was_killed(tmp_pat
 
 
 def _offer_and_hold(folder: Path) -> None:
-    door = StreamListener.open(folder, 0)
+    door = StreamListener(folder, 0)
     link = door.offer(NBYTES, CPU, LAYOUT, lambda: False)
     door.close()
     link.send(0)
@@ -224,7 +223,7 @@ def test_a_reader_whose_writer_dies_before_the_slots_came_learns_it_as_peer_gone
 
 
 def test_nobody_waits_for_a_scheduler_that_will_not_come(tmp_path: Path) -> None:
-    door = StreamListener.open(tmp_path / "door", 0)
+    door = StreamListener(tmp_path / "door", 0)
     started = time.monotonic()
     with pytest.raises(PeerGone, match="ended before its scheduler had come"):
         door.offer(NBYTES, CPU, LAYOUT, lambda: time.monotonic() - started > 0.3)
@@ -250,8 +249,8 @@ def test_what_came_before_the_peer_died_is_still_taken(tmp_path: Path) -> None:
         writer.receive()
 
 
-def test_no_file_stays_when_the_scheduler_dies_before_it_has_opened_the_slots(tmp_path: Path) -> None:
-    door = StreamListener.open(tmp_path / "door", 0)
+def test_a_scheduler_that_dies_before_it_has_opened_the_slots_is_gone(tmp_path: Path) -> None:
+    door = StreamListener(tmp_path / "door", 0)
     with peer(_connect_and_wait, tmp_path / "door") as process:
 
         def kill_when_it_came() -> bool:
@@ -271,7 +270,7 @@ def _half_a_message(folder: Path) -> None:
 
 
 def test_a_peer_that_dies_in_mid_message_is_gone_too(tmp_path: Path) -> None:
-    door = StreamListener.open(tmp_path / "door", 0)
+    door = StreamListener(tmp_path / "door", 0)
     with peer(_half_a_message, tmp_path / "door") as process:
         link = door.offer(NBYTES, CPU, LAYOUT, nobody_comes_until(process))
         door.close()
@@ -280,7 +279,7 @@ def test_a_peer_that_dies_in_mid_message_is_gone_too(tmp_path: Path) -> None:
 
 
 def test_two_ranks_share_the_folder_and_the_last_removes_it(tmp_path: Path) -> None:
-    doors = [StreamListener.open(tmp_path / "door", rank) for rank in range(2)]
+    doors = [StreamListener(tmp_path / "door", rank) for rank in range(2)]
     assert (tmp_path / "door").stat().st_mode & 0o777 == 0o700
     doors[1].close()
     assert [file.name for file in (tmp_path / "door").iterdir()] == ["0.socket"]
@@ -327,15 +326,6 @@ def test_an_entry_is_the_strided_view_that_torch_would_give(
     assert replace(entry, offset=0).view(slot).shape == view.shape
 
 
-def test_both_maps_of_a_file_are_one_memory(tmp_path: Path) -> None:
-    one, other = (map_file(tmp_path / "slot", 4096) for _ in range(2))
-    one.fill_(7)
-    assert other.numel() == 4096 and bool((other == 7).all())
-    (tmp_path / "slot").unlink()
-    other.fill_(8)
-    assert bool((one == 8).all())
-
-
 @pytest.mark.parametrize("made", ["open to its group", "a link"])
 def test_a_folder_that_another_user_could_have_made_is_refused(tmp_path: Path, made: str) -> None:
     folder = tmp_path / "door"
@@ -346,7 +336,7 @@ def test_a_folder_that_another_user_could_have_made_is_refused(tmp_path: Path, m
         folder.mkdir()
         folder.chmod(0o770)
     with pytest.raises(PermissionError, match="must be a folder of user"):
-        StreamListener.open(folder, 0)
+        StreamListener(folder, 0)
     with pytest.raises(PermissionError, match="must be a folder of user"):
         connect_slots(folder, 0, CPU)
 
@@ -357,4 +347,4 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     os.chown(folder, 65534, 65534)
     with pytest.raises(PermissionError, match="must be a folder of user"):
-        StreamListener.open(folder, 0)
+        StreamListener(folder, 0)

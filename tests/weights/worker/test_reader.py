@@ -162,7 +162,11 @@ def arrival(layout: Layout, folder: Path, model: Toy | None = None) -> LoadCover
 
 def test_an_arrival_of_all_that_the_model_wants(tmp_path: Path) -> None:
     found = arrival(layout_of(SHAPES, 2), tmp_path / "door")
-    assert found.filled == [name for name, _ in Toy().named_parameters()]
+    assert found.filled == {
+        **{name: [name] for name in ("embed", "kv_b", "down", "gate", "scale")},
+        "qkv": ["q", "k", "v"],
+        "q_and_kv_a": ["q_a", "kv_a"],
+    }
     assert (found.unknown, found.errors, found.opaque, found.unfilled) == ([], {}, [], [])
     assert found.by_own_loader == len(OWN)
     regions = {name: region for bucket in found.regions for region in bucket for name in region.names}
@@ -175,7 +179,7 @@ def test_an_arrival_names_what_is_unknown_unfilled_and_refused(tmp_path: Path) -
     names = [name for name in SHAPES if name not in ("down", "embed")]
     found = arrival(layout_of([*names, "unheard_of"], 2), tmp_path / "one")
     assert (found.unknown, found.unfilled, found.errors) == (["unheard_of"], ["embed", "down"], {})
-    assert found.filled == ["qkv", "q_and_kv_a", "kv_b", "gate"]
+    assert found.filled.keys() == {"qkv", "q_and_kv_a", "kv_b", "gate", "scale"}
 
     found = arrival(layout_of(SHAPES, 9, SHAPES | {"gate": (4, 4), "k": (2, 3)}), tmp_path / "other")
     assert found.errors.keys() == {"gate", "k"}
@@ -329,7 +333,7 @@ def ask(model: Toy, what: str, folder: Path, **details: int) -> None:
 
 def opened(model: Toy, layout: Layout, folder: Path) -> tuple[StreamListener, SlotConnection]:
     """The writer's end of a link that the loader was asked to open."""
-    door = StreamListener.open(folder, 0)
+    door = StreamListener(folder, 0)
     links: list[SlotConnection] = []
     beside(
         lambda: ask(model, OPEN, folder),
