@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import groupby
 from shlex import quote
 from typing import Any, Literal
 
@@ -213,6 +214,23 @@ def _describe_second(state: State, cause: SecondCause) -> list[str]:
     elif pattern := pattern_for(own, edge):
         lines.append(f"--match {quote(pattern)} looks for the bad end's failure alone.")
     return lines
+
+
+def candidate_rows(state: State) -> list[tuple[str, str, str, str]]:
+    """Return label, verdict, seconds and reason of what is known, in order, and how many candidates lie between."""
+    verdicts, closed = state.verdicts, state.closed_indices
+    rows = []
+    for known, stretch in groupby(range(len(state.candidates)), key=lambda index: index in verdicts or index in closed):
+        indices = list(stretch)
+        if not known:
+            rows.append((f"  {len(indices)} more", "", "", ""))
+        for index in indices if known else ():
+            cells = ("skip", "", state.closed.get(state.candidates[index].name, "")[:100])
+            if index in verdicts:
+                record = state.record(index)
+                cells = (record.verdict, f"{record.seconds:.1f}", record.reason[:100])
+            rows.append((state.candidates[index].label[:40], *cells))
+    return rows
 
 
 def as_dict(state: State, answer: Answer) -> dict[str, Any]:

@@ -5,15 +5,14 @@ import platform
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import unified_diff
-from itertools import groupby
 from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
 from harness.runtime import redact
-from harness.tools.bisection.answer import Answer, sentences
+from harness.tools.bisection.answer import Answer, candidate_rows, sentences
 from harness.tools.bisection.candidates import Candidate, github_page, subjects
 from harness.tools.bisection.failures import module_of, normal_name, relative_file, trace_at
 from harness.tools.bisection.installation import (
@@ -23,7 +22,7 @@ from harness.tools.bisection.installation import (
     store_of,
     unmet_requirements,
 )
-from harness.tools.bisection.measurement import number_of, numbers_table
+from harness.tools.bisection.measurement import numbers_table
 from harness.tools.bisection.question import SCRIPT, command_of, is_of_this_repository
 from harness.tools.bisection.search import DECIDED, Edge, most_runs
 from harness.tools.bisection.state import Record, State
@@ -50,7 +49,7 @@ SHOWN_VARIABLES = (
     "SGLANG_NCCL_SO_PATH",
 )
 """Variables that a command to reproduce a run sets, if the run had other values than this process."""
-MOST_SUBJECTS, MOST_UNRUN = 30, 6
+MOST_SUBJECTS = 30
 MOST_LINES, MOST_LINES_OF_A_FILE = 160, 60
 _LOG_LINES, _LINES_AFTER = 30, 8
 _FRAME = re.compile(r'File "[^"]*?/(?:site-packages|site|python)/(?P<module>\w+)[./]')
@@ -322,22 +321,6 @@ def reproduce_commands(state: State, record: Record, candidate: Candidate, folde
     return [*made, " ".join([f"cd {quote(question.folder)} &&", *assigned, command])]
 
 
-# The page.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """A candidate, or a stretch of them that were not run. kind: a verdict, or "unrun"."""
-
-    label: str
-    kind: str
-    result: str = ""
-    """The verdict, and the number if one was measured."""
-    why: str = ""
-    log: str = ""
-    """Relative to the bisect's folder."""
-
-
 def page(markdown: str, state: State, folder: Path) -> str:
     """Return the report as one page that needs no other file, with the candidates in order above it.
 
@@ -352,37 +335,7 @@ def page(markdown: str, state: State, folder: Path) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.get_template("bisect_page.html.jinja")
-    return template.render(title=title.removeprefix("# "), body=parser.render(rest), cells=list(cells_of(state)))
-
-
-def cells_of(state: State) -> Iterator[Cell]:
-    """Yield cells of all candidates, oldest first; many neighbours that were not run are one cell."""
-    verdicts, closed = state.verdicts, state.closed_indices
-    kinds = [
-        "ran" if i in verdicts else "cannot run" if i in closed else "not run" for i in range(len(state.candidates))
-    ]
-    for kind, stretch in groupby(range(len(kinds)), key=kinds.__getitem__):
-        indices = list(stretch)
-        if kind != "ran" and len(indices) > MOST_UNRUN:
-            ends = " to ".join(_short_name(state.candidates[index]) for index in (indices[0], indices[-1]))
-            yield Cell(label=f"{len(indices)} {kind}", kind="unrun", why=ends)
-            continue
-        for index in indices:
-            candidate = state.candidates[index]
-            record = state.record(index) if kind == "ran" else None
-            number = number_of(record) if record else None
-            reason = record.reason if record else state.closed.get(candidate.name, "")
-            yield Cell(
-                label=_short_name(candidate),
-                kind=record.verdict if record else "unrun",
-                result=(record.verdict if record else kind) + ("" if number is None else f" {number:.6g}"),
-                why=": ".join(filter(None, (candidate.title, reason))),
-                log=record.decisive.log if record and record.decisive else "",
-            )
-
-
-def _short_name(candidate: Candidate) -> str:
-    return candidate.name[:12] if candidate.title else candidate.name
+    return template.render(title=title.removeprefix("# "), body=parser.render(rest), rows=candidate_rows(state))
 
 
 def linked(text: str, folder: Path) -> Any:

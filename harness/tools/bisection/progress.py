@@ -1,4 +1,4 @@
-"""What a bisect prints while it runs: a live table on a terminal, plain lines elsewhere."""
+"""What a bisect prints while it runs: plain lines, and on a terminal a last line that shows what is being done now."""
 
 import sys
 import time
@@ -11,10 +11,8 @@ from harness.tools.bisection.candidates import Candidate
 from harness.tools.bisection.search import find_edges, steps_left, untested
 from harness.tools.bisection.state import Record, State
 
-ROWS = 24
 LINE_SECONDS = 60.0
-"""Between two signs of life without a live table."""
-STYLES = {"good": "green", "bad": "red", "skip": "yellow", "other": "magenta", "closed": "dim", "": ""}
+"""Between two signs of life if there is no terminal."""
 
 
 @dataclass
@@ -23,7 +21,8 @@ class Progress:
 
     state: State | None = None
     started: float = field(default_factory=time.monotonic)
-    _live: Any = None
+    _status: Any = None
+    """The last line, by rich."""
     _phase: str = ""
     _phase_since: float = 0.0
     _last_line: float = 0.0
@@ -31,22 +30,22 @@ class Progress:
 
     def __post_init__(self) -> None:
         if sys.stdout.isatty():
-            from rich.live import Live
+            from rich.console import Console
 
-            self._live = Live(auto_refresh=False, transient=True)
-            self._live.start()
+            self._status = Console().status("")
+            self._status.start()
 
     def say(self, text: str) -> None:
         """Print one line that stays, without secrets."""
         line = f"[{time.monotonic() - self.started:7.1f} s] {redact.text(text)}"
-        if self._live:
-            self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if self._status:
+            self._status.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
             print(line, flush=True)
 
     def start(self, text: str) -> None:
-        """Print a line for a run that begins, if there is no live table."""
-        if not self._live:
+        """Print a line for a run that begins, if there is no terminal."""
+        if not self._status:
             self.say(text)
 
     def phase(self, text: str) -> None:
@@ -59,11 +58,14 @@ class Progress:
     def beat(self) -> None:
         """Show that time has passed."""
         now = time.monotonic()
-        if self._live:
-            self._live.update(self._table(), refresh=True)
+        line = f"{self._phase} ({now - self._phase_since:.0f} s)"
+        if self._status:
+            from rich.text import Text
+
+            self._status.update(Text(f"{line}; {describe_left(self.state)}" if self.state else line))
         elif self._phase and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            self.say(f"{self._phase} ({now - self._phase_since:.0f} s)")
+            self.say(line)
 
     def verdict(self, record: Record, candidate: Candidate, steps: int | None) -> None:
         """Print a line for a candidate that has a verdict."""
@@ -76,46 +78,10 @@ class Progress:
         )
 
     def close(self) -> None:
-        """Remove the table; the lines stay."""
-        if self._live:
-            self._live.stop()
-            self._live = None
-
-    def _table(self) -> Any:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        status = Text(f"{self._phase} ({time.monotonic() - self._phase_since:.0f} s)", style="bold")
-        if self.state is None:
-            return status
-        table = Table(box=None, pad_edge=False)
-        for heading in ("candidate", "verdict", "seconds", "why"):
-            table.add_column(heading, no_wrap=True)
-        for *cells, kind in candidate_rows(self.state)[:ROWS]:
-            table.add_row(*cells, style=STYLES[kind])
-        return Group(table, Text(describe_left(self.state)), status)
-
-
-def candidate_rows(state: State) -> list[tuple[str, str, str, str, str]]:
-    """Return four cells and the kind of each candidate of which something is known, and how many lie between them."""
-    verdicts = state.verdicts
-    found: list[tuple[str, str, str, str, str]] = []
-    unknown = 0
-    for index, candidate in enumerate([*state.candidates, None]):
-        if candidate and index not in verdicts and candidate.name not in state.closed:
-            unknown += 1
-            continue
-        if unknown:
-            found.append((f"  {unknown} more", "", "", "", ""))
-            unknown = 0
-        if candidate and index in verdicts:
-            record = state.record(index)
-            cells = (candidate.label[:40], record.verdict, f"{record.seconds:.1f}", record.reason[:100])
-            found.append((*cells, record.verdict))
-        elif candidate:
-            found.append((candidate.label[:40], "skip", "", state.closed[candidate.name][:100], "closed"))
-    return found
+        """Remove the last line."""
+        if self._status:
+            self._status.stop()
+            self._status = None
 
 
 def describe_left(state: State) -> str:

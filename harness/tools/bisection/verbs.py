@@ -26,7 +26,7 @@ from harness.tools.bisection.bisection import Bisection
 from harness.tools.bisection.candidates import IndexUnreachable, commit_of_release, find_candidates, fork_point, settle
 from harness.tools.bisection.classify import FIRST_STOPPING_CODE, StopRequested, run_once
 from harness.tools.bisection.installation import Environment, own_version, provider_of, store_of
-from harness.tools.bisection.progress import Progress, candidate_rows, describe_left
+from harness.tools.bisection.progress import Progress, describe_left
 from harness.tools.bisection.question import (
     SCRIPT,
     Options,
@@ -148,10 +148,10 @@ def status(words: Sequence[str]) -> int:
         print(answers.status_json(state, owner_of(folder)))
         return 0
     print(join([SCRIPT, *state.question.words()]), end="\n\n")
-    rows = candidate_rows(state)
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    rows = answers.candidate_rows(state)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:3]
     for row in rows:
-        print("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]).rstrip())
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
     answer = answers.answer_of(state)
     lines = answers.sentences(state, answer) if answer.kind != "open" else state.answer.get("sentences", [])
     print("", *(lines or [describe_left(state), _running(folder)]), sep="\n")

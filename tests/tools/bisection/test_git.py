@@ -111,7 +111,7 @@ def checkout(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 @pytest.mark.parametrize(
     ("checkout", "said", "code"),
-    [(SCATTERED, f"commit {FIRST_BAD}", 0), (CLUSTERED, "one of 9: ", 1)],
+    [(SCATTERED, f"commit {FIRST_BAD}", 0), pytest.param(CLUSTERED, "one of 9: ", 1, marks=pytest.mark.long)],
     indirect=["checkout"],
     ids=["scattered", "clustered"],
 )
@@ -137,7 +137,7 @@ def test_a_planted_regression_among_commits_of_which_a_fifth_does_not_import(
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 @pytest.mark.parametrize(
     ("checkout", "said"),
-    [(SCATTERED, "is the first bad commit"), (CLUSTERED, "We cannot bisect more")],
+    [(SCATTERED, "is the first bad commit"), pytest.param(CLUSTERED, "We cannot bisect more", marks=pytest.mark.long)],
     indirect=["checkout"],
     ids=["scattered", "clustered"],
 )

@@ -34,7 +34,7 @@ def search(truth: list[Verdict], closed: set[int]) -> tuple[list[Edge], dict[int
     return find_edges(verdicts), verdicts
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(patterns())
 def test_the_answer_contains_the_edge_within_the_bound(pattern: tuple[list[Verdict], set[int], int]) -> None:
     truth, closed, first_bad = pattern
