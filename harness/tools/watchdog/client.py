@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import psutil
 
@@ -34,6 +34,16 @@ KEEP_SECONDS = 2.0
 GONE = "is gone"
 FAILED = 1
 _ROOT = Path(__file__).resolve().parents[3]
+
+
+class WatchdogSettings(TypedDict):
+    """What a watchdog must know of the run."""
+
+    host: str  # name for people
+    world_size: int
+    local_world_size: int
+    idle_seconds: float  # a rank may be so long between two phases
+    heartbeat_timeout: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,39 +77,18 @@ class WatchdogClient(Observer):
         self._lock = threading.Lock()
 
     def connect(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        local_world_size: int,
-        host: str,
-        deadline: Callable[[str], float | None],
-        idle_seconds: float,
-        heartbeat_timeout: float,
+        self, rank: int, local_rank: int, deadline: Callable[[str], float | None], settings: WatchdogSettings
     ) -> None:
         """Connect to the watchdog; the first rank of a torchrun starts it.
 
-        host: name for people. deadline: seconds that a phase may take, None for no limit. idle_seconds: how long a rank
-        may be between two phases.
+        deadline: seconds that a phase may take, None for no limit. settings: the same for all ranks of a torchrun.
         """
-        self._deadline, self._heartbeat_timeout = deadline, heartbeat_timeout
-        launcher = find_launcher()
+        self._deadline, self._heartbeat_timeout = deadline, settings["heartbeat_timeout"]
+        launcher, host = find_launcher(), settings["host"]
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         name = f"harness-{os.getuid()}-{launcher.pid}-{started_at(launcher.pid)}-{restart}"
-        port = 0
-        if local_rank == 0:
-            settings = {
-                "launcher": launcher.pid,
-                "is_torchrun": "TORCHELASTIC_RUN_ID" in os.environ,
-                "name": name,
-                "host": host,
-                "world_size": world_size,
-                "local_world_size": local_world_size,
-                "idle_seconds": idle_seconds,
-                "heartbeat_timeout": heartbeat_timeout,
-            }
-            port = _start_watchdog(settings, other_hosts=world_size > local_world_size)
+        process = {"launcher": launcher.pid, "is_torchrun": "TORCHELASTIC_RUN_ID" in os.environ, "name": name}
+        port = _start_watchdog({**settings, **process}) if local_rank == 0 else 0
         os.environ[MARK] = name  # in the environment of the processes that this one starts
         self.own = WatchdogAddress(rank=rank, host=host, watchdog=name, port=port, secret=secrets.token_hex(32))
         given_up = time.monotonic() + JOIN_SECONDS
@@ -251,8 +240,7 @@ class WatchdogClient(Observer):
 
     def _keep_failure(self, folder: Path, detail: str) -> None:
         """Write the failure file of this host, unless another rank has."""
-        # Imported only now: a rank that ends well needs none of it.
-        from harness.tools.watchdog.verdict import JobView, RunVerdict
+        from harness.tools.watchdog.verdict import JobView, RunVerdict  # a rank that ends well needs none of it
 
         rank, host, now = self.own.rank, self.own.host, time.time()
         if not (folder / f"failure-{host}.json").exists():
@@ -262,9 +250,10 @@ class WatchdogClient(Observer):
             RunVerdict(host, folder, [failure], view).keep()
 
 
-def _start_watchdog(settings: dict[str, Any], other_hosts: bool) -> int:
+def _start_watchdog(settings: dict[str, Any]) -> int:
     """Start the standby, which starts the watchdog, with its sockets; return the port for heartbeats, 0 on one host."""
     listener, folder = channel.listen(settings["name"])
+    other_hosts = settings["world_size"] > settings["local_world_size"]
     sockets = [listener, *([open_heartbeat_socket()] if other_hosts else [])]
     passed = [each.fileno() for each in sockets]
     port = int(sockets[1].getsockname()[1]) if other_hosts else 0

@@ -5,6 +5,7 @@ Ending waits for no screen and no run directory: what may block is done on threa
 
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -20,11 +21,10 @@ import psutil
 
 from harness.rollout import scratch
 from harness.runtime.errors import say
-from harness.runtime.processes import end_processes, is_alive, started_at
+from harness.runtime.processes import end_processes, is_alive, shared_memory_files, started_at
 from harness.tools.watchdog.failures import Place, RunFailure
 from harness.tools.watchdog.host_processes import Descendants
 from harness.tools.watchdog.launcher import RankLauncher, Wait
-from harness.tools.watchdog.shared_memory import SharedMemoryFiles
 from harness.tools.watchdog.verdict import RunVerdict
 
 LEAVE_SECONDS = 2.0  # from the order to exit to SIGKILL
@@ -32,6 +32,8 @@ WRITE_SECONDS = 1.0  # a terminal, or a full pipe without a reader, may delay th
 KEEP_SECONDS = 3.0  # the run directory, which may be a dead mount, may delay it for so long once all has ended
 REPORT_SECONDS = 5.0  # reports take seconds on a busy machine; all of a run must be gone within 15
 NO_REPORT = "no-report.txt"
+SHARED_MEMORY = Path("/dev/shm")
+_TORCH_FILE = re.compile(r"torch_(\d+)_")  # torch puts the pid of the process that made a file into its name
 STANDARD_ERROR = 2
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -60,6 +62,70 @@ class Snapshot:
                 if started_at(pid) == ticks:
                     found[pid] = process
         return found
+
+
+def _inodes() -> dict[str, int]:
+    with os.scandir(SHARED_MEMORY) as files:
+        return {file.name: file.inode() for file in files}
+
+
+def _used_by(pids: Iterable[int]) -> set[str]:
+    """Return the names of the files that these processes map or have open, as far as that can be read."""
+    pids = set(pids)
+    names = {file.name for file in shared_memory_files(pids)}
+    for pid in pids:
+        with suppress(OSError):  # it has ended, or is another user's
+            for link in os.scandir(f"/proc/{pid}/fd"):
+                with suppress(OSError):  # closed in the meantime
+                    folder, _, name = os.readlink(link.path).rpartition("/")
+                    names |= {name} if folder == str(SHARED_MEMORY) else set()
+    return names
+
+
+@dataclass(slots=True)
+class SharedMemoryFiles:
+    """The files in /dev/shm that appeared since this was made and are used by, or named after, a process of ours.
+
+    They are noted while their processes are alive: a process that is killed removes none of its own.
+    """
+
+    before: dict[str, int] = field(default_factory=_inodes)  # name -> inode: never ours while the inode is the same
+    ours: dict[str, int] = field(default_factory=dict)
+    theirs: dict[str, int] = field(default_factory=dict)  # not used by us when new: its maker maps a file at once
+    pids: set[int] = field(default_factory=set)  # of all processes of ours that were ever seen
+    _seen_once: dict[str, int] = field(default_factory=dict)
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Note what these processes of ours map; read their maps only if there is a file of unknown owner."""
+        pids = set(pids)
+        self.pids |= pids
+        known = set((self.before | self.theirs | self.ours).items())
+        if unknown := set(_inodes().items()) - known:
+            mapped = _used_by(pids)
+            for name, inode in unknown:
+                if name in mapped or self._is_of_torch(name):
+                    self.ours[name] = inode
+                elif self._seen_once.get(name) == inode:
+                    self.theirs[name] = inode
+                else:  # it may be a moment old, and not mapped yet
+                    self._seen_once[name] = inode
+
+    def remove(self) -> list[str]:
+        """Unlink, once our processes are dead, what no other process uses; return the names."""
+        left = {
+            name
+            for name, inode in _inodes().items()
+            if inode != self.before.get(name) and (self.ours.get(name) == inode or self._is_of_torch(name))
+        }
+        left -= _used_by(set(psutil.pids()) - self.pids) if left else set()
+        for name in left:
+            with suppress(FileNotFoundError):
+                (SHARED_MEMORY / name).unlink()
+        return sorted(left)
+
+    def _is_of_torch(self, name: str) -> bool:
+        match = _TORCH_FILE.match(name)
+        return match is not None and int(match[1]) in self.pids
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from harness.runtime.background import in_background
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
 from harness.tools.diagnose.entries import catalogue
+from harness.tools.watchdog import stacks as evidence
 from harness.tools.watchdog.failures import (
     Kind,
     Place,
@@ -28,15 +29,6 @@ from harness.tools.watchdog.failures import (
     format_ranks,
     format_time,
     trace_end,
-)
-from harness.tools.watchdog.stacks import (
-    Stack,
-    StackRequest,
-    describe_idle,
-    describe_stacks,
-    gpu_memory,
-    idle_processes,
-    take_stacks,
 )
 
 EXPLANATION_SECONDS = 2.0  # how long the verdict waits for the explanation
@@ -64,7 +56,7 @@ class RunVerdict:
     folder: Path | None  # the run directory; None before the ranks have met
     failures: list[RunFailure]
     view: JobView
-    stacks: dict[str, Stack] = field(default_factory=dict)
+    stacks: dict[str, evidence.Stack] = field(default_factory=dict)
     gpus: str = ""
     idle: list[str] = field(default_factory=list)  # a line about processes of the engine that do not move
     report_follows: bool = False  # whether the run directory has enough for a report: see look_at_folder
@@ -82,15 +74,15 @@ class RunVerdict:
         return self.explanation
 
     def begin_to_collect(
-        self, ranks: Sequence[StackRequest], descendants: Mapping[int, psutil.Process]
+        self, ranks: Sequence[evidence.StackRequest], descendants: Mapping[int, psutil.Process]
     ) -> "Future[None]":
         """Take the stacks of ranks and of what they started, and look at the GPUs, on a thread."""
 
         def collect() -> None:
-            idle = idle_processes(descendants)
-            found = take_stacks([*ranks, *_stack_requests(descendants)])
-            self.gpus = gpu_memory()
-            self.idle = describe_idle(idle, descendants, found)
+            idle = evidence.idle_processes(descendants)
+            found = evidence.take_stacks([*ranks, *_stack_requests(descendants)])
+            self.gpus = evidence.gpu_memory()
+            self.idle = evidence.describe_idle(idle, descendants, found)
             self.stacks = {stack.name: stack for stack in found}
 
         return in_background(collect, "stacks")
@@ -108,7 +100,7 @@ class RunVerdict:
         """Return the verdict without its last line."""
         ranks = {int(name[4:]): stack for name, stack in self.stacks.items() if re.fullmatch(r"rank\d+", name)}
         waiting = {rank: stack.waits for rank, stack in ranks.items() if stack.frames}
-        explanation = describe_stacks(ranks)
+        explanation = evidence.describe_stacks(ranks)
         if self.stacks and self.folder:
             explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
         explanation += [*self.idle, *self._explained()[0]]
@@ -139,12 +131,12 @@ class RunVerdict:
         return ([f"no explanation: {error}"], None) if error else self.explanation.result()
 
 
-def _stack_requests(processes: Mapping[int, psutil.Process]) -> list[StackRequest]:
+def _stack_requests(processes: Mapping[int, psutil.Process]) -> list[evidence.StackRequest]:
     requests = []
     for pid, process in processes.items():
         with suppress(psutil.NoSuchProcess):
             name = re.sub(r"\W+", "-", process.name()).strip("-")
-            requests.append(StackRequest(name=f"{name}-{pid}", pid=pid))
+            requests.append(evidence.StackRequest(name=f"{name}-{pid}", pid=pid))
     return requests
 
 

@@ -19,9 +19,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -32,9 +32,8 @@ from harness.tools.watchdog.channel import LineBuffer, MalformedError, parse
 from harness.tools.watchdog.ending import HostCleanup, stderr_of
 from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause, phase_of_step
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
-from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, StoppedProcesses, how_it_ended
+from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, MemoryKills, StoppedProcesses, how_it_ended
 from harness.tools.watchdog.launcher import RankLauncher
-from harness.tools.watchdog.memory_kills import MemoryKills
 from harness.tools.watchdog.stacks import StackRequest
 from harness.tools.watchdog.verdict import EXPLANATION_SECONDS, JobView, RunVerdict, load_catalogue
 
@@ -51,15 +50,11 @@ MEET_SECONDS = 3.0  # ranks that have met wait so long for the first beats of al
 COLLECT_SECONDS = 8.0  # ranks stay so long after a deadline, at most, for their stacks to be taken
 LATE_SECONDS = 3.0  # a rank that comes so long after all others of its host to a phase of a step is reported
 FAREWELLS = 5  # last beats, of which one must arrive, or the other hosts take this one for lost
-FAILED, TIMED_OUT = 1, 124
+TIMED_OUT = 124
 _PID = re.compile(r"\(pid (\d+)\)")
-_SILENCE = """warning: {host} has not heard {there} in {seconds:g} s; UDP between the hosts may be blocked, and a lost host \
-will only show by the errors of the others
-"""
 
 
-@dataclass(slots=True)
-class OpenPhase:
+class OpenPhase(NamedTuple):
     """A phase that a rank is in."""
 
     name: str
@@ -195,55 +190,49 @@ class Watchdog:
         self.ending = HostCleanup(self.name, self.host, self.launcher, self.serve)
         self._selector.register(self.listener, selectors.EVENT_READ)
 
-    # From start to end.
-
     def watch(self) -> None:
         """Watch from the first rank's arrival until nothing of this host's run is left."""
         screen = stderr_of(self.launcher.pid)
-        self.serve(lambda: bool(self.failures()) or self.is_over())
-        has_failed = bool(self.failures()) and self.end_run(screen)
+        self.serve(lambda: bool(self._failures()) or self._is_over())
+        has_failed = bool(self._failures()) and self._end_run(screen)
         channel.remove(self.socket_folder)
         self.ending.remove_files()
         for _ in range(FAREWELLS if self.beats else 0):
-            self.beat(left=True)
+            self._beat(left=True)
             time.sleep(QUICK_SECONDS)
         if has_failed and self.folder and any(each.rank == 0 for each in self.ranks):
             self.ending.write_reports(self.folder)
 
-    def end_run(self, screen: int) -> bool:
+    def _end_run(self, screen: int) -> bool:
         """Report the first failure, here and last on the screen (a descriptor), and end what is left.
 
         Return False if a rank reported a user error, and all ranks have exited on their own.
         """
         self._noticed = time.monotonic()
         load_catalogue()
-        self.serve(self.is_decided)
-        cause = first_failure(self.failures())
+        self.serve(self._is_decided)
+        cause = first_failure(self._failures())
         if cause.kind == "mistake":  # its rank has printed it
-            self.serve(self.all_gone, MISTAKE_SECONDS)
-            if self.all_gone():
+            self.serve(self._all_gone, MISTAKE_SECONDS)
+            if self._all_gone():
                 return False
-        verdict = RunVerdict(self.host, self.folder, self.failures(), self.view())
+        verdict = RunVerdict(self.host, self.folder, self._failures(), self._view())
         explanation = verdict.begin_to_explain()
-        if cause.code == TIMED_OUT:
-            self.collect(verdict)
+        if cause.code == TIMED_OUT:  # take stacks and other evidence before anything is ended
+            for each in self.ranks if self.folder else ():
+                each.send(dump=str(self.folder))
+            self._look_at_processes()
+            alive = [each for each in self.ranks if each.is_alive()]
+            requests = [StackRequest(name=f"rank{each.rank}", pid=each.pid, handler=each.handler) for each in alive]
+            collected = verdict.begin_to_collect(requests, self.ending.descendants.known)
+            self.serve(collected.done, COLLECT_SECONDS)
         self.serve(explanation.done, EXPLANATION_SECONDS)
         self._look_at_processes()
         for each in self.ranks:
             each.send(leave=cause.code)
         processes = [each.process for each in self.ranks if each.process]
-        self.ending.end_and_report(verdict, screen, processes, self.all_gone)
+        self.ending.end_and_report(verdict, screen, processes, self._all_gone)
         return True
-
-    def collect(self, verdict: RunVerdict) -> None:
-        """Take stacks and other evidence, before anything is ended."""
-        for each in self.ranks if self.folder else ():
-            each.send(dump=str(self.folder))
-        self._look_at_processes()
-        alive = [each for each in self.ranks if each.is_alive()]
-        requests = [StackRequest(name=f"rank{each.rank}", pid=each.pid, handler=each.handler) for each in alive]
-        collected = verdict.begin_to_collect(requests, self.ending.descendants.known)
-        self.serve(collected.done, COLLECT_SECONDS)
 
     def serve(self, until: Callable[[], bool], seconds: float = float("inf")) -> None:
         """Hear ranks and hosts, and look after them, until the condition holds or the time has passed."""
@@ -259,13 +248,11 @@ class Watchdog:
                     self._hear(key.data)
             self._look()
 
-    # What is known.
-
-    def now(self) -> float:
+    def _now(self) -> float:
         """Return UNIX seconds that advance evenly, even if the machine's clock is set in the meantime."""
         return self._started + time.monotonic()
 
-    def failures(self) -> list[RunFailure]:
+    def _failures(self) -> list[RunFailure]:
         """Return the failures of all hosts that are known here; a lost host once."""
         everywhere = [*self.own, *(self.beats.failures() if self.beats else ())]
         once: dict[Any, RunFailure] = {}
@@ -273,39 +260,35 @@ class Watchdog:
             once.setdefault((failure.kind, failure.host) if failure.kind == "lost" else id(failure), failure)
         return list(once.values())
 
-    def is_over(self) -> bool:
+    def _is_over(self) -> bool:
         """Return whether every rank has exited on its own, or none will come any more."""
         all_came = len(self.ranks) >= self.local_world_size
         none_comes = time.monotonic() - self._last_came > JOIN_SECONDS or not self.launcher.is_alive()
-        return self.all_gone() and (all_came or none_comes)
+        return self._all_gone() and (all_came or none_comes)
 
-    def all_gone(self) -> bool:
-        """Return whether all ranks that ever came are gone."""
+    def _all_gone(self) -> bool:
         return all(each.gone for each in self.ranks)
 
-    def is_decided(self) -> bool:
+    def _is_decided(self) -> bool:
         """Return whether the first failure that is known will remain the first."""
-        cause, waited = first_failure(self.failures()), time.monotonic() - self._noticed
+        cause, waited = first_failure(self._failures()), time.monotonic() - self._noticed
         elsewhere = self.heartbeat_timeout if self.beats else 0.0
         if waited < SETTLE_SECONDS:
             return False
         if waited > elsewhere + BETTER_CAUSE_SECONDS:
             return True
-        if self.all_gone() and not self.launcher.is_alive():
+        if self._all_gone() and not self.launcher.is_alive():
             return waited > ORPHANED_SECONDS or not names_no_cause(cause)
         # A host that is about to be found lost was lost before its consequences.
         return not names_no_cause(cause) and (self.beats is None or self.beats.all_heard_since(cause.time))
 
-    def view(self) -> JobView:
-        """Return what is known here of the whole job."""
+    def _view(self) -> JobView:
         places = {each.rank: each.place for each in self.ranks}
         for peer in self.beats.peers.values() if self.beats else ():
             places |= peer.places
         hosts = {rank: node.host for node in self.nodes for rank in node.ranks}
         hosts |= {each.rank: self.host for each in self.ranks}
-        return JobView(now=self.now(), world_size=self.world_size, places=places, hosts=hosts)
-
-    # What ranks report.
+        return JobView(now=self._now(), world_size=self.world_size, places=places, hosts=hosts)
 
     def _accept(self) -> None:
         """Take a new connection of a process of this user; it is not known as a rank yet."""
@@ -354,17 +337,16 @@ class Watchdog:
                 self.launcher.look_for_signal()
                 self._fail(rank, "ended", f"was interrupted by {message['signal']}")
             case "failed":
-                kind: Kind = "echo" if message["echo"] else "exception"
                 error, named = message["error"], _PID.search(message["error"])
                 error += self._memory_kill(error, int(named[1]) if named else 0)
-                self._fail(rank, kind, error, trace=tuple(message["trace"]))
+                self._fail(rank, "echo" if message["echo"] else "exception", error, trace=tuple(message["trace"]))
             case "bye":
                 rank.left = message["code"]
                 if rank.left:
                     self._fail(rank, "mistake", f"ended with exit code {rank.left}", code=rank.left)
             case "flush":
                 if self.beats:
-                    self.beat()
+                    self._beat()
                 rank.send(done=True)
             case "peers":
                 rank.meets = True
@@ -398,23 +380,21 @@ class Watchdog:
             own=message["own"],
             key=bytes.fromhex(message["key"]),
             lost_seconds=self.heartbeat_timeout,
-            now=self.now,
+            now=self._now,
         )
         self._met = time.monotonic()
-
-    # What the watchdog notices, and its beats.
 
     def _look(self) -> None:
         """See which rank died or hangs and which host is silent; send beats."""
         now = time.monotonic()
-        for rank in self.ranks:
-            self._look_at(rank, now)
+        for rank in [each for each in self.ranks if not each.gone]:
+            if (how := rank.ended()) is not None:
+                self._note_end(rank, how or ("" if self.launcher.is_torchrun else "died, for an unknown reason,"))
+            elif (seconds := rank.overdue(now, self.idle_seconds)) is not None:
+                self._pass_deadline(rank, seconds)
         for peer in self.beats.newly_lost() if self.beats else ():
-            assert peer.heard is not None
             place = max(peer.places.values(), key=lambda each: each.progress, default=Place())
-            self._note(
-                RunFailure(kind="lost", time=peer.heard, host=peer.node.host, ranks=peer.node.ranks, place=place)
-            )
+            self._note("lost", peer.node.ranks, place, time=peer.heard, host=peer.node.host)
         if self.launcher.got_signal:
             self._note_launcher("told", f"got {self.launcher.got_signal}, as from Ctrl-C, kill or a job scheduler,")
         self.ending.look_at_memory(each.pid for each in self.ranks)
@@ -430,14 +410,13 @@ class Watchdog:
         every = QUICK_SECONDS if waits_for_beats else BEAT_SECONDS
         if self.beats and (self._news or now - self._beaten > every):
             self._news, self._beaten = False, now
-            self.beat()
+            self._beat()
         if not waits_for_beats:  # no phase begins before, or a host that is lost in it was never heard
             for rank in (each for each in self.ranks if each.meets):
                 rank.meets = False
                 rank.send(done=True)
 
-    def beat(self, left: bool = False) -> None:
-        """Send a beat to the other hosts."""
+    def _beat(self, left: bool = False) -> None:
         assert self.beats is not None
         self.beats.beat({each.rank: each.place for each in self.ranks}, self.own, left)
 
@@ -448,14 +427,6 @@ class Watchdog:
                 each.send()
         ranks = {each.rank: (each.pid, each.place) for each in self.ranks if not each.gone and each.left is None}
         self.ending.snapshot(self.folder, ranks, self.own).send(self.standby)
-
-    def _look_at(self, rank: LocalRank, now: float) -> None:
-        if rank.gone:
-            return
-        if (how := rank.ended()) is not None:
-            self._note_end(rank, how or ("" if self.launcher.is_torchrun else "died, for an unknown reason,"))
-        elif (seconds := rank.overdue(now, self.idle_seconds)) is not None:
-            self._pass_deadline(rank, seconds)
 
     def _pass_deadline(self, rank: LocalRank, seconds: float) -> None:
         """Report what is stopped, of this rank or of any on this host, or else the deadline."""
@@ -483,32 +454,25 @@ class Watchdog:
         evidence = "SIGKILL" in how and self.memory_kills.killed(pid)
         return f", and {evidence}" if evidence else ""
 
-    def _fail(
-        self,
-        rank: LocalRank,
-        kind: Kind,
-        detail: str = "",
-        seconds: float = 0.0,
-        code: int = FAILED,
-        trace: tuple[str, ...] = (),
-    ) -> None:
+    def _fail(self, rank: LocalRank, kind: Kind, detail: str = "", **details: Any) -> None:
+        """Note a failure of a rank, unless it follows from an earlier one. details: other fields of RunFailure."""
         if rank.failed is None or (rank.failed == "echo" and kind == "exception"):
             rank.failed = kind
-            failure = RunFailure(kind=kind, time=self.now(), host=self.host, ranks=(rank.rank,), place=rank.place)
-            asked = rank.injected or (next(filter(None, (each.injected for each in self.ranks)), "") if seconds else "")
-            self._note(replace(failure, detail=detail, seconds=seconds, code=code, trace=trace, asked=asked))
+            injected = [rank.injected, *(each.injected for each in self.ranks if "seconds" in details)]
+            asked = next(filter(None, injected), "")
+            self._note(kind, (rank.rank,), rank.place, detail=detail, asked=asked, **details)
 
-    def _note(self, failure: RunFailure) -> None:
-        self.own.append(failure)
+    def _note(self, kind: Kind, ranks: tuple[int, ...], place: Place, **details: Any) -> None:
+        values: dict[str, Any] = {"time": self._now(), "host": self.host} | details
+        self.own.append(RunFailure(kind=kind, ranks=ranks, place=place, **values))
         self._news = True
 
     def _note_launcher(self, kind: Kind, what: str) -> None:
         """Note it once, and only while the launcher has ranks."""
         staying = [each for each in self.ranks if each.left is None and not (each.gone and kind == "launcher")]
         if staying and not any(each.kind in ("launcher", "told") for each in self.own):
-            ranks, detail = tuple(each.rank for each in staying), f"(pid {self.launcher.pid}) {what}"
-            failure = RunFailure(kind=kind, time=self.now(), host=self.host, ranks=ranks, place=staying[0].place)
-            self._note(replace(failure, detail=detail))
+            detail = f"(pid {self.launcher.pid}) {what}"
+            self._note(kind, tuple(each.rank for each in staying), staying[0].place, detail=detail)
 
     def _look_at_processes(self) -> None:
         ranks = [each.process for each in self.ranks if each.process and not each.gone]
@@ -521,7 +485,9 @@ class Watchdog:
     def _warn_of_silence(self) -> None:
         if self.beats and not self._warned and time.monotonic() - self._met > self.heartbeat_timeout:
             if there := ", ".join(f"{node} at {node.address} port {node.port}" for node in self.beats.silent()):
-                self.ending.say(_SILENCE.format(host=self.host, there=there, seconds=self.heartbeat_timeout))
+                silence = f"{self.host} has not heard {there} in {self.heartbeat_timeout:g} s"
+                advice = "UDP between the hosts may be blocked; a lost host will only show by errors of the others"
+                self.ending.say(f"warning: {silence}; {advice}\n")
             self._warned = bool(there)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from harness.tools.watchdog.client import WatchdogClient
+from harness.tools.watchdog.client import WatchdogClient, WatchdogSettings
 
 SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 
@@ -34,16 +34,14 @@ def main() -> None:
     said, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
     folder, phase_timeouts = Path(said["folder"]), said.get("phase_timeouts", {})
     client = WatchdogClient()
-    client.connect(
-        rank=rank,
-        world_size=said["world_size"],
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        local_world_size=len(said["ranks"]),
-        host=said["host"],
-        deadline=lambda phase: phase_timeouts.get(phase, 600.0),
-        idle_seconds=said.get("idle_seconds", 600.0),
-        heartbeat_timeout=said.get("heartbeat_timeout", 2.5),
-    )
+    settings: WatchdogSettings = {
+        "host": said["host"],
+        "world_size": said["world_size"],
+        "local_world_size": len(said["ranks"]),
+        "idle_seconds": said.get("idle_seconds", 600.0),
+        "heartbeat_timeout": said.get("heartbeat_timeout", 2.5),
+    }
+    client.connect(rank, int(os.environ["LOCAL_RANK"]), lambda phase: phase_timeouts.get(phase, 600.0), settings)
     for word in said["orders"][str(rank)].split():
         name, _, argument = word.partition(":")
         if name == "begin":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.watchdog.memory_kills import FIRST_PID_NAMESPACE, MemoryKills
+from harness.tools.watchdog.host_processes import FIRST_PID_NAMESPACE, MemoryKills
 
 RANK, OTHER = 555, 777
 

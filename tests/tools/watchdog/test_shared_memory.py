@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.watchdog.shared_memory import SharedMemoryFiles
+from harness.tools.watchdog.ending import SharedMemoryFiles
 
 SCRIPT = """
 import mmap, os, sys

@@ -13,7 +13,7 @@ from harness.config.schema import Config
 from harness.rollout import scratch
 from harness.runtime.observer import RunContext
 from harness.runtime.phases import deadline
-from harness.tools.watchdog.client import WatchdogClient
+from harness.tools.watchdog.client import WatchdogClient, WatchdogSettings
 
 FLIGHT_RECORDS = "2000"  # collectives that torch's flight recorder keeps
 
@@ -24,16 +24,15 @@ class WatchdogObserver(WatchdogClient):
     def launched(self, config: Config, launch: Launch) -> None:
         """Connect to the watchdog, whose name is that of the run's temporary folder on this host."""
         limits = config.run
-        self.connect(
-            rank=launch.rank,
-            world_size=launch.world_size,
-            local_rank=launch.local_rank,
-            local_world_size=launch.local_world_size,
-            host=host_name(host_identity()),
-            deadline=lambda phase: deadline(phase, limits.phase_timeouts, limits.timeout_seconds),
-            idle_seconds=limits.timeout_seconds,
-            heartbeat_timeout=limits.heartbeat_timeout,
-        )
+        settings: WatchdogSettings = {
+            "host": host_name(host_identity()),
+            "world_size": launch.world_size,
+            "local_world_size": launch.local_world_size,
+            "idle_seconds": limits.timeout_seconds,
+            "heartbeat_timeout": limits.heartbeat_timeout,
+        }
+        timeouts, otherwise = limits.phase_timeouts, limits.timeout_seconds
+        self.connect(launch.rank, launch.local_rank, lambda phase: deadline(phase, timeouts, otherwise), settings)
         scratch.enter(self.own.watchdog)
         os.environ.setdefault(flight_recorder_variable(torch.__version__), FLIGHT_RECORDS)  # before any communicator
 
