@@ -19,12 +19,11 @@ from tests.end_to_end.launching import MARK, QUICKSTART, REPOSITORY
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(bool(kernel.refusal()), reason=f"no namespaces here: {kernel.refusal()}"),
 ]
 
 JOB = "tests/tools/watchdog/phases_with_gloo.py"
-AT_ONCE = {("cut", "host1", "sync"), ("kill", "host0", "generate")}
-"""Cells that every run of the tests has; the others are marked long."""
 LOST_SECONDS = 5
 END_SECONDS = LOST_SECONDS + 15
 """From the harm to the end of the surviving hosts, torchrun's included."""
@@ -87,7 +86,7 @@ def cells() -> list[object]:
         for phase in PHASES
         if phase != MEET
     ]
-    return [pytest.param(*cell, id="-".join(cell), marks=() if cell in AT_ONCE else pytest.mark.long) for cell in every]
+    return [pytest.param(*cell, id="-".join(cell)) for cell in every]
 
 
 @pytest.mark.parametrize(("harm", "host", "phase"), cells())
@@ -123,7 +122,6 @@ def test_a_deadline_ends_both_hosts_with_124_and_says_who_was_waited_for(tmp_pat
     assert ended.left == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("harm", ["--cut=host1@start_engine", "--cut=host1@generate:1", "--kill=host0@sync:1"])
 def test_the_same_with_real_engines(tmp_path: Path, harm: str) -> None:
     ended = run(tmp_path / "run", [harm], script="launch/ppo.py")

@@ -27,23 +27,23 @@ SOME_PHASES = (
     *(MEET, RUN, "inputs", "start_engine", "build_trainer", "resume_weights", "sync", "generate", "old_log_probs"),
     *("update_actor", "verify_push", "shutdown"),
 )
-AT_ONCE: dict[str, tuple[str, ...]] = {
-    "exception": (MEET, "inputs", "sync", "update_actor", "shutdown"),
-    "kill": (MEET, RUN, "start_engine", "generate"),
-    "stop": ("resume_weights", "verify_push"),
-    "hang": (MEET, "sync", "old_log_probs"),
-    "slow": ("generate",),
-    "oom": ("update_actor", "build_trainer"),
-    "full-disk": ("old_log_probs",),
+BY_DEFAULT = {
+    "exception": "sync",
+    "kill": "generate",
+    "stop": "resume_weights",
+    "hang": "old_log_probs",
+    "slow": "generate",
+    "oom": "update_actor",
+    "full-disk": "old_log_probs",
 }
-"""Cells that every run of the tests has; the others are marked long."""
+"""Cells that every run of the tests has, one of each kind; the others are marked long."""
 
 
 def cells() -> list[Any]:
     every = [(kind, phase) for kind in ANYWHERE for phase in SOME_PHASES if (kind, phase) != ("full-disk", MEET)]
     every.remove(("slow", RUN))  # which is no phase of a step, and meet has nobody who could wait
     every.remove(("slow", MEET))
-    marks = {cell: [] if cell[1] in AT_ONCE[cell[0]] else [pytest.mark.long] for cell in every}
+    marks = {cell: [] if cell[1] == BY_DEFAULT[cell[0]] else [pytest.mark.long] for cell in every}
     return [pytest.param(*cell, id="@".join(cell), marks=marks[cell]) for cell in every]
 
 

@@ -6,6 +6,8 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +18,63 @@ from tests.tools.watchdog.hosts import Hosts
 ONE = {"host0": [0, 1]}
 TWO = {"host0": [0, 1], "host1": [2, 3]}
 TIME = r"\d\d:\d\d:\d\d UTC"
-LONG = pytest.mark.long
 HANG = "begin:meet:0 meet end:meet begin:sync:1 hang"
 
 Start = Callable[..., Hosts]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+Scenario = Callable[[Start], None]
+SCENARIOS: dict[str, Scenario] = {}
+BY_DEFAULT: list[str] = []
+"""Scenarios that every run of the tests has; the others are marked long."""
+AT_ONCE = 3
+
+
+def scenario(by_default: bool = False, **parameters: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a way to fail, with parameters."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        words = [getattr(each, "name", None) or "_".join(each) for key, each in parameters.items() if key != "how"]
+        name = "-".join([function.__name__, *words]).replace(" ", "_")
+        SCENARIOS[name] = partial(function, **parameters)
+        BY_DEFAULT.extend([name] if by_default else [])
+        return function
+
+    return register
+
+
+def played(folder: Path, name: str) -> None:
     made: list[Hosts] = []
 
     def begin(ranks: dict[str, list[int]], orders: dict[int, str], by_host: Any = None, **settings: Any) -> Hosts:
-        made.append(Hosts(tmp_path / "run", ranks, orders, settings, by_host or {}))
+        made.append(Hosts(folder / name, ranks, orders, settings, by_host or {}))
         return made[-1].start()
 
-    yield begin
-    for hosts in made:
-        hosts.kill()
+    try:
+        SCENARIOS[name](begin)
+    finally:
+        for hosts in made:
+            hosts.kill()
 
 
-def test_a_run_that_ends_well_is_not_spoken_of(start: Start) -> None:
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Play the scenarios that were asked for side by side: most of the time each of them waits."""
+    folder = tmp_path_factory.mktemp("scenarios")
+    asked = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {name: pool.submit(played, folder, name) for name in asked}
+
+
+@scenario(by_default=True)
+def a_run_that_ends_well_is_not_spoken_of(start: Start) -> None:
     hosts = start(TWO, {-1: "begin:meet:0 meet end:meet begin:sync:0 wait:0.3 end:sync bye"})
     hosts.wait()
     assert [hosts.said(host) for host in TWO] == ["", ""]
 
 
-def test_an_exception_is_named_on_every_host(start: Start) -> None:
+@scenario(by_default=True)
+def an_exception_is_named_on_every_host(start: Start) -> None:
     hosts = start(TWO, {2: "meet begin:generate:1 child wait:1 raise:ValueError:_planted", -1: HANG})
     hosts.wait()
     for host in TWO:
@@ -52,23 +85,28 @@ def test_an_exception_is_named_on_every_host(start: Start) -> None:
     assert kept["first"]["host"] == "host1"
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
-def test_a_killed_rank_is_named_with_its_signal(start: Start, name: str) -> None:
-    orders = f"meet child begin:generate:1 wait:1.2 kill:{int(signal.Signals[name])}"
+@scenario(by_default=True, number=signal.SIGKILL)
+@scenario(number=signal.SIGSEGV)
+def a_killed_rank_is_named_with_its_signal(start: Start, number: signal.Signals) -> None:
+    orders = f"meet child begin:generate:1 wait:1.2 kill:{int(number)}"
     hosts = start(TWO, {3: orders, -1: HANG})
     hosts.wait()
     for host in TWO:
-        pattern = rf"FIRST FAILURE: rank 3 on host1 (was killed by {name}|died) in generate of step 1 at {TIME}.*"
+        pattern = (
+            rf"FIRST FAILURE: rank 3 on host1 (was killed by {number.name}|died) in generate of step 1 at {TIME}.*"
+        )
         assert re.fullmatch(pattern, hosts.verdict(host))
 
 
-def test_an_exit_without_a_word_is_named_with_its_code(start: Start) -> None:
+@scenario()
+def an_exit_without_a_word_is_named_with_its_code(start: Start) -> None:
     hosts = start(ONE, {1: "meet begin:sync:0 exit:7", -1: HANG})
     hosts.wait()
     assert re.match("FIRST FAILURE: rank 1 on host0 (ended with exit code 7|died)", hosts.verdict("host0"))
 
 
-def test_whom_the_others_wait_for_is_named_at_the_deadline(start: Start) -> None:
+@scenario(by_default=True)
+def whom_the_others_wait_for_is_named_at_the_deadline(start: Start) -> None:
     hosts = start(
         TWO,
         {2: "meet begin:sleep:1 end:sleep hang", -1: HANG.replace("begin:sync", "begin:sleep:1 end:sleep begin:sync")},
@@ -83,7 +121,8 @@ def test_whom_the_others_wait_for_is_named_at_the_deadline(start: Start) -> None
     assert json.loads((hosts.folder / "failure-host1.json").read_text())["code"] == 124
 
 
-def test_a_stopped_rank_is_named_at_the_deadline_and_does_not_stay(start: Start) -> None:
+@scenario(by_default=True)
+def a_stopped_rank_is_named_at_the_deadline_and_does_not_stay(start: Start) -> None:
     hosts = start(ONE, {-1: HANG}, phase_timeouts={"sync": 2.0})
     hosts.wait_until_hanging(0, 1)
     hosts.processes(kind="stand_in_rank")[1].send_signal(signal.SIGSTOP)
@@ -91,7 +130,8 @@ def test_a_stopped_rank_is_named_at_the_deadline_and_does_not_stay(start: Start)
     assert re.search(r"rank \d on host0 was stopped in sync of step 1 \(SIGSTOP", hosts.verdict("host0"))
 
 
-def test_ranks_that_never_come_are_named(start: Start) -> None:
+@scenario()
+def ranks_that_never_come_are_named(start: Start) -> None:
     hosts = start(ONE, {-1: "begin:meet:0 hang"}, phase_timeouts={"meet": 1.0}, world_size=4)
     hosts.wait()
     assert hosts.verdict("host0") == (
@@ -99,8 +139,9 @@ def test_ranks_that_never_come_are_named(start: Start) -> None:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=LONG)])
-def test_a_host_that_falls_silent_is_gone(start: Start, number: signal.Signals) -> None:
+@scenario(by_default=True, number=signal.SIGKILL)
+@scenario(number=signal.SIGSTOP)
+def a_host_that_falls_silent_is_gone(start: Start, number: signal.Signals) -> None:
     hosts = start(TWO, {-1: HANG})
     hosts.wait_until_hanging(0, 1, 2, 3)
     hosts.harm(number, "host1")
@@ -111,7 +152,8 @@ def test_a_host_that_falls_silent_is_gone(start: Start, number: signal.Signals) 
     )
 
 
-def test_a_lost_peer_is_put_down_to_the_host_that_is_found_lost_later(start: Start) -> None:
+@scenario(by_default=True)
+def a_lost_peer_is_put_down_to_the_host_that_is_found_lost_later(start: Start) -> None:
     lost = "RuntimeError:_[pair.cc:547]_Connection_closed_by_peer_[127.0.0.1]:1"
     hosts = start(TWO, {0: f"meet begin:sync:1 wait:1.5 raise:{lost}", -1: HANG})
     hosts.wait_until_hanging(1, 2, 3)
@@ -121,14 +163,16 @@ def test_a_lost_peer_is_put_down_to_the_host_that_is_found_lost_later(start: Sta
     assert "s: rank 0 on host0 lost a peer in sync of step 1" in hosts.said("host0")
 
 
-def test_a_lost_peer_is_told_as_such_when_nothing_else_is_known(start: Start) -> None:
+@scenario()
+def a_lost_peer_is_told_as_such_when_nothing_else_is_known(start: Start) -> None:
     hosts = start(ONE, {0: "meet begin:sync:1 raise:RuntimeError:_Connection_reset_by_peer", -1: HANG})
     hosts.wait()
     assert "rank 0 on host0 lost a peer in sync of step 1" in hosts.verdict("host0")
     assert "a peer vanished" in hosts.said("host0")
 
 
-def test_ranks_end_when_their_launcher_is_killed(start: Start) -> None:
+@scenario(by_default=True)
+def ranks_end_when_their_launcher_is_killed(start: Start) -> None:
     hosts = start(TWO, {-1: f"child {HANG}"})
     hosts.wait_until_hanging(0, 1, 2, 3)
     hosts.harm(signal.SIGKILL, "host1", "stand_in_agent")
@@ -137,14 +181,15 @@ def test_ranks_end_when_their_launcher_is_killed(start: Start) -> None:
         assert "FIRST FAILURE: torchrun of ranks 2, 3 on host1 (pid " in hosts.verdict(host)
 
 
-@pytest.mark.long
-def test_a_launcher_that_stays_without_ranks_is_ended(start: Start) -> None:
+@scenario()
+def a_launcher_that_stays_without_ranks_is_ended(start: Start) -> None:
     hosts = start(ONE, {1: "meet begin:sync:0 raise:ValueError:_no", -1: HANG}, by_host={"host0": {"hangs": True}})
     assert hosts.wait() < 15
     assert "is still there after its ranks, and idle" in hosts.said("host0")
 
 
-def test_a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
+@scenario(by_default=True)
+def a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
     hosts = start(TWO, {0: "meet wait:0.5 bye:2", -1: "meet wait:1.5 bye:2"})
     hosts.wait()
     assert [hosts.said(host) for host in TWO] == ["", ""]
@@ -153,32 +198,29 @@ def test_a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
 WATCHDOG, STANDBY = "harness.tools.watchdog.watchdog", "harness.tools.watchdog.standby"
 
 
-@pytest.mark.parametrize(
-    ("harms", "how"),
-    [
-        ([("SIGKILL", WATCHDOG)], r"\(pid \d+\) was killed by SIGKILL"),
-        ([("SIGSTOP", WATCHDOG), ("SIGKILL", "stand_in_rank")], r"\(pid \d+\) is stopped \(SIGSTOP, or a debugger\)"),
-        pytest.param(
-            [("SIGSTOP", "stand_in_rank"), ("SIGKILL", WATCHDOG)], r"\(pid \d+\) was killed by SIGKILL", marks=LONG
-        ),
-        pytest.param([("SIGSTOP", WATCHDOG), ("SIGKILL", "stand_in_agent")], r"\(pid \d+\) is stopped .*", marks=LONG),
-        pytest.param([("SIGKILL", WATCHDOG), ("SIGKILL", "stand_in_agent")], r"\(pid \d+\) was .*", marks=LONG),
-    ],
-    ids=str,
+@scenario(by_default=True, harms=("SIGKILL watchdog",), how=r"was killed by SIGKILL")
+@scenario(
+    by_default=True, harms=("SIGSTOP watchdog", "SIGKILL stand_in_rank"), how=r"is stopped \(SIGSTOP, or a debugger\)"
 )
-def test_all_ends_without_its_watchdog_and_its_standby_says_so(start: Start, harms: Any, how: str) -> None:
+@scenario(harms=("SIGSTOP stand_in_rank", "SIGKILL watchdog"), how=r"was killed by SIGKILL")
+@scenario(harms=("SIGSTOP watchdog", "SIGKILL stand_in_agent"), how=r"is stopped .*")
+@scenario(harms=("SIGKILL watchdog", "SIGKILL stand_in_agent"), how=r"was .*")
+def all_ends_without_its_watchdog_and_its_standby_says_so(start: Start, harms: tuple[str, ...], how: str) -> None:
     hosts = start(ONE, {-1: f"child {HANG}"})
     hosts.wait_until_hanging(0, 1)
     time.sleep(1.5)  # until the watchdog has said which processes it has
-    for name, kind in harms:
-        hosts.processes(kind=kind)[0].send_signal(signal.Signals[name])
+    for name, kind in map(str.split, harms):
+        hosts.processes(kind={"watchdog": WATCHDOG}.get(kind, kind))[0].send_signal(signal.Signals[name])
     assert hosts.wait() < 15
-    assert re.fullmatch(rf"FIRST FAILURE: the watchdog of host0 {how} at {TIME}, when .*", hosts.verdict("host0"))
+    assert re.fullmatch(
+        rf"FIRST FAILURE: the watchdog of host0 \(pid \d+\) {how} at {TIME}, when .*", hosts.verdict("host0")
+    )
     assert json.loads((hosts.folder / "failure-host0.json").read_text())["first"]["kind"] == "watchdog"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=LONG)])
-def test_ranks_end_and_keep_why_without_watchdog_and_standby(start: Start, number: signal.Signals) -> None:
+@scenario(by_default=True, number=signal.SIGKILL)
+@scenario(number=signal.SIGSTOP)
+def ranks_end_and_keep_why_without_watchdog_and_standby(start: Start, number: signal.Signals) -> None:
     hosts = start(TWO, {-1: f"child {HANG}"})
     hosts.wait_until_hanging(0, 1, 2, 3)
     for kind in (STANDBY, WATCHDOG):
@@ -190,7 +232,8 @@ def test_ranks_end_and_keep_why_without_watchdog_and_standby(start: Start, numbe
     assert json.loads((hosts.folder / "failure-host1.json").read_text())["first"]["kind"] == "watchdog"
 
 
-def test_a_run_directory_that_blocks_keeps_nothing_alive(start: Start) -> None:
+@scenario(by_default=True)
+def a_run_directory_that_blocks_keeps_nothing_alive(start: Start) -> None:
     hosts = start(ONE, {1: f"child meet begin:sync:1 wait:1.2 kill:{int(signal.SIGKILL)}", -1: f"child {HANG}"})
     os.mkfifo(hosts.folder / "failure-host0.json")  # blocks who opens it, as a dead mount does
     assert hosts.wait() < 15
@@ -198,7 +241,8 @@ def test_a_run_directory_that_blocks_keeps_nothing_alive(start: Start) -> None:
     assert "the run directory does not answer" in hosts.said("host0")
 
 
-def test_a_stopped_process_of_an_engine_is_named_at_the_deadline(start: Start) -> None:
+@scenario(by_default=True)
+def a_stopped_process_of_an_engine_is_named_at_the_deadline(start: Start) -> None:
     hosts = start(ONE, {0: f"child {HANG}", -1: HANG}, phase_timeouts={"sync": 2.0})
     hosts.wait_until_hanging(0, 1)
     engine = int((hosts.folder / "child-0").read_text())
@@ -208,7 +252,8 @@ def test_a_stopped_process_of_an_engine_is_named_at_the_deadline(start: Start) -
     assert re.match(f"FIRST FAILURE: {named}", hosts.verdict("host0")), hosts.said("host0")
 
 
-def test_a_fault_that_was_asked_for_is_named_as_such(start: Start) -> None:
+@scenario()
+def a_fault_that_was_asked_for_is_named_as_such(start: Start) -> None:
     orders = f"meet begin:sync:1 injected:kill@sync:1:1 kill:{int(signal.SIGKILL)}"
     hosts = start(ONE, {1: orders, -1: HANG})
     hosts.wait()
@@ -216,7 +261,8 @@ def test_a_fault_that_was_asked_for_is_named_as_such(start: Start) -> None:
     assert "out-of-memory" not in hosts.said("host0")
 
 
-def test_a_host_that_was_never_heard_is_warned_of_and_not_lost(start: Start) -> None:
+@scenario(by_default=True)
+def a_host_that_was_never_heard_is_warned_of_and_not_lost(start: Start) -> None:
     blocked = {"host1": {"address": "203.0.113.1"}, "host0": {"address": "203.0.113.2"}}
     hosts = start(TWO, {-1: "meet begin:sync:0 wait:2 end:sync bye"}, by_host=blocked)
     hosts.wait()
@@ -224,7 +270,8 @@ def test_a_host_that_was_never_heard_is_warned_of_and_not_lost(start: Start) -> 
     assert "FIRST FAILURE" not in hosts.said("host0") + hosts.said("host1")
 
 
-def test_a_run_that_is_told_to_end_says_so(start: Start) -> None:
+@scenario()
+def a_run_that_is_told_to_end_says_so(start: Start) -> None:
     hosts = start(ONE, {-1: f"child {HANG}"})
     hosts.wait_until_hanging(0, 1)
     hosts.harm(signal.SIGTERM, "host0", "stand_in_rank")
@@ -233,3 +280,12 @@ def test_a_run_that_is_told_to_end_says_so(start: Start) -> None:
         r"ranks? \d on host0 (was killed by SIGTERM|died).* in sync of step 1 at",
         hosts.verdict("host0"),
     )
+
+
+def names() -> list[Any]:
+    return [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in SCENARIOS]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_scenario(results: dict[str, Any], name: str) -> None:
+    results[name].result()
