@@ -13,10 +13,11 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
@@ -119,7 +120,7 @@ class EngineLog:
         return f"{logged or in_one_line(error)} (whole log: {self.path})"
 
     def death(self, name: str, pid: int, signal_name: str) -> str:
-        """Return what is known of the end of a process of the engine; signal_name as ChildWatch gives it."""
+        """Return what is known of the end of a process of the engine; signal_name as watch_processes gives it."""
         how = f" of {signal_name}" if signal_name else ""
         if signal_name not in ENDING_SIGNALS:
             how += f": {self._error() or 'its log tells of no error'}"
@@ -154,44 +155,33 @@ def started_processes() -> Iterator[list[BaseProcess]]:
         real(self)
         started.append(self)
 
-    BaseProcess.start = start  # type: ignore[method-assign]
-    try:
+    with patch.object(BaseProcess, "start", start):
         yield started
-    finally:
-        BaseProcess.start = real  # type: ignore[method-assign]
 
 
-@dataclass(slots=True)
-class ChildWatch:
-    """A thread that calls on_death(name, pid, signal) once when one of the watched processes is gone.
+def watch_processes(
+    watched: Mapping[int, psutil.Process], on_death: Callable[[str, int, str], None]
+) -> threading.Event:
+    """Call on_death(name, pid, signal) once, on a thread, when one of these processes is gone; set the event to stop.
 
     The signal is as from ending_signal, where multiprocessing started that process.
     """
+    stop = threading.Event()
+    started = {child.pid: child for child in multiprocessing.active_children()}
 
-    watched: Mapping[int, psutil.Process]
-    on_death: Callable[[str, int, str], None]
-    _stop: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> None:
-        """Begin to watch."""
-        started = {child.pid: child for child in multiprocessing.active_children()}
-        threading.Thread(target=self._watch, args=[started], name="engine-watch", daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop watching; a death after this is not reported."""
-        self._stop.set()
-
-    def _watch(self, started: Mapping[int | None, BaseProcess]) -> None:
-        names = {pid: _name(process) for pid, process in self.watched.items()}
-        while not self._stop.wait(POLL_SECONDS):
-            dead = [pid for pid, process in self.watched.items() if not is_alive(process)]
-            if dead:
+    def watch() -> None:
+        names = {pid: _name(process) for pid, process in watched.items()}
+        while not stop.wait(POLL_SECONDS):
+            if dead := [pid for pid, process in watched.items() if not is_alive(process)]:
                 signals = {pid: ending_signal(started.get(pid)) for pid in dead}
                 # Of several the one that was ended by a signal: it took the others along.
                 pid = max(dead, key=lambda each: bool(signals[each]))
-                if not self._stop.is_set():
-                    self.on_death(names[pid], pid, signals[pid])
+                if not stop.is_set():
+                    on_death(names[pid], pid, signals[pid])
                 return
+
+    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+    return stop
 
 
 def _name(process: psutil.Process) -> str:
@@ -201,21 +191,18 @@ def _name(process: psutil.Process) -> str:
         return "engine process"
 
 
-@dataclass(frozen=True, slots=True)
-class OwnHandlers:
-    """The handlers of TAKEN in this process, as they were before an engine was built."""
+def own_handlers() -> dict[signal.Signals, Any]:
+    """Return this process's handlers of the signals that SGLang takes, before an engine is built."""
+    return {number: signal.getsignal(number) for number in TAKEN}
 
-    handlers: dict[signal.Signals, Any] = field(
-        default_factory=lambda: {number: signal.getsignal(number) for number in TAKEN}
-    )
 
-    def restore(self, engine_serves: bool) -> None:
-        """Set them again; while an engine serves, SIGQUIT is ignored, because ChildWatch reports the scheduler's death.
+def restore_handlers(own: Mapping[signal.Signals, Any], engine_serves: bool) -> None:
+    """Set own handlers again; while an engine serves, SIGQUIT is ignored: watch_processes reports a scheduler's death.
 
-        Raises ValueError in another thread than the main one.
-        """
-        for number, handler in self.handlers.items():
-            signal.signal(number, ignore_signal if number == signal.SIGQUIT and engine_serves else handler)
+    Raises ValueError in another thread than the main one.
+    """
+    for number, handler in own.items():
+        signal.signal(number, ignore_signal if number == signal.SIGQUIT and engine_serves else handler)
 
 
 @contextmanager
@@ -230,18 +217,12 @@ def sigquit_raises() -> Iterator[None]:
     def fail(signum: int, frame: object) -> None:
         raise ChildProcessError("a process of the engine asked its parent to end")
 
-    def register(number: int, handler: Any) -> Any:
-        return real(number, fail if number == signal.SIGQUIT else handler)
-
-    signal.signal = register  # type: ignore[assignment]
-    try:
+    with patch.object(signal, "signal", lambda number, own: real(number, fail if number == signal.SIGQUIT else own)):
         yield
-    finally:
-        signal.signal = real
 
 
 def ignore_signal(signum: int, frame: object) -> None:
-    """Handle the SIGQUIT with which a failing scheduler asks its parent to die: do nothing, since ChildWatch reports it.
+    """Ignore the SIGQUIT with which a failing scheduler asks its parent to die: watch_processes reports the death.
 
     At module level, because SGLang pickles the handler into its schedulers.
     """

@@ -185,7 +185,7 @@ class MemoryStages:
         return moved
 
     def _settled(self, action: Action, tags: Sequence[str], expected: int | None, before: int) -> tuple[int, str]:
-        """What moved on this rank, and what is wrong: once it is as expected, or stays the same, or patience ends."""
+        """Return what moved on this rank, and what is wrong: once it is as expected, or stays the same, or patience ends."""
         assert self.free_bytes is not None
         sign = 1 if action == "release" else -1
         started = changed = time.monotonic()

@@ -85,6 +85,6 @@ def _base_of_run(name: str) -> str:
 
 
 def _base(below: int) -> str:
-    """The folder for temporary files, or /tmp where that is too long for a socket this many bytes below it."""
+    """Return the folder for temporary files, or /tmp where that is too long for a socket this many bytes below it."""
     base = tempfile.gettempdir()
     return base if len(os.fsencode(base)) + below <= LONGEST_SOCKET else "/tmp"

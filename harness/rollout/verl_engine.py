@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -30,14 +31,15 @@ from harness.rollout.defaults import Defaults, engine_defaults
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_processes import (
     TAKEN,
-    ChildWatch,
     EngineLog,
-    OwnHandlers,
     ignore_signal,
     in_one_line,
     output_to,
+    own_handlers,
+    restore_handlers,
     sigquit_raises,
     started_processes,
+    watch_processes,
 )
 from harness.rollout.engine_ranks import EngineRanks, Group
 from harness.rollout.pipeline_stages import await_stages, update_stages
@@ -100,9 +102,9 @@ class VerlEngine:
         self._engine: Any = None
         self._in_update = False
         self._lease: PortLease | None = None
-        self._watch: ChildWatch | None = None
+        self._stop_watching = threading.Event()
         self._on_death = on_death
-        self._handlers = OwnHandlers()
+        self._handlers = own_handlers()
         self._scratch = engine_folder()
         self._log = EngineLog(self.log)
         # One key for all ranks: a scheduler fetches tensors in host memory from each trainer rank, which asks for it.
@@ -285,12 +287,11 @@ class VerlEngine:
                 self._scratch.cleanup()
                 raise EngineFailed(failure) from error
             finally:
-                self._handlers.restore(engine_serves=self._engine is not None)
+                restore_handlers(self._handlers, engine_serves=self._engine is not None)
         if self.inner is not None:
             sglang_api.cancel_shutdown_at_exit(self.inner)
         atexit.register(self._stop)
-        self._watch = ChildWatch(_children(before), self._report_death)
-        self._watch.start()
+        self._stop_watching = watch_processes(_children(before), self._report_death)
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         return sglang_api.build_engine(arguments)
@@ -310,28 +311,23 @@ class VerlEngine:
             os._exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes
 
     def _stop(self) -> None:
-        if self._watch:
-            self._watch.stop()
+        self._stop_watching.set()
         if self._engine is not None:
             engine = self.inner or self._engine
             end_processes(_children(), lambda: sglang_api.close(engine), STOP_SECONDS)
             self._engine = None
-            self._handlers.restore(engine_serves=False)
+            restore_handlers(self._handlers, engine_serves=False)
         self._scratch.cleanup()
         if self._lease:
             self._lease.close()
             self._lease = None
 
     def _placement_arguments(self, base_port: int) -> dict[str, Any]:
-        """Lease ports on each builder; agree on the head's address."""
-        if self.is_builder:
-            self._lease = PortLease(base_port)
-        address = ""
-        if self.is_head:
-            assert self._lease is not None
-            address = f"{bracketed(self._own_address())}:{self._lease.ports.dist_init_port}"
-        address = self.group.broadcast(address)
-        if self._lease is None:
+        """Lease ports on each builder, and agree on the head's address."""
+        lease = self._lease = PortLease(base_port) if self.is_builder else None
+        own = f"{bracketed(self._own_address())}:{lease.ports.dist_init_port}" if lease else ""
+        address = self.group.broadcast(own)
+        if lease is None:
             return {}
         arguments: dict[str, Any] = {
             "tp_size": self.group.tp,
@@ -339,12 +335,12 @@ class VerlEngine:
             "node_rank": self.node.node_rank,
             "base_gpu_id": self.node.base_gpu_id,
             "dist_init_addr": address,
-            "port": self._lease.ports.port,
+            "port": lease.ports.port,
         }
         if self.group.pp > 1:
             arguments["pp_size"] = self.group.pp
         if "nccl_port" in self.api.engine_arguments:
-            arguments["nccl_port"] = self._lease.ports.nccl_port
+            arguments["nccl_port"] = lease.ports.nccl_port
         return arguments
 
     def _own_address(self) -> str:
@@ -352,7 +348,7 @@ class VerlEngine:
         return "127.0.0.1" if self.nnodes == 1 else own_address(os.environ)
 
     def _environment(self) -> dict[str, str | None]:
-        """What this engine's processes see beside the parent's environment; None removes."""
+        """Return what this engine's processes see beside the parent's environment; None removes."""
         changes: dict[str, str | None] = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # log-probs at the sampling temperature, as the trainer's
             **sglang_api.memory_imbalance_environment(self.api),
@@ -383,7 +379,7 @@ def _device_type(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
 
 
 def _children(before: Collection[int] = ()) -> dict[int, psutil.Process]:
-    """What this process has started since, but multiprocessing's resource tracker, which ends with this process."""
+    """Return what this process has started since, but multiprocessing's resource tracker, which ends with it."""
     return {pid: child for pid, child in descendants().items() if pid not in before and not is_resource_tracker(child)}
 
 

@@ -21,13 +21,14 @@ import uvloop
 from harness.rollout import engine_processes, sglang_api
 from harness.rollout.engine_processes import (
     TAKEN,
-    ChildWatch,
     EngineLog,
-    OwnHandlers,
     log_errors,
     output_to,
+    own_handlers,
+    restore_handlers,
     sigquit_raises,
     started_processes,
+    watch_processes,
 )
 from harness.runtime.processes import end_processes
 
@@ -95,7 +96,7 @@ def test_what_an_earlier_run_left_in_the_file_is_gone(tmp_path: Path) -> None:
     assert log.read_text() == "today\n"
 
 
-def watched(*pids: int) -> tuple[ChildWatch, list[tuple[str, int, str]], threading.Event]:
+def watched(*processes: psutil.Process) -> tuple[threading.Event, list[tuple[str, int, str]], threading.Event]:
     deaths: list[tuple[str, int, str]] = []
     told = threading.Event()
 
@@ -103,13 +104,12 @@ def watched(*pids: int) -> tuple[ChildWatch, list[tuple[str, int, str]], threadi
         deaths.append((name, pid, signal_name))
         told.set()
 
-    return ChildWatch({pid: psutil.Process(pid) for pid in pids}, on_death), deaths, told
+    return watch_processes({process.pid: process for process in processes}, on_death), deaths, told
 
 
 def test_a_child_killed_by_sigkill_is_reported_once_though_nobody_reaps_it() -> None:
     child = python(SLEEPER)
-    watch, deaths, told = watched(child.pid)
-    watch.start()
+    _, deaths, told = watched(psutil.Process(child.pid))
     name = psutil.Process(child.pid).name()
     child.send_signal(signal.SIGKILL)
     assert told.wait(10)
@@ -131,8 +131,7 @@ def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_who
     for process in (leaver, victim, living):
         process.start()
     assert leaver.pid and victim.pid and living.pid
-    watch, deaths, told = watched(leaver.pid, living.pid, victim.pid)
-    watch.start()
+    _, deaths, told = watched(*(psutil.Process(process.pid) for process in (leaver, living, victim)))
     may_leave.set()
     victim.kill()
     victim.join()
@@ -146,19 +145,18 @@ def test_of_several_dead_children_the_killed_one_is_reported_with_its_signal_who
 
 def test_a_child_that_was_gone_before_the_watch_is_reported() -> None:
     child = python(SLEEPER)
-    watch, deaths, told = watched(child.pid)
+    process = psutil.Process(child.pid)
     child.kill()
     child.wait()
-    watch.start()
+    _, deaths, told = watched(process)
     assert told.wait(10)
     assert [pid for _, pid, _ in deaths] == [child.pid]
 
 
 def test_a_death_after_stop_is_not_reported() -> None:
     child = python(SLEEPER)
-    watch, deaths, told = watched(child.pid)
-    watch.start()
-    watch.stop()
+    stop, deaths, told = watched(psutil.Process(child.pid))
+    stop.set()
     end_processes({child.pid: psutil.Process(child.pid)})
     assert not told.wait(3 * engine_processes.POLL_SECONDS) and deaths == []
     assert not psutil.pid_exists(child.pid)
@@ -295,15 +293,15 @@ POLICIES = [uvloop.EventLoopPolicy, asyncio.DefaultEventLoopPolicy]
 
 
 @pytest.fixture
-def own() -> Iterator[OwnHandlers]:
-    handlers = OwnHandlers()
+def own() -> Iterator[dict[signal.Signals, Any]]:
+    handlers = own_handlers()
     yield handlers
-    handlers.restore(engine_serves=False)
+    restore_handlers(handlers, engine_serves=False)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_handler_set_in_the_loop_is_removed_for_every_later_call(
-    policy: type[asyncio.AbstractEventLoopPolicy], own: OwnHandlers
+    policy: type[asyncio.AbstractEventLoopPolicy], own: dict[signal.Signals, Any]
 ) -> None:
     loop = policy().new_event_loop()
     engine = SimpleNamespace(loop=loop)
@@ -319,7 +317,7 @@ def test_a_handler_set_in_the_loop_is_removed_for_every_later_call(
 
     loop.run_until_complete(start())
     sglang_api.remove_signal_handlers(engine, TAKEN)
-    own.restore(engine_serves=True)
+    restore_handlers(own, engine_serves=True)
     loop.run_until_complete(serve())
     loop.close()
     assert called == []
@@ -332,11 +330,11 @@ def test_a_loop_without_handlers_has_nothing_to_remove(policy: type[asyncio.Abst
     loop.close()
 
 
-def test_handlers_are_as_before_once_the_engine_has_ended(own: OwnHandlers) -> None:
+def test_handlers_are_as_before_once_the_engine_has_ended(own: dict[signal.Signals, Any]) -> None:
     before = [signal.getsignal(number) for number in TAKEN]
-    own.restore(engine_serves=True)
+    restore_handlers(own, engine_serves=True)
     assert signal.getsignal(signal.SIGQUIT) not in before
-    own.restore(engine_serves=False)
+    restore_handlers(own, engine_serves=False)
     assert [signal.getsignal(number) for number in TAKEN] == before
 
 

@@ -64,7 +64,7 @@ def _check_value(api: SGLangApi, name: str, value: Any, annotation: ast.expr) ->
 
 
 def _kinds(node: ast.expr) -> set[type]:
-    """The plain types that an annotation allows; none where it has any other."""
+    """Return the plain types that an annotation allows; none where it has any other."""
     match node:
         case ast.Constant(value=None):
             return {type(None)}
@@ -83,7 +83,7 @@ def _kinds(node: ast.expr) -> set[type]:
 
 
 def _choices(tree: SourceTree, nodes: list[ast.expr]) -> list[str]:
-    """Of Arg(choices=...): a list, or the name of one."""
+    """Return the choices of Arg(choices=...): a list, or the name of one."""
     calls = (node for node in nodes if isinstance(node, ast.Call))
     value: ast.expr | None = next((k.value for call in calls for k in call.keywords if k.arg == "choices"), None)
     if isinstance(value, ast.Name):

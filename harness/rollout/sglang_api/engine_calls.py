@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from unittest.mock import patch
 
 from harness.rollout.sglang_api import source
 from harness.rollout.sglang_api.probe import ENGINE, IO_STRUCT, MODEL_RUNNER, OLD_ENGINE, VERL_ENGINE, SGLangApi
@@ -100,7 +101,7 @@ def build_own_verl_engine(api: SGLangApi, mesh: object, nnodes: int, args: Mappi
 
 
 def _engine_class() -> Any:
-    """The class itself: the Engine of `import sglang` is a proxy that imports its module, for 7 s, only when called."""
+    """Return the class: the Engine of `import sglang` is a proxy that imports its module, for 7 s, only when called."""
     return source.load(ENGINE if source.installed("sglang").has(ENGINE) else OLD_ENGINE, "Engine")
 
 
@@ -154,7 +155,7 @@ def for_another_thread(engine: Engine, call: Callable[[], T]) -> Callable[[], T]
 
 
 def _engine_loop(engine: Engine) -> asyncio.AbstractEventLoop:
-    """The event loop in which the engine's calls run; older releases take the main thread's."""
+    """Return the event loop in which the engine's calls run; older releases take the main thread's."""
     return cast(asyncio.AbstractEventLoop, getattr(engine, "loop", None) or asyncio.get_event_loop())
 
 
@@ -383,15 +384,8 @@ def close(engine: Engine) -> None:
     SGLang's shutdown kills every child of this process, multiprocessing's resource tracker too: at Python's exit that
     one is started again with a warning, and knows none of the names in /dev/shm that it is then to remove.
     """
-    module, name = sys.modules[type(engine).__module__], "kill_process_tree"
-    real = vars(module).get(name)
-    if real is not None:
-        setattr(module, name, lambda *_, **__: None)
-    try:
+    with patch.object(sys.modules[type(engine).__module__], "kill_process_tree", lambda *_, **__: None, create=True):
         engine.shutdown()
-    finally:
-        if real is not None:
-            setattr(module, name, real)
 
 
 def cancel_shutdown_at_exit(engine: Engine) -> None:

@@ -7,7 +7,6 @@ argument'"). So every rank is given the same values before its first collective.
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from harness.rollout.sglang_api.probe import ENGINE, MODEL_RUNNER, OLD_ENGINE, SGLangApi
@@ -16,6 +15,9 @@ SET_ENVIRONMENT = "_set_envs_and_config"
 DISABLE_BALANCE = ("SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK", "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK")
 ENABLE_BALANCE = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
 MUST_AGREE = ("NCCL_", "TORCH_NCCL_", "CUDA_")
+
+_Assignment = tuple[str, ast.expr, tuple[ast.expr, ...], bool]
+"""Variable, value, the tests of the `if` statements around it, and whether a value that is already there stays."""
 
 
 def memory_imbalance_environment(api: SGLangApi) -> dict[str, str | None]:
@@ -48,42 +50,23 @@ def common_environment(api: SGLangApi, engine_args: Mapping[str, Any], environ: 
             "sets NCCL_* and CUDA_* variables, and give every rank the same ones."
         )
     found = {}
-    for assignment in assignments:
-        name = _literal(assignment.variable) or "?"
-        value = assignment.value_of(name, engine_args, environ)
-        if name.startswith(MUST_AGREE) and value is not None:
-            found[name] = value
+    for name, value, tests, keeps in assignments:
+        literal, arguments = _literal(value), _truth_arguments(value)
+        own = [test for test in tests if any(_literal(node) == name for node in ast.walk(test))]
+        skipped_by = [argument for test in tests if (argument := _negated_argument(test))]
+        is_certain = len(own) + len(skipped_by) == len(tests) and (literal is not None or arguments)
+        if not name.startswith(MUST_AGREE) or not is_certain or any(map(engine_args.get, skipped_by)):
+            continue
+        asked = any(map(engine_args.get, arguments))
+        if (keeps or own) and name in environ and not asked:
+            found[name] = environ[name]
+        else:
+            found[name] = str(int(asked)) if literal is None else literal
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Assignment:
-    """One assignment to os.environ."""
-
-    variable: ast.expr
-    value: ast.expr
-    tests: tuple[ast.expr, ...]
-    """Of the `if` statements around it."""
-    keeps: bool
-    """Whether a value that is already there stays."""
-
-    def value_of(self, name: str, args: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-        """Return the value that it gives the variable; None where it gives none, or cannot be foretold."""
-        literal, arguments = _literal(self.value), _truth_arguments(self.value)
-        own = [test for test in self.tests if any(_literal(node) == name for node in ast.walk(test))]
-        skipped_by = [argument for test in self.tests if (argument := _negated_argument(test))]
-        if len(own) + len(skipped_by) < len(self.tests) or (literal is None and not arguments):
-            return None
-        if any(args.get(argument) for argument in skipped_by):
-            return None
-        asked = any(args.get(argument) for argument in arguments)
-        if (self.keeps or own) and name in environ and not asked:
-            return environ[name]
-        return str(int(asked)) if literal is None else literal
-
-
 def _assignments(body: list[ast.stmt], tests: tuple[ast.expr, ...]) -> Iterator[_Assignment]:
-    """Those of a block that runs when all `tests` hold. Nested functions (signal handlers) are not entered."""
+    """Yield those to os.environ of a block that runs when all `tests` hold, but not of nested functions."""
     for statement in body:
         match statement:
             case ast.If():
@@ -91,10 +74,10 @@ def _assignments(body: list[ast.stmt], tests: tuple[ast.expr, ...]) -> Iterator[
                 yield from _assignments(statement.orelse, (*tests, statement.test))
             case ast.Assign(targets=[ast.Subscript(value=table, slice=variable)], value=value):
                 if ast.unparse(table) == "os.environ":
-                    yield _Assignment(variable, value, tests, keeps=False)
+                    yield _literal(variable) or "?", value, tests, False
             case ast.Expr(value=ast.Call(func=function, args=[variable, value])):
                 if ast.unparse(function) == "os.environ.setdefault":
-                    yield _Assignment(variable, value, tests, keeps=True)
+                    yield _literal(variable) or "?", value, tests, True
 
 
 def _literal(node: ast.AST) -> str | None:
@@ -102,7 +85,7 @@ def _literal(node: ast.AST) -> str | None:
 
 
 def _negated_argument(test: ast.expr) -> str | None:
-    """X of `not args.x`."""
+    """Return x of `not args.x`."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=ast.Attribute(attr=name)):
             return name
@@ -110,7 +93,7 @@ def _negated_argument(test: ast.expr) -> str | None:
 
 
 def _truth_arguments(value: ast.expr) -> list[str]:
-    """A and b of `str(int(args.a or args.b))`, else nothing."""
+    """Return a and b of `str(int(args.a or args.b))`, else nothing."""
     match value:
         case ast.Call(func=ast.Name("str"), args=[ast.Call(func=ast.Name("int"), args=[truth])]):
             operands = truth.values if isinstance(truth, ast.BoolOp) and isinstance(truth.op, ast.Or) else [truth]
