@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from harness.rollout import scratch, sglang_api
+from harness.rollout import sglang_api
 from harness.rollout.engine_errors import SchedulerFailed
 from harness.rollout.schedulers import call_schedulers
+from harness.runtime import scratch
 
 if TYPE_CHECKING:
     from harness.rollout.verl_engine import VerlEngine

@@ -44,9 +44,9 @@ from harness.rollout.engine_processes import (
 from harness.rollout.engine_ranks import EngineRanks, Group
 from harness.rollout.pipeline_stages import await_stages, update_stages
 from harness.rollout.schedulers import LOADER
-from harness.rollout.scratch import engine_folder, remove_what_exit_would, temporary_files_in, variables
 from harness.runtime.cpu_standins import activate
 from harness.runtime.processes import STOP_SECONDS, descendants, end_processes, is_resource_tracker
+from harness.runtime.scratch import engine_folder, remove_what_exit_would, temporary_files_in, variables
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from harness.rollout import scratch
+from harness.runtime import scratch
 from harness.runtime.errors import say
 from harness.runtime.processes import end_processes, is_alive, shared_memory_files, started_at
 from harness.tools.watchdog.failures import Place, RunFailure

@@ -10,7 +10,7 @@ from harness.cluster.network import own_address
 from harness.cluster.placement import host_name
 from harness.cluster.world import Launch, all_gather, host_identity
 from harness.config.schema import Config
-from harness.rollout import scratch
+from harness.runtime import scratch
 from harness.runtime.observer import RunContext
 from harness.runtime.phases import deadline
 from harness.tools.watchdog.client import WatchdogClient, WatchdogSettings

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster.world import all_gather
-from harness.rollout import scratch
 from harness.rollout.engine_errors import EngineFailed, SchedulerFailed
 from harness.rollout.schedulers import call_schedulers
 from harness.rollout.verl_engine import VerlEngine
+from harness.runtime import scratch
 from harness.weights.stream.slots import SLOTS, Layout, SegmentTimer, SlotConnection, StreamListener, slot_bytes, stamp
 from harness.weights.worker import reader
 from harness.weights.worker.reader import LoadCoverage

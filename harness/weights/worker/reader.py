@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.rollout import scratch
 from harness.rollout.engine_errors import PeerGone
+from harness.runtime import scratch
 from harness.weights.stream.slots import (
     SLOTS,
     Layout,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.rollout import scratch
+from harness.runtime import scratch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENTER = f"""
 import socket, sys, tempfile
 sys.path.insert(0, {str(REPOSITORY)!r})
-from harness.rollout import scratch
+from harness.runtime import scratch
 print(scratch.enter("harness-0-12345-6789-0"))
 engine = scratch.engine_folder()
 longest = f"{{engine.name}}/torch-shm-dir-123456"
@@ -84,7 +84,7 @@ def test_temporary_files_are_made_elsewhere_only_while_an_engine_starts(tmp_path
 MEET = f"""
 import os, subprocess, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
-from harness.rollout import scratch
+from harness.runtime import scratch
 if len(sys.argv) > 1:
     scratch.enter({NAME!r})
     engine = scratch.engine_folder()
