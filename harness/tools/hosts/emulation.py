@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ import msgspec
 from harness.runtime.errors import MISTAKE
 from harness.tools.hosts import cleanup, kernel
 from harness.tools.hosts.host import END, GO, KILL, MESSAGE_BYTES, HostSpec, end_descendants, exit_code
-from harness.tools.hosts.host_faults import AfterSeconds, AtPhase, HostFault, skewed_clock
-from harness.tools.hosts.host_output import HostConsole, LineReader, RootCause
+from harness.tools.hosts.host_faults import HostFault, at, skewed_clock
+from harness.tools.hosts.host_output import HostConsole, RootCause
 from harness.tools.hosts.host_plan import MASTER_PORT, EmulationPlan, HostPlan, environment, hosts_file, torchrun
 from harness.tools.hosts.phase_gate import PhaseServer
 from harness.tools.hosts.router import Router
@@ -31,7 +32,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 POLL_SECONDS = 0.2
 END_SECONDS = 20.0
 """From SIGTERM to torchrun until what is left of a host is killed."""
-READ_BYTES = 1 << 16
+PRINT_SECONDS = 5.0
+"""How long the last lines of a host may take to print."""
 
 CommandLine = Callable[[EmulationPlan, HostPlan, str, int], tuple[str, ...]]
 """What one host runs, given Python's path and a port that is free on host0."""
@@ -48,13 +50,12 @@ class RunningHost:
     plan: HostPlan
     process: subprocess.Popen[bytes]
     control: socket.socket
-    lines: LineReader
-    cause: RootCause
+    cause: RootCause = field(default_factory=RootCause)
+    printer: threading.Thread = field(default_factory=threading.Thread)
     init: int = 0
     """Pid of the process with which all of the host's end."""
     code: int | None = None
     """torchrun's exit code, or that of what ended it."""
-    left: list[str] = field(default_factory=list)
     killed: bool = False
     """On purpose."""
     ended_by_us: bool = False
@@ -87,6 +88,7 @@ class Emulation:
         self._selector = selectors.DefaultSelector()
         self._router: subprocess.Popen[bytes] | None = None
         self._router_control: socket.socket | None = None
+        self._reader_gone: BrokenPipeError | None = None
         self._end_all_at: float | None = None
         self._kill_all_at: float | None = None
 
@@ -119,7 +121,6 @@ class Emulation:
         if self.plan.namespaces:
             self._start_router(descriptors)
         for host in self.hosts.values():
-            self._selector.register(host.control, selectors.EVENT_READ, lambda host=host: self._receive(host))
             host.control.send(GO)
         self.console.started = time.monotonic()
         how = "in namespaces" if self.plan.namespaces else "as processes, on loopback"
@@ -148,16 +149,9 @@ class Emulation:
         )
         process, control = _start_process("host", str(os.getpid()), output=subprocess.PIPE)
         control.send(msgspec.json.encode(spec))
-        cause = RootCause()
-
-        def take(line: str) -> None:
-            cause.read(line)
-            self.console.line(plan.name, plan.index, line)
-
-        host = self.hosts[plan.name] = RunningHost(plan, process, control, LineReader(take), cause)
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        self._selector.register(process.stdout, selectors.EVENT_READ, lambda: self._read(host))
+        host = self.hosts[plan.name] = RunningHost(plan, process, control)
+        host.printer = threading.Thread(target=self._print_output, args=(host,), daemon=True)
+        host.printer.start()
         if self.plan.reports_phases:
             PhaseServer(folder / "phases", self._selector, lambda phase, step: self._phase(host, phase, step))
 
@@ -169,7 +163,7 @@ class Emulation:
             message, received, _, _ = socket.recv_fds(host.control, MESSAGE_BYTES, 8)
             if not message:
                 host.process.wait()
-                self._read(host)
+                host.printer.join(PRINT_SECONDS)
                 raise StartError(f"{host.name} did not come up.")
             if message == b"network":
                 networked, descriptors = True, received
@@ -190,12 +184,14 @@ class Emulation:
 
     def _turn(self) -> None:
         """Wait for something to happen, a moment at most, and react."""
+        if self._reader_gone:
+            raise self._reader_gone
         for key, _ in self._selector.select(POLL_SECONDS):
             react: Callable[[], None] = key.data
             react()
         now = time.monotonic()
         for fault in list(self.waiting):
-            if isinstance(fault.when, AfterSeconds) and now - self.console.started >= fault.when.seconds:
+            if not fault.phase and now - self.console.started >= fault.seconds:
                 self._do(fault, fault.when)
         for host in self.hosts.values():
             if host.code is None and host.process.poll() is not None:
@@ -220,33 +216,26 @@ class Emulation:
     def _running(self) -> list[RunningHost]:
         return [host for host in self.hosts.values() if host.code is None and host.process.poll() is None]
 
-    def _read(self, host: RunningHost) -> None:
-        """Print what the host printed."""
-        output = host.process.stdout
-        assert output is not None
-        with contextlib.suppress(BlockingIOError):
-            while not output.closed:
-                if data := os.read(output.fileno(), READ_BYTES):
-                    host.lines.feed(data)
-                else:
-                    host.lines.end()
-                    self._selector.unregister(output)
-                    output.close()
-
-    def _receive(self, host: RunningHost) -> None:
-        """Note what the host left when its torchrun ended, or that the host is gone."""
-        if message := host.control.recv(MESSAGE_BYTES):
-            host.left = json.loads(message)["left"]
-        else:
-            self._selector.unregister(host.control)
+    def _print_output(self, host: RunningHost) -> None:
+        """Print what the host prints, on a thread, until it ends."""
+        assert host.process.stdout is not None
+        for line in host.process.stdout:
+            text = line.rstrip(b"\r\n").decode(errors="replace")
+            host.cause.read(text)
+            try:
+                self.console.line(host.name, host.plan.index, text)
+            except BrokenPipeError as error:  # as in `... | head`
+                self._reader_gone = error
 
     def _host_ended(self, host: RunningHost, code: int) -> None:
-        self._read(host)
-        host.lines.end()
+        host.printer.join(PRINT_SECONDS)
         host.code = exit_code(code)
         self.ended.append(host)
-        if host.left:
-            self.console.say(f"{host.name}: outlived torchrun and were ended: {', '.join(host.left)}")
+        last = b""
+        with contextlib.suppress(BlockingIOError):
+            last = host.control.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)  # its process has ended: all it sent is here
+        if last and (left := json.loads(last)["left"]):
+            self.console.say(f"{host.name}: outlived torchrun and were ended: {', '.join(left)}")
         if host.killed:
             self.console.say(f"{host.name} is gone, killed on purpose")
         elif host.ended_by_us:
@@ -263,10 +252,10 @@ class Emulation:
         """Do what must be done before a rank of the host begins a phase."""
         self.phases[host.name].add(phase)
         for fault in list(self.waiting):
-            if fault.host == host.name and isinstance(fault.when, AtPhase) and fault.when.matches(phase, step):
-                self._do(fault, AtPhase(phase, step))
+            if fault.matches(host.name, phase, step):
+                self._do(fault, at(phase, step))
 
-    def _do(self, fault: HostFault, when: AtPhase | AfterSeconds) -> None:
+    def _do(self, fault: HostFault, when: str) -> None:
         self.waiting.remove(fault)
         host = self.hosts[fault.host]
         if host.code is not None:
@@ -321,9 +310,7 @@ class Emulation:
             return next((code for code in codes if code > 1), 1)
         for fault in self.waiting:
             seen = ", ".join(sorted(self.phases[fault.host])) or "none"
-            why = (
-                f"phases that {fault.host} began: {seen}" if isinstance(fault.when, AtPhase) else "all hosts had ended"
-            )
+            why = f"phases that {fault.host} began: {seen}" if fault.phase else "all hosts had ended"
             self.console.say(f"{fault} never happened; {why}")
         return MISTAKE if self.waiting or self.too_late else 0
 

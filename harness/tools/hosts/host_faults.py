@@ -1,5 +1,6 @@
 """What may be done to emulated hosts, as the command line writes it: "20ms", "1%", "1gbit", "host1@sync:1", "host1=+90s"."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from harness.runtime.errors import UnsupportedEnvironment
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 """Decimal, as tc's."""
-
-_NUMBER = r"(\d+(?:\.\d+)?)"
-_DURATION = re.compile(rf"{_NUMBER}({'|'.join(SECONDS)})")
-_RATE = re.compile(rf"{_NUMBER}({'|'.join(BITS)})", re.IGNORECASE)
-_PERCENT = re.compile(rf"{_NUMBER}%")
+QUANTITIES = {
+    "--latency": (SECONDS, 0.0, math.inf, "a duration in us, ms, s or min, such as 20ms"),
+    "--loss": ({"%": 0.01}, 0.0, 1.0, "a share of the packets, 0% to 100%"),
+    "--bandwidth": (BITS, 1.0, math.inf, "a rate of at least 1bit in bit, kbit, mbit or gbit, such as 1gbit"),
+}
+"""Option -> units, least and largest value, and what it must be in words."""
 _PHASE = re.compile(r"([A-Za-z_]\w*)(?::(\d+))?")
 
 
@@ -35,73 +37,57 @@ class LinkConditions:
 
 
 @dataclass(frozen=True, slots=True)
-class AtPhase:
-    """When the first rank of the host begins this phase; of this step, or of whichever comes first."""
-
-    phase: str
-    step: int | None = None
-
-    def matches(self, phase: str, step: int | None) -> bool:
-        """Return whether this phase is meant."""
-        return phase == self.phase and self.step in (None, step)
-
-    def __str__(self) -> str:
-        return f"at {self.phase}" + ("" if self.step is None else f" of step {self.step}")
-
-
-@dataclass(frozen=True, slots=True)
-class AfterSeconds:
-    """So many seconds after torchrun was started in all hosts."""
-
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.seconds:g} s after the start"
-
-
-@dataclass(frozen=True, slots=True)
 class HostFault:
-    """One host loses its link, or its power."""
+    """One host loses its link (cut) or its power (kill), when its first rank begins a phase or after some seconds."""
 
     kind: Literal["cut", "kill"]
     host: str
-    when: AtPhase | AfterSeconds
+    phase: str = ""
+    step: int | None = None
+    """None: whichever comes first."""
+    seconds: float = 0.0
+    """After torchrun was started in all hosts; without a phase."""
+
+    @property
+    def when(self) -> str:
+        """The time in words."""
+        return at(self.phase, self.step) if self.phase else f"{self.seconds:g} s after the start"
+
+    def matches(self, host: str, phase: str, step: int | None) -> bool:
+        """Return whether this phase of this host is meant."""
+        return (host, phase) == (self.host, self.phase) and self.step in (None, step)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.host} {self.when}"
 
 
-def duration(option: str, text: str) -> float:
-    """Return the seconds of "20ms". Raise ValueError that names the option."""
-    if not (match := _DURATION.fullmatch(text)):
-        raise ValueError(f'{option} must be a number with {", ".join(SECONDS)}, such as 20ms, got "{text}".')
-    return float(match[1]) * SECONDS[match[2]]
+def at(phase: str, step: int | None) -> str:
+    """Return "at sync of step 1" or "at sync"."""
+    return f"at {phase}" + ("" if step is None else f" of step {step}")
 
 
-def rate(option: str, text: str) -> float:
-    """Return the bits per second of "1gbit". Raise ValueError that names the option."""
-    match = _RATE.fullmatch(text)
-    if not match or not float(match[1]):
-        raise ValueError(f'{option} must be a number above 0 with {", ".join(BITS)}, such as 1gbit, got "{text}".')
-    return float(match[1]) * BITS[match[2].lower()]
+def quantity(option: str, text: str) -> float:
+    """Return the value of "20ms", "1%" or "1gbit" in seconds, as a fraction, in bits per second. Raise ValueError."""
+    units, least, most, must_be = QUANTITIES[option]
+    value = _with_unit(text, units)
+    if value is None or not least <= value <= most:
+        raise ValueError(f'{option} must be {must_be}, got "{text}".')
+    return value
 
 
-def fraction(option: str, text: str) -> float:
-    """Return 0.01 for "1%". Raise ValueError that names the option."""
-    match = _PERCENT.fullmatch(text)
-    if not match or float(match[1]) > 100:
-        raise ValueError(f'{option} must be a share of the packets, 0% to 100%, got "{text}".')
-    return float(match[1]) / 100
+def _with_unit(text: str, units: Mapping[str, float]) -> float | None:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text.lower())
+    return float(match[1]) * units[match[2]] if match else None
 
 
 def host_fault(kind: Literal["cut", "kill"], text: str, hosts: Sequence[str]) -> HostFault:
     """Parse "host1@sync", "host1@sync:1" or "host1@12s". Raise ValueError that names the option."""
-    host, at, when = text.partition("@")
+    host, _, when = text.partition("@")
     _check_host(f"--{kind}", text, host, hosts)
-    if at and _DURATION.fullmatch(when):
-        return HostFault(kind, host, AfterSeconds(duration(f"--{kind}", when)))
-    if at and (match := _PHASE.fullmatch(when)):
-        return HostFault(kind, host, AtPhase(match[1], None if match[2] is None else int(match[2])))
+    if (seconds := _with_unit(when, SECONDS)) is not None:
+        return HostFault(kind, host, seconds=seconds)
+    if match := _PHASE.fullmatch(when):
+        return HostFault(kind, host, match[1], None if match[2] is None else int(match[2]))
     raise ValueError(
         f"--{kind} must be {host}@PHASE, {host}@PHASE:STEP or {host}@SECONDSs, such as {host}@sync:1 or {host}@12s,"
         f' got "{text}".'
@@ -110,11 +96,11 @@ def host_fault(kind: Literal["cut", "kill"], text: str, hosts: Sequence[str]) ->
 
 def skew(text: str, hosts: Sequence[str]) -> tuple[str, float]:
     """Return host and seconds of "host1=+90s" or "host1=-5min". Raise ValueError that names the option."""
-    host, equals, offset = text.partition("=")
+    host, _, offset = text.partition("=")
     _check_host("--skew", text, host, hosts)
-    if not equals or offset[:1] not in ("+", "-"):
+    seconds = _with_unit(offset[1:], SECONDS)
+    if seconds is None or offset[0] not in "+-":
         raise ValueError(f'--skew must have an offset with a sign, {host}=+90s or {host}=-90s, got "{text}".')
-    seconds = duration("--skew", offset[1:])
     return host, seconds if offset[0] == "+" else -seconds
 
 

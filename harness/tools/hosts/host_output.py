@@ -3,31 +3,11 @@
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ANSI_COLOURS = (36, 35, 32, 33, 34, 31)
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _EXIT_CODE = re.compile(r"\s*exitcode\s*:\s*(-?\d+)\b")
-
-
-@dataclass(slots=True)
-class LineReader:
-    """Pass on whole lines of bytes that come in pieces."""
-
-    take: Callable[[str], None]
-    _rest: bytes = b""
-
-    def feed(self, data: bytes) -> None:
-        """Pass on every line that is complete."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self.take(line.rstrip(b"\r").decode(errors="replace"))
-
-    def end(self) -> None:
-        """Pass on a last line without a newline."""
-        if self._rest:
-            self.feed(b"\n")
 
 
 @dataclass(slots=True)
@@ -63,4 +43,6 @@ class HostConsole:
         self._print(f"{host:<{self.width}} | ", ANSI_COLOURS[index % len(ANSI_COLOURS)], text)
 
     def _print(self, prefix: str, style: int, text: str) -> None:
-        print(f"\x1b[{style}m{prefix}\x1b[0m{text}" if sys.stdout.isatty() else prefix + text, flush=True)
+        line = f"\x1b[{style}m{prefix}\x1b[0m{text}" if sys.stdout.isatty() else prefix + text
+        sys.stdout.write(line + "\n")  # one write: every host has a thread that prints
+        sys.stdout.flush()

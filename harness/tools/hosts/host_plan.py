@@ -7,16 +7,7 @@ from typing import Literal
 
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.hosts.host import HostInterface
-from harness.tools.hosts.host_faults import (
-    AtPhase,
-    HostFault,
-    LinkConditions,
-    duration,
-    fraction,
-    host_fault,
-    rate,
-    skew,
-)
+from harness.tools.hosts.host_faults import HostFault, LinkConditions, host_fault, quantity, skew
 from harness.tools.hosts.phase_gate import PHASE_SOCKET
 
 IpVersion = Literal["ipv4", "ipv6", "both"]
@@ -114,7 +105,7 @@ class EmulationPlan:
     @property
     def reports_phases(self) -> bool:
         """Whether anything is to happen at a phase."""
-        return any(isinstance(fault.when, AtPhase) for fault in self.faults)
+        return any(fault.phase for fault in self.faults)
 
 
 def make_plan(options: HostsOptions, script: Sequence[str], refusal: str, visible: Sequence[str]) -> EmulationPlan:
@@ -138,9 +129,9 @@ def make_plan(options: HostsOptions, script: Sequence[str], refusal: str, visibl
     faults += [host_fault("kill", text, names) for text in options.kill]
     skews = dict(skew(text, names) for text in options.skew)
     conditions = LinkConditions(
-        latency=duration("--latency", options.latency) if options.latency else 0.0,
-        loss=fraction("--loss", options.loss) if options.loss else 0.0,
-        bandwidth=rate("--bandwidth", options.bandwidth) if options.bandwidth else 0.0,
+        latency=quantity("--latency", options.latency) if options.latency else 0.0,
+        loss=quantity("--loss", options.loss) if options.loss else 0.0,
+        bandwidth=quantity("--bandwidth", options.bandwidth) if options.bandwidth else 0.0,
         seed=options.seed,
     )
     if options.isolation == "namespaces" and refusal:

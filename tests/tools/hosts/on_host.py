@@ -87,7 +87,7 @@ def datagrams(index: int, name: str, count: str, pause: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         if index == 0:
             peer.bind(("", PORT))
-            peer.settimeout(1.5)
+            peer.settimeout(1.0)
             came = []
             while True:
                 try:

@@ -14,6 +14,7 @@ import pytest
 from tests.tools.hosts.hosts import LAUNCH, ON_HOST, command, needs_namespaces, run
 
 ISOLATIONS = [pytest.param("namespaces", marks=needs_namespaces), "processes"]
+MAINLY_NAMESPACES = [ISOLATIONS[0], pytest.param("processes", marks=pytest.mark.long)]
 SECONDS = 20.0
 
 
@@ -84,7 +85,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(isolation: str, tmp_path: P
     assert not own_networks & networks(psutil.pids())
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("isolation", MAINLY_NAMESPACES)
 def test_a_signal_ends_all(isolation: str, tmp_path: Path) -> None:
     marker = f"marker-{tmp_path.name}-{os.getpid()}"
     with waiting_hosts(isolation, tmp_path, marker) as launcher:
@@ -94,7 +95,7 @@ def test_a_signal_ends_all(isolation: str, tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("isolation", MAINLY_NAMESPACES)
 def test_when_one_fails_the_others_end_after_their_patience(isolation: str) -> None:
     started = time.monotonic()
     answer = run("--isolation", isolation, "--patience", "1", "--", ON_HOST, "fail")
@@ -105,7 +106,9 @@ def test_when_one_fails_the_others_end_after_their_patience(isolation: str) -> N
     assert any("host0 was ended" in line for line in answer.console)
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize(
+    "isolation", [pytest.param("namespaces", marks=(needs_namespaces, pytest.mark.long)), "processes"]
+)
 def test_what_outlives_torchrun_is_named_and_ended(isolation: str) -> None:
     answer = run("--isolation", isolation, "--", ON_HOST, "leave", "x")
     assert answer.code == 0

@@ -1,8 +1,6 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from harness.tools.hosts.host_output import HostConsole, LineReader, RootCause
+from harness.tools.hosts.host_output import HostConsole, RootCause
 
 # As torch 2.13's torchrun prints it.
 LAST_WORDS = """\
@@ -22,25 +20,6 @@ Root Cause (first observed failure):
   exitcode  : {code} (pid: 6)
   error_file: <N/A>
 """
-
-
-@given(st.lists(st.text(st.characters(exclude_characters="\n\r", codec="utf-8"))), st.integers(1, 9))
-def test_lines_come_whole_however_they_are_cut(lines: list[str], piece: int) -> None:
-    told: list[str] = []
-    reader = LineReader(told.append)
-    data = "".join(line + "\n" for line in lines).encode()
-    for start in range(0, len(data), piece):
-        reader.feed(data[start : start + piece])
-    reader.end()
-    assert told == lines
-
-
-def test_a_last_line_without_a_newline_is_told() -> None:
-    told: list[str] = []
-    reader = LineReader(told.append)
-    reader.feed(b"one\r\ntwo")
-    reader.end()
-    assert told == ["one", "two"]
 
 
 @pytest.mark.parametrize("code", [2, 125, -9])

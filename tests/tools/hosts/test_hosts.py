@@ -24,6 +24,7 @@ def test_each_host_has_a_name_a_boot_a_network_processes_and_shared_memory_of_it
     assert (first["own"], second["own"]) == (["10.77.0.1", "fd77::1"], ["10.77.0.2", "fd77::2"])
 
 
+@pytest.mark.long
 def test_debian_hosts_take_their_own_name_for_loopback() -> None:
     answer = run("--debian-hosts", "--", ON_HOST, "identity")
     assert answer.said("host1")[0]["hosts"].startswith("127.0.1.1 host1\n"), answer.output
@@ -31,7 +32,8 @@ def test_debian_hosts_take_their_own_name_for_loopback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("network", "first", "second"), [("ipv4", "10.77.0.1", "10.77.0.2"), ("ipv6", "fd77::1", "fd77::2")]
+    ("network", "first", "second"),
+    [pytest.param("ipv4", "10.77.0.1", "10.77.0.2", marks=pytest.mark.long), ("ipv6", "fd77::1", "fd77::2")],
 )
 def test_hosts_reach_each_other_by_name(network: str, first: str, second: str) -> None:
     answer = run("--network", network, "--interfaces", "3", "--", ON_HOST, "ping", "host0")
@@ -41,11 +43,13 @@ def test_hosts_reach_each_other_by_name(network: str, first: str, second: str) -
     assert min(said["trips"]) < 0.02
 
 
+@pytest.mark.long
 def test_latency_is_at_least_what_was_asked() -> None:
     (said,) = run("--latency", "30ms", "--", ON_HOST, "ping", "host0").said("host1")
     assert 0.06 <= min(said["trips"]) < 0.12
 
 
+@pytest.mark.long
 def test_bandwidth_is_at_most_what_was_asked() -> None:
     (said,) = run("--bandwidth", "32mbit", "--mtu", "9000", "--", ON_HOST, "stream", "host0", "4000000").said("host0")
     assert said["bytes"] == 4000000
@@ -73,6 +77,7 @@ def test_a_host_killed_at_a_phase_falls_silent_before_the_phase_begins() -> None
     assert answer.code == 1
 
 
+@pytest.mark.long
 def test_a_cut_at_a_phase_comes_before_its_work() -> None:
     answer = run("--cut", "host1@sync:1", "--", ON_HOST, "phases", "10.77.0.1")
     assert [said["got"] for said in answer.said("host0")] == ["0", "silence"], answer.output
@@ -94,6 +99,7 @@ def test_a_skewed_clock_is_wrong_by_what_was_asked_and_waits_as_long() -> None:
     assert 0.3 <= wrong["real"] < 1.0
 
 
+@pytest.mark.long
 def test_two_emulations_stand_side_by_side() -> None:
     words = ("--", ON_HOST, "ping", "host0")
     other = subprocess.Popen(command(*words), stdout=subprocess.PIPE, text=True)

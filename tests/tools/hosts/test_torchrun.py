@@ -8,17 +8,16 @@ from tests.tools.hosts.hosts import LAUNCH, needs_namespaces, run
 
 WORKER = str(Path(__file__).resolve().parent / "worker_all_reduce.py")
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     "words",
     [
         pytest.param((), marks=needs_namespaces),
         pytest.param(
-            ("--ipv6", "--rendezvous", "static", "--master", "hostname", "--interfaces", "2"), marks=needs_namespaces
+            ("--ipv6", "--rendezvous", "static", "--master", "hostname", "--interfaces", "2"),
+            marks=(needs_namespaces, pytest.mark.long),
         ),
-        ("--isolation", "processes"),
+        pytest.param(("--isolation", "processes"), marks=pytest.mark.long),
     ],
 )
 def test_an_all_reduce_over_two_hosts_of_two_ranks(words: tuple[str, ...]) -> None:
@@ -31,6 +30,7 @@ def test_an_all_reduce_over_two_hosts_of_two_ranks(words: tuple[str, ...]) -> No
         assert {each["host"] for each in answer.said("host1")} == {"host1"}
 
 
+@pytest.mark.long
 def test_the_exit_code_is_that_of_the_rank_that_failed_first() -> None:
     answer = run("--patience", "0", "--", WORKER, "--fail", "1", "125", launcher=LAUNCH)
     assert answer.code == 125, answer.output
