@@ -1,13 +1,14 @@
-"""Find the largest engine.args.mem_fraction_static with which a config passes, woken at once and in stages.
+"""Find the largest engine.args.mem_fraction_static with which a config passes, resumed at once and in stages.
 
     python launch/memory.py --nproc-per-node 4 --low 0.4 --high 0.95 -- configs/gpu/memory_7b.toml [--section.key VALUE ...]
 
 Each trial is a whole `torchrun ... launch/ppo.py CONFIG` on this host. Exit codes: 0 each way passes somewhere, 1 one never
-does, 2 a mistake in what was asked, said in one sentence, 125 this machine has no GPU.
+does, 2 the command line is wrong, in one sentence, 125 this machine has no GPU.
 """
 
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,7 +22,7 @@ from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import environments, preflight
 
 if TYPE_CHECKING:
-    from harness.tools.memory_search import Outcome
+    from harness.tools.memory_search import Trial
 
 
 @dataclass(kw_only=True)
@@ -36,18 +37,18 @@ class Options:
     """Largest fraction to try."""
     resolution: float = 0.02
     """Steps between the fractions that may be tried."""
-    wake: tuple[Literal["all", "staged"], ...] = ("all", "staged")
-    """Which ways of waking to search."""
+    resume: tuple[Literal["all", "staged"], ...] = ("all", "staged")
+    """Which values of memory.resume to search."""
     timeout: float = 900.0
     """Seconds after which a run counts as failed."""
     json: str = ""
-    """File for all outcomes as JSON."""
+    """File for all trials as JSON."""
     folder: str = ""
     """Where logs and run directories go; empty means a fresh folder in the system's temporary one."""
 
 
 def main(arguments: list[str]) -> int:
-    """Everything before the first trial must be instant."""
+    """Return the exit code; everything before the first trial must be instant."""
     environments.need("psutil", "rich")
     from harness.tools import memory_search
 
@@ -66,31 +67,31 @@ def main(arguments: list[str]) -> int:
         return report_user_error(error, rank=0)
     parallel = command.config.parallel
     ranks = options.nproc_per_node or parallel.dp * parallel.tp * parallel.pp
-    folder = Path(options.folder).resolve() if options.folder else memory_search.trial_folder()
+    folder = Path(options.folder).resolve() if options.folder else Path(tempfile.mkdtemp(prefix="harness-memory-"))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does: what runs is ended first
     print(f"logs and run directories: {folder}", flush=True)
-    search = memory_search.Search(
+    search = memory_search.MemorySearch(
         command=memory_search.torchrun_command(ranks, Path(__file__).with_name("ppo.py"), words),
         timeout_seconds=options.timeout,
         folder=folder,
-        begin=lambda wake, fraction: print(f"{wake:<8} {fraction:.3f}  running", flush=True),
-        tell=lambda outcome: print(line(outcome), flush=True),
+        begins=lambda resume, fraction: print(f"{resume:<8} {fraction:.3f}  running", flush=True),
+        ends=lambda trial: print(line(trial), flush=True),
     )
-    found = search.find(options.low, options.high, options.resolution, options.wake)
+    found = search.find(options.low, options.high, options.resolution, options.resume)
     if options.json:
-        Path(options.json).write_text(memory_search.as_json(found, search.outcomes), encoding="utf-8")
-    show(found, search.outcomes)
+        Path(options.json).write_text(memory_search.as_json(found, search.trials), encoding="utf-8")
+    show(found, search.trials)
     return 0 if all(fraction is not None for fraction in found.values()) else 1
 
 
-def line(outcome: "Outcome") -> str:
-    """One trial."""
-    verdict = "passed" if outcome.passed else f"failed: {outcome.reason}"
-    return f"{outcome.wake:<8} {outcome.fraction:.3f}  {outcome.seconds:6.1f} s  {verdict}"
+def line(trial: "Trial") -> str:
+    """Return one trial as a line."""
+    verdict = "passed" if trial.passed else f"failed: {trial.reason}"
+    return f"{trial.resume:<8} {trial.fraction:.3f}  {trial.seconds:6.1f} s  {verdict}"
 
 
-def show(found: dict[str, float | None], outcomes: "list[Outcome]") -> None:
+def show(found: dict[str, float | None], trials: "list[Trial]") -> None:
     """Print the table at the end."""
     from rich.console import Console
     from rich.table import Table
@@ -98,12 +99,12 @@ def show(found: dict[str, float | None], outcomes: "list[Outcome]") -> None:
     table = Table(title="Largest engine.args.mem_fraction_static that passes")
     for column in ("memory.resume", "largest", "runs", "least that failed", "its first error"):
         table.add_column(column)
-    for wake, fraction in found.items():
-        mine = [each for each in outcomes if each.wake == wake]
+    for resume, fraction in found.items():
+        mine = [each for each in trials if each.resume == resume]
         failed = min((each for each in mine if not each.passed), key=lambda each: each.fraction, default=None)
         shown = "none" if fraction is None else f"{fraction:.3f}"
         at, why = (f"{failed.fraction:.3f}", failed.reason) if failed else ("-", "-")
-        table.add_row(wake, shown, str(len(mine)), at, why)
+        table.add_row(resume, shown, str(len(mine)), at, why)
     Console().print(table)
 
 

@@ -1,5 +1,5 @@
 """A stand-in for torchrun and launch/ppo.py, in tests of the search for memory fractions: passes up to a threshold of its
-own for each way of waking, fails above, hangs at --hang-at, and starts a child that would outlive it.
+own for each way of resuming, fails above, hangs at --hang-at, and starts a child that would outlive it.
 
 Arguments: FILE (the pids that ran are appended) AT_ONCE STAGED (thresholds) HANG_AT, then what the search appends.
 """
@@ -15,15 +15,15 @@ SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTER
 def main() -> int:
     file, at_once, staged, hang_at = sys.argv[1:5]
     options = dict(zip(sys.argv[5::2], sys.argv[6::2], strict=True))
-    fraction, wake = float(options["--engine.args.mem_fraction_static"]), options["--memory.resume"]
+    fraction, resume = float(options["--engine.args.mem_fraction_static"]), options["--memory.resume"]
     child = subprocess.Popen(SLEEP, start_new_session=True)
     with Path(file).open("a") as pids:
         pids.write(f"{child.pid}\n")
     Path(options["--run.dir"]).mkdir()
-    time.sleep(0.5)
+    time.sleep(0.1)
     if fraction >= float(hang_at):
         time.sleep(600)
-    if fraction <= float(at_once if wake == "all" else staged):
+    if fraction <= float(at_once if resume == "all" else staged):
         return 0
     engines = Path(options["--run.dir"]) / "engines"
     engines.mkdir()
