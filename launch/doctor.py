@@ -1,12 +1,12 @@
-"""Look at ranks, hosts and links before a run, in half a minute, and say what would make it fail.
+"""Examine ranks, hosts and links before a run, in half a minute, and name what would make it fail.
 
     torchrun --nnodes=2 --nproc-per-node=8 ... launch/doctor.py [CONFIG.toml ...] [--section.key VALUE ...] [--json]
 
 Start it exactly as the run to come. The config gives the mesh, so that groups, engines and ports are that run's; without
 one all ranks are one engine. Prints a picture of the job, then OK or a numbered list: what is wrong, on which rank and
 host, what to do. --json prints one JSON object instead. Starts no engine and imports no SGLang. Exit codes: 0 OK,
-perhaps with warnings, 1 there are faults, 2 a mistake in what was asked, 125 it cannot run here (torchrun itself answers
-1 for each that is not 0).
+perhaps with warnings, 1 there are faults, 2 the command line or config is wrong, 125 it cannot run here (torchrun itself
+exits with 1 for each that is not 0).
 """
 
 import os
@@ -26,7 +26,7 @@ JSON = "--json"
 
 
 def main(arguments: list[str]) -> int:
-    """A mistake must be known before anything heavy is imported."""
+    """Return the exit code; what is wrong with the command line is known before anything heavy is imported."""
     rank = int(os.environ.get("RANK") or "0")
     if {"-h", "--help"} & set(arguments):
         if rank == 0:
@@ -42,19 +42,19 @@ def main(arguments: list[str]) -> int:
 
 
 def read(words: list[str], world_size: str) -> Config:
-    """The config of the run to come; where nothing is said of its mesh, one engine of all ranks."""
+    """Return the config of the run to come; if it names no mesh, one engine of all ranks."""
     command = parse(words)
-    asked = command.options
-    if asked.dry_run or asked.check or asked.cuda_visible_devices or asked.nnodes != 1:
+    given = command.options
+    if given.dry_run or given.check or given.cuda_visible_devices or given.nnodes != 1:
         raise ConfigError("--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out.")
-    said = any(word.endswith(".toml") or word.startswith("--parallel.") for word in words)
-    if not said and world_size.isdecimal():
+    names_mesh = any(word.endswith(".toml") or word.startswith("--parallel.") for word in words)
+    if not names_mesh and world_size.isdecimal():
         command.config.parallel.tp = int(world_size)
     return command.config
 
 
 def look(config: Config, json: bool) -> int:
-    """Raises UnsupportedEnvironment without torch. Where the ranks met, the process ends here (see hard_exit)."""
+    """Examine, and end the process (see hard_exit). Raise UnsupportedEnvironment without torch."""
     try:
         from harness.cluster.world import Launch, hard_exit
         from harness.tools.doctor.examine import examine

@@ -59,7 +59,7 @@ class NetworkInterface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostNetwork(msgspec.Struct, frozen=True, kw_only=True):
-    """This host's network, before the hosts agree on addresses (cluster/network.py)."""
+    """A host's network, before the hosts agree on addresses (cluster/network.py)."""
 
     route: str | None
     """Own address on the route to MASTER_ADDR; None: there is none."""

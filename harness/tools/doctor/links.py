@@ -41,7 +41,7 @@ FOLDER_SECONDS = 2.0
 
 
 class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
-    """This host's clock minus rank 0's, in seconds, and by how much the measurement can be off: half a round trip."""
+    """A host's clock minus rank 0's, in seconds, and by how much the measurement can be off: half a round trip."""
 
     offset: float
     uncertainty: float

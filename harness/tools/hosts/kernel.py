@@ -41,7 +41,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
-    """Call mount(2). Raise OSError."""
+    """Mount a file system, as the system call of that name does. Raise OSError."""
     words = source.encode(), target.encode(), kind.encode() if kind else None
     _check(_libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None), f"mount {source} at {target}")
 
