@@ -1,83 +1,46 @@
 """Arithmetic word problems in GSM8K's schema, made on the spot: a data set for machines that reach no hub."""
 
 import random
-from dataclasses import dataclass
 
-NAMES = (
-    "Ana",
-    "Ben",
-    "Chen",
-    "Dana",
-    "Emeka",
-    "Farah",
-    "Goran",
-    "Hana",
-    "Ivo",
-    "Jun",
-    "Kofi",
-    "Lena",
-    "Mira",
-    "Noor",
-)
-OBJECTS = (
-    "apples",
-    "books",
-    "coins",
-    "eggs",
-    "marbles",
-    "pencils",
-    "shells",
-    "stamps",
-    "stickers",
-    "tickets",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Story:
-    """One kind of problem: result = a <symbol> b; the texts have {name}, {other}, {objects}, {a} and {b}."""
-
-    symbol: str
-    question: str
-    answer: str
-
-
+NAMES = ["Ana", "Ben", "Chen", "Dana", "Emeka", "Farah", "Goran", "Hana", "Ivo", "Jun", "Kofi", "Lena", "Mira", "Noor"]
+OBJECTS = ["apples", "books", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stickers", "tickets"]
 STORIES = (
-    _Story(
+    (
         "+",
         "{name} has {a} {objects} and finds {b} more. How many {objects} does {name} have now?",
         "{name} has {work} {objects}.",
     ),
-    _Story(
+    (
         "+",
         "{name} has {a} {objects} and {other} has {b} {objects}. How many {objects} do they have together?",
         "Together they have {work} {objects}.",
     ),
-    _Story(
+    (
         "-",
         "{name} has {a} {objects} and gives {b} of them to {other}. How many {objects} does {name} have left?",
         "{name} has {work} {objects} left.",
     ),
-    _Story(
+    (
         "-",
         "{name} has {a} {objects}, {other} has {b}. How many more {objects} does {name} have than {other}?",
         "{name} has {work} {objects} more.",
     ),
-    _Story(
+    (
         "*",
         "{name} has {a} boxes with {b} {objects} in each box. How many {objects} does {name} have?",
         "The boxes hold {work} {objects}.",
     ),
-    _Story(
+    (
         "/",
         "{name} shares {a} {objects} equally among {b} friends. How many {objects} does each friend get?",
         "Each friend gets {work} {objects}.",
     ),
 )
+"""Symbol, question and answer of each kind of problem: result = a <symbol> b."""
 
 
 def make_problems(count: int, seed: int) -> list[dict[str, str]]:
-    """`count` problems as {"question", "answer"}; the answer is a worked line, then a line "#### N" with N >= 0.
+    """Make `count` problems, {"question", "answer"}; an answer is a worked line, then a line "#### N" with N >= 0.
 
     The same (count, seed) gives the same problems, and a smaller count a prefix of them. Operands and
     quotients are below 10, so a problem may repeat.
@@ -87,35 +50,21 @@ def make_problems(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def _problem(rng: random.Random) -> dict[str, str]:
-    story = rng.choice(STORIES)
+    symbol, question, answer = rng.choice(STORIES)
     name, other = rng.sample(NAMES, 2)
-    a, b, result = _operands(story.symbol, rng)
-    equation = f"{a}{story.symbol}{b}={result}"
-    words = {
-        "name": name,
-        "other": other,
-        "objects": rng.choice(OBJECTS),
-        "a": str(a),
-        "b": str(b),
-    }
-    work = f"{a} {story.symbol} {b} = <<{equation}>>{result}"
-    return {
-        "question": story.question.format(**words),
-        "answer": f"{story.answer.format(work=work, **words)}\n#### {result}",
-    }
+    a, b, result = _operands(symbol, rng)
+    words = {"name": name, "other": other, "objects": rng.choice(OBJECTS), "a": a, "b": b}
+    work = f"{a} {symbol} {b} = <<{a}{symbol}{b}={result}>>{result}"
+    return {"question": question.format(**words), "answer": f"{answer.format(work=work, **words)}\n#### {result}"}
 
 
 def _operands(symbol: str, rng: random.Random) -> tuple[int, int, int]:
-    """(a, b, a symbol b) with digits that make a whole, non-negative result."""
-    if symbol == "+":
-        a, b = rng.randint(2, 9), rng.randint(2, 9)
-        return a, b, a + b
+    """Return (a, b, a symbol b) with digits that make a whole, non-negative result."""
     if symbol == "-":
         b = rng.randint(2, 8)
         a = rng.randint(b, 9)
         return a, b, a - b
-    if symbol == "*":
-        a, b = rng.randint(2, 9), rng.randint(2, 9)
-        return a, b, a * b
-    b, quotient = rng.randint(2, 9), rng.randint(2, 9)
-    return b * quotient, b, quotient
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    if symbol == "/":
+        return a * b, a, b
+    return a, b, a + b if symbol == "+" else a * b

@@ -18,8 +18,7 @@ _CONTINUES = re.compile(r"[.,][0-9]|[eE][-+]?[0-9]|[ \t]*[-+\u2212*/^:=]?[ \t]*[
 
 
 def extract_answer(text: str) -> Decimal | None:
-    """The number right after the last `####` that any text follows, or None where there is none that can be read in one way
-    only.
+    """Return the number right after the last `####` that any text follows; None where it cannot be read in one way only.
 
     Read: a sign, a currency sign, thousands in groups of three, decimals (".5" too), and any unit behind the
     number, with or without a space: "$1,234.50", "-$3", "+7", "12 apples", "50%" (50, not 0.5), "5.".
@@ -42,9 +41,9 @@ def extract_answer(text: str) -> Decimal | None:
 
 
 def gsm8k_reward(response: str, answer: str) -> float:
-    """1.0 if the response's number after `####` equals the answer's, else 0.0; "1.0" equals "1".
+    """Return 1.0 if the response's number after `####` equals the answer's, else 0.0; "1.0" equals "1".
 
-    Raises ValueError if `answer`, the row's own, has no such number.
+    Raise ValueError if `answer`, the row's own, has no such number.
     """
     expected = extract_answer(answer)
     if expected is None:
@@ -53,14 +52,14 @@ def gsm8k_reward(response: str, answer: str) -> float:
 
 
 def digits_reward(response: str) -> float:
-    """Share of the response's characters that are the digits 0-9; 0.0 for an empty response."""
+    """Return the share of the response's characters that are the digits 0-9; 0.0 for an empty response."""
     return sum(character in "0123456789" for character in response) / len(response) if response else 0.0
 
 
 def score(rule: str, response: str, answer: str) -> float:
-    """The score in [0, 1] of `response` under `rule`, one of RULES; `answer` is the row's, with its `####`."""
+    """Score `response` in [0, 1] under `rule`, one of RULES; `answer` is the row's, with its `####`."""
     if rule == "gsm8k":
         return gsm8k_reward(response, answer)
     if rule == "digits":
         return digits_reward(response)
-    raise ValueError(f"reward {rule!r} is unknown: it must be one of {', '.join(RULES)}")
+    raise ValueError(f"task.reward must be one of {', '.join(RULES)}, got {rule!r}")

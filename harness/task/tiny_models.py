@@ -1,4 +1,4 @@
-"""Tiny random models of real architectures, small enough for a laptop, shaped so that no shard is trivial."""
+"""Tiny random models of real architectures, and their tokenizer: small enough for a laptop, no shard trivial."""
 
 from __future__ import annotations
 
@@ -10,21 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from harness.runtime.cpu_standins import make_transformers_importable
 from harness.task.architectures import ARCHITECTURES, is_tiny
-from harness.task.tokenizer import EOS_ID, PAD_ID, train_tokenizer
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
-
-__all__ = [
-    "ARCHITECTURES",
-    "VOCAB_SIZE",
-    "is_tiny",
-    "save_tiny_model",
-    "tiny_config",
-    "tiny_fields",
-    "tiny_model",
-]
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
 CONFIG_CLASSES = {
@@ -35,41 +24,25 @@ CONFIG_CLASSES = {
     "deepseek_v3": ("deepseek_v3", "DeepseekV3Config"),
     "moonlight": ("deepseek_v3", "DeepseekV3Config"),
 }
-"""Of each tiny model: the folder in transformers/models that has the class of its config, and the class."""
+"""Each tiny model's folder in transformers/models that has the class of its config, and the class."""
 CORRECTION_BIAS = "e_score_correction_bias"
-_MAX_POSITIONS = 2048
 NOT_OVERRIDABLE = {"architectures", "dtype", "transformers_version"}
 
 Device = Literal["cpu", "cuda"]
 Overrides = Mapping[str, Any]
 
+_MAX_POSITIONS = 2048
 # Heads, key-value heads, experts and intermediate sizes divide by tp up to 4. On CUDA head_dim and the MLA sizes
 # are real ones, since attention kernels are specialised for them. initializer_range is about 0.8 / sqrt(hidden_size):
 # logits of standard deviation near 1, neither flat nor so peaked that nothing is explored.
 _DENSE: dict[Device, dict[str, Any]] = {
-    "cpu": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "initializer_range": 0.1,
-    },
-    "cuda": {
-        "hidden_size": 512,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "initializer_range": 0.04,
-    },
+    "cpu": {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1},
+    "cuda": {"hidden_size": 512, "intermediate_size": 512, "initializer_range": 0.04},
 }
 _QWEN3_HEAD_DIM: dict[Device, int] = {"cpu": 16, "cuda": 64}
-_QWEN3_EXPERTS: dict[Device, dict[str, Any]] = {
-    "cpu": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "cuda": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-}
+_MOE_INTERMEDIATE: dict[Device, int] = {"cpu": 32, "cuda": 128}
 _DEEPSEEK: dict[Device, dict[str, Any]] = {
     "cpu": {
-        "moe_intermediate_size": 32,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "q_lora_rank": 32,
@@ -90,7 +63,6 @@ _DEEPSEEK: dict[Device, dict[str, Any]] = {
         },
     },
     "cuda": {
-        "moe_intermediate_size": 128,
         "n_routed_experts": 16,
         "num_experts_per_tok": 4,
         "q_lora_rank": 256,
@@ -115,6 +87,8 @@ _DEEPSEEK_COMMON: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
     "ep_size": 1,
 }
+PAD, EOS = "<pad>", "<eos>"
+PAD_ID, EOS_ID = 0, 1
 
 
 def tiny_config(
@@ -123,17 +97,20 @@ def tiny_config(
     vocab_size: int = VOCAB_SIZE,
     overrides: Overrides | None = None,
 ) -> PretrainedConfig:
-    """The transformers config of tiny model `name`, one of ARCHITECTURES, with the fields in `overrides` replaced.
+    """Return the transformers config of tiny model `name`, one of ARCHITECTURES, with the fields in `overrides` replaced.
 
-    Raises ValueError: unknown name or device, a key of `overrides` that is no field of this config, or that others
+    Raise ValueError: unknown name or device, a key of `overrides` that is no field of this config, or that others
     determine (it names the nearest field), a value of a wrong type.
     """
     if not is_tiny(name):
-        raise ValueError(f"model {name!r} is unknown: it must be one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"a tiny model must be one of {', '.join(ARCHITECTURES)}, got {name!r}")
     if device not in _DENSE:
-        raise ValueError(f"device is {device!r}: it must be cpu or cuda")
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    make_transformers_importable()
+    import transformers
+
     fields = tiny_fields(name, device) | {"vocab_size": vocab_size}
-    config_class = _config_class(name)
+    config_class: type[PretrainedConfig] = getattr(transformers, CONFIG_CLASSES[name][1])
     known = {*inspect.signature(config_class).parameters, *fields} - NOT_OVERRIDABLE
     overrides = dict(overrides or {})
     for key, value in overrides.items():
@@ -150,7 +127,7 @@ def tiny_config(
 
 
 def tiny_model(config: PretrainedConfig, seed: int, dtype: str = "float32") -> PreTrainedModel:
-    """A random model on the CPU, the same for the same seed; torch's global generator is left as it was.
+    """Make a random model on the CPU, the same for the same seed; torch's global generator is left as it was.
 
     Norms and biases are moved away from 1 and 0 by normal(0, 0.1), so that a tensor that does not arrive shows.
     A correction bias stays float32 whatever the dtype, as routers need it.
@@ -184,14 +161,14 @@ def save_tiny_model(
     texts: Iterable[str],
     weights: bool = True,
 ) -> Path:
-    """Write config.json, model.safetensors and a tokenizer trained on `texts`; returns the folder.
+    """Write config.json, model.safetensors and a tokenizer trained on `texts`; return the folder.
 
-    Without `weights` no model is made, however large, and model.safetensors left out.
-    `dtype` is float32 or bfloat16; `device` is where it will run and chooses the sizes, the model is made on the
-    CPU. The same arguments give the same bytes (under one version of transformers).
+    Without `weights` no model is made, however large, and model.safetensors is left out. `dtype` is float32 or bfloat16;
+    `device` is where it will run and chooses the sizes, the model is made on the CPU. The same arguments give the same
+    bytes (under one version of transformers).
     """
     if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype is {dtype!r}: it must be float32 or bfloat16")
+        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype!r}")
     vocab_size = (overrides or {}).get("vocab_size", VOCAB_SIZE)
     config = tiny_config(name, device, vocab_size, overrides)
     tokenizer = train_tokenizer(texts, vocab_size)
@@ -208,8 +185,39 @@ def save_tiny_model(
     return Path(folder)
 
 
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of exactly `vocab_size` tokens: <pad> is 0, <eos> is 1, then 256 bytes, then merges.
+
+    Any text encodes, and decodes back. Each digit is a token of its own. Where `texts` give too few merges,
+    special tokens <unused0>, <unused1>, ... fill up, so that every id a model samples is a token.
+    The same texts give the same tokenizer. Raise ValueError if vocab_size is too small for the bytes.
+    """
+    if vocab_size < 258:
+        raise ValueError(f"vocab_size must be at least 258, for {PAD}, {EOS} and every byte, got {vocab_size}")
+
+    make_transformers_importable()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    missing = vocab_size - tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([f"<unused{i}>" for i in range(missing)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
 def tiny_fields(name: str, device: Device) -> dict[str, Any]:
-    """The fields that make tiny model `name` what it is; all others of its config have transformers' defaults."""
+    """Return the fields that make tiny model `name` what it is; all others have transformers' defaults."""
     fields = dict(
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=_MAX_POSITIONS,
@@ -217,16 +225,17 @@ def tiny_fields(name: str, device: Device) -> dict[str, Any]:
         bos_token_id=None,
         eos_token_id=EOS_ID,
         tie_word_embeddings=False,
+        num_hidden_layers=2,
+        num_attention_heads=8,
         num_key_value_heads=4,
         **_DENSE[device],
     )
     if name in ("qwen3", "qwen3_moe"):
         fields["head_dim"] = _QWEN3_HEAD_DIM[device]
+    if name in ("qwen3_moe", "deepseek_v3", "moonlight"):
+        fields |= {"moe_intermediate_size": _MOE_INTERMEDIATE[device], "norm_topk_prob": True}
     if name == "qwen3_moe":
-        fields |= _QWEN3_EXPERTS[device] | {
-            "decoder_sparse_step": 1,
-            "norm_topk_prob": True,
-        }
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     if name in ("deepseek_v3", "moonlight"):
         fields |= _DEEPSEEK[device] | _DEEPSEEK_COMMON
     if name == "moonlight":
@@ -234,16 +243,8 @@ def tiny_fields(name: str, device: Device) -> dict[str, Any]:
     return fields
 
 
-def _config_class(name: str) -> type[PretrainedConfig]:
-    make_transformers_importable()
-    import transformers
-
-    found: type[PretrainedConfig] = getattr(transformers, CONFIG_CLASSES[name][1])
-    return found
-
-
 def _correction_bias(experts: int, groups: int) -> torch.Tensor:
-    """float32 [experts]: near 0 for the first expert of each group, near -1 for the others.
+    """Return float32 [experts]: near 0 for the first expert of each group, near -1 for the others.
 
     Sigmoid scores lie in (0, 1), so the second best expert of the chosen group scores below 0. A router that masks
     the other groups with 0 instead of -inf (transformers#45440) then picks from them; a zero bias would hide it.

@@ -51,7 +51,7 @@ def test_arithmetic():
     assert len(load_rows("arithmetic", "test")) == ARITHMETIC_ROWS
     assert load_rows("arithmetic", "test", 5) != rows
     assert rows[2].where == "arithmetic/train row 3"
-    with pytest.raises(ValueError, match='task.split = "dev" is unknown: source arithmetic has train, test'):
+    with pytest.raises(ValueError, match='task.split of source arithmetic must be one of train, test, got "dev"'):
         load_rows("arithmetic", "dev")
 
 
@@ -101,7 +101,7 @@ def test_a_bad_row_names_file_line_and_field(tmp_path, bad, message):
 def test_errors_of_the_source(tmp_path):
     with pytest.raises(
         ValueError,
-        match="is no folder: it must be arithmetic, an existing folder or a hub id",
+        match="task.source must be arithmetic, an existing folder or a hub id",
     ):
         load_rows(str(tmp_path / "missing"), "train")
     with pytest.raises(ValueError, match="there is no jsonl or parquet file"):
@@ -114,7 +114,7 @@ def test_errors_of_the_source(tmp_path):
         load_rows(str(tmp_path), "test")
     with pytest.raises(ValueError, match="is a file: it must be the folder"):
         load_rows(str(path), "train")
-    with pytest.raises(ValueError, match="task.rows = -1"):
+    with pytest.raises(ValueError, match="task.rows must be 0, .* got -1"):
         load_rows(str(tmp_path), "train", -1)
     (tmp_path / "train.parquet").touch()
     with pytest.raises(ValueError, match="must be one file, and .* has train.jsonl and train.parquet"):
@@ -221,7 +221,7 @@ def test_long_prompts(caplog):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, length, "error")
     with pytest.raises(ValueError, match="none of 2 prompts has at most task.max_prompt_tokens = 5 tokens"):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, 5)
-    with pytest.raises(ValueError, match="long_prompts is 'cut': it must be filter or error"):
+    with pytest.raises(ValueError, match="long_prompts must be filter or error, got 'cut'"):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, 5, "cut")
 
 
@@ -265,5 +265,5 @@ def test_sampler_is_the_same_in_another_process():
 
 @pytest.mark.parametrize("size", [0, -1, 5])
 def test_sampler_needs_a_batch_of_prompts(size):
-    with pytest.raises(ValueError, match=f"prompts_per_step is {size}: it must be 1 to 4"):
+    with pytest.raises(ValueError, match=f"prompts_per_step must be 1 to 4, .* got {size}"):
         PromptSampler(prompts(4), size, seed=0)

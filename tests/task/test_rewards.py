@@ -170,7 +170,7 @@ def test_score_chooses_the_rule():
         "gsm8k": 0.0,
         "digits": 0.0,
     }
-    with pytest.raises(ValueError, match="'exact' is unknown: it must be one of gsm8k, digits"):
+    with pytest.raises(ValueError, match="task.reward must be one of gsm8k, digits, got 'exact'"):
         score("exact", "", "#### 1")
 
 

@@ -25,8 +25,10 @@ def tensors_of(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen2", "float32"), ("llama", "bfloat16"), ("qwen3_moe", "bfloat16"), ("deepseek_v3", "float32")],
+)
 def test_same_seed_same_bytes(tmp_path, name, dtype):
     first, again, other = (
         hashes(save_tiny_model(name, tmp_path / str(n), seed, dtype, texts=TEXTS)) for n, seed in enumerate((7, 7, 8))
@@ -207,12 +209,12 @@ def test_a_derived_field_is_refused():
 def test_errors_of_name_device_dtype(tmp_path):
     with pytest.raises(
         ValueError,
-        match="'gpt2' is unknown: it must be one of qwen2, qwen3, llama, qwen3_moe, deepseek_v3",
+        match="must be one of qwen2, qwen3, llama, qwen3_moe, deepseek_v3, moonlight, got 'gpt2'",
     ):
         tiny_config("gpt2")
-    with pytest.raises(ValueError, match="device is 'tpu': it must be cpu or cuda"):
+    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
         tiny_config("qwen2", "tpu")
-    with pytest.raises(ValueError, match="dtype is 'float16': it must be float32 or bfloat16"):
+    with pytest.raises(ValueError, match="dtype must be float32 or bfloat16, got 'float16'"):
         save_tiny_model("qwen2", tmp_path, 0, "float16", texts=TEXTS)
 
 

@@ -1,14 +1,15 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.task.arithmetic import make_problems
-from harness.task.tokenizer import train_tokenizer
+from harness.task.tiny_models import train_tokenizer
 
 TEXTS = [problem["question"] + "\n" + problem["answer"] for problem in make_problems(100, seed=0)]
 TOKENIZER = train_tokenizer(TEXTS, 512)
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])).filter(lambda text: "<" not in text))
 def test_any_text_decodes_back(text):
     ids = TOKENIZER.encode(text)
@@ -55,5 +56,5 @@ def test_round_trip_through_a_folder(tmp_path):
 
 
 def test_vocabulary_too_small_for_the_bytes():
-    with pytest.raises(ValueError, match="vocab_size is 257: it must be at least 258"):
+    with pytest.raises(ValueError, match="vocab_size must be at least 258, .* got 257"):
         train_tokenizer(TEXTS, 257)
