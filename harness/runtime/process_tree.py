@@ -92,10 +92,10 @@ def run_tree(
         finally:
             supervisor.stdin.close()  # the supervisor kills what still runs, and ends
             supervisor.wait()
-            told = result.read()  # to its end: until both processes of the supervisor are gone
-    if not told:
+            written = result.read()  # to its end: until both processes of the supervisor are gone
+    if not written:
         raise SupervisorKilled(f"the process that supervised {command[0]} was killed.")
-    return Ended(**json.loads(told))
+    return Ended(**json.loads(written))
 
 
 def _supervise(result: int, timeout: float, grace: float, command: list[str]) -> None:
@@ -156,7 +156,7 @@ def _wait(pid: int, deadline: float | None, grace: float, shared: "_SharedFiles"
                 os.killpg(pid, signal.SIGTERM)
         if select.select([sys.stdin], [], [], POLL_SECONDS)[0] and not os.read(0, 1):
             _end_tree(shared)
-            os._exit(1)  # without a result: nobody is left to read it
+            os._exit(1)  # without a result: no reader is left
 
 
 def _print_stacks() -> None:

@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 from harness.runtime import redact
 from harness.tools.bisection.candidates import labels
+from harness.tools.bisection.causes import differ_only_in_place, literal_parts, same_cause
 from harness.tools.bisection.confidence import confidence, failure_rate, is_sure, repeat_needed
-from harness.tools.bisection.failures import differ_only_in_place, literal_parts, same_cause
 from harness.tools.bisection.installation import unmet_requirements
 from harness.tools.bisection.measurement import describe_limit
 from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate, steps_left
 from harness.tools.bisection.state import Attempt, Record, State
 
-Kind = Literal["found", "probable", "set", "several", "open"]
-EXIT_CODES: dict[Kind, int] = {"found": 0, "probable": 1, "set": 1, "several": 3, "open": 4}
+AnswerKind = Literal["found", "probable", "set", "several", "open"]
+EXIT_CODES: dict[AnswerKind, int] = {"found": 0, "probable": 1, "set": 1, "several": 3, "open": 4}
 MOST_NAMED = 3
 
 
@@ -38,7 +38,7 @@ class Answer:
     among candidates that cannot be classified. several: more than one cause. open: more can be run.
     """
 
-    kind: Kind
+    kind: AnswerKind
     edges: tuple[Edge, ...]
     second: SecondCause | None = None
     """With several causes that all fail: where the bad end's own one shows."""
@@ -62,7 +62,7 @@ def answer_of(state: State) -> Answer:
 def second_cause(state: State) -> SecondCause | None:
     """Return where the bad end's own failure shows first, if the candidate at the edge next to it fails otherwise.
 
-    Only if any failure counts, for --match and numbers say what the cause is.
+    Only if any failure counts, because --match and --metric define the cause.
     """
     bad_end, edges = state.end("bad"), find_edges(state.verdicts)
     if state.question.kind != "failure" or bad_end is None or not edges:
@@ -244,7 +244,7 @@ def as_dict(state: State, answer: Answer) -> dict[str, Any]:
     return {"kind": answer.kind, "exit_code": EXIT_CODES[answer.kind], "edges": edges, "sentences": lines}
 
 
-def refusal(sentence: str) -> dict[str, Any]:
+def refused_answer(sentence: str) -> dict[str, Any]:
     """Return the same if there is nothing to bisect between the ends: both are good, or one could not be classified."""
     return {"kind": "refused", "exit_code": 2, "edges": [], "sentences": [sentence]}
 

@@ -14,7 +14,7 @@ from typing import Any
 from harness.runtime import redact
 from harness.tools.bisection.answer import Answer, candidate_rows, sentences
 from harness.tools.bisection.candidates import Candidate, github_page, subjects
-from harness.tools.bisection.failures import module_of, normal_name, relative_file, trace_at
+from harness.tools.bisection.causes import module_of, normal_name, relative_file, trace_at
 from harness.tools.bisection.installation import (
     Environment,
     package_root,
@@ -66,7 +66,7 @@ def write(state: State, answer: Answer, folder: Path) -> str:
             file.write_text("".join(f"{package}=={version}\n" for package, version in record.freeze.items()))
     text = redact.text("\n".join(_markdown(state, answer, folder)) + "\n")
     (folder / "report.md").write_text(text, encoding="utf-8")
-    (folder / "report.html").write_text(redact.text(page(text, state, folder)), encoding="utf-8")
+    (folder / "report.html").write_text(redact.text(bisect_page(text, state, folder)), encoding="utf-8")
     return redact.text("\n".join([*sentences(state, answer), _cost(state)]))
 
 
@@ -75,7 +75,7 @@ def _freeze_file(folder: Path, name: str) -> Path:
 
 
 def _markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
-    """Yield lines. Only blocks of Markdown are used, for page() shows all else as it stands."""
+    """Yield lines. Only blocks of Markdown are used, because bisect_page() shows all else as it stands."""
     options = state.question.options
     yield from (f"# Bisect of {options.package}, {state.candidates[0].label} to {state.candidates[-1].label}", "")
     for sentence in sentences(state, answer):
@@ -283,7 +283,7 @@ def _first_failure(bad: Record, folder: Path) -> Iterator[str]:
     log = folder / bad.decisive.log
     yield from (f"## First failure of {bad.name[:24]}", "", bad.reason, "", f"All of its output: {log}", "")
     if bad.decisive.slug:
-        yield from (f"It is known as {bad.decisive.slug}: launch/diagnose.py says more.", "")
+        yield from (f"It is known as {bad.decisive.slug}: see launch/diagnose.py.", "")
     kept: deque[str] = deque(maxlen=_LOG_LINES)  # the lines around the failure's own, or the last ones
     for position, raw in raw_lines(str(log)) if log.is_file() else ():
         kept.append(_ascii(raw.decode("utf-8", "replace").rstrip()))
@@ -321,7 +321,7 @@ def reproduce_commands(state: State, record: Record, candidate: Candidate, folde
     return [*made, " ".join([f"cd {quote(question.folder)} &&", *assigned, command])]
 
 
-def page(markdown: str, state: State, folder: Path) -> str:
+def bisect_page(markdown: str, state: State, folder: Path) -> str:
     """Return the report as one page that needs no other file, with the candidates in order above it.
 
     Links lead to upstream and to files below the folder. Inline Markdown stays as it is: __init__ in a log is no emphasis.

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 from harness.runtime.process_tree import run_tree
 from harness.tools.bisection.answer import Answer, answer_of, next_for_cause, second_cause
-from harness.tools.bisection.classify import LOG, describe_code, first_failure, may_pass, run_once
+from harness.tools.bisection.classify import LOG, describe_code, find_failure, may_pass, run_once
 from harness.tools.bisection.confidence import Rerun, next_rerun
 from harness.tools.bisection.installation import Environment, Provider, Unavailable, name_of
 from harness.tools.bisection.measurement import is_bad, reference
 from harness.tools.bisection.progress import Progress
-from harness.tools.bisection.question import AUTO, WrongQuestion, seconds
+from harness.tools.bisection.question import AUTO, WrongQuestion, parse_seconds
 from harness.tools.bisection.search import (
     DECIDED,
     Verdict,
@@ -326,7 +326,7 @@ class Bisection:
         """Return that of a run, in seconds; 0 for none. Hangs are the commonest failure, and must not stop a night."""
         given, good = self.state.question.options.timeout, self.state.end("good")
         if given != AUTO:
-            return seconds(given)
+            return parse_seconds(given)
         if good is None or self.state.verdicts[good] != "good" or not (ran := self.state.record(good).attempts):
             return 0.0
         return max(LEAST_LIMIT_SECONDS, LIMIT_TIMES * max(attempt.seconds for attempt in ran))
@@ -368,7 +368,7 @@ class Bisection:
         except OSError as error:
             raise Pause(f"the probe of {record.name} could not be run: {error}.") from error
         if ended.code or ended.timed_out:
-            reason = first_failure(log, log.parent / "none", ended.code).text or describe_code(ended.code)
+            reason = find_failure(log, log.parent / "none", ended.code).text or describe_code(ended.code)
             raise Unavailable(f"cannot run here, the probe fails: {reason} (--probe none goes without)")
 
     def _steps(self) -> int | None:

@@ -32,7 +32,7 @@ from packaging.utils import (
 )
 from packaging.version import InvalidVersion, Version
 
-from harness.tools.bisection.failures import module_of
+from harness.tools.bisection.causes import module_of
 from harness.tools.bisection.question import Options, Question, WrongQuestion
 from harness.tools.environments import uv_sources
 
@@ -296,10 +296,10 @@ def _files_of_index(index: str, package: str) -> list[PublishedFile]:
 def commit_of(checkout: Path, name: str) -> str:
     """Return the full hash of what a name, or v and the name, stands for now. Raises WrongQuestion."""
     for each in (name, f"v{name}"):
-        run = git(checkout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{each}^{{commit}}")
+        run = run_git(checkout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{each}^{{commit}}")
         if run.returncode == 0:
             return run.stdout.strip()
-    if git(checkout, "rev-parse", "--git-dir").returncode:
+    if run_git(checkout, "rev-parse", "--git-dir").returncode:
         raise WrongQuestion(f"--git {checkout} is no git checkout.")
     raise WrongQuestion(f"{checkout} has no commit {name}.")
 
@@ -314,7 +314,7 @@ def commit_of_release(checkout: Path, package: str, version: str) -> str:
 
 def fork_point(checkout: Path, older: str, newer: str) -> str:
     """Return the older commit, or where its branch left that of the newer one. Raises WrongQuestion."""
-    common = git(checkout, "merge-base", older, newer).stdout.strip()
+    common = run_git(checkout, "merge-base", older, newer).stdout.strip()
     if not common:
         raise WrongQuestion(f"{older[:12]} and {newer[:12]} have no common ancestor in {checkout}.")
     return common
@@ -325,24 +325,24 @@ def commits_between(checkout: Path, older: str, newer: str, find_fix: bool = Fal
     first, last = (commit_of(checkout, each) for each in (older, newer))
     if first == last:
         raise WrongQuestion(f"good and bad are the same commit, {first[:12]}; give two that differ.")
-    if git(checkout, "merge-base", "--is-ancestor", first, last).returncode:
-        if not git(checkout, "merge-base", "--is-ancestor", last, first).returncode:
+    if run_git(checkout, "merge-base", "--is-ancestor", first, last).returncode:
+        if not run_git(checkout, "merge-base", "--is-ancestor", last, first).returncode:
             name, other = ("bad", "good") if find_fix else ("good", "bad")
             remedy = "leave out --find-fix" if find_fix else "ask with --find-fix which commit made it good"
             raise WrongQuestion(f"{name} = {older} comes after {other} = {newer}; exchange them, or {remedy}.")
-        common = git(checkout, "merge-base", first, last).stdout.strip()[:12]
+        common = run_git(checkout, "merge-base", first, last).stdout.strip()[:12]
         hint = f"; their nearest common ancestor is {common}" if common else ""
         raise WrongQuestion(f"{older} is not an ancestor of {newer}{hint}.")
     form = "--format=%H%x09%cI%x09%s"
-    own = git(checkout, "log", "-1", form, first).stdout
-    listed = git(checkout, "log", "--first-parent", "--ancestry-path", "--reverse", form, f"{first}..{last}").stdout
+    own = run_git(checkout, "log", "-1", form, first).stdout
+    listed = run_git(checkout, "log", "--first-parent", "--ancestry-path", "--reverse", form, f"{first}..{last}").stdout
     lines = [line.split("\t", 2) for line in (own + listed).splitlines()]
     return [Candidate(name=sha, time=time, title=title) for sha, time, title in lines]
 
 
 def subjects(checkout: Path, before: str, after: str) -> list[str]:
     """Return a line, HASH SUBJECT, for each commit that `after` has and `before` lacks, newest first."""
-    return git(checkout, "log", "--format=%h %s", f"{before}..{after}").stdout.splitlines()
+    return run_git(checkout, "log", "--format=%h %s", f"{before}..{after}").stdout.splitlines()
 
 
 def export_commit(checkout: Path, commit: str, folder: Path) -> None:
@@ -356,7 +356,7 @@ def export_commit(checkout: Path, commit: str, folder: Path) -> None:
 
 def github_page(checkout: Path) -> str:
     """Return the address of the upstream's pages if it is on GitHub, else ""."""
-    match = _GITHUB.fullmatch(git(checkout, "remote", "get-url", "origin").stdout.strip())
+    match = _GITHUB.fullmatch(run_git(checkout, "remote", "get-url", "origin").stdout.strip())
     return f"https://{match[1]}/{match[2]}" if match else ""
 
 
@@ -364,13 +364,13 @@ def _package_of(checkout: Path, commit: str) -> str:
     """Return the package's name by pyproject.toml or setup.cfg; "" if they have none."""
     for folder in ("python/", ""):
         with suppress(tomllib.TOMLDecodeError):
-            project = tomllib.loads(git(checkout, "show", f"{commit}:{folder}pyproject.toml").stdout)
+            project = tomllib.loads(run_git(checkout, "show", f"{commit}:{folder}pyproject.toml").stdout)
             poetry = project.get("tool", {}).get("poetry", {})
             if name := project.get("project", {}).get("name") or poetry.get("name"):
                 return str(name)
         parser = configparser.ConfigParser(interpolation=None)
         with suppress(configparser.Error):
-            parser.read_string(git(checkout, "show", f"{commit}:{folder}setup.cfg").stdout)
+            parser.read_string(run_git(checkout, "show", f"{commit}:{folder}setup.cfg").stdout)
             if name := parser.get("metadata", "name", fallback=""):
                 return name.strip()
     return ""
@@ -379,9 +379,9 @@ def _package_of(checkout: Path, commit: str) -> str:
 def _has_module(checkout: Path, commit: str, module: str) -> bool:
     """Return whether a commit has the files of a module in one of the folders that are put on the path."""
     paths = [f"{folder}{name}" for folder in ("python/", "src/", "") for name in (module, f"{module}.py")]
-    return bool(git(checkout, "ls-tree", "--name-only", commit, "--", *paths).stdout.strip())
+    return bool(run_git(checkout, "ls-tree", "--name-only", commit, "--", *paths).stdout.strip())
 
 
-def git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run git in the checkout."""
     return subprocess.run(["git", "-C", str(checkout), *arguments], capture_output=True, text=True)

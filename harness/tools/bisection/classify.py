@@ -10,7 +10,7 @@ from signal import SIGKILL, Signals
 
 from harness.runtime.errors import CANNOT_RUN_HERE
 from harness.runtime.process_tree import SupervisorKilled, run_tree
-from harness.tools.bisection.failures import LogTrace, trace_at
+from harness.tools.bisection.causes import LogTrace, trace_at
 from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.measurement import compared_value, is_bad, read_values
 from harness.tools.bisection.question import Question, command_of, is_of_this_repository
@@ -98,7 +98,7 @@ def run_once(
         raise StopRequested(
             f"the script ended with exit code {code}, which asks to stop (128 or more); its output is in {log}."
         )
-    failure = first_failure(log, folder / "run", code) if code and not ended.timed_out else FirstFailure()
+    failure = find_failure(log, folder / "run", code) if code and not ended.timed_out else FirstFailure()
     text = failure.text
     for path in (*environment.paths, str(Path(environment.python).parent.parent)):
         text = text.replace(f"{path}/", "")
@@ -165,7 +165,7 @@ def may_pass(made: Attempt) -> bool:
     return made.verdict in ("bad", "other") and not made.timed_out and bool(_MAY_PASS.search(made.failure))
 
 
-def first_failure(log: Path, run: Path, code: int) -> FirstFailure:
+def find_failure(log: Path, run: Path, code: int) -> FirstFailure:
     """Find it by the catalogue, else by the first line that looks like a failure, else the last line without a signal."""
     try:
         found = diagnose(log_files([str(log), *([str(run)] if run.is_dir() else [])]))

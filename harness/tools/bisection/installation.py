@@ -29,7 +29,7 @@ from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.process_tree import run_tree
 from harness.runtime.units import GIB
 from harness.tools.bisection.candidates import Candidate, export_commit, index_arguments, releases
-from harness.tools.bisection.failures import module_of
+from harness.tools.bisection.causes import module_of
 from harness.tools.bisection.question import Options, Question, WrongQuestion, is_of_this_repository
 from harness.tools.bisection.store import NoDisk, Pause, Store, Unreachable, default_root
 from harness.tools.environments import REPOSITORY, uv_environment
@@ -140,7 +140,7 @@ class Environment:
         command = [self.python, "-c", _FREEZE]
         run = subprocess.run(command, capture_output=True, text=True, env=self.variables(no_gpu=False))
         if run.returncode:
-            last = run.stderr.strip().rpartition("\n")[2].strip(" .") or "it says nothing"
+            last = run.stderr.strip().rpartition("\n")[2].strip(" .") or "no output"
             raise Unavailable(f"its Python {self.python} does not start: {last}.")
         found: dict[str, str] = json.loads(run.stdout)
         return replace(self, freeze=dict(sorted(found.items())))
@@ -344,9 +344,9 @@ class Pinned(Provider):
 
     package: str
     requirements: tuple[str, ...]
-    """Of every environment, beside the candidate: what is held, and what the script needs."""
+    """Of every environment, beside the candidate: those of --hold, and what the script needs."""
     held_since: str
-    """When the newest of what is held was published, in ISO 8601; "" if nothing is."""
+    """When the newest of --hold was published, in ISO 8601; "" if nothing is."""
     dated: bool
     """Whether to leave out what was published later; a folder of wheels has no dates."""
     no_gpu: bool
@@ -413,7 +413,7 @@ class Pinned(Provider):
         old_sglang = self.package == "sglang" and Version(candidate.name) <= EXTRAS_UNTIL
         extras = "[srt,torch_memory_saver]" if old_sglang else ""
         asked = [f"{self.package}{extras}=={candidate.name}", *self.requirements]
-        if self.requirements and self.held_since:  # what is held pins the candidate's package: the candidate wins
+        if self.requirements and self.held_since:  # --hold may pin the candidate's package: the candidate wins
             overrides = self.locks / f"{candidate.name}.overrides"
             overrides.write_text(f"{self.package}=={candidate.name}\n")
             words += ["--overrides", str(overrides)]
@@ -524,7 +524,7 @@ def _held(question: Question) -> tuple[str, ...]:
 
 
 def _published(held: tuple[str, ...]) -> str:
-    """Return when the newest of what is held by version was published."""
+    """Return when the newest requirement with a version was published."""
     times = [""]
     for each in held:
         if match := re.search(r"==\s*([\w.]+)", each):

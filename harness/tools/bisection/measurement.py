@@ -1,4 +1,4 @@
-"""--metric: the number that decides, read from metrics.jsonl or a log, and what the numbers of all releases tell together."""
+"""--metric: the number that decides, read from metrics.jsonl or a log, and what the numbers of all releases show together."""
 
 import json
 import math

@@ -128,7 +128,7 @@ class Question:
     def network_waits(self) -> tuple[float, ...]:
         """Return seconds."""
         given = self.options.network_waits
-        return () if given == ("none",) else tuple(map(seconds, given))
+        return () if given == ("none",) else tuple(map(parse_seconds, given))
 
     @property
     def ratio(self) -> float | None:
@@ -166,7 +166,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Return the seconds of "90", "90s", "10m" or "2h"; 0 for "auto". Raises WrongQuestion."""
     if text == AUTO:
         return 0.0
@@ -229,7 +229,7 @@ def check_criterion(options: Options) -> None:
             ratio = math.nan
         if not ratio > 0:
             raise WrongQuestion(f"--worse {options.worse} must be a ratio above 0, such as 1.3x.")
-    if not seconds(options.timeout) and options.hang:
+    if not parse_seconds(options.timeout) and options.hang:
         raise WrongQuestion("--hang needs --timeout, such as --timeout 10m.")
     try:
         re.compile(options.match)

@@ -1,4 +1,4 @@
-"""Which candidate to run next, and what the verdicts so far say. Pure functions over candidates 0 to n - 1, oldest first.
+"""Which candidate to run next, and what the verdicts so far show. Pure functions over candidates 0 to n - 1, oldest first.
 
 A binary search that straddles what cannot be classified, as `git bisect` does. For a pattern with one edge it takes at most
 ceil(log2 n) + 2 runs, and one more for each skip. git itself is not used for it: it knows neither another failure ("other"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness.tools.bisection.candidates import Candidate
-from harness.tools.bisection.failures import Cause, cause_from
+from harness.tools.bisection.causes import Cause, cause_from
 from harness.tools.bisection.question import Question, WrongQuestion
 from harness.tools.bisection.search import Verdict
 from harness.tools.bisection.store import write_json
@@ -140,7 +140,7 @@ class State:
         write_json(folder / STATE, asdict(self) | {"format": FORMAT})
 
 
-def load(folder: Path) -> State:
+def load_state(folder: Path) -> State:
     """Read it back. Raises WrongQuestion if there is no bisect."""
     try:
         values = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -205,7 +205,7 @@ def latest_folder(parent: Path, digest: str | None = None) -> Path:
     """Return that of the newest bisect, of that question if one is given. Raises WrongQuestion."""
     files = sorted(parent.glob(f"*/{STATE}"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:
-        if digest is None or load(file.parent).question.digest() == digest:
+        if digest is None or load_state(file.parent).question.digest() == digest:
             return file.parent
     raise WrongQuestion(
         f"{parent} holds no bisect{' of this question' if digest else ''}; give its folder, or start one."

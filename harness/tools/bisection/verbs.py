@@ -35,8 +35,8 @@ from harness.tools.bisection.question import (
     ask,
     check_command,
     check_criterion,
+    parse_seconds,
     script_digest,
-    seconds,
 )
 from harness.tools.bisection.search import Edge
 from harness.tools.bisection.state import (
@@ -45,7 +45,7 @@ from harness.tools.bisection.state import (
     Record,
     State,
     latest_folder,
-    load,
+    load_state,
     lock_folder,
     new_folder,
     owner_of,
@@ -90,7 +90,7 @@ def dispatch(arguments: list[str], description: str) -> int:
             case ["replay", *rest]:
                 return replay(rest)
             case ["judge", *rest]:
-                return judge(options(rest), command)
+                return judge_once(options(rest), command)
         if "--resume" in words:
             at = words.index("--resume")
             folder = [word for word in words[at + 1 : at + 2] if not word.startswith("--")]
@@ -130,7 +130,7 @@ def resume(given: Sequence[str], options: Options | None, words: Sequence[str]) 
         folder = Path(given[0] if given else options.dir)  # type: ignore[union-attr]
     else:
         folder = latest_folder(FOLDER, question.digest() if question else None)
-    state = load(folder)
+    state = load_state(folder)
     if question and question.digest() != state.question.digest():
         raise WrongQuestion(f"{folder} asks another question: {join([SCRIPT, *state.question.words()])}")
     then_git = (options.then_git or options.git) if options and not question else ""
@@ -143,7 +143,7 @@ def resume(given: Sequence[str], options: Options | None, words: Sequence[str]) 
 def status(words: Sequence[str]) -> int:
     """Print a table, and the answer or what is left; with --json, the same for programs."""
     folder = _folder([word for word in words if word != "--json"], "status")
-    state = load(folder)
+    state = load_state(folder)
     if "--json" in words:
         print(answers.status_json(state, owner_of(folder)))
         return 0
@@ -175,7 +175,7 @@ def _running(folder: Path) -> str:
 
 def log(words: Sequence[str]) -> int:
     """Print the question and a line for each verdict, in their order: a line may be changed before a replay."""
-    state = load(_folder(words, "log"))
+    state = load_state(_folder(words, "log"))
     print(f"# A bisect's verdicts, oldest first. `{SCRIPT} replay FILE` begins anew with those that are left here.")
     print(_START + json.dumps(asdict(state.question)))
     for record in state.records:
@@ -218,7 +218,7 @@ def read_log(file: Path) -> tuple[Question, list[Record]]:
     return question, records
 
 
-def judge(options: Options, words: Sequence[str]) -> int:
+def judge_once(options: Options, words: Sequence[str]) -> int:
     """Run once with this Python, as the script of `git bisect run`: 0 good, 1 bad, 125 for what must be skipped."""
     check_criterion(options)
     if not words:
@@ -246,7 +246,7 @@ def judge(options: Options, words: Sequence[str]) -> int:
                     folder / str(number),
                     no_gpu=not has_gpu(),
                     lock=lock.fileno(),
-                    limit=seconds(options.timeout),
+                    limit=parse_seconds(options.timeout),
                 )
             except StopRequested as error:
                 print(f"error: {error}", file=sys.stderr)
@@ -290,7 +290,7 @@ def _bisect(state: State, folder: Path, checkout: Path | None = None) -> int:
             question = _question_of_commits(state, answer.edges[0], checkout, folder)
             print("\non to the commits", flush=True)
             inner = folder / COMMITS_FOLDER
-            return _bisect(load(inner) if (inner / STATE).exists() else _new_state(question), inner)
+            return _bisect(load_state(inner) if (inner / STATE).exists() else _new_state(question), inner)
         except WrongQuestion as error:
             print(
                 f"The commit was not found: {error} What is not in the code may be in a dependency or a build.",
@@ -334,7 +334,7 @@ def _run_to_answer(state: State, folder: Path) -> tuple[State, answers.Answer]:
         raise WrongQuestion(f"the folder {folder} cannot be written: {error.strerror}.") from error
     with closing(lock):
         if (folder / STATE).exists():
-            state = load(folder)  # a killed bisect may have written a verdict while its lock was waited for
+            state = load_state(folder)  # a killed bisect may have written a verdict while its lock was waited for
         no_gpu = not has_gpu()
         with closing(Progress(state)) as progress:
             try:
@@ -351,7 +351,7 @@ def _run_to_answer(state: State, folder: Path) -> tuple[State, answers.Answer]:
                 return state, answer
             except WrongQuestion as error:
                 if state.records:  # else nothing was run: the question is to be asked otherwise
-                    state.answer = answers.refusal(str(error))
+                    state.answer = answers.refused_answer(str(error))
                     state.save(folder)
                 raise
             except KeyboardInterrupt:
@@ -380,7 +380,7 @@ def _introduce(state: State, folder: Path, progress: Progress) -> None:
 def _stop(why: str, folder: Path, code: int) -> NoReturn:
     """End the process: installs on other threads end with it, as their supervisors' pipes close."""
     try:
-        kept = f"{len(load(folder).records)} verdicts are kept"
+        kept = f"{len(load_state(folder).records)} verdicts are kept"
     except WrongQuestion:
         kept = "nothing is kept yet"
     sys.stdout.flush()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness.tools.bisection.answer import pattern_for, sentences
-from harness.tools.bisection.failures import same_cause
+from harness.tools.bisection.causes import same_cause
 from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.question import Options
 from harness.tools.bisection.state import Attempt

@@ -130,10 +130,10 @@ def test_judge_keeps_the_newest_of_what_is_not_good(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(verbs, "JUDGED_KEPT", 2)
     root = tmp_path / "harness-bisect-judge"
-    assert verbs.judge(Options(), ["true"]) == 0
+    assert verbs.judge_once(Options(), ["true"]) == 0
     assert str(tmp_path) not in capsys.readouterr().out and not list(root.iterdir())
     for _ in range(3):
-        assert verbs.judge(Options(), ["false"]) == 1
+        assert verbs.judge_once(Options(), ["false"]) == 1
     log = capsys.readouterr().out.splitlines()[-1].split("; ")[1].rstrip(")")
     assert Path(log).is_file() and len(list(root.iterdir())) == 2
     assert root.stat().st_mode & 0o777 == 0o700

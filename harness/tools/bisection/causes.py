@@ -1,4 +1,4 @@
-"""The traceback behind a line of a log, and whether two failures have one cause as far as words and places tell."""
+"""The traceback behind a line of a log, and whether two failures have one cause as far as words and places show."""
 
 import re
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ def normal_name(package: str) -> str:
 
 
 def module_of(package: str) -> str:
-    """Return the name under which a package is imported, as far as its own name tells."""
+    """Return the name under which a package is imported, as far as its own name shows."""
     normal = normal_name(package)
     return _MODULES.get(normal, normal.replace("-", "_"))
 
@@ -202,7 +202,7 @@ def _same_message(one: Cause, other: Cause) -> bool:
 
 
 def _quotes(one: Cause, other: Cause) -> bool:
-    """Return whether `other` quotes words of `one`: the same thing was missed, and another class tells of it."""
+    """Return whether `other` quotes words of `one`: the same thing was missed, and another class reports it."""
     quoted = [{word for word in _WORD.findall(name) if len(word) >= _LEAST_LETTERS} for name in other.names]
     return any(words and words <= set(one.shape) for words in quoted)
 
