@@ -299,6 +299,7 @@ def _run(command: list[str], purpose: str, *, show: bool = True) -> None:
 
     Raises Unusable(125) if it fails.
     """
+    # Not process_tree.run_tree: this script runs before harness can be imported, and pip and uv leave no process behind.
     tail: collections.deque[str] = collections.deque(maxlen=60)
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=uv_environment()

@@ -45,7 +45,6 @@ class Answer:
 
 
 def answer_of(state: State) -> Answer:
-    """Return the answer that the verdicts give."""
     edges = tuple(find_edges(state.verdicts))
     if not edges or next_candidate(state.verdicts, state.closed_indices) is not None:
         return Answer(kind="open", edges=edges)
@@ -91,7 +90,6 @@ def next_for_cause(state: State, cause: SecondCause) -> int | None:
 
 
 def _fails_as(record: Record, end: Record) -> bool:
-    """Return whether a bad candidate fails as the bad end did; True if one of the failures is not known."""
     causes = [each.cause for each in end.attempts if each.verdict == "bad"]
     if record is end or not record.decisive or not causes:
         return True
@@ -106,7 +104,6 @@ def pattern_for(wanted: Attempt, other: Attempt) -> str:
 
 
 def sentences(state: State, answer: Answer) -> list[str]:
-    """Return what was found, the answer first."""
     edges = answer.edges
     if answer.kind == "several":
         lines = ["There are two causes, or more: the bad end fails otherwise than the candidate at the edge."]

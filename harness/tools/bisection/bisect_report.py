@@ -125,7 +125,6 @@ def _cost(state: State) -> str:
 
 
 def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
-    """Yield what changed from one side to the other."""
     options, sides = state.question.options, (edge.before, edge.after)
     before, after = records = [state.record(index) for index in sides]
     candidates = [state.candidates[index] for index in sides]

@@ -103,7 +103,6 @@ class Bisection:
             self.progress.say(f"  {name}: {sentence}")
 
     def _resolve_these(self, todo: list[int]) -> dict[int, Unreachable]:
-        """Return those for which no index answered."""
         unreached = {}
         ends = [index for index, _ in self._ends()]
         pool = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")

@@ -63,12 +63,10 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Return the version, or the first twelve digits of the hash with the subject."""
         return f"{self.name[:12]} {self.title}" if self.title else self.name
 
 
 def labels(candidates: Iterable[Candidate], most: int = 8) -> str:
-    """Return their labels for a sentence."""
     listed = [each.label for each in candidates]
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
@@ -305,7 +303,6 @@ def commit_of(checkout: Path, name: str) -> str:
 
 
 def commit_of_release(checkout: Path, package: str, version: str) -> str:
-    """Return the commit of a release's tag. Raises WrongQuestion."""
     for tag in (f"v{version}", version, f"{package}-v{version}", f"{package}-{version}"):
         with suppress(WrongQuestion):
             return commit_of(checkout, f"refs/tags/{tag}")
@@ -346,7 +343,6 @@ def subjects(checkout: Path, before: str, after: str) -> list[str]:
 
 
 def export_commit(checkout: Path, commit: str, folder: Path) -> None:
-    """Unpack the files of a commit, without git's own. Raises OSError."""
     folder.mkdir(parents=True)
     archive = subprocess.Popen(["git", "-C", str(checkout), "archive", commit], stdout=subprocess.PIPE)
     unpack = subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, capture_output=True, text=True)
@@ -383,5 +379,4 @@ def _has_module(checkout: Path, commit: str, module: str) -> bool:
 
 
 def run_git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run git in the checkout."""
     return subprocess.run(["git", "-C", str(checkout), *arguments], capture_output=True, text=True)

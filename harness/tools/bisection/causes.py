@@ -52,13 +52,11 @@ class LogTrace:
     ends: int = 0
     source: str = ""
     exception: str = ""
-    """The last line."""
     frames: list[Frame] = field(default_factory=list)
     """The deepest call last."""
     is_crash: bool = False
 
     def inside(self, package: str) -> list[Frame]:
-        """Return the frames in a package's own code."""
         module = module_of(package)
         return [frame for frame in self.frames if f"/{module}/" in frame.file or frame.file.endswith(f"/{module}.py")]
 
@@ -86,7 +84,6 @@ def trace_at(line: LogLine) -> LogTrace | None:
 
 
 def normal_name(package: str) -> str:
-    """Return the normal form of a package's name."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 

@@ -182,7 +182,6 @@ def find_failure(log: Path, run: Path, code: int) -> FirstFailure:
 
 
 def describe_code(code: int) -> str:
-    """Return how a script without output ended."""
     if code < 0:
         return f"it was killed by {Signals(-code).name}"
     return f"it ended with exit code {code} and no message"

@@ -26,7 +26,6 @@ class FailureRate:
     runs: int
 
     def all_pass(self, runs: int) -> float:
-        """Return the probability that a bad release passes so often in a row."""
         failed, passed = max(self.failed, 0.5), self.runs - self.failed + 0.5
         return exp(_log_beta(failed, passed + runs) - _log_beta(failed, passed))
 
@@ -57,7 +56,6 @@ def confidence(state: State) -> float | None:
 
 
 def is_sure(state: State) -> bool:
-    """Return whether a failure that comes and goes was looked for often enough."""
     sure = confidence(state)
     return sure is None or sure >= state.question.options.confidence
 
@@ -103,7 +101,6 @@ def next_rerun(state: State) -> Rerun | None:
 
 
 def runs_spent(state: State) -> int:
-    """Return the runs beyond --repeat of each candidate."""
     return sum(_extra_runs(state, record) for record in state.records)
 
 

@@ -160,14 +160,12 @@ class Environment:
 
 
 def own_version(package: str) -> str:
-    """Return this Python's version of a package; "" if it is not installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return ""
 
 
 def name_of(requirement: str) -> str:
-    """Return the normal name of a requirement's package."""
     return str(canonicalize_name(re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]))
 
 
@@ -190,7 +188,6 @@ class Uv:
         return cls(tuple(sources), variables)
 
     def ask(self, words: Sequence[str], stdin: str = "", **variables: str) -> str:
-        """Return what uv prints. Raises Unavailable, Pause."""
         command, environment = [uv_binary(), *words, "--color", "never"], self.variables | variables
         run = subprocess.run(command, capture_output=True, text=True, env=environment, input=stdin)
         _check_uv(run.returncode, run.stderr)
@@ -205,7 +202,6 @@ class Uv:
         _check_uv(ended.code, log.read_text(errors="replace"))
 
     def has_python(self, version: str) -> bool:
-        """Return whether that minor version is on this machine."""
         if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
             return True
         command = [uv_binary(), "python", "find", version, "--system", "--no-python-downloads"]
@@ -264,7 +260,6 @@ class Provider:
         raise NotImplementedError
 
     def release(self, environment: Environment) -> None:
-        """Allow its removal."""
         self.store.release(environment.key)
 
 
@@ -390,7 +385,6 @@ class Pinned(Provider):
         return self.locks / f"{candidate.name}.txt"
 
     def _python(self, candidate: Candidate) -> str:
-        """Return the first that the release allows."""
         allowed = SpecifierSet()
         with suppress(InvalidSpecifier):
             allowed = SpecifierSet(candidate.requires_python)
@@ -497,7 +491,6 @@ def package_sources(options: Options) -> list[str]:
 
 
 def store_of(options: Options) -> Store:
-    """Return the store that the options name, there or not."""
     root = Path(options.store).absolute() if options.store else default_root()
     return Store(root, int(options.store_gib * GIB))
 

@@ -57,7 +57,6 @@ def is_bad(options: Options, value: float, ratio: float | None, reference: float
 
 
 def number_of(record: Record) -> float | None:
-    """Return the median of its runs; None if none gave a number."""
     numbers = [attempt.value for attempt in record.attempts if attempt.value is not None]
     return median(numbers) if numbers else None
 
@@ -92,7 +91,6 @@ def describe_limit(state: State, edge: Edge | None) -> list[str]:
 
 
 def numbers_table(state: State) -> Iterator[str]:
-    """Yield the report's lines with the numbers in order of release."""
     if state.question.kind != "metric":
         return
     base, metric = reference(state), state.question.options.metric

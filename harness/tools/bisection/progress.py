@@ -22,7 +22,6 @@ class Progress:
     state: State | None = None
     started: float = field(default_factory=time.monotonic)
     _status: Any = None
-    """The last line, by rich."""
     _phase: str = ""
     _phase_since: float = 0.0
     _last_line: float = 0.0
@@ -36,7 +35,6 @@ class Progress:
             self._status.start()
 
     def say(self, text: str) -> None:
-        """Print one line that stays, without secrets."""
         line = f"[{time.monotonic() - self.started:7.1f} s] {redact.text(text)}"
         if self._status:
             self._status.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -56,7 +54,6 @@ class Progress:
         self.beat()
 
     def beat(self) -> None:
-        """Show that time has passed."""
         now = time.monotonic()
         line = f"{self._phase} ({now - self._phase_since:.0f} s)"
         if self._status:
@@ -68,7 +65,6 @@ class Progress:
             self.say(line)
 
     def verdict(self, record: Record, candidate: Candidate, steps: int | None) -> None:
-        """Print a line for a candidate that has a verdict."""
         waited = f", waited {record.waited_seconds:.1f} s for its environment" if record.waited_seconds >= 1 else ""
         more = f"; at most {steps} more {'step' if steps == 1 else 'steps'}" if steps is not None else ""
         log = f", {record.decisive.log}" if record.decisive and record.verdict != "good" else ""
@@ -78,14 +74,12 @@ class Progress:
         )
 
     def close(self) -> None:
-        """Remove the last line."""
         if self._status:
             self._status.stop()
             self._status = None
 
 
 def describe_left(state: State) -> str:
-    """Return candidates, steps and time left."""
     verdicts, closed = state.verdicts, state.closed_indices
     edges = find_edges(verdicts)
     if not edges:

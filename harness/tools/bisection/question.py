@@ -109,7 +109,6 @@ class Question:
 
     @property
     def kind(self) -> Kind:
-        """Return what decides."""
         options = self.options
         return "match" if options.match else "hang" if options.hang else "metric" if options.metric else "failure"
 
@@ -120,23 +119,19 @@ class Question:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Return the older and the newer end, as they were written."""
         options = self.options
         return (options.bad, options.good) if options.find_fix else (options.good, options.bad)
 
     @property
     def network_waits(self) -> tuple[float, ...]:
-        """Return seconds."""
         given = self.options.network_waits
         return () if given == ("none",) else tuple(map(parse_seconds, given))
 
     @property
     def ratio(self) -> float | None:
-        """Return the number of --worse."""
         return float(self.options.worse.rstrip("x")) if self.options.worse else None
 
     def digest(self) -> str:
-        """Return the same for the same question, wherever state and environments are kept."""
         asked = asdict(self)
         for name in _NOT_OF_THE_QUESTION:
             asked["options"].pop(name)
@@ -162,7 +157,6 @@ class Question:
 
 
 def flag(name: str) -> str:
-    """Return the command line's name of an option."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -293,7 +287,6 @@ def is_of_this_repository(question: Question) -> bool:
 
 
 def script_digest(question: Question) -> str:
-    """Return the sha256 of the script's content; "" if the command is none."""
     script = script_of(question)
     return hashlib.sha256(script.read_bytes()).hexdigest() if script else ""
 

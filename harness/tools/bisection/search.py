@@ -55,7 +55,6 @@ def next_two(verdicts: Mapping[int, Verdict], index: int, closed: Collection[int
 
 
 def most_runs(candidates: int, skips: int = 0) -> int:
-    """Return the bound: ceil(log2 candidates) + 2 + skips."""
     return steps_left(candidates - 1) + 2 + skips
 
 

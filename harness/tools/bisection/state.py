@@ -34,7 +34,6 @@ class Attempt:
     log: str
     """Relative to the bisect's folder."""
     reason: str = ""
-    """One sentence."""
     failure: str = ""
     """The line of the log that shows its first failure."""
     slug: str = ""
@@ -48,11 +47,9 @@ class Attempt:
     imported: bool = False
     """Its traceback shows that the package could be imported."""
     value: float | None = None
-    """Of --metric."""
 
     @property
     def cause(self) -> Cause:
-        """Return what it is compared by with other failures."""
         return cause_from(self.failure, code=self.code, timed_out=self.timed_out, place=self.place, slug=self.slug)
 
 
@@ -67,7 +64,6 @@ class Record:
     waited_seconds: float = 0.0
     """For its environment, while nothing ran."""
     freeze: Mapping[str, str] = field(default_factory=dict)
-    """Package -> version."""
     python: str = ""
     paths: tuple[str, ...] = ()
     replayed: bool = False
@@ -75,7 +71,6 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of its runs."""
         return sum(attempt.seconds for attempt in self.attempts)
 
     @property
@@ -93,14 +88,12 @@ class State:
     closed: dict[str, str] = field(default_factory=dict)
     """Candidates that cannot be run here -> the sentence that says why."""
     records: list[Record] = field(default_factory=list)
-    """In the order of their verdicts."""
     created: str = ""
     script: str = ""
     """sha256 of the script, so that a resumed bisect can tell whether it changed."""
     wall_seconds: float = 0.0
     """Of all its processes, from the first resolution on."""
     resolved: bool = False
-    """Whether every candidate was resolved."""
     resolving_seconds: float = 0.0
     """Of wall_seconds, before the first run."""
     installs: dict[str, float] = field(default_factory=dict)
@@ -109,18 +102,15 @@ class State:
     """For programs, as answer.as_dict returns it; empty until there is one."""
 
     def index(self, name: str) -> int:
-        """Return the position of a candidate."""
         return next(i for i, each in enumerate(self.candidates) if each.name == name)
 
     @property
     def verdicts(self) -> dict[int, Verdict]:
-        """Return the verdicts by position."""
         position = {each.name: i for i, each in enumerate(self.candidates)}
         return {position[record.name]: record.verdict for record in self.records}
 
     @property
     def closed_indices(self) -> set[int]:
-        """Return the positions of candidates that cannot be run here."""
         return {i for i, each in enumerate(self.candidates) if each.name in self.closed}
 
     def end(self, verdict: Verdict) -> int | None:
@@ -131,7 +121,6 @@ class State:
         return min(decided) if (verdict == "good") != self.question.options.find_fix else max(decided)
 
     def record(self, index: int) -> Record:
-        """Return the record of a candidate that has a verdict."""
         name = self.candidates[index].name
         return next(record for record in self.records if record.name == name)
 
@@ -141,7 +130,6 @@ class State:
 
 
 def load_state(folder: Path) -> State:
-    """Read it back. Raises WrongQuestion if there is no bisect."""
     try:
         values = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -182,7 +170,6 @@ def lock_folder(folder: Path) -> IO[str]:
 
 
 def owner_of(folder: Path) -> int | None:
-    """Return the process whose bisect runs in a folder now."""
     try:
         with (folder / LOCK).open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -195,7 +182,6 @@ def owner_of(folder: Path) -> int | None:
 
 
 def new_folder(parent: Path, package: str) -> Path:
-    """Return bisects/DATE-TIME-PACKAGE, not yet there."""
     stamp = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9]+', '-', package)}"
     names = [stamp, *(f"{stamp}-{number}" for number in range(2, 100))]
     return next(parent / name for name in names if not (parent / name).exists())

@@ -40,7 +40,6 @@ Fill = Callable[[Path, int], None]
 
 
 def default_root() -> Path:
-    """Return where environments are kept unless --store names a folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harness-bisect"
 
 
@@ -96,7 +95,6 @@ class Store:
                     raise
 
     def facts(self, key: str) -> dict[str, Any] | None:
-        """Return seconds and bytes of an environment; None if it is not complete."""
         try:
             facts: dict[str, Any] = json.loads((self.root / key / _MARK).read_text())
         except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -104,13 +102,11 @@ class Store:
         return facts
 
     def describe(self) -> str:
-        """Return where it is and how big, for the console."""
         sizes = self._sizes()
         used, limit = (each / GIB for each in (sum(sizes.values()), self.limit_bytes))
         return f"environments in {self.root} (--store): {len(sizes)}, {used:.1f} GiB of at most {limit:g} GiB (--store-gib)"
 
     def release(self, key: str) -> None:
-        """Allow its removal from now on."""
         if lock := self._locks.pop(key, None):
             lock.close()
 
@@ -133,7 +129,6 @@ class Store:
         return removed
 
     def _sizes(self) -> dict[Path, int]:
-        """Return the bytes of each environment, by its mark."""
         return {mark: (self.facts(mark.parent.name) or {}).get("bytes", 0) for mark in self.root.glob(f"*/{_MARK}")}
 
     @contextmanager

@@ -64,7 +64,6 @@ _START = "start "
 
 
 def main(arguments: list[str], description: str) -> int:
-    """Return the exit code. description: for --help."""
     code = dispatch(arguments, description)
     if threading.active_count() > 1:  # installs that no answer needs any more: they end with this process
         sys.stdout.flush()
@@ -184,7 +183,6 @@ def log(words: Sequence[str]) -> int:
 
 
 def replay(words: Sequence[str]) -> int:
-    """Begin anew with the verdicts of a log, some of them perhaps edited away."""
     if len(words) != 1 or not Path(words[0]).is_file():
         raise WrongQuestion(f"replay {' '.join(words)}: give the file that `{SCRIPT} log` printed.")
     question, taken = read_log(Path(words[0]))
@@ -193,7 +191,6 @@ def replay(words: Sequence[str]) -> int:
 
 
 def read_log(file: Path) -> tuple[Question, list[Record]]:
-    """Return the question and the verdicts of a log. Raises WrongQuestion."""
     question, records = None, []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
@@ -269,7 +266,6 @@ def _judged_folder() -> Path:
 
 
 def _new_state(question: Question) -> State:
-    """Return a bisect of which nothing is known."""
     created = datetime.now().astimezone().isoformat(timespec="seconds")
     candidates = find_candidates(question)
     return State(question=question, candidates=candidates, created=created, script=script_digest(question))

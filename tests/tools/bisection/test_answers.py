@@ -10,13 +10,16 @@ from harness.tools.bisection.answer import EXIT_CODES, sentences
 from harness.tools.bisection.bisect_report import write
 from harness.tools.bisection.bisection import Bisection
 from harness.tools.bisection.installation import Environment
-from harness.tools.bisection.question import Options
+from harness.tools.bisection.question import Options, WrongQuestion
 from harness.tools.bisection.state import Attempt, State
 from tests.tools.bisection.test_confidence import Anything, Silent, state_of
 
 
 class Planned(Bisection):
-    """Gives each candidate the outcome that its letter stands for: good, bad, skip, other, or a port that is taken once."""
+    """Gives each candidate the outcome of its letter: good, bad, skip, other, a port that is taken once.
+
+    B fails with other words, m with the message of b from another function.
+    """
 
     outcomes: str
     taken: bool = False
@@ -27,8 +30,9 @@ class Planned(Bisection):
             self.taken = True
             letter, failure = "b", "OSError: [Errno 98] Address already in use"
         else:
-            failure = {"b": f"KeyError: 'weight {index}'", "B": "ValueError: weight 9 is missing"}.get(letter, "")
-        verdict = {"b": "bad", "B": "bad", "s": "skip", "o": "other"}.get(letter, "good")
+            missing = f"KeyError: 'weight {index}'"
+            failure = {"b": missing, "m": missing, "B": "ValueError: weight 9 is missing"}.get(letter, "")
+        verdict = {"b": "bad", "m": "bad", "B": "bad", "s": "skip", "o": "other"}.get(letter, "good")
         return Attempt(
             code=int(verdict != "good"),
             timed_out=False,
@@ -37,7 +41,7 @@ class Planned(Bisection):
             log="log",
             failure=failure,
             reason=failure or verdict,
-            place="moving/__init__.py:work",
+            place=f"moving/__init__.py:{'inner' if letter == 'm' else 'work'}",
         )
 
     def _save(self) -> None:
@@ -72,6 +76,12 @@ CASES: Sequence[tuple[str, dict[str, object], int, Sequence[str]]] = [
         0,
         ["The first bad release is 1.2;", "The bad end 1.5 fails with other words", "weight 9 is missing"],
     ),
+    (
+        "ggbbbmmm",
+        {},
+        3,
+        ["There are two causes", "bad release is 1.2", "__init__.py:inner in place of moving/__init__.py:work"],
+    ),
     ("sssggggbbbbbss", {}, 0, ["The first bad release is 1.7"]),
 ]
 
@@ -87,6 +97,15 @@ def test_a_port_that_is_taken_for_a_moment_is_tried_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "RETRY_PAUSE_SECONDS", 0.0)
     _, code, text = bisected("ggpbb")
     assert code == 0 and "The first bad release is 1.3; the last good one is 1.2." in text
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "sentence"),
+    [("gg", "the bad end 1.1 is good as well"), ("bb", "the good end 1.0 is bad already"), ("go", "another failure")],
+)
+def test_ends_between_which_there_is_nothing_to_find(outcomes: str, sentence: str) -> None:
+    with pytest.raises(WrongQuestion, match=sentence):
+        bisected(outcomes)
 
 
 def test_a_report_of_a_set(tmp_path: Path) -> None:

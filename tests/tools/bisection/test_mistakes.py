@@ -87,7 +87,10 @@ def test_one_sentence_and_exit_code_2(
 
 @pytest.mark.parametrize(
     ("good", "bad", "sentence"),
-    [("1.0", "1.1", "the bad end 1.1 is good as well"), ("1.2", "1.3", "the good end 1.2 is bad already")],
+    [
+        ("1.0", "1.1", "the bad end 1.1 is good as well"),
+        pytest.param("1.2", "1.3", "the good end 1.2 is bad already", marks=pytest.mark.long),
+    ],
 )
 def test_ends_between_which_there_is_nothing_to_find(bench: Bench, good: str, bad: str, sentence: str) -> None:
     own = ["--python", bare_python(), "--probe", "none"]

@@ -60,10 +60,11 @@ def test_a_failure_that_another_one_masks_over_ten_releases(bench: Bench) -> Non
             "def work(): raise RuntimeError('CUDA error: an illegal memory access')",
             "--match 'RuntimeError: CUDA error: an illegal memory access' looks",
         ),
-        (
+        pytest.param(
             "def work(): raise RuntimeError('it is out of order')",
             "def work(): inner()\ndef inner(): raise RuntimeError('it is out of order')",
             "moving/__init__.py:inner in place of moving/__init__.py:work",
+            marks=pytest.mark.long,
         ),
     ],
     ids=["one class", "one message from two places"],
