@@ -89,7 +89,7 @@ def plan_buckets(
         group = sorted(unsorted, key=lambda tensor: tensor.name)
         chunks = {tensor.live_name: Chunks.of(live[tensor.live_name], tensor.dtype) for tensor in group}
         if len(chunks) == 1 and _splits_by_row(group, live[group[0].live_name]):
-            filler.add_rows(number, *chunks.values(), group)
+            filler.add_rows(number, chunks[group[0].live_name], group)
         else:
             filler.add_whole(number, chunks, group)
     filler.close_bucket()

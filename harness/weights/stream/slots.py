@@ -63,7 +63,7 @@ Layout = tuple[tuple[SlotEntry, ...], ...]
 """The entries of each bucket; bucket b is always in slot b % SLOTS."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Region:
     """What of a slot one copy of the engine's loader reads, counted in elements of dtype."""
 

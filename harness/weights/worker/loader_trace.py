@@ -155,10 +155,10 @@ class _Recorder(TorchDispatchMode):
         else:
             names = {self._name(place * source.dtype.itemsize) for place in index.unique().tolist()}
             stride, offset = (), 0
-        what = {"names": tuple(sorted(names)), "dtype": source.dtype, "target_dtype": target.dtype}
-        where = {"shape": tuple(target.shape), "stride": stride, "offset": offset, "index": index}
+        held = tuple(sorted(names))
+        region = Region(held, source.dtype, tuple(target.shape), stride, offset, target.dtype, index)
         self.traced.used |= names
-        self.traced.copies.append(Copy(target, Region(**what, **where)))
+        self.traced.copies.append(Copy(target, region))
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
         moved = self.moved.get(_address(tensor))
