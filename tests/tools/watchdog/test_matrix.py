@@ -142,6 +142,8 @@ REAL_DEADLINE = "{sync = 20, update_actor = 20}"
 @pytest.mark.parametrize("fault", REAL)
 def test_the_same_with_real_engines(tmp_path: Path, fault: str) -> None:
     arguments = [QUICKSTART, "--run.steps", "2", "--run.phase_timeouts", REAL_DEADLINE, "--inject", fault]
+    if fault.startswith("lost-message"):
+        arguments += ["--weights.transport", "stream"]
     job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments).start()
     memory: set[Path] = set()
     end = time.monotonic() + 500
