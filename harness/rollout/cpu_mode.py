@@ -1,7 +1,4 @@
-"""SGLang's CPU mode: the environment that its engines need, and what it cannot serve.
-
-Imports nothing heavy.
-"""
+"""SGLang's CPU mode: the environment that its engines need, and what it cannot serve. Imports nothing heavy."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,10 +53,9 @@ def cpu_environment(ranks_on_host: int) -> dict[str, str]:
 
 
 def cores_by_tp_rank(entries: Sequence[str], tp_ranks: Sequence[int], tp: int) -> list[str]:
-    """Return SGLANG_CPU_OMP_THREADS_BIND's entries for a SGLang that wants one for each TP rank of the engine.
+    """Return the entries for a SGLang that wants one for each TP rank of the engine: the cores of its stages here, or any.
 
-    Each is the cores of all stages of that TP rank on this host; where there are none, any. entries, tp_ranks: of each
-    engine rank here.
+    entries, tp_ranks: of each engine rank here.
     """
     cores: list[list[str]] = [[] for _ in range(tp)]
     for entry, index in zip(entries, tp_ranks, strict=True):

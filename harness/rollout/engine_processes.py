@@ -88,10 +88,9 @@ def log_errors(log: str) -> Iterator[tuple[list[str], str]]:
 
 
 def _is_error(line: str) -> bool:
-    """Whether it begins with the class of an exception, as a traceback ends.
+    """Return whether it begins with the class of an exception, as a traceback ends, with its module or of Python.
 
-    Its module stands before it, except where it is Python's own or of the script. Otherwise it is what another process
-    printed between, such as "Loading: 50%".
+    Otherwise it is what another process printed between, such as "Loading: 50%".
     """
     name = line.partition(":")[0]
     own = getattr(builtins, name, None)

@@ -73,31 +73,23 @@ class Group:
         return [cast(T, by_rank[rank]) for rank in self.ranks]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRanks:
-    """The locations of a group's ranks, and which of them is this host's part of the engine."""
+def locate_ranks(
+    group: Group, device: Literal["cpu", "cuda"], colocate: bool, nnodes: int | None
+) -> tuple[dict[int, RankLocation], EngineNode, int]:
+    """Return the ranks' locations by world rank, this host's node (in world ranks) and the number of nodes.
 
-    locations: dict[int, RankLocation]
-    """By world rank."""
-    node: EngineNode
-    """This host's, in world ranks."""
-    nnodes: int
-
-    @classmethod
-    def of(cls, group: Group, device: Literal["cpu", "cuda"], colocate: bool, nnodes: int | None) -> Self:
-        """Ask every rank where it is; a collective call of the group. nnodes: what the caller expects, None for any.
-
-        Raises ValueError for a placement that cannot work, and for another number of hosts than expected.
-        """
-        locations = group.all_gather(own_location(device == "cpu", colocate))
-        # Numbered as a mesh of one engine numbers them: tp major, then pp.
-        order = [group.ranks[stage * group.tp + index] for index in range(group.tp) for stage in range(group.pp)]
-        numbered = tuple(replace(locations[rank], rank=position) for position, rank in enumerate(order))
-        placement = place(ParallelDims(dp=1, tp=group.tp, pp=group.pp), numbered, device)[0]
-        if nnodes is not None and nnodes != placement.nnodes:
-            raise ValueError(
-                f"nnodes = {nnodes}, but the {len(group.ranks)} ranks of this engine are on {placement.nnodes} hosts;"
-                f" pass nnodes = {placement.nnodes}, or leave it out."
-            )
-        nodes = [replace(node, ranks=tuple(order[rank] for rank in node.ranks)) for node in placement.nodes]
-        return cls(locations, next(node for node in nodes if group.rank in node.ranks), placement.nnodes)
+    A collective call of the group. nnodes: what the caller expects, None for any. Raises ValueError for a placement that
+    cannot work, and for another number of hosts than expected.
+    """
+    locations = group.all_gather(own_location(device == "cpu", colocate))
+    # Numbered as a mesh of one engine numbers them: tp major, then pp.
+    order = [group.ranks[stage * group.tp + index] for index in range(group.tp) for stage in range(group.pp)]
+    numbered = tuple(replace(locations[rank], rank=position) for position, rank in enumerate(order))
+    placement = place(ParallelDims(dp=1, tp=group.tp, pp=group.pp), numbered, device)[0]
+    if nnodes is not None and nnodes != placement.nnodes:
+        raise ValueError(
+            f"nnodes = {nnodes}, but the {len(group.ranks)} ranks of this engine are on {placement.nnodes} hosts;"
+            f" pass nnodes = {placement.nnodes}, or leave it out."
+        )
+    nodes = [replace(node, ranks=tuple(order[rank] for rank in node.ranks)) for node in placement.nodes]
+    return locations, next(node for node in nodes if group.rank in node.ranks), placement.nnodes

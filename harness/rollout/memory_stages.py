@@ -55,16 +55,13 @@ def wrong_move(action: Action, tags: Sequence[str], rank: int, expected: int | N
 
 
 def gpu_free_bytes(device: int) -> FreeBytes:
-    """Return what reads the free bytes of a visible GPU.
-
-    On a GPU that is not the trainer's this process gets a CUDA context now: some 500 MiB that no stage then counts.
-    """
+    """Return what reads the free bytes of a visible GPU."""
 
     def read() -> int:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info(device)[0]
 
-    read()
+    read()  # on a GPU that is not the trainer's it makes a CUDA context: some 500 MiB that no stage then counts
     return read
 
 
@@ -90,18 +87,12 @@ class MemoryStages:
     _has_said: bool = False
 
     def release_all(self) -> None:
-        """Free KV cache and weights, as far as they are resumed; their contents are lost.
-
-        Raises WrongStage if both are released.
-        """
+        """Free what of KV cache and weights is resumed; the contents are lost. Raises WrongStage if both are released."""
         stage = (KV_CACHE, WEIGHTS) if self._has_tags else (ALL,)
         self.release(*([tag for tag in stage if tag not in self.released] or stage))
 
     def resume_weights(self) -> None:
-        """Take the weights' memory back, and with resume_mode = "all" the KV cache's too; no-op where they are resumed.
-
-        What the weights hold is garbage until the next sync.
-        """
+        """Take the weights' memory back, and with resume_mode = "all" the KV cache's; the next sync fills the weights."""
         self.free_trainer_cache()
         stage = (WEIGHTS,) if self.resume_mode == "staged" else (WEIGHTS, KV_CACHE)
         self._resume_released(stage if self._has_tags else (ALL,))
@@ -112,7 +103,7 @@ class MemoryStages:
         self._resume_released((KV_CACHE,))
 
     def release(self, *tags: str) -> None:
-        """Free these tags, one after the other, and check on every rank that each gave bytes back.
+        """Free these tags, one after the other.
 
         Raises WrongStage for a tag that is released or that this sglang does not have, MemoryDidNotMove on every rank of
         the engine if one rank's GPU did not get the bytes back.
@@ -129,10 +120,7 @@ class MemoryStages:
             self.released[tag] = self._freed[tag] = moved if known is None else min(moved, known)
 
     def resume(self, *tags: str) -> None:
-        """Take these tags back in one call, and check on every rank that as many bytes are taken as were freed.
-
-        Raises WrongStage for a tag that is resumed or that this sglang does not have, MemoryDidNotMove as `release`.
-        """
+        """Take these tags back in one call; raise as `release`."""
         if not self._is_possible(tags):
             return
         if resumed := [tag for tag in tags if tag not in self.released]:

@@ -25,28 +25,17 @@ from torch.distributed.tensor import DTensor
 from harness.cluster.network import bracketed, own_address
 from harness.cluster.ports import PortLease
 from harness.cluster.world import child_environment
-from harness.rollout import sglang_api
+from harness.rollout import engine_processes, sglang_api
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
 from harness.rollout.defaults import Defaults, engine_defaults
 from harness.rollout.engine_errors import EngineFailed
-from harness.rollout.engine_processes import (
-    TAKEN,
-    EngineLog,
-    ignore_signal,
-    in_one_line,
-    output_to,
-    own_handlers,
-    restore_handlers,
-    sigquit_raises,
-    started_processes,
-    watch_processes,
-)
-from harness.rollout.engine_ranks import EngineRanks, Group
+from harness.rollout.engine_processes import EngineLog, in_one_line, output_to, restore_handlers, started_processes
+from harness.rollout.engine_ranks import Group, locate_ranks
 from harness.rollout.pipeline_stages import await_stages, update_stages
 from harness.rollout.schedulers import LOADER
+from harness.runtime import scratch
 from harness.runtime.cpu_standins import activate
 from harness.runtime.processes import STOP_SECONDS, descendants, end_processes, is_resource_tracker
-from harness.runtime.scratch import engine_folder, remove_what_exit_would, temporary_files_in, variables
 
 T = TypeVar("T")
 
@@ -91,11 +80,11 @@ class VerlEngine:
         self.engine_args = dict(engine_args)
         self.has_memory_saver = not self._cpu and bool(engine_args.get("enable_memory_saver"))
         self.group = Group.of(device_mesh_cpu)
-        self._ranks = EngineRanks.of(self.group, self.device_type, colocate, nnodes)
-        self.node, self.nnodes = self._ranks.node, self._ranks.nnodes
+        located = locate_ranks(self.group, self.device_type, colocate, nnodes)
+        self._locations, self.node, self.nnodes = located
         self.device = torch.device("cpu")
         if not self._cpu:  # the GPU, as this process sees it, that its engine rank runs on
-            offset = self._ranks.locations[self.group.rank].engine_offset
+            offset = self._locations[self.group.rank].engine_offset
             self.device = torch.device("cuda", torch.cuda.current_device() + offset)
         self._own_log_dir = Path(mkdtemp(prefix="harness-engine-")) if log_dir is None and self.is_builder else None
         self.log = (log_dir or self._own_log_dir or Path()) / f"engine-rank{self.node.builder}.log"
@@ -104,8 +93,8 @@ class VerlEngine:
         self._lease: PortLease | None = None
         self._stop_watching = threading.Event()
         self._on_death = on_death
-        self._handlers = own_handlers()
-        self._scratch = engine_folder()
+        self._handlers = engine_processes.own_handlers()
+        self._scratch = scratch.engine_folder()
         self._log = EngineLog(self.log)
         # One key for all ranks: a scheduler fetches tensors in host memory from each trainer rank, which asks for it.
         key = self.group.broadcast(bytes(multiprocessing.current_process().authkey))
@@ -267,19 +256,20 @@ class VerlEngine:
     def _build(self, arguments: dict[str, Any]) -> None:
         """Build the engine of this host, and watch its processes."""
         if self.api.custom_sigquit_handler:
-            arguments["custom_sigquit_handler"] = ignore_signal
+            arguments["custom_sigquit_handler"] = engine_processes.ignore_signal
         if self.api.custom_weight_loader:
             arguments["custom_weight_loader"] = [*arguments.get("custom_weight_loader", ()), LOADER]
-        before, folder = descendants(), Path(self._scratch.name)
-        sigquit = nullcontext() if self.api.custom_sigquit_handler else sigquit_raises()
+        before = descendants()
+        sigquit = nullcontext() if self.api.custom_sigquit_handler else engine_processes.sigquit_raises()
         with started_processes() as started:
             try:
-                with child_environment(self._environment()), temporary_files_in(folder), output_to(self.log), sigquit:
+                temporary_files = scratch.temporary_files_in(Path(self._scratch.name))
+                with child_environment(self._environment()), temporary_files, output_to(self.log), sigquit:
                     self._engine = self._start(arguments)
                     if self.is_head:
                         # SGLang's own signal handlers are set with its first call: make that now, then take them back.
                         sglang_api.start_loop(self.inner)
-                        sglang_api.remove_signal_handlers(self.inner, TAKEN)
+                        sglang_api.remove_signal_handlers(self.inner, engine_processes.TAKEN)
                         sglang_api.unlink_shared_memory(self.inner)
             except Exception as error:
                 failure = self._log.start_failure(error, started)
@@ -291,7 +281,7 @@ class VerlEngine:
         if self.inner is not None:
             sglang_api.cancel_shutdown_at_exit(self.inner)
         atexit.register(self._stop)
-        self._stop_watching = watch_processes(_children(before), self._report_death)
+        self._stop_watching = engine_processes.watch_processes(_children(before), self._report_death)
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         return sglang_api.build_engine(arguments)
@@ -307,7 +297,7 @@ class VerlEngine:
         end_processes(_children(), patience_seconds=0)  # of no use without one of them, and they hold a GPU
         self._scratch.cleanup()
         if not self._on_death:
-            remove_what_exit_would()
+            scratch.remove_what_exit_would()
             os._exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes
 
     def _stop(self) -> None:
@@ -352,7 +342,7 @@ class VerlEngine:
         changes: dict[str, str | None] = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # log-probs at the sampling temperature, as the trainer's
             **sglang_api.memory_imbalance_environment(self.api),
-            **variables(Path(self._scratch.name)),
+            **scratch.variables(Path(self._scratch.name)),
         }
         if self.api.nonblocking_variable:
             changes[self.api.nonblocking_variable] = "0"
@@ -362,7 +352,7 @@ class VerlEngine:
             # Each engine rank gets its trainer rank's share of the cores, so that engines of one host do not overlap.
             shared = cpu_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
             cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
-            mine = [cores[self._ranks.locations[rank].local_rank] for rank in self.node.ranks]
+            mine = [cores[self._locations[rank].local_rank] for rank in self.node.ranks]
             if not self.api.cores_by_device:
                 tp_ranks = [self.group.ranks.index(rank) % self.group.tp for rank in self.node.ranks]
                 mine = cores_by_tp_rank(mine, tp_ranks, self.group.tp)

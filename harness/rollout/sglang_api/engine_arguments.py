@@ -24,11 +24,9 @@ def check_arguments(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the arguments to build the engine with, and the names of the defaults that this SGLang does not have.
 
-    A user's argument replaces the default of that name. Unknown defaults are dropped: they exist to turn off a feature
-    (piecewise CUDA graphs, say) that releases without the argument do not have.
-
-    Raises UnknownEngineArgument for the first unknown user argument, and for a value of a wrong type or a misspelt
-    choice.
+    A user's argument replaces the default of that name. Unknown defaults are dropped: they turn off a feature that
+    releases without the argument do not have. Raises UnknownEngineArgument for an unknown argument of the user, a value
+    of a wrong type and a misspelt choice.
     """
     for name in user_args:
         if name not in api.engine_arguments:

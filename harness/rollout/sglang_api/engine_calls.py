@@ -64,10 +64,7 @@ def _call(engine: Engine, name: str, *arguments: Any, **named: Any) -> None:
 
 
 def import_engine() -> None:
-    """Import what building an Engine needs, which takes 8 to 17 s.
-
-    Apart from building it, so that it can be timed and no other thread imports at the same time.
-    """
+    """Import what building an Engine needs, for 8 to 17 s; apart, so that no other thread imports at the same time."""
     with warnings.catch_warnings():
         # Said on import by every rank without a GPU, of formats that nobody asked for.
         warnings.filterwarnings("ignore", message="Only .* support .* currently")
@@ -84,10 +81,9 @@ def build_engine(args: Mapping[str, Any]) -> Engine:
 
 
 def build_own_verl_engine(api: SGLangApi, mesh: object, nnodes: int, args: Mapping[str, Any]) -> Engine:
-    """Build the VerlEngine that sglang itself ships, on every rank of `mesh`.
+    """Build the VerlEngine that sglang itself ships, on every rank of the 1-D CPU mesh of a TP group on nnodes hosts.
 
-    mesh: the one-dimensional CPU device mesh of the TP group. nnodes: hosts of this TP group. Raises ValueError where
-    this SGLang has none, and for arguments that VerlEngine sets itself.
+    Raises ValueError where this SGLang has none, and for arguments that VerlEngine sets itself.
     """
     if not api.own_verl_engine:
         raise ValueError(
@@ -128,8 +124,7 @@ def start_loop(engine: Engine) -> None:
 def remove_signal_handlers(engine: Engine, signals: Sequence[signal.Signals]) -> None:
     """Remove the handlers that SGLang set in its event loop with start_loop. Raises RuntimeError where one stays.
 
-    Inside the loop: uvloop, which SGLang makes the policy, removes nothing while it does not run, and calls the handler
-    again as soon as it does.
+    Inside the loop: uvloop removes nothing while it does not run, and calls the handler again as soon as it does.
     """
     loop = _engine_loop(engine)
 
@@ -180,8 +175,7 @@ def generate(engine: Engine, *, sampling_params: Mapping[str, Any], **arguments:
 def update_session(api: SGLangApi, engine: Engine) -> Iterator[None]:
     """Open a session around all updates from tensors or a group; do nothing where SGLang has none.
 
-    Always closes: after a failure too, whose exception stays the one that is raised; a second failure while closing
-    becomes a note of it.
+    It is closed after a failure too; a second failure while closing becomes a note of the first.
     """
     if not api.update_session:
         yield
@@ -219,12 +213,9 @@ def update_weights_from_tensor(
     _call(engine, "update_weights_from_tensor", named_tensors, **known)
 
 
-def update_weights_from_disk(engine: Engine, path: str, load_format: str = "auto") -> None:
-    """Load a checkpoint folder that every host of the engine can read; needs no session.
-
-    load_format is given since SGLang's default is the engine's own, and an engine started on "dummy" would refuse.
-    """
-    _call(engine, "update_weights_from_disk", path, load_format)
+def update_weights_from_disk(engine: Engine, path: str) -> None:
+    """Load a checkpoint folder that every host of the engine can read; needs no session."""
+    _call(engine, "update_weights_from_disk", path, "auto")  # by default the engine's own, and "dummy" would refuse
 
 
 def init_weights_update_group(
@@ -319,8 +310,7 @@ def resume_memory_occupation(api: SGLangApi, engine: Engine, tags: Sequence[str]
 def memory_arguments(api: SGLangApi, tags: Sequence[str] | None) -> dict[str, list[str]]:
     """Return the keywords for release and resume.
 
-    Raises ValueError for an unknown tag, for tags where this SGLang takes none, and for an empty sequence, which some
-    releases read as nothing and others as all.
+    Raises ValueError for tags that this SGLang lacks, and for none, which some releases read as nothing, others as all.
     """
     if tags is None:
         return {}
@@ -368,8 +358,7 @@ def check_weights(api: SGLangApi, engine: Engine, action: str) -> dict[int, dict
 def unlink_shared_memory(engine: Engine) -> None:
     """Remove the name of the file in /dev/shm in which the schedulers report their load, since 0.5.13.
 
-    SGLang never removes it, and ends its processes by SIGKILL. All who use it hold it open once the engine serves; the
-    reader opens it at its first look.
+    SGLang never removes it. All who use it hold it open once the engine serves; the reader opens it at its first look.
     """
     reader = getattr(engine.tokenizer_manager, "load_snapshot_reader", None)
     path = getattr(reader, "path", None)  # none where the reports travel by ZeroMQ (dp attention)

@@ -2,9 +2,6 @@
 
 On a GPU a payload is a CUDA IPC handle: the sender's memory must live until the engine has answered. On CPU it names
 shared memory through a file descriptor that can be fetched once: each scheduler process needs a payload of its own.
-
-`serialize` imports nothing of sglang. Those that return a class of sglang import it, which takes 8 s on a laptop (15 s
-for its engine) in a process that has not built an engine.
 """
 
 import pickle
@@ -36,10 +33,7 @@ def serialize_by_value(tensor: Any) -> bytes:
 
 
 def deserialize(payload: bytes) -> Any:
-    """Return what `serialize` was given, in another process of its host.
-
-    For payloads of our own trainer: a pickle may do anything.
-    """
+    """Return what `serialize` was given; for payloads of our own trainer, since a pickle may do anything."""
     return pickle.loads(payload)
 
 
@@ -50,10 +44,9 @@ def local_serialized_tensor(api: SGLangApi, values: Sequence[bytes]) -> Any:
 
 
 def flattened_bucket(api: SGLangApi, named_tensors: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict that load_format="flattened_bucket" wants, to be serialized once for each TP rank.
+    """Return what load_format="flattened_bucket" wants: a copy of all tensors in one, on their device, and metadata.
 
-    It has flattened_tensor, a copy of all tensors in one, on their device, and metadata. Raises ValueError where SGLang
-    has no buckets, for no tensors, and for several dtypes where a bucket holds one.
+    Raises ValueError where SGLang has no buckets, for no tensors, and for several dtypes where a bucket holds one.
     """
     if not api.flattened_bucket:
         raise ValueError(f"weights.transport = bucket: sglang {api.version} has no flattened buckets; use tensor.")
@@ -74,8 +67,8 @@ def tensors_of_bucket(bucket: dict[str, Any]) -> list[tuple[str, Any]]:
 def patch_reductions(api: SGLangApi) -> None:
     """Make CUDA IPC handles carry the GPU's UUID, not its index: sender and scheduler may number GPUs differently.
 
-    Call before `serialize` on every rank that sends GPU tensors; twice does no harm. Since 0.4.4.post3; raises
-    ValueError before, where trainer and scheduler must see the same CUDA_VISIBLE_DEVICES.
+    Call before `serialize` on every rank that sends GPU tensors; twice does no harm. Raises ValueError before
+    0.4.4.post3, where trainer and scheduler must see the same CUDA_VISIBLE_DEVICES.
     """
     path = next((path for path in PATCHES if api.tree.has(path)), None)
     if path is None:

@@ -1,6 +1,7 @@
 """What this SGLang has, asked of its source. No version string is compared anywhere."""
 
 import ast
+import re
 from dataclasses import dataclass
 
 from harness.rollout.sglang_api import source
@@ -27,7 +28,7 @@ class SGLangApi:
     """Facts about one SGLang. "Since" names the first release that has it, for the reader; no code compares it."""
 
     version: str
-    """As the package reports it. For reports only."""
+    """For reports only."""
     tree: SourceTree
     """The source the facts were read from; other modules read more of it when asked."""
     engine_arguments: frozenset[str]
@@ -37,8 +38,7 @@ class SGLangApi:
     nonblocking_variable: str | None
     """Set it to "0" or Engine(node_rank >= 1) never returns. Since 0.4.1.post7."""
     memory_tags: tuple[str, ...] | None
-    """Tags of release and resume, since 0.4.8 (kv_cache, weights; cuda_graph since 0.5.4.post2). None: they take no
-    tags."""
+    """Of release and resume, since 0.4.8 (kv_cache, weights; cuda_graph since 0.5.4.post2). None: they take none."""
     tensor_update_parameters: tuple[str, ...]
     """Of Engine.update_weights_from_tensor; load_format and flush_cache since 0.4.3.post3."""
     update_session: bool
@@ -52,8 +52,7 @@ class SGLangApi:
     custom_weight_loader: bool
     """Engine(custom_weight_loader=[path]) and load_format=path. Since 0.4.8."""
     distributed_update_parameters: tuple[str, ...]
-    """Of Engine.update_weights_from_distributed: (name, dtype, shape) until 0.4.8.post1, then names, dtypes, shapes,
-    group_name and flush_cache."""
+    """(name, dtype, shape) until 0.4.8.post1, then names, dtypes, shapes, group_name and flush_cache."""
     destroys_update_group: bool
     """Engine.destroy_weights_update_group exists, since 0.5.3; before, the group lives as long as the engine."""
     engine_flushes_cache: bool
@@ -65,14 +64,12 @@ class SGLangApi:
     checksum_needs_cuda: bool
     """The checksum calls torch.cuda.synchronize, so CPU mode refuses it: 0.5.12 to 0.5.21 at least; not in 0.5.23."""
     cores_by_device: bool
-    """In CPU mode SGLANG_CPU_OMP_THREADS_BIND has an entry for each engine rank of the host, of all stages, since
-    0.5.19; before, one for each TP rank of the engine, on whatever host, and no other number."""
+    """In CPU mode SGLANG_CPU_OMP_THREADS_BIND has an entry for each engine rank of the host, since 0.5.19; before, one
+    for each TP rank of the engine, on whatever host."""
     patches_reductions: bool
-    """CUDA IPC handles can name GPUs by UUID, since 0.4.4.post3; before, by index, so all ranks must number them
-    alike."""
+    """CUDA IPC handles name GPUs by UUID, since 0.4.4.post3; before, by index, which all ranks must then share."""
     custom_sigquit_handler: bool
-    """Engine(custom_sigquit_handler=f) replaces the handler that kills this process when a scheduler dies. Since
-    0.5.7."""
+    """Engine takes one in place of its own, which kills this process when a scheduler dies. Since 0.5.7."""
 
 
 def probe(tree: SourceTree | None = None) -> SGLangApi:
@@ -85,7 +82,7 @@ def probe(tree: SourceTree | None = None) -> SGLangApi:
     if not engine:
         raise ValueError(f"{tree.root} has no class Engine in {ENGINE} or {OLD_ENGINE}: is it the folder of sglang?")
     arguments = frozenset(name for each in argument_classes(tree) for name in source.annotations(each))
-    checks = source.compared_literals(tree.find_function("handle", WEIGHT_CHECKER), "action")
+    checks = tuple(re.findall(r'\baction == "(\w+)"', tree.text(WEIGHT_CHECKER)))
     checksum = tree.find_function("_compute_checksum", WEIGHT_CHECKER)
     answer = tree.find_function("check_weights", *SCHEDULER_WEIGHTS)
     bucket = tree.find_class("FlattenedTensorBucket", BUCKET)

@@ -90,15 +90,6 @@ def annotations(cls: ast.ClassDef | None) -> dict[str, ast.expr]:
     }
 
 
-def compared_literals(function: Function | None, name: str) -> tuple[str, ...]:
-    """Return the string literals that a function compares the variable `name` with by ==, in source order."""
-    found = []
-    for node in ast.walk(function) if function else ():
-        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and node.left.id == name:
-            found += [c.value for c in node.comparators if isinstance(c, ast.Constant) and isinstance(c.value, str)]
-    return tuple(found)
-
-
 def mentions(node: ast.AST | None, dotted: str) -> bool:
     """Return whether an attribute chain such as `torch.cuda.synchronize`, or a suffix of a longer one, occurs below."""
     chains = (ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Name)) if node else ()
