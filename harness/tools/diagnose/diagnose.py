@@ -72,7 +72,6 @@ class CatalogueMatch:
 
     @property
     def line(self) -> LogLine:
-        """Return where it shows first."""
         return self.evidence[0].line
 
 
@@ -139,7 +138,6 @@ def _shown_contexts(matches: Matches) -> set[str]:
 
 @cache
 def _by_word() -> Mapping[bytes, Sequence[Pattern]]:
-    """Return all patterns that are looked for, each once, by a word that their lines have."""
     around = surroundings()
     made: dict[bytes, list[Pattern]] = {}
     for pattern in dict.fromkeys([*_placed(), *_seen_anywhere(), *around.harmless, *around.wrappers]):

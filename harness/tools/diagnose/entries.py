@@ -47,7 +47,6 @@ class Pattern:
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
-        """Return it compiled. Raise re.error."""
         return re.compile(self.text, re.IGNORECASE)
 
     @cached_property
@@ -184,7 +183,6 @@ def catalogue(folder: Path = FOLDER) -> Mapping[str, CatalogueEntry]:
 
 @cache
 def surroundings(file: Path = SURROUNDINGS) -> Surroundings:
-    """Return what surroundings.toml has. Raise CatalogueError."""
     made: Surroundings = _checked(Surroundings, tomllib.loads(file.read_text(encoding="utf-8")), file.name)
     return made
 

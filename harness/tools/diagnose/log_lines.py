@@ -76,7 +76,6 @@ class LogLine:
 
     @property
     def place(self) -> str:
-        """Return file and line as an editor opens them."""
         return f"{self.file}:{self.number}"
 
 

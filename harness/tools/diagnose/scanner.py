@@ -94,7 +94,6 @@ def is_warning(line: LogLine) -> bool:
 
 
 def is_complaint(line: LogLine) -> bool:
-    """Return whether it has a word of failure."""
     return bool(_WORDS_OF_FAILURE.search(line.text))
 
 

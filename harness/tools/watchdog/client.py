@@ -102,12 +102,10 @@ class WatchdogClient(Observer):
         threading.Thread(target=self._obey, name="watchdog-client", daemon=True).start()
 
     def phase_begins(self, phase: str, step: int | None = None) -> None:
-        """Report the start of a phase, and its timeout."""
         self._place = (phase, step)
         self._send(say="begins", phase=phase, step=step, deadline=self._deadline(phase))
 
     def phase_ends(self, phase: str, step: int | None = None) -> None:
-        """Report the end of a phase that did not fail."""
         self._send(say="ends", phase=phase)
 
     def injected(self, fault: str) -> None:
@@ -115,7 +113,6 @@ class WatchdogClient(Observer):
         self._send(say="injected", fault=fault)
 
     def interrupted(self, signal_name: str) -> None:
-        """Report the signal that is about to end this rank."""
         self._send(say="interrupted", signal=signal_name)
 
     def at(self, address: str) -> WatchdogAddress:

@@ -147,7 +147,6 @@ class HostCleanup:
         return self._screen.submit(say, text, screen)
 
     def look_at_memory(self, ranks: Iterable[int]) -> None:
-        """Note the shared memory of these ranks (pids) and of what they started."""
         self.shared.look([*ranks, *self.descendants.known])
 
     def snapshot(
@@ -233,10 +232,11 @@ def report_failed_run(folder: Path, seconds: float = REPORT_SECONDS) -> None:
     if not (folder / "config.toml").is_file():
         return
     command = [sys.executable, str(ROOT / "launch" / "report.py"), str(folder)]
+    # It is no rank: with this variable it would print an error again below torchrun's report.
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=seconds, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(command, env=environment, text=True, errors="replace", timeout=seconds, **pipes)
         ended = f"launch/report.py ended with {done.returncode}\n"
         problem = (done.stderr or ended) if done.returncode else ""
     except (OSError, subprocess.SubprocessError) as error:

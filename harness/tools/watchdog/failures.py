@@ -70,7 +70,6 @@ class Place:
     inside: bool = False
 
     def __str__(self) -> str:
-        """Return, for example, "in sync of step 1"."""
         if not self.phase:
             return "before its first phase"
         return f"{'in' if self.inside else 'after'} {phase_of_step(self.phase, self.step)}"
@@ -86,7 +85,6 @@ class Node:
     port: int = 0
 
     def __str__(self) -> str:
-        """Return, for example, "host1 (ranks 2, 3)"."""
         return f"{self.host} ({format_ranks(self.ranks)})"
 
 
@@ -106,7 +104,6 @@ class RunFailure:
     asked: str = ""  # the fault of run.inject that caused it, if any
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields, for a heartbeat or a file."""
         return asdict(self)
 
     @classmethod
@@ -144,12 +141,10 @@ def first_failure(failures: Iterable[RunFailure]) -> RunFailure:
 
 
 def phase_of_step(phase: str, step: int | None) -> str:
-    """Return "sync of step 1"; the name alone for a phase that belongs to no step."""
     return phase if step is None else f"{phase} of step {step}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 2" or "ranks 2, 3"."""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 

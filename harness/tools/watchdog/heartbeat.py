@@ -113,7 +113,6 @@ class Heartbeats:
                     self.peers[beat["node"]].hear(beat, self.now())
 
     def failures(self) -> list[RunFailure]:
-        """Return the failures that the other hosts reported."""
         return [failure for peer in self.peers.values() for failure in peer.failures]
 
     def newly_lost(self) -> list[Peer]:

@@ -81,7 +81,6 @@ class ExitWatch:
     over: threading.Event = field(default_factory=threading.Event)  # set at its end, and if it cannot be watched
 
     def start(self) -> "ExitWatch":
-        """Watch on a thread."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except OSError:  # it has ended, or this kernel has no pidfd
@@ -117,7 +116,6 @@ def how_it_ended(pid: int) -> str | None:
 
 
 def describe_status(status: int) -> str:
-    """Return a wait status in words."""
     number = status & 0x7F
     if number in list(Signals):
         return f"was killed by {Signals(number).name}"
@@ -237,7 +235,6 @@ class SilenceCounter:
     missed: int = 0
 
     def heard(self) -> None:
-        """Start again: a beat came."""
         self.missed = 0
 
     def miss(self) -> str:

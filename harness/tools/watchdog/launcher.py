@@ -43,11 +43,9 @@ class RankLauncher:
 
     @property
     def pid(self) -> int:
-        """Return its process id."""
         return self.process.pid
 
     def is_alive(self) -> bool:
-        """Return whether it runs."""
         return is_alive(self.process)
 
     def look_for_signal(self) -> None:

@@ -64,7 +64,6 @@ class RunVerdict:
 
     @property
     def cause(self) -> RunFailure:
-        """Return the first failure."""
         return first_failure(self.failures)
 
     def begin_to_explain(self) -> "Future[tuple[list[str], str | None]]":

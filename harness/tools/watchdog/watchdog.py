@@ -96,12 +96,10 @@ class LocalRank:
         return self._lines.add(data)
 
     def send(self, **message: Any) -> None:
-        """Send a message, unless the rank has just died."""
         with suppress(OSError):
             self.line.sendall((json.dumps(message) + "\n").encode())
 
     def begin(self, name: str, step: int | None, deadline: float | None, now: float) -> None:
-        """Note that it begins a phase."""
         self.injected = ""
         self.open.append(OpenPhase(name, step, now, deadline))
         self._move(now)
@@ -149,7 +147,6 @@ class LocalRank:
         return how or (None if self.is_alive() else "")
 
     def is_alive(self) -> bool:
-        """Return whether its process runs."""
         return not self.gone and self.process is not None and is_alive(self.process)
 
 

@@ -19,7 +19,7 @@ INDEX = {
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """What a set must keep to; how each was measured is in harness/tools/watchdog/README.md."""
+    """What a set must keep to; how each was measured is in harness/tools/diagnose/README.md."""
 
     named: float
     """Least share of the known logs whose cause is named."""
