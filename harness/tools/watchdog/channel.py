@@ -4,36 +4,92 @@ The socket is in a folder that no other user can enter, and the kernel's credent
 a JSON object in one line; it is checked field by field, and a line that is not one of a rank's messages is rejected.
 """
 
-import json
 import os
 import socket
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any
+
+import msgspec
+
+from harness.tools.watchdog.failures import Node
 
 FILE = "ranks"
 BACKLOG = 64
 LONGEST_LINE = 4 << 20  # bytes: room for the locations of thousands of hosts
 
-_INT, _TEXT, _STEP = (int,), (str,), (int, NoneType)
-_FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
-    "hello": {"rank": _INT, "handler": _STEP},
-    "begins": {"phase": _TEXT, "step": _STEP, "deadline": (int, float, NoneType)},
-    "ends": {"phase": _TEXT},
-    "injected": {"fault": _TEXT},
-    "interrupted": {"signal": _TEXT},
-    "failed": {"error": _TEXT, "echo": (bool,), "trace": (list,)},
-    "bye": {"code": _INT},
-    "flush": {},
-    "peers": {"nodes": (list,), "own": _INT, "key": _TEXT, "folder": _TEXT},
-}
-_NODE: Mapping[str, tuple[type, ...]] = {"host": _TEXT, "ranks": (list,), "address": _TEXT, "port": _INT}
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="say"):
+    """What a rank may send."""
+
+
+class Hello(Message, tag="hello"):
+    """The first message of a rank; handler: its descriptor of the memory into which its faulthandler writes."""
+
+    rank: int
+    handler: int | None
+
+
+class PhaseBegins(Message, tag="begins"):
+    """deadline: seconds that the phase may take."""
+
+    phase: str
+    step: int | None
+    deadline: float | None
+
+
+class PhaseEnds(Message, tag="ends"):
+    """The phase ended without a failure."""
+
+    phase: str
+
+
+class Injected(Message, tag="injected"):
+    """The fault that is about to happen because it was asked for."""
+
+    fault: str
+
+
+class Interrupted(Message, tag="interrupted"):
+    """The name of the signal that is about to end the rank."""
+
+    signal: str
+
+
+class Failed(Message, tag="failed"):
+    """The error that is about to end the rank; echo: whether it may follow from another rank's."""
+
+    error: str
+    echo: bool
+    trace: tuple[str, ...]
+
+
+class Exits(Message, tag="bye"):
+    """The rank is about to exit on its own with this code."""
+
+    code: int
+
+
+class Flush(Message, tag="flush"):
+    """Ask for an answer once the other hosts have been sent a beat."""
+
+
+class Met(Message, tag="peers"):
+    """All ranks have met. own: index of this host in nodes; key: of the heartbeats; folder: the run directory."""
+
+    nodes: tuple[Node, ...]
+    own: int
+    key: str
+    folder: str
+
+
+_DECODER = msgspec.json.Decoder(
+    Hello | PhaseBegins | PhaseEnds | Injected | Interrupted | Failed | Exits | Flush | Met,
+)
 
 
 class MalformedError(ValueError):
@@ -132,41 +188,14 @@ class LineBuffer:
         return [line if len(line) <= LONGEST_LINE else b"" for line in lines]
 
 
-def parse(line: bytes) -> dict[str, Any]:
+def parse(line: bytes) -> Message:
     """Return the message of a rank. Raise MalformedError."""
     try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"a line that is not JSON: {type(error).__name__}") from error
-    if not isinstance(message, dict) or not isinstance(message.get("say"), str) or message["say"] not in _FIELDS:
-        raise MalformedError("a line that is not a message")
-    _check(message, {**_FIELDS[message["say"]], "say": _TEXT})
-    if message["say"] == "failed":
-        _check_all(message["trace"], str)
-    if message["say"] == "peers":
-        for node in message["nodes"]:
-            _check(node, _NODE)
-            _check_all(node["ranks"], int)
-            if not 0 <= node["port"] < 1 << 16:
-                raise MalformedError("an invalid port")
-        try:
-            bytes.fromhex(message["key"])
-        except ValueError as error:
-            raise MalformedError("an invalid key") from error
-        if not 0 <= message["own"] < len(message["nodes"]):
-            raise MalformedError("a host that is not in its own list")
+        message = _DECODER.decode(line)
+        if isinstance(message, Met):
+            bytes.fromhex(message.key)
+            if not 0 <= message.own < len(message.nodes):
+                raise ValueError("own is out of range")
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise MalformedError(f"a malformed message ({error})") from error
     return message
-
-
-def _check(message: Any, fields: Mapping[str, tuple[type, ...]]) -> None:
-    if not isinstance(message, dict) or message.keys() != fields.keys():
-        raise MalformedError("a message with other fields")
-    for name, types in fields.items():
-        value = message[name]
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise MalformedError(f"a message whose {name} is of another type")
-
-
-def _check_all(values: list[Any], kind: type) -> None:
-    if not all(type(value) is kind for value in values):
-        raise MalformedError("a list with elements of another type")

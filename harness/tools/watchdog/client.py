@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
+import msgspec
 import psutil
 
 from harness.runtime.errors import say
 from harness.runtime.observer import Observer
 from harness.runtime.processes import descendants, end_processes, is_alive, is_stopped, started_at
 from harness.tools.watchdog import channel
-from harness.tools.watchdog.failures import ERROR_LENGTH, Place, RunFailure, is_echo, trace_end
+from harness.tools.watchdog.failures import ERROR_LENGTH, Node, Place, RunFailure, is_echo, trace_end
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, open_heartbeat_socket
 from harness.tools.watchdog.host_processes import MARK, SilenceCounter, find_launcher
 from harness.tools.watchdog.stacks import offer_own_stack
@@ -98,22 +99,22 @@ class WatchdogClient(Observer):
                 return
             time.sleep(0.05)
         self._line = line
-        self._send(say="hello", rank=rank, handler=offer_own_stack())
+        self._send(channel.Hello(rank, offer_own_stack()))
         threading.Thread(target=self._obey, name="watchdog-client", daemon=True).start()
 
     def phase_begins(self, phase: str, step: int | None = None) -> None:
         self._place = (phase, step)
-        self._send(say="begins", phase=phase, step=step, deadline=self._deadline(phase))
+        self._send(channel.PhaseBegins(phase, step, self._deadline(phase)))
 
     def phase_ends(self, phase: str, step: int | None = None) -> None:
-        self._send(say="ends", phase=phase)
+        self._send(channel.PhaseEnds(phase))
 
     def injected(self, fault: str) -> None:
         """Report a fault that was asked for, before it happens to this rank in its present phase."""
-        self._send(say="injected", fault=fault)
+        self._send(channel.Injected(fault))
 
     def interrupted(self, signal_name: str) -> None:
-        self._send(say="interrupted", signal=signal_name)
+        self._send(channel.Interrupted(signal_name))
 
     def at(self, address: str) -> WatchdogAddress:
         """Return this rank's watchdog with this host's address, to be gathered from all ranks."""
@@ -127,24 +128,24 @@ class WatchdogClient(Observer):
         by_watchdog: dict[tuple[str, str], list[WatchdogAddress]] = {}
         for each in addresses:
             by_watchdog.setdefault((each.host, each.watchdog), []).append(each)
-        nodes = [
-            {
-                "host": together[0].host,
-                "ranks": [each.rank for each in together],
-                "address": together[0].address,
-                "port": max(each.port for each in together),
-            }
+        nodes = tuple(
+            Node(
+                host=together[0].host,
+                ranks=tuple(each.rank for each in together),
+                address=together[0].address,
+                port=max(each.port for each in together),
+            )
             for together in by_watchdog.values()
-        ]
+        )
         own = list(by_watchdog).index((self.own.host, self.own.watchdog))
         self.folder = folder
-        self._send(say="peers", nodes=nodes, own=own, key=addresses[0].secret, folder=str(folder))
+        self._send(channel.Met(nodes, own, addresses[0].secret, str(folder)))
         self._wait_for_answer()
 
     def flush(self) -> None:
         """Return once the watchdogs of the other hosts know this rank's phase."""
         self._answered.clear()
-        self._send(say="flush")
+        self._send(channel.Flush())
         self._wait_for_answer()
 
     def failed(self, error: str, traceback: str = "") -> None:
@@ -155,24 +156,23 @@ class WatchdogClient(Observer):
         if self._finished or self._line is None:
             return
         line = " ".join(error.split())
-        echo = is_echo(line, self.own.rank)
-        self._send(say="failed", error=line[:ERROR_LENGTH], echo=echo, trace=trace_end(traceback))
+        self._send(channel.Failed(line[:ERROR_LENGTH], is_echo(line, self.own.rank), trace_end(traceback)))
         time.sleep(self._heartbeat_timeout + ORDER_SECONDS)
 
     def finished(self, code: int) -> None:
         """Report that this rank is about to exit on its own, with this code."""
-        self._send(say="bye", code=code)
+        self._send(channel.Exits(code))
         self._finished = True
 
     def _wait_for_answer(self) -> None:
         if self._line is not None and not self._finished:
             self._answered.wait(JOIN_SECONDS)
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, message: channel.Message) -> None:
         if self._line is not None and not self._finished:
             # On an OSError the watchdog has gone, which _obey is about to see.
             with suppress(OSError), self._lock:
-                self._line.sendall((json.dumps(message) + "\n").encode())
+                self._line.sendall(msgspec.json.encode(message) + b"\n")
 
     def _obey(self) -> None:
         """Wait on a thread for the order to exit, as the main thread may be stuck in a collective."""

@@ -4,7 +4,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 Kind = Literal[
     "exception",  # a rank reported an exception
@@ -82,7 +84,7 @@ class Node:
     host: str
     ranks: tuple[int, ...]
     address: str = ""
-    port: int = 0
+    port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
 
     def __str__(self) -> str:
         return f"{self.host} ({format_ranks(self.ranks)})"
@@ -105,17 +107,6 @@ class RunFailure:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any], clock_ahead: float = 0.0) -> "RunFailure":
-        """Return what as_json gave; clock_ahead: seconds by which the sender's clock is ahead of ours."""
-        changed = {
-            "time": values["time"] - clock_ahead,
-            "ranks": tuple(values["ranks"]),
-            "place": Place(**values["place"]),
-            "trace": tuple(values["trace"]),
-        }
-        return cls(**{**values, **changed})
 
 
 def trace_end(trace: str) -> tuple[str, ...]:

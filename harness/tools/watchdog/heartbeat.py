@@ -5,13 +5,13 @@ host as its receiver, and is newer than the last one of its sender.
 """
 
 import hmac
-import json
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from harness.tools.watchdog.failures import Node, Place, RunFailure
 
@@ -20,6 +20,22 @@ LARGEST_BEAT = 60_000
 FAILURES_IN_BEAT = 4  # of one host, so that they fit; the first ones count
 MOST_AT_ONCE = 10_000  # datagrams read in one go: a flood must not keep the watchdog from its other work
 _DIGEST, _DIGEST_BYTES = "sha256", 32
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """What one host sends to another one."""
+
+    to: int  # index of the receiver
+    node: int  # index of the sender
+    count: int
+    sent: float  # UNIX seconds on the sender's clock
+    echo: tuple[float, float] | None  # when the receiver's last beat was sent, on its clock, and received
+    places: dict[int, Place]
+    failures: tuple[RunFailure, ...]
+    left: bool
+
+
+_DECODER = msgspec.json.Decoder(Beat)
 
 
 @dataclass(slots=True)
@@ -44,21 +60,19 @@ class Peer:
             return min(self._samples)[1]
         return self.echo[0] - self.echo[1] if self.echo else 0.0
 
-    def hear(self, beat: Mapping[str, Any], now: float) -> None:
+    def hear(self, beat: Beat, now: float) -> None:
         """Process its beat, unless it is older than the last one or repeats it."""
-        if int(beat["count"]) <= self.count:
+        if beat.count <= self.count:
             return
-        self.count = int(beat["count"])
-        sent = float(beat["sent"])
-        if beat["echo"] is not None:
-            ours_sent, they_heard = beat["echo"]
-            offset = ((they_heard - ours_sent) + (sent - now)) / 2
-            self._samples.append(((now - ours_sent) - (sent - they_heard), offset))
-        self.heard, self.echo = now, (sent, now)
-        self.places = {int(rank): Place(*place) for rank, place in beat["places"].items()}
-        self.left = self.left or bool(beat["left"])
-        if len(beat["failures"]) > len(self.failures):
-            self.failures = [RunFailure.from_json(each, self.clock_ahead) for each in beat["failures"]]
+        self.count = beat.count
+        if beat.echo is not None:
+            ours_sent, they_heard = beat.echo
+            offset = ((they_heard - ours_sent) + (beat.sent - now)) / 2
+            self._samples.append(((now - ours_sent) - (beat.sent - they_heard), offset))
+        self.heard, self.echo = now, (beat.sent, now)
+        self.places, self.left = beat.places, self.left or beat.left
+        if len(beat.failures) > len(self.failures):
+            self.failures = [replace(each, time=each.time - self.clock_ahead) for each in beat.failures]
 
 
 @dataclass(slots=True)
@@ -80,16 +94,11 @@ class Heartbeats:
     def beat(self, places: Mapping[int, Place], failures: Sequence[RunFailure], left: bool = False) -> None:
         """Send where our ranks are, and what failed here, to every host that still listens."""
         self._count += 1
-        beat = {
-            "node": self.own,
-            "count": self._count,
-            "places": {rank: [at.progress, at.phase, at.step, at.inside] for rank, at in places.items()},
-            "failures": [failure.as_json() for failure in failures[:FAILURES_IN_BEAT]],
-            "left": left,
-        }
+        shown = tuple(failures[:FAILURES_IN_BEAT])
         for index, peer in self.peers.items():
             if not peer.left and (target := peer.node.address):
-                data = json.dumps(beat | {"to": index, "sent": self.now(), "echo": peer.echo}).encode()
+                beat = Beat(index, self.own, self._count, self.now(), peer.echo, dict(places), shown, left)
+                data = msgspec.json.encode(beat)
                 if self.socket.family == socket.AF_INET6 and ":" not in target:
                     target = f"::ffff:{target}"
                 with suppress(OSError):  # a cut link or no route: the receiver notices that the beat is missing
@@ -106,11 +115,10 @@ class Heartbeats:
             signature, data = received[:_DIGEST_BYTES], received[_DIGEST_BYTES:]
             if not hmac.compare_digest(signature, hmac.digest(self.key, data, _DIGEST)):
                 continue
-            # These errors: a beat of this run, from another version of this code.
-            with suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
-                beat = json.loads(data)
-                if beat["to"] == self.own and beat["node"] in self.peers:
-                    self.peers[beat["node"]].hear(beat, self.now())
+            with suppress(msgspec.MsgspecError, ValueError, RecursionError):  # another version of this code
+                beat = _DECODER.decode(data)
+                if beat.to == self.own and beat.node in self.peers:
+                    self.peers[beat.node].hear(beat, self.now())
 
     def failures(self) -> list[RunFailure]:
         return [failure for peer in self.peers.values() for failure in peer.failures]

@@ -166,7 +166,7 @@ class Watchdog:
     idle_seconds: float
     heartbeat_timeout: float
     ranks: list[LocalRank] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: tuple[Node, ...] = ()
     beats: Heartbeats | None = None
     folder: Path | None = None  # the run directory
     own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
@@ -314,40 +314,40 @@ class Watchdog:
             elif rank.left is None and not rank.failed:
                 self.launcher.look_for_signal()
 
-    def _take(self, rank: LocalRank, message: dict[str, Any]) -> None:
+    def _take(self, rank: LocalRank, message: channel.Message) -> None:
         now = time.monotonic()
-        if (message["say"] == "hello") == (rank.rank >= 0):
+        if isinstance(message, channel.Hello) == (rank.rank >= 0):
             raise MalformedError("a message out of turn")
-        match message["say"]:
-            case "hello":
-                self._admit(rank, message["rank"], message["handler"])
-            case "begins":
-                rank.begin(message["phase"], message["step"], message["deadline"], now)
-                if message["step"] is not None and (seconds := rank.came_after(self.ranks, now)) > LATE_SECONDS:
+        match message:
+            case channel.Hello(number, handler):
+                self._admit(rank, number, handler)
+            case channel.PhaseBegins(phase, step, deadline):
+                rank.begin(phase, step, deadline, now)
+                if step is not None and (seconds := rank.came_after(self.ranks, now)) > LATE_SECONDS:
                     where = f"on {self.host} to {phase_of_step(rank.place.phase, rank.place.step)}"
                     self.ending.say(f"slow: rank {rank.rank} came {seconds:.1f} s after the others {where}\n")
-            case "ends":
-                rank.end(message["phase"], now)
-            case "injected":
-                rank.injected = message["fault"]
-            case "interrupted":
+            case channel.PhaseEnds(phase):
+                rank.end(phase, now)
+            case channel.Injected(fault):
+                rank.injected = fault
+            case channel.Interrupted(name):
                 self.launcher.look_for_signal()
-                self._fail(rank, "ended", f"was interrupted by {message['signal']}")
-            case "failed":
-                error, named = message["error"], _PID.search(message["error"])
+                self._fail(rank, "ended", f"was interrupted by {name}")
+            case channel.Failed(error, echo, trace):
+                named = _PID.search(error)
                 error += self._memory_kill(error, int(named[1]) if named else 0)
-                self._fail(rank, "echo" if message["echo"] else "exception", error, trace=tuple(message["trace"]))
-            case "bye":
-                rank.left = message["code"]
+                self._fail(rank, "echo" if echo else "exception", error, trace=trace)
+            case channel.Exits(code):
+                rank.left = code
                 if rank.left:
                     self._fail(rank, "mistake", f"ended with exit code {rank.left}", code=rank.left)
-            case "flush":
+            case channel.Flush():
                 if self.beats:
                     self._beat()
                 rank.send(done=True)
-            case "peers":
+            case channel.Met():
                 rank.meets = True
-                self.folder = Path(message["folder"])
+                self.folder = Path(message.folder)
                 if self.beats is None and self.hosts_socket is not None:
                     self._meet(self.hosts_socket, message)
         self._news = True
@@ -368,14 +368,14 @@ class Watchdog:
         if len(self.ranks) == self.local_world_size:
             channel.remove(self.socket_folder)
 
-    def _meet(self, hosts_socket: socket.socket, message: dict[str, Any]) -> None:
+    def _meet(self, hosts_socket: socket.socket, message: channel.Met) -> None:
         self._selector.register(hosts_socket, selectors.EVENT_READ)
-        self.nodes = [Node(**each | {"ranks": tuple(each["ranks"])}) for each in message["nodes"]]
+        self.nodes = message.nodes
         self.beats = Heartbeats(
             socket=hosts_socket,
             nodes=self.nodes,
-            own=message["own"],
-            key=bytes.fromhex(message["key"]),
+            own=message.own,
+            key=bytes.fromhex(message.key),
             lost_seconds=self.heartbeat_timeout,
             now=self._now,
         )

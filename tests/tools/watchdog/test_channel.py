@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.tools.watchdog import channel
-from harness.tools.watchdog.channel import LONGEST_LINE, LineBuffer, MalformedError, parse
+from harness.tools.watchdog.channel import LONGEST_LINE, LineBuffer, MalformedError, Message, Met, parse
 from harness.tools.watchdog.launcher import RankLauncher
 from harness.tools.watchdog.watchdog import Watchdog
 
@@ -174,6 +175,13 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
 )
+
+
+def peers(port: int = 1, own: int = 0, key: str = "00") -> bytes:
+    nodes = [{"host": "host0", "ranks": [0], "address": "", "port": port}]
+    return json.dumps({"say": "peers", "nodes": nodes, "own": own, "key": key, "folder": "runs/a"}).encode()
+
+
 SAYS = ("hello", "begins", "ends", "injected", "interrupted", "failed", "bye", "flush", "peers", "nothing")
 NAMES = (
     "rank",
@@ -197,19 +205,26 @@ MESSAGES = st.builds(
 
 @given(st.binary() | JSON.map(lambda each: json.dumps(each).encode()) | MESSAGES.map(lambda m: json.dumps(m).encode()))
 def test_whatever_comes_is_a_message_or_malformed(line: bytes) -> None:
-    try:
-        message = parse(line)
-    except MalformedError:
-        return
-    assert message["say"] in SAYS
+    with suppress(MalformedError):
+        assert isinstance(parse(line), Message)
 
 
 @pytest.mark.parametrize(
-    "line", [b"[" * 100_000, b'{"say": ["hello"]}', b'{"say": "hello", "rank": true, "handler": null}']
+    "line",
+    [
+        *(b"[" * 100_000, b'{"say": ["hello"]}', b'{"say": "hello", "rank": true, "handler": null}'),
+        *(b'{"say": "flush", "more": 1}', peers(port=1 << 16), peers(own=1), peers(key="no key")),
+    ],
+    ids=range(7),
 )
 def test_these_are_malformed(line: bytes) -> None:
     with pytest.raises(MalformedError):
         parse(line)
+
+
+def test_that_all_have_met_is_a_message() -> None:
+    message = parse(peers())
+    assert isinstance(message, Met) and message.nodes[0].host == "host0"
 
 
 @given(st.lists(st.binary(max_size=50), max_size=20))

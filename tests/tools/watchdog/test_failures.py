@@ -1,7 +1,5 @@
 """Which failure is the first, and what errors of real runs count as: causes, or consequences of another's end."""
 
-import json
-
 import pytest
 
 from harness.tools.watchdog.failures import Kind, Place, RunFailure, first_failure, is_echo
@@ -63,10 +61,3 @@ def test_whose_end_torchrun_alone_knows_comes_before_those_that_it_then_ended() 
 def test_a_stopped_rank_comes_before_those_that_wait_for_it() -> None:
     assert first_failure([failure("deadline", 10.0), failure("stopped", 10.2)]).kind == "stopped"
     assert first_failure([failure("died", 8.0), failure("stopped", 10.2)]).kind == "died"
-
-
-def test_a_failure_survives_the_way_to_another_host() -> None:
-    sent = failure("deadline", 1000.0)
-    heard = RunFailure.from_json(json.loads(json.dumps(sent.as_json())), clock_ahead=60.0)
-    assert heard.time == 940.0
-    assert (heard.kind, heard.ranks, heard.place) == (sent.kind, sent.ranks, sent.place)
