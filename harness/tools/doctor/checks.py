@@ -171,9 +171,8 @@ def problems_of(view: Examination) -> list[Problem]:
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for key, ranks, what in (each for find in (_network, _software, _gpus, _host, _links) for each in find(view)):
         found[key, what].extend(ranks)
-    return [
-        problem(key, ranks, what) for (key, what), ranks in sorted(found.items(), key=lambda item: ORDER[item[0][0]])
-    ]
+    ordered = sorted(found.items(), key=lambda item: ORDER[item[0][0]])
+    return [problem(key, ranks, what) for (key, what), ranks in ordered]
 
 
 def problem(key: str, ranks: Iterable[int], what: str) -> Problem:
@@ -215,11 +214,8 @@ def _network(view: Examination) -> Found:
         ids[facts.environment.get("NCCL_HOSTID", "")].append(ranks)
     for address, machines in addresses.items():
         if len(machines) > 1:
-            yield (
-                "routes/same",
-                [*chain.from_iterable(machines.values())],
-                f"{len(machines)} hosts have the same address {address}",
-            )
+            what = f"{len(machines)} hosts have the same address {address}"
+            yield "routes/same", [*chain.from_iterable(machines.values())], what
     for host_id, hosts in ids.items():
         if host_id and len(hosts) > 1:
             what = f"NCCL_HOSTID={host_id} is the same on {len(hosts)} hosts, which NCCL then takes for one"
@@ -351,11 +347,7 @@ def _host(view: Examination) -> Found:
     for facts, links, ranks in view.by_host:
         needed, room = SHARED_MEMORY_BYTES + SHARED_MEMORY_PER_RANK * len(ranks), facts.shared_memory
         if not room.writable or room.free < needed:
-            free = (
-                f"{room.free // MIB} of {room.total // MIB} MiB free"
-                if room.writable
-                else "no room: it is not writable"
-            )
+            free = f"{room.free // MIB} of {room.total // MIB} MiB free" if room.writable else "no room (not writable)"
             yield "shared_memory", ranks, f"/dev/shm has {free}; {len(ranks)} ranks need {needed // MIB} MiB"
         if len({view.facts[rank].temp.identity for rank in ranks}) > 1:
             for odd, values in differences({rank: view.facts[rank].temp.path for rank in ranks}):
@@ -378,19 +370,13 @@ def _host(view: Examination) -> Found:
     for facts, links in view.by_rank:
         here, ranks = (facts.rank,), view.hosts[facts.host]
         if not facts.temp.writable or facts.temp.free < TEMP_BYTES:
-            yield (
-                "temp_folder/room",
-                here,
-                f"{facts.temp.path} {'is full' if facts.temp.writable else 'cannot be written'}",
-            )
+            why = "is full" if facts.temp.writable else "cannot be written"
+            yield "temp_folder/room", here, f"{facts.temp.path} {why}"
         soft, hard = facts.limits["nofile"]
         if 0 <= soft < files:
             limit = f"ulimit -n, hard limit {'unlimited' if hard < 0 else hard}"
-            yield (
-                "limits/files",
-                here,
-                f"{soft} open files are allowed ({limit}); {len(view.facts)} ranks need {files} in each",
-            )
+            what = f"{soft} open files are allowed ({limit}); {len(view.facts)} ranks need {files} in each"
+            yield "limits/files", here, what
         allowed, needed = facts.limits["nproc"][0], PROCESSES_PER_RANK * len(ranks)
         if 0 <= allowed < needed:
             what = f"{allowed} processes and threads are allowed (ulimit -u); engines may want {needed}"
@@ -427,20 +413,14 @@ def _links(view: Examination) -> Found:
                 failed[each.backend, each.group, each.ranks][facts.rank] = each.error
     for (here, there, address, error), tried in unreached.items():
         ports = ", ".join(map(str, sorted({port for _, port in tried})))
-        yield (
-            "reached",
-            [rank for rank, _ in tried],
-            f"{here} does not reach {there} at {address} port {ports}: {error}",
-        )
+        what = f"{here} does not reach {there} at {address} port {ports}: {error}"
+        yield "reached", [rank for rank, _ in tried], what
     if silent := [rank for rank, links in enumerate(view.links) if links is None]:
         yield "silent", silent, "nothing came back from the measurements between ranks"
     for (backend, kind, ranks), errors in failed.items():
         error = min(errors.values(), key=lambda text: text.startswith("not tried"))
-        yield (
-            f"all_reduced/{backend}",
-            tuple(errors),
-            f"{backend} all-reduce of {kind} ({ranks_in_words(ranks)}): {error}",
-        )
+        what = f"{backend} all-reduce of {kind} ({ranks_in_words(ranks)}): {error}"
+        yield f"all_reduced/{backend}", tuple(errors), what
     for (backend, kind), groups in speeds(view).items():
         usual = median(each.bandwidth for each in groups)
         for each in groups:

@@ -9,4 +9,6 @@ if __name__ == "__main__":
     name, _, value = sys.argv.pop(1).partition("=")
     if os.environ["RANK"] == "1":
         os.environ[name] = value
-    runpy.run_path(str(Path(__file__).resolve().parents[3] / "launch" / "doctor.py"), run_name="__main__")
+    script = Path(__file__).resolve().parents[3] / "launch" / "doctor.py"
+    sys.path.insert(0, str(script.parent))  # as for a script
+    runpy.run_path(str(script), run_name="__main__")

@@ -58,7 +58,7 @@ def waiting_hosts(isolation: str, folder: Path, marker: str) -> Iterator[subproc
 
 
 def soon(what: str, get: object) -> None:
-    """Wait until the callable answers with nothing."""
+    """Wait until the callable returns nothing."""
     assert callable(get)
     deadline = time.monotonic() + SECONDS
     while found := get():
@@ -71,7 +71,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(isolation: str, tmp_path: P
     marker = f"marker-{tmp_path.name}-{os.getpid()}"
     mounts_before = Path("/proc/self/mountinfo").read_text()
     with waiting_hosts(isolation, tmp_path, marker) as launcher:
-        assert len(processes_with(marker)) >= 5  # the launcher, two scripts, two daemons
+        soon("nothing yet", lambda: len(processes_with(marker)) < 5)  # the launcher, two scripts, two daemons
         own_networks = networks(processes_with(marker)) - networks([os.getpid()])
         assert len(own_networks) == (2 if isolation == "namespaces" else 0)
         assert list(tmp_path.glob("hosts-*"))
