@@ -33,6 +33,20 @@ def bench(tmp_path: Path) -> Bench:
     return made
 
 
+def test_a_few_releases_with_their_own_pins(tmp_path: Path) -> None:
+    wheels, bench = tmp_path / "wheels", Bench(tmp_path, {"UV_CACHE_DIR": str(tmp_path / "uv")})
+    for minor, helper in enumerate(("1.0", "3.0", "2.0")):
+        make_wheel(wheels, "moving", f"1.{minor}", "import helper\nwork = helper.work", requires=[f"helper=={helper}"])
+    make_wheel(wheels, "helper", "1.0", HELPER.format("return 1"))
+    make_wheel(wheels, "helper", "2.0", HELPER.format("raise TypeError('no such argument')"))
+    asked = ["--package", "moving", "--wheels", "wheels", "--good", "1.0", "--bad", "1.2", "--dir", "found"]
+    run = bench.bisect(*asked, "--", bench.script("import moving\nmoving.work()"))
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "3 candidates, 1 of which cannot be installed" in run.stdout and "is one of 2: 1.1, 1.2." in run.stdout
+    assert "| helper | 1.0 | 2.0 | likely suspect |" in bench.report()
+    assert "- 1.1: cannot be installed: uv: " in bench.report() and "uv venv --python 3." in bench.report()
+
+
 @pytest.mark.long
 def test_what_cannot_be_installed_is_straddled_and_another_package_suspected(bench: Bench) -> None:
     asked = ["--package", "moving", "--wheels", "wheels", "--good", "1.0", "--bad", "1.11", "--dir", "found"]
