@@ -195,7 +195,7 @@ class Updates:
 
 
 @dataclass(kw_only=True, slots=True)
-class Actor(Updates):
+class ActorConfig(Updates):
     """Updates of the policy."""
 
     learning_rate: float = 1e-5
@@ -210,7 +210,7 @@ class Actor(Updates):
 
 
 @dataclass(kw_only=True, slots=True)
-class Critic(Updates):
+class CriticConfig(Updates):
     """Updates of the value model; used when algorithm.advantage is gae."""
 
     learning_rate: float = 1e-4
@@ -258,7 +258,7 @@ class Config:
     task: Task = field(default_factory=Task)
     rollout: Rollout = field(default_factory=Rollout)
     algorithm: Algorithm = field(default_factory=Algorithm)
-    actor: Actor = field(default_factory=Actor)
-    critic: Critic = field(default_factory=Critic)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     weights: Weights = field(default_factory=Weights)
     memory: Memory = field(default_factory=Memory)

@@ -69,13 +69,13 @@ class Reference:
         return batch_log_probs(self.model, batch, microbatch_size, self.temperature, self.mesh, self.device)[0]
 
 
-class Actor(Learner[schema.Actor]):
+class Actor(Learner[schema.ActorConfig]):
     """The policy and its optimizer."""
 
     def __init__(
         self,
         model: nn.Module,
-        config: schema.Actor,
+        config: schema.ActorConfig,
         algorithm: schema.Algorithm,
         rollout: schema.Rollout,
         mesh: DeviceMesh,

@@ -18,13 +18,13 @@ def token_values(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.pad(values.to(torch.promote_types(values.dtype, torch.float32)), (1, 0))
 
 
-class Critic(Learner[schema.Critic]):
+class Critic(Learner[schema.CriticConfig]):
     """The value model and its optimizer."""
 
     def __init__(
         self,
         model: nn.Module,
-        config: schema.Critic,
+        config: schema.CriticConfig,
         rollout: schema.Rollout,
         mesh: DeviceMesh,
         device: torch.device,

@@ -73,7 +73,7 @@ def plain_log_probs(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def new_actor(model: nn.Module, mesh: DeviceMesh, **changes: Any) -> Actor:
-    return Actor(model, schema.Actor(**{**ACTOR, **changes}), KL_IN_LOSS, ROLLOUT, mesh, CPU)
+    return Actor(model, schema.ActorConfig(**{**ACTOR, **changes}), KL_IN_LOSS, ROLLOUT, mesh, CPU)
 
 
 def with_sgd(learner: Any) -> None:
@@ -100,7 +100,7 @@ def measure_log_probs(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, An
         "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
     }
     value_model = load_value_model(path, torch.float32, CPU, mesh)
-    critic = Critic(value_model, schema.Critic(), ROLLOUT, mesh, CPU)
+    critic = Critic(value_model, schema.CriticConfig(), ROLLOUT, mesh, CPU)
     backbone, head = AutoModel.from_pretrained(path, dtype=torch.float32), whole(value_model.value_head.weight)
     values = critic.values(local, microbatch_size=2)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def measure_update(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch,
 
 
 def measure_critic(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch, everyone: Batch) -> dict[str, Any]:
-    config = schema.Critic(minibatch_size=8, microbatch_size=3, learning_rate=0.02)
+    config = schema.CriticConfig(minibatch_size=8, microbatch_size=3, learning_rate=0.02)
     critics = [Critic(load_value_model(path, torch.float32, CPU, m), config, ROLLOUT, m, CPU) for m in (mesh, alone)]
     before = wholes(critics[0].model)
     for critic in critics:

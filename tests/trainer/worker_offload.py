@@ -55,8 +55,8 @@ def train(path: str, mesh: DeviceMesh, offloaded: Offloaded) -> dict[str, Any]:
     batch = advantage_batch(*sequences(), slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4))
     model = load_causal_lm(path, torch.float32, CPU, mesh, weights="random", seed=5)
     value_model = load_value_model(path, torch.float32, CPU, mesh, weights="random", seed=5)
-    sizes = schema.Actor(minibatch_size=4, microbatch_size=1, ppo_epochs=2, learning_rate=1e-3, max_grad_norm=0.3)
-    values = schema.Critic(minibatch_size=4, microbatch_size=1, learning_rate=1e-3)
+    sizes = schema.ActorConfig(minibatch_size=4, microbatch_size=1, ppo_epochs=2, learning_rate=1e-3, max_grad_norm=0.3)
+    values = schema.CriticConfig(minibatch_size=4, microbatch_size=1, learning_rate=1e-3)
     actor = Actor(model, sizes, schema.Algorithm(), schema.Rollout(), mesh, CPU, offloaded)
     critic = Critic(value_model, values, schema.Rollout(), mesh, CPU, offloaded)
     objects = dict(named_tensors(model))
@@ -88,7 +88,7 @@ def most_gradient_bytes(path: str, mesh: DeviceMesh, offloaded: Offloaded) -> in
     """Bytes of gradient that this rank holds between the backwards of two microbatches."""
     batch = advantage_batch(*sequences(), slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4))
     model = load_causal_lm(path, torch.float32, CPU, mesh, weights="random", seed=5)
-    config = schema.Actor(minibatch_size=8, microbatch_size=1)
+    config = schema.ActorConfig(minibatch_size=8, microbatch_size=1)
     actor = Actor(model, config, schema.Algorithm(), schema.Rollout(), mesh, CPU, offloaded)
     held = []
 

@@ -17,7 +17,7 @@ LIMIT_PIECE = GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class BenchRow:
     """One way of moving the same bytes."""
 
     way: str
@@ -36,7 +36,7 @@ class Row:
         return self.nbytes / self.seconds / 1e9
 
 
-def bench(sync: WeightSync, world: World, repeats: int, one_by_one: bool) -> list[Row]:
+def bench(sync: WeightSync, world: World, repeats: int, one_by_one: bool) -> list[BenchRow]:
     """Time the limit, the configured transport and, where asked, one tensor a call; a collective call of all ranks."""
     rows = [_row("all-gather of the same bytes", all_gather_limit(sync, world, repeats), sync.nbytes)]
     rows.append(_transport(sync, world, repeats))
@@ -83,7 +83,7 @@ def push_one_by_one(sync: WeightSync) -> None:
     sync.engine.flush_cache()
 
 
-def _transport(sync: WeightSync, world: World, repeats: int) -> Row:
+def _transport(sync: WeightSync, world: World, repeats: int) -> BenchRow:
     sync.push()  # opens the slots and makes plans
     on_cuda = world.device.type == "cuda"
     before = torch.cuda.memory_allocated(world.device) - _slots(sync) if on_cuda else 0
@@ -105,8 +105,8 @@ def _slots(sync: WeightSync) -> int:
 
 def _row(
     way: str, seconds: Sequence[float], nbytes: int, parts: dict[str, float] | None = None, peak: int | None = None
-) -> Row:
-    return Row(
+) -> BenchRow:
+    return BenchRow(
         way=way,
         seconds=median(seconds),
         fastest=min(seconds),

@@ -27,7 +27,7 @@ from harness.runtime.events import EventLog
 from harness.runtime.observer import RunContext
 from harness.runtime.units import MIB
 from harness.task.data import load_rows
-from harness.tools.sync.bench import Row, bench
+from harness.tools.sync.bench import BenchRow, bench
 from harness.train import as_config_error, import_sglang, make_model_folder, start_engine, trainer_attention
 from harness.trainer.model import load_causal_lm
 from harness.weights.perturb import perturb
@@ -145,7 +145,7 @@ def make_engine_and_model(run: RunContext, transports: Sequence[TransportName]) 
     return engine, model
 
 
-def as_table(rows: list[Row], sync: WeightSync) -> str:
+def as_table(rows: list[BenchRow], sync: WeightSync) -> str:
     """Return the rows as a table, then what the configured transport's time went into."""
     table = Table(title=f"{sync.nbytes / 1e9:.3f} GB, {len(sync.layout)} tensors, {len(sync.buckets)} buckets")
     for heading in ("way", "seconds", "fastest", "GB/s", "extra memory, MiB"):
@@ -162,7 +162,7 @@ def as_table(rows: list[Row], sync: WeightSync) -> str:
     return "\n".join(lines)
 
 
-def breakdown(row: Row) -> dict[str, float]:
+def breakdown(row: BenchRow) -> dict[str, float]:
     """Return what a stream's seconds went into; the parts between hand-over and the end run side by side."""
     parts = row.parts
     if not parts:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.config.schema import Actor
+from harness.config.schema import ActorConfig
 from harness.task.architectures import ARCHITECTURES
 from harness.task.tiny_models import tiny_config
 from harness.tools.plan.gpu_shares import Precision, largest_bucket, padding_factor, trainer_share
@@ -45,7 +45,12 @@ def test_a_rank_holds_what_was_counted(name: str, ranks: int, value: bool, tmp_p
         tensors = [tensor for _, tensor in named_tensors(model)]
         assert sum(storage.nbytes() for storage in storages_of(tensors)) == share.parameters
         learner = Learner(
-            "actor", model, Actor(minibatch_size=ranks), init_device_mesh("cpu", (ranks,)), torch.device("cpu"), NOTHING
+            "actor",
+            model,
+            ActorConfig(minibatch_size=ranks),
+            init_device_mesh("cpu", (ranks,)),
+            torch.device("cpu"),
+            NOTHING,
         )
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from harness.config.layers import to_toml
-from harness.config.schema import Actor, Config, Critic, Engine, Model, Parallel, Rollout, Run
+from harness.config.schema import ActorConfig, Config, CriticConfig, Engine, Model, Parallel, Rollout, Run
 
 STARTED = 1_795_000_000.0
 GIB = 1 << 30
@@ -37,8 +37,8 @@ def fake_run(folder: Path, ranks: int = 64, passed: bool = False, steps: int = 4
         model=Model(name="qwen3_moe", dtype="bfloat16"),
         engine=Engine(device="cuda"),
         rollout=Rollout(prompts_per_step=2 * ranks),
-        actor=Actor(minibatch_size=ranks, microbatch_size=1),
-        critic=Critic(minibatch_size=ranks, microbatch_size=1),
+        actor=ActorConfig(minibatch_size=ranks, microbatch_size=1),
+        critic=CriticConfig(minibatch_size=ranks, microbatch_size=1),
     )
     (folder / "events").mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))

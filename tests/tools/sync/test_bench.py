@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.tools.sync.bench import Row, all_gather_limit, bench, push_one_by_one
+from harness.tools.sync.bench import BenchRow, all_gather_limit, bench, push_one_by_one
 from harness.weights.names import CheckpointTensor
 from tests.cluster.gloo import on_ranks
 
@@ -88,4 +88,4 @@ def test_one_tensor_a_call_is_that(ranks: list[Any]) -> None:
 
 
 def test_gigabytes_are_of_ten_to_the_ninth() -> None:
-    assert Row(way="any", seconds=0.5, fastest=0.4, nbytes=3 * 10**9).gigabytes_per_second == 6.0
+    assert BenchRow(way="any", seconds=0.5, fastest=0.4, nbytes=3 * 10**9).gigabytes_per_second == 6.0

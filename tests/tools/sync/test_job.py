@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.tools.sync.bench import Row
+from harness.tools.sync.bench import BenchRow
 from harness.tools.sync.job import as_table, breakdown
 from tests.end_to_end.launching import run_script
 
@@ -16,8 +16,8 @@ WALL = {"feed": 0.7, "fill": 0.3, "wait": 0.2, "scheduler_load": 0.4, "scheduler
 GPU = {"gpu_feed": 0.6, "gpu_fill": 0.25, "gpu_wait": 0.05, "scheduler_gpu_load": 0.35, "scheduler_gpu_wait": 0.02}
 
 
-def row(parts: dict[str, float], seconds: float = 1.0, **rest: Any) -> Row:
-    return Row(way="transport stream", seconds=seconds, fastest=0.9, nbytes=2 * 10**9, parts=parts, **rest)
+def row(parts: dict[str, float], seconds: float = 1.0, **rest: Any) -> BenchRow:
+    return BenchRow(way="transport stream", seconds=seconds, fastest=0.9, nbytes=2 * 10**9, parts=parts, **rest)
 
 
 def test_the_breakdown_on_the_cpu_is_of_the_wall_clock() -> None:
@@ -35,7 +35,7 @@ def test_a_transport_without_parts_has_no_breakdown_and_none_is_negative() -> No
 
 def test_the_table_has_a_line_for_each_way_and_each_part() -> None:
     sync: Any = SimpleNamespace(nbytes=2 * 10**9, layout=range(339), buckets=range(30))
-    limit = Row(way="all-gather of the same bytes", seconds=0.038, fastest=0.037, nbytes=2 * 10**9)
+    limit = BenchRow(way="all-gather of the same bytes", seconds=0.038, fastest=0.037, nbytes=2 * 10**9)
     text = as_table([limit, row(WALL, peak_extra_bytes=300 << 20)], sync)
     assert "2.000 GB, 339 tensors, 30 buckets" in text
     lines = {
