@@ -3,12 +3,11 @@
     python launch/export.py configs/cpu/quickstart.toml --run.steps 2 > repro.py
     python launch/export.py runs/20261121-054327 > repro.py
 
-At most 300 lines, started by the torchrun line in its first comment. It has the tiny model, the mesh, the engine of each
-tensor-parallel group, the weight sync, and the comparison of log-probs; of a run also the environment as comments, what
-was expected and seen, and it fails in the same way: the same name in the catalogue of failures, the same exit code. Where
-code of the run failed that is not in the file, the file says so at "THE FAULT". --nnodes and --nproc-per-node as for
-launch/ppo.py --dry-run; TOML files and --section.key VALUE as for launch/ppo.py. Exit codes: 0 written, 2 a mistake in
-what was asked.
+At most 360 lines, started by the torchrun line in its first comment: launch/minimal.py with this run's model, mesh, engine
+arguments and weight sync. Of a run also the environment and what was expected and seen, as comments; and it fails in the
+same way: the same name in the catalogue of failures, the same exit code. Where code of the run failed that is not in the
+file, the file does it on purpose, at "THE FAULT". --nnodes and --nproc-per-node as for launch/ppo.py --dry-run; TOML files
+and --section.key VALUE as for launch/ppo.py. Exit codes: 0 written, 2 the command line or config is wrong.
 """
 
 import sys
@@ -19,10 +18,9 @@ _checkout.use()
 
 from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
-from harness.tools import environments
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.log_lines import log_files
-from harness.tools.export.render import MOST_LINES, render
+from harness.tools.export.program import MOST_LINES, render
 from harness.tools.export.subject import read_subject
 
 
@@ -31,7 +29,6 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    environments.need("jinja2")
     try:
         if not arguments:
             raise ValueError("there is nothing to export; give a TOML file or a run directory.")

@@ -7,7 +7,7 @@ import pytest
 
 from harness.cluster.world import behaviour
 from harness.runtime import redact
-from harness.tools.export.render import render
+from harness.tools.export.program import render
 from harness.tools.export.subject import read_subject
 from harness.tools.report.write_reports import write_reports
 from tests.tools.report.fake_run import fake_run

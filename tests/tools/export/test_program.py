@@ -1,4 +1,4 @@
-"""Repros as text. Whether they run is in test_real_repros.py."""
+"""Repros as text. Whether they run is in test_real_programs.py."""
 
 import json
 import subprocess
@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from harness.config.layers import ConfigError
-from harness.tools.export.faults import missing_tensors, plant_of
-from harness.tools.export.literal import literal
-from harness.tools.export.render import MOST_LINES, render
+from harness.tools.export.planted_fault import missing_tensors, planted_fault
+from harness.tools.export.program import MOST_LINES, literal, render
 from harness.tools.export.subject import RunEnd, Subject, behind, read_subject
 from tests.tools.report.fake_run import fake_run
 
@@ -102,7 +101,7 @@ def test_lost_tensors_are_those_that_the_run_named() -> None:
     assert missing_tensors(LOST) == (
         "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight",
     )  # fmt: skip
-    assert plant_of(LOST, PHASES) is None
+    assert planted_fault(LOST, PHASES) is None
     assert missing_tensors(replace(LOST, error="WeightsDidNotArrive: ... the trainer's: none found")) == ()
 
 
@@ -126,7 +125,7 @@ def test_lost_tensors_are_those_that_the_run_named() -> None:
     ],
 )
 def test_what_the_run_s_own_code_did_is_planted(changed: dict[str, Any], statement: str) -> None:
-    plant = plant_of(replace(FAILED, **changed), PHASES)
+    plant = planted_fault(replace(FAILED, **changed), PHASES)
     assert plant and (plant.statement, plant.ranks, plant.phase, plant.step) == (statement, (1,), "advantages", 1)
 
 
@@ -142,7 +141,7 @@ def test_what_the_run_s_own_code_did_is_planted(changed: dict[str, Any], stateme
     ],
 )
 def test_what_the_engine_does_by_itself_is_not_planted(changed: dict[str, Any]) -> None:
-    assert plant_of(replace(FAILED, **changed), PHASES) is None
+    assert planted_fault(replace(FAILED, **changed), PHASES) is None
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_what_the_engine_does_by_itself_is_not_planted(changed: dict[str, Any]) 
     ],
 )
 def test_a_phase_that_the_repro_has_not_is_met_where_it_would_be(phase: str, planted: str) -> None:
-    plant = plant_of(replace(FAILED, phase=phase), PHASES)
+    plant = planted_fault(replace(FAILED, phase=phase), PHASES)
     assert plant and plant.phase == planted
     assert (plant.step is None) == (planted in ("meet", "build_trainer"))
 
@@ -173,7 +172,7 @@ def test_the_rank_behind_is_the_one_with_fewest_phases() -> None:
 
 def test_literals_are_python_and_not_long() -> None:
     value = {"a": 1.5, "b": [1, None], "c": {"d": 'say "x"', "e": True}} | {f"name_{each}": each for each in range(30)}
-    text = literal(value, 10)
+    text = literal(value, "value")
     assert eval(text) == value and max(map(len, text.splitlines())) <= 120
 
 
