@@ -97,7 +97,7 @@ def test_every_config_in_the_tree_is_valid() -> None:
 
 
 def test_help_lists_every_key_without_torch() -> None:
-    code = "import sys, runpy; sys.argv = ['launch/ppo.py', '--help']\ntry: runpy.run_path('launch/ppo.py', run_name='__main__')\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'torch'"
+    code = "import sys, runpy; sys.path.insert(0, 'launch'); sys.argv = ['launch/ppo.py', '--help']\ntry: runpy.run_path('launch/ppo.py', run_name='__main__')\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'torch'"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     for key in ("--actor.learning_rate", "--engine.args", "--dry-run", "--weights.bucket_size_mib"):
