@@ -1,7 +1,10 @@
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness.cluster.world import Launch
 from harness.config.schema import Config, Model
@@ -46,3 +49,74 @@ def test_inputs_are_what_may_be_a_path(tmp_path: Path) -> None:
 def test_a_name_that_does_not_resolve_is_said() -> None:
     found = facts.host_network({"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "1"})
     assert found.route is None and found.problem
+
+
+class Nvml:
+    """A stand-in for nvidia-ml-py: two GPUs, linked, with one process on the first."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+    opened = 0
+
+    def nvmlInit(self) -> None:
+        self.opened += 1
+
+    def nvmlShutdown(self) -> None:
+        self.opened -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> bytes:
+        return f"GPU-{handle}".encode()  # as old bindings do
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return 7
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=100, free=60)
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=None), SimpleNamespace(pid=2**30, usedGpuMemory=9)]
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, capability: int) -> int:
+        return self.NVML_P2P_STATUS_OK if other == 1 else 3
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12080
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "570.1"
+
+
+@pytest.mark.parametrize(("uuid", "linked"), [("GPU-0", {"GPU-1": True}), ("MIG-x", {"GPU-0": False, "GPU-1": True})])
+def test_a_gpu_is_read_through_nvml(monkeypatch: pytest.MonkeyPatch, uuid: str, linked: dict[str, bool]) -> None:
+    library = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(facts, "gpu_uuid", lambda index: uuid)
+    gpu, reason = facts.look_at_gpu(torch.device("cuda", 0))
+    assert gpu and reason == "" and library.opened == 0
+    assert (gpu.uuid, gpu.name, gpu.total, gpu.free, gpu.nvlink) == (uuid, "NVIDIA H200", 100, 60, linked)
+    assert [(each.used, each.name == "not visible from here") for each in gpu.processes] == [(0, False), (9, True)]
+    assert facts.versions()["driver's cuda"] == "12.8"
+
+
+def test_without_nvml_torch_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Nvml()
+    monkeypatch.setattr(library, "nvmlInit", lambda: (_ for _ in ()).throw(Nvml.NVMLError("no driver")))
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(facts, "gpu_uuid", lambda index: "GPU-0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    gpu, _ = facts.look_at_gpu(torch.device("cuda", 0))
+    assert (
+        gpu and (gpu.free, gpu.total, gpu.nvlink) == (60, 100, None) and gpu.told_by == "torch alone (NVML: no driver)"
+    )
