@@ -1,7 +1,7 @@
 """Lines of any log: plain, gzipped, UTF-16, or of a run directory; without colours and without prefixes of launchers."""
 
+import codecs
 import gzip
-import io
 import json
 import re
 import sys
@@ -172,7 +172,7 @@ def _opened(path: str) -> IO[bytes]:
     if _or_nothing(stream.peek, PEEKED_BYTES).startswith(b"\x1f\x8b"):
         stream = gzip.GzipFile(fileobj=stream)
     encoding = _utf16_encoding(_or_nothing(stream.peek, PEEKED_BYTES)[:PEEKED_BYTES])
-    return cast(IO[bytes], _Recoded(stream, encoding) if encoding else stream)
+    return cast(IO[bytes], codecs.EncodedFile(stream, "utf-8", encoding, "replace") if encoding else stream)
 
 
 def _utf16_encoding(head: bytes) -> str:
@@ -182,16 +182,6 @@ def _utf16_encoding(head: bytes) -> str:
     zeros = {"utf-16-be": head[0::2].count(0), "utf-16-le": head[1::2].count(0)}
     few, many = sorted(zeros, key=lambda name: zeros[name])
     return many if zeros[many] > 0.8 * (len(head) // 2) and zeros[few] < 0.1 * len(head) else ""
-
-
-class _Recoded(io.TextIOWrapper):
-    """Lines of a stream in another encoding, as UTF-8."""
-
-    def __init__(self, stream: IO[bytes], encoding: str) -> None:
-        super().__init__(stream, encoding=encoding, errors="replace", newline="\n")
-
-    def readline(self, size: int = -1, /) -> bytes:  # type: ignore[override]
-        return super().readline(size).encode("utf-8", errors="replace")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:

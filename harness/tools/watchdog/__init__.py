@@ -1,1 +1,1 @@
-"""What goes wrong: noticed by a watchdog on each host, the first of it told, and all that is left of the run ended."""
+"""The watchdog of each host: it names the first failure of a run, and ends all that is left of it."""

@@ -441,10 +441,10 @@ class Watchdog:
     def _note_end(self, rank: LocalRank, how: str) -> None:
         rank.gone = True
         if rank.left is None and not rank.failed:
-            told = any(name in how for name in ("SIGTERM", "SIGINT", "SIGHUP"))
+            from_outside = any(name in how for name in ("SIGTERM", "SIGINT", "SIGHUP"))
             if not rank.injected and (kill := self._memory_kill(how, rank.pid)):
                 how += f"{kill},"
-            self._fail(rank, "ended" if told else "died" if how else "vanished", how)
+            self._fail(rank, "ended" if from_outside else "died" if how else "vanished", how)
 
     def _memory_kill(self, how: str, pid: int) -> str:
         """Return what to add if the kernel's out-of-memory killer ended a rank, or a process of its engine."""
@@ -501,7 +501,7 @@ def main(settings: dict[str, Any]) -> None:
         launcher=RankLauncher(psutil.Process(settings.pop("launcher")), settings.pop("is_torchrun")),
         **settings,
     ).watch()
-    if is_stopped(os.getppid()):  # the standby would stay for ever
+    if is_stopped(os.getppid()):  # otherwise the standby would stay
         os.kill(os.getppid(), signal.SIGKILL)
     os._exit(0)  # without waiting for threads
 
