@@ -200,14 +200,14 @@ class Verification:
             return
         with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
             self.compared = self.fingerprints.compare()
-            wrong = self.compared.wrong and (differences(self.sync, self.world) or self.compared.wrong)
+            wrong = self.compared.wrong and (differences(self.sync) or self.compared.wrong)
         self._raise_for(wrong, f"step {index}: after the sync the engine holds other weights")
 
     def check_bytes(self, index: int, what: str = "the sync") -> None:
         """bytes: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent."""
         if self.reaches("bytes"):
             with self.timed("readback", index, "every tensor to be read back from the engine"):
-                wrong = differences(self.sync, self.world)
+                wrong = differences(self.sync)
             self._raise_for(wrong, f"step {index}: after {what} the engine holds other weights")
 
     def check_first_sync(self, index: int) -> None:

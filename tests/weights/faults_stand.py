@@ -95,7 +95,7 @@ class Stand:
 
     def seen(self, sync: WeightSync | None = None) -> list[str]:
         """What readback and log-probs say of what the engine holds now."""
-        return [*differences(sync or self.sync, self.world), *self.log_prob_violations()]
+        return [*differences(sync or self.sync), *self.log_prob_violations()]
 
     def compared(self, sync: WeightSync | None = None) -> FingerprintComparison:
         """What fingerprints, which the default level takes, say of what the engine holds now."""
@@ -199,7 +199,7 @@ def two_hundred_updates(stand: Stand) -> list[str]:
     for _ in range(200):
         stand.change()
         stand.sync.push()
-        found += differences(stand.sync, stand.world)
+        found += differences(stand.sync)
     return [*found, *stand.log_prob_violations()]
 
 

@@ -18,8 +18,6 @@ from harness.weights.readback import differences, unreadable
 from tests.weights.stream.test_weight_link import InProcess, filler, link_to
 from tests.weights.toy_model import SHAPES, Toy, layout_of, sent
 
-WORLD: Any = SimpleNamespace(rank=0)
-
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path) -> Iterator[None]:
@@ -48,7 +46,7 @@ class Sync:
         self.opened.load(filler(self.opened.layout, values))
 
     def differences(self) -> list[str]:
-        return differences(self, WORLD)  # type: ignore[arg-type]
+        return differences(self)  # type: ignore[arg-type]
 
 
 def sync_of(folder: Path, model: Toy | None = None, names: Iterable[str] = SHAPES) -> Sync:

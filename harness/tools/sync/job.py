@@ -91,7 +91,7 @@ class SyncJob:
                 sync.push()
             seconds.append(time.perf_counter() - started)
             with events.phase("readback", index, "the engine's weights, to compare them"):
-                found = differences(sync, world)
+                found = differences(sync)
             if found:
                 raise WeightsDidNotArrive(
                     f"sync {index}: {len(found)} tensors are not what was sent: {'; '.join(found[:8])}"

@@ -75,10 +75,20 @@ class WeightLink:
         Every rank fills its slot with the same bytes, once its reader is done with the slot: on CUDA the current stream
         waits for the reader's event. The prefix cache is flushed. A collective call; raise EngineFailed.
         """
+        timer = SegmentTimer(self.device)
+        there = self._feed(reader.LOAD, fill, timer, flush_cache=True)
+        self.seconds = timer.read() | {f"scheduler_{name}": seconds for name, seconds in there.items()}
+
+    def compare(self, fill: Callable[[int, torch.Tensor], None]) -> tuple[dict[str, tuple[int, int]], list[str]]:
+        """Call `fill` as load does; return what the scheduler of this rank holds otherwise (SlotReader.compare)."""
+        return self._feed(reader.COMPARE, fill, SegmentTimer(self.device))
+
+    def _feed(
+        self, what: str, fill: Callable[[int, torch.Tensor], None], timer: SegmentTimer, flush_cache: bool = False
+    ) -> Any:
         first, self.stamped = self.stamped, self.stamped + len(self.layout)
 
-        def feed(ended: Ended) -> dict[str, float]:
-            timer = SegmentTimer(self.device)
+        def feed(ended: Ended) -> Any:
             with timer.measure("feed"):
                 for index in range(len(self.layout)):
                     with timer.measure("wait"):
@@ -91,29 +101,9 @@ class WeightLink:
                     self._say_filled(index)
                 for index in range(max(0, len(self.layout) - SLOTS), len(self.layout)):
                     self._await_read(index, ended)
-            there = _answer(self.link, "done", ended)
-            return timer.read() | {f"scheduler_{name}": seconds for name, seconds in there.items()}
-
-        self.seconds = self._call(reader.LOAD, feed, flush_cache=True, first=first)
-
-    def read_back(self, compare: Callable[[int, torch.Tensor], None]) -> list[str]:
-        """Call compare(bucket, slot) with what the scheduler of this rank holds, in the places in which it was sent.
-
-        Bytes that this scheduler does not hold are 0. Return the engine's names of tensors derived from weights
-        (DeepSeek's absorbed projections) that were stale; they are derived anew. A collective call.
-        """
-
-        def take(ended: Ended) -> list[str]:
-            for index in range(len(self.layout)):
-                self.link.slots[1].zero_()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                self.link.send(index)
-                self._receive(index, ended)
-                compare(index, self.link.slots[1])
             return _answer(self.link, "done", ended)
 
-        return self._call(reader.READ_BACK, take)
+        return self._call(what, feed, flush_cache, first=first)
 
     def close(self) -> None:
         """Give the slots back. A collective call of the engine's ranks."""
@@ -128,15 +118,12 @@ class WeightLink:
             self.broken = True
             raise
 
-    def _receive(self, index: int, ended: Ended) -> None:
+    def _await_read(self, index: int, ended: Ended) -> None:
         message = self.link.receive(ended)
         if isinstance(message, tuple) and message[0] == "failed":
             # Not SchedulerFailed: the other ranks need this one in the gathers of the buckets to come.
             raise EngineFailed(f"the scheduler beside rank {self.engine.group.rank}: {message[1]}")
         assert message == index, f"the scheduler answered {message!r} where bucket {index} was due"
-
-    def _await_read(self, index: int, ended: Ended) -> None:
-        self._receive(index, ended)
         if self.link.read:
             self.link.read[index % SLOTS].wait(torch.cuda.current_stream(self.device))
 

@@ -8,7 +8,7 @@ raised: SGLang would end the scheduler.
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,20 @@ from harness.weights.stream.slots import (
     SlotEntry,
     connect_slots,
     stamp,
-    typed,
 )
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
-from harness.weights.worker.model_state import Addresses, Call, derived_tensors, keep_copies, model_tensors, storage
+from harness.weights.worker.model_state import (
+    INTEGER,
+    Addresses,
+    Call,
+    derived_tensors,
+    keep_copies,
+    model_tensors,
+    storage,
+)
 
 STREAM = f"{__name__}.stream"
-OPEN, LOAD, READ_BACK, CLOSE = "open", "load", "read_back", "close"
+OPEN, LOAD, COMPARE, CLOSE = "open", "load", "compare", "close"
 _KEPT = "_harness_weight_stream"
 
 
@@ -48,7 +55,7 @@ class LoadCoverage:
     errors: dict[str, str] = field(default_factory=dict)
     """Name, or names joined by commas -> what the loader raised."""
     opaque: list[str] = field(default_factory=list)
-    """Names that arrive in a way that cannot be followed, so cannot be read back."""
+    """Names that arrive in a way that cannot be followed, so cannot be compared."""
     filled: dict[str, list[str]] = field(default_factory=dict)
     """The engine's own names of tensors -> names that fill them, in whole or in part."""
     unfilled: list[str] = field(default_factory=list)
@@ -167,49 +174,64 @@ class SlotReader:
         first: the stamp of the first bucket; the others count on. Raise RuntimeError when a slot was written again before
         it was read.
         """
-        if not self.addresses.still_hold(self.model):
-            self.make_plans()
-        timer, stamps = SegmentTimer(self.device), []
-        for index, plan in enumerate(self.plans):
-            with timer.measure("wait"):
-                self._await_filled(index)
+        timer = SegmentTimer(self.device)
+
+        def load(plan: LoadPlan, slot: torch.Tensor) -> None:
             with timer.measure("load"):
                 for targets, sources in plan.copied.values():
                     torch._foreach_copy_(targets, sources)
                 if plan.own:
                     self.model.load_weights(plan.own)
-            stamps.append(stamp(self.link.slots[index % SLOTS]).clone())
+
+        self._read_each(first, timer, load)
+        return timer.read()
+
+    @torch.no_grad()
+    def compare(self, first: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
+        """Compare what the model holds, in its own dtype, with every bucket as the trainer fills it; raise as `load` does.
+
+        Return name -> (elements that differ in any bit, all of its copies), and the names of derived tensors that are
+        stale; these are derived anew.
+        """
+        derived = {name: tensor.clone() for name, tensor in derived_tensors(self.model).items()}
+        counts: list[tuple[Region, torch.Tensor]] = []
+
+        def count(plan: LoadPlan, slot: torch.Tensor) -> None:
+            for copy in plan.copies:
+                integer = INTEGER[copy.target.element_size()]
+                expected = copy.region.view(slot).to(copy.target.dtype)
+                counts.append((copy.region, (expected.view(integer) != copy.target.view(integer)).sum()))
+
+        self._read_each(first, SegmentTimer(self.device), count)
+        wrong: dict[str, tuple[int, int]] = {}
+        for region, differing in counts:
+            for name in region.names if differing else ():
+                before = wrong.get(name, (0, 0))
+                wrong[name] = before[0] + int(differing), before[1] + torch.Size(region.shape).numel()
+        for index, plan in enumerate(self.plans):
+            for traced in plan.traces:
+                if traced.does_more:
+                    self._trace(traced.entries, self.link.slots[index % SLOTS])
+        after = derived_tensors(self.model)
+        return wrong, [name for name, tensor in derived.items() if not torch.equal(tensor, after[name])]
+
+    def _read_each(self, first: int, timer: SegmentTimer, work: Callable[[LoadPlan, torch.Tensor], None]) -> None:
+        if not self.addresses.still_hold(self.model):
+            self.make_plans()
+        stamps = []
+        for index, plan in enumerate(self.plans):
+            slot = self.link.slots[index % SLOTS]
+            with timer.measure("wait"):
+                self._await_filled(index)
+            work(plan, slot)
+            stamps.append(stamp(slot).clone())
             self._say_read(index)
-        seconds = timer.read()
         for index, found in enumerate(stamps):
             if (apart := int(found) - first - index) != 0:
                 raise RuntimeError(
                     f"bucket {index} was not in its slot when the engine had read it: it was read too early, or"
                     f" overwritten ({apart:+d} buckets away)"
                 )
-        return seconds
-
-    @torch.no_grad()
-    def read_back(self) -> list[str]:
-        """Copy what the model holds into the second slot, bucket after bucket, for the trainer to compare.
-
-        Then derive anew what the model derives from its weights, and return the names of what was stale.
-        """
-        slot = self.link.slots[1]
-        for index, plan in enumerate(self.plans):
-            assert self.link.receive() == index
-            for copy in plan.copies:
-                _write_back(copy, slot)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.link.send(index)
-        before = {name: tensor.clone() for name, tensor in derived_tensors(self.model).items()}
-        for index, plan in enumerate(self.plans):
-            for traced in plan.traces:
-                if traced.does_more:
-                    self._trace(traced.entries, self.link.slots[index % SLOTS])
-        after = derived_tensors(self.model)
-        return [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
 
     def _await_filled(self, index: int) -> None:
         received = self.link.receive()
@@ -225,44 +247,31 @@ class SlotReader:
 
 
 def stream(model: Any, call: Call) -> None:
-    """Do what the text of the call says: JSON with do = open | load | read_back | close.
+    """Do what the text of the call says: JSON with do = open | load | compare | close.
 
-    With open comes the folder of the listeners, in this host's temporary directory; with load the first stamp.
+    With open comes the folder of the listeners, in this host's temporary directory; with load and compare the first stamp.
     """
-    asked = json.loads(call[0][0])
+    request = json.loads(call[0][0])
     rank = dist.get_rank()
     reader: SlotReader | None = getattr(model, _KEPT, None)
     try:
-        if asked["do"] == OPEN:
+        if request["do"] == OPEN:
             device = next(model.parameters()).device
-            link, layout = connect_slots(scratch.shared() / asked["folder"], rank, device)
+            link, layout = connect_slots(scratch.shared() / request["folder"], rank, device)
             reader = SlotReader(model, link, layout, device)
             setattr(model, _KEPT, reader)
             reader.make_plans()
             link.send(("coverage", reader.coverage(rank)))
-        elif asked["do"] == CLOSE:
+        elif request["do"] == CLOSE:
             if reader is not None:
                 delattr(model, _KEPT)
                 reader.link.close()
         else:
             assert reader is not None, "the weight stream of this scheduler was never opened"
-            done = reader.load(asked["first"]) if asked["do"] == LOAD else reader.read_back()
-            reader.link.send(("done", done))
+            work = reader.load if request["do"] == LOAD else reader.compare
+            reader.link.send(("done", work(request["first"])))
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
         if reader is not None and not isinstance(error, PeerGone):
             reader.link.send(("failed", f"{type(error).__name__}: {error}"))
-
-
-def _write_back(copy: Copy, slot: torch.Tensor) -> None:
-    region, held = copy.region, copy.target
-    if region.index is not None:
-        typed(slot, region.dtype)[region.index.to(slot.device)] = held.to(region.dtype)
-        return
-    place = region.view(slot)
-    for axis, stride in enumerate(region.stride):
-        if stride == 0:  # one element for many: any of them
-            size = min(1, place.shape[axis])
-            place, held = place.narrow(axis, 0, size), held.narrow(axis, 0, size)
-    place.copy_(held)

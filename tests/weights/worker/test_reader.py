@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.rollout.engine_errors import PeerGone
 from harness.weights.stream.slots import SLOTS, Layout, SlotConnection, StreamListener, slot_bytes, stamp
-from harness.weights.worker.reader import CLOSE, LOAD, OPEN, READ_BACK, STREAM, LoadCoverage, SlotReader, stream
+from harness.weights.worker.reader import CLOSE, COMPARE, LOAD, OPEN, STREAM, LoadCoverage, SlotReader, stream
 from tests.weights.toy_model import CPU, OWN, SHAPES, Toy, ends, layout_of, same, sent
 
 
@@ -60,18 +60,14 @@ def feed(link: SlotConnection, layout: Layout, values: Mapping[str, torch.Tensor
         assert link.receive() == index
 
 
-def take_back(link: SlotConnection, layout: Layout, found: dict[str, torch.Tensor]) -> None:
-    """As WeightLink.read_back does."""
-    for index, bucket in enumerate(layout):
-        link.slots[1].zero_()
-        link.send(index)
-        assert link.receive() == index
-        found.update({entry.name: entry.view(link.slots[1]).clone() for entry in bucket})
+def compared(reader: SlotReader, link: SlotConnection, layout: Layout, values: Mapping[str, torch.Tensor]) -> Any:
+    """(what differs, what is stale) of a model against these values."""
+    return beside(lambda: reader.compare(0), lambda: feed(link, layout, values))
 
 
 @given(st.permutations(list(SHAPES)), st.integers(1, 4), st.integers(0, 100))
 @settings(max_examples=15, deadline=None)
-def test_a_load_gives_what_the_models_own_loader_gives_and_reads_back_as_it_was_sent(
+def test_a_load_gives_what_the_models_own_loader_gives_and_compares_equal(
     tmp_path_factory: pytest.TempPathFactory, names: list[str], per_bucket: int, seed: int
 ) -> None:
     layout = layout_of(names, per_bucket)
@@ -88,33 +84,24 @@ def test_a_load_gives_what_the_models_own_loader_gives_and_reads_back_as_it_was_
         expected.load_weights(values.items())
         assert same(model, expected)
 
-        found: dict[str, torch.Tensor] = {}
-        stale = beside(reader.read_back, lambda found=found: take_back(writer, layout, found))  # type: ignore[misc]
-        assert stale == []
-        values["gate"] = values["gate"].bfloat16().float()  # as the model holds it
-        assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
+        assert compared(reader, writer, layout, values) == ({}, [])  # of gate, as the model holds it
         assert same(model, expected)
 
 
-def test_one_changed_element_reads_back_changed_and_alone(tmp_path: Path) -> None:
+def test_one_changed_element_is_found_alone(tmp_path: Path) -> None:
     layout = layout_of(SHAPES, 2)
     model = Toy()
     reader, writer = reader_of(model, layout, tmp_path / "door")
     values = sent(0)
     beside(lambda: reader.load(0), lambda: feed(writer, layout, values))
     model.qkv.data[5, 1] += 1  # the second row of k
-    found: dict[str, torch.Tensor] = {}
-    beside(reader.read_back, lambda: take_back(writer, layout, found))
-    assert [name for name in SHAPES if name != "gate" and not torch.equal(found[name], values[name])] == ["k"]
-    assert (found["k"] != values["k"]).nonzero().tolist() == [[1, 1]]
+    assert compared(reader, writer, layout, values) == ({"k": (1, 8)}, [])
 
 
-def test_what_the_engine_does_not_hold_reads_back_as_zeros(tmp_path: Path) -> None:
+def test_what_the_engine_does_not_hold_is_not_compared(tmp_path: Path) -> None:
     layout = layout_of(["q", "k", "v", "unheard_of"], 9)
     reader, writer = reader_of(Toy(), layout, tmp_path / "door")
-    found: dict[str, torch.Tensor] = {}
-    beside(reader.read_back, lambda: take_back(writer, layout, found))
-    assert not found["unheard_of"].any() and bool(found["q"].any())
+    assert compared(reader, writer, layout, sent(0) | {"unheard_of": torch.ones(2)})[0].keys() == {"q", "k", "v"}
 
 
 def test_a_parameter_that_was_replaced_is_filled_all_the_same(tmp_path: Path) -> None:
@@ -149,7 +136,7 @@ def test_a_derived_tensor_that_is_stale_is_found_and_derived_anew(tmp_path: Path
     right = model.w_kc.clone()
     model.w_kc = torch.randn(2, 6)
     for stale in (["w_kc"], []):
-        assert beside(reader.read_back, lambda: take_back(writer, layout, {})) == stale
+        assert compared(reader, writer, layout, sent(1)) == ({}, stale)
         assert torch.equal(model.w_kc, right)
 
 
@@ -247,7 +234,7 @@ def test_what_is_computed_with_is_opaque_and_loaded_by_the_models_own_loader(tmp
     assert torch.equal(model.scale, sent(1)["scale"] * 2)  # type: ignore[arg-type]
 
 
-def test_reading_back_does_not_change_what_is_computed_with(tmp_path: Path) -> None:
+def test_comparing_does_not_change_what_is_computed_with(tmp_path: Path) -> None:
     class Converting(Toy):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             super().load_weights((name, loaded.double() if name == "scale" else loaded) for name, loaded in weights)
@@ -257,7 +244,7 @@ def test_reading_back_does_not_change_what_is_computed_with(tmp_path: Path) -> N
     reader, writer = reader_of(model, layout, tmp_path / "door")
     beside(lambda: reader.load(0), lambda: feed(writer, layout, sent(1)))
     assert torch.equal(model.scale, sent(1)["scale"])  # type: ignore[arg-type]
-    beside(reader.read_back, lambda: take_back(writer, layout, {}))
+    compared(reader, writer, layout, sent(2))
     assert torch.equal(model.scale, sent(1)["scale"])  # type: ignore[arg-type]
 
 
@@ -281,7 +268,7 @@ def test_a_replaced_tensor_that_the_loader_sets_is_loaded_by_the_loader(tmp_path
     assert torch.equal(model.scale, sent(1)["scale"])
 
 
-def test_a_broadcast_scale_reads_back(tmp_path: Path) -> None:
+def test_a_broadcast_scale_is_compared(tmp_path: Path) -> None:
     layout = layout_of(["scale"], 1, {"scale": (1,)})
     reader, writer = reader_of(Toy(), layout, tmp_path / "door")
     reader.model.load_weights = lambda weights: [reader.model.scale.copy_(loaded) for _, loaded in weights]
@@ -289,10 +276,9 @@ def test_a_broadcast_scale_reads_back(tmp_path: Path) -> None:
     values = {"scale": torch.full((1,), 7.0)}
     beside(lambda: reader.load(0), lambda: feed(writer, layout, values))
     assert reader.model.scale.tolist() == [7.0] * 4
-    writer.slots[1].zero_()
-    writer.send(0)
-    assert reader.read_back() == []
-    assert torch.equal(layout[0][0].view(writer.slots[1]), values["scale"])
+    assert compared(reader, writer, layout, values) == ({}, [])
+    reader.model.scale[2] = 1.0
+    assert compared(reader, writer, layout, values) == ({"scale": (1, 4)}, [])
 
 
 def test_a_slot_that_was_written_too_early_is_caught(tmp_path: Path) -> None:
@@ -342,7 +328,7 @@ def opened(model: Toy, layout: Layout, folder: Path) -> tuple[StreamListener, Sl
     return door, links[0]
 
 
-def test_the_loader_opens_loads_reads_back_and_closes(alone: None, tmp_path: Path) -> None:
+def test_the_loader_opens_loads_compares_and_closes(alone: None, tmp_path: Path) -> None:
     layout, model, expected = layout_of(SHAPES, 2), Toy(), Toy()
     door, link = opened(model, layout, tmp_path / "door")
     kind, found = link.receive()
@@ -351,9 +337,8 @@ def test_the_loader_opens_loads_reads_back_and_closes(alone: None, tmp_path: Pat
     assert link.receive()[0] == "done"
     expected.load_weights(sent(5).items())
     assert same(model, expected)
-    back: dict[str, torch.Tensor] = {}
-    beside(lambda: ask(model, READ_BACK, tmp_path), lambda: take_back(link, layout, back))
-    assert link.receive() == ("done", []) and torch.equal(back["q"], sent(5)["q"])
+    beside(lambda: ask(model, COMPARE, tmp_path, first=9), lambda: feed(link, layout, sent(5), first=9))
+    assert link.receive() == ("done", ({}, []))
     ask(model, CLOSE, tmp_path)
     with pytest.raises(PeerGone):
         link.receive()
@@ -385,7 +370,7 @@ def test_a_scheduler_outlives_a_trainer_that_died(alone: None, tmp_path: Path) -
     model._harness_weight_stream = reader  # type: ignore[assignment]
     writer.close()
     ask(model, LOAD, tmp_path, first=0)
-    ask(model, READ_BACK, tmp_path)
+    ask(model, COMPARE, tmp_path, first=0)
 
 
 def test_the_name_that_sglang_imports_it_by() -> None:
