@@ -200,10 +200,7 @@ def test_a_partial_update(deepseek_v3: Seen) -> None:
             "too_many_columns",
             f"{O_PROJ}: of its 16384 elements ([64, 256]) the engine would read 8192; its shape is not the engine's",
         ),
-        (
-            "wrong_dtype",
-            f"{NORM}: sent as float64, but the engine holds float32: it would be rounded; send float32",
-        ),
+        ("wrong_dtype", f"{NORM}: sent as float64, but the engine holds float32: it would be rounded; send float32"),
     ],
 )
 def test_what_the_engine_cannot_take_is_refused_before_it_is_touched(
@@ -216,10 +213,7 @@ def test_what_the_engine_cannot_take_is_refused_before_it_is_touched(
 @pytest.mark.parametrize(
     ("case", "error"),
     [
-        (
-            "not_a_number",
-            f"WeightsRefused: 1 tensor(s) hold a NaN or an infinity: {NORM} (rank 1); nothing was sent.",
-        ),
+        ("not_a_number", f"WeightsRefused: 1 tensor(s) hold a NaN or an infinity: {NORM} (rank 1); nothing was sent."),
         ("missing_shard", f"WeightsRefused: {O_PROJ}: rank 1 holds 20 of the 32 rows of its shard"),
         (
             "no_room_for_two_buckets",

@@ -13,12 +13,7 @@ from harness.rollout import sglang_api
 from harness.rollout.sglang_api import SGLangApi, SourceTree
 from harness.weights.gather import Bucket
 from harness.weights.stream.slots import SlotEntry
-from harness.weights.transports import (
-    DiskTransport,
-    DistributedTransport,
-    choose_transport,
-    split_by_dtype,
-)
+from harness.weights.transports import DiskTransport, DistributedTransport, choose_transport, split_by_dtype
 from tests.cluster.gloo import on_ranks
 
 OLD_RUNNER = (

@@ -322,8 +322,7 @@ def opened(model: Toy, layout: Layout, folder: Path) -> tuple[StreamListener, Sl
     door = StreamListener(folder, 0)
     links: list[SlotConnection] = []
     beside(
-        lambda: ask(model, OPEN, folder),
-        lambda: links.append(door.offer(slot_bytes(4096), CPU, layout, lambda: False)),
+        lambda: ask(model, OPEN, folder), lambda: links.append(door.offer(slot_bytes(4096), CPU, layout, lambda: False))
     )
     return door, links[0]
 
