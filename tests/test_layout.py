@@ -28,7 +28,7 @@ TOOLS = {
     "diagnose": set(),
     "doctor": {"hosts"},
     "environments": set(),
-    "export": {"watchdog"},
+    "export": set(),
     "hosts": set(),
     "inject": set(),
     "memory_search": set(),

@@ -12,7 +12,7 @@ from harness.cluster.placement import host_name
 from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
-from harness.tools.watchdog.failures import phase_of_step
+from harness.runtime.phases import phase_of_step
 
 PASSED = "PASSED: "
 MISTAKES = {"ConfigError": 2, "UnsupportedEnvironment": 125}

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from harness.runtime.phases import phase_of_step
+
 Kind = Literal[
     "exception",  # a rank reported an exception
     "echo",  # the same, but of a kind that may be the consequence of a failure elsewhere
@@ -129,10 +131,6 @@ def first_failure(failures: Iterable[RunFailure]) -> RunFailure:
     torchrun knows before one that torchrun then terminated, and that before one that lost a peer.
     """
     return min(failures, key=lambda each: (names_no_cause(each), each.time - _AHEAD.get(each.kind, 0.0)))
-
-
-def phase_of_step(phase: str, step: int | None) -> str:
-    return phase if step is None else f"{phase} of step {step}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

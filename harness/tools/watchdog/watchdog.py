@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from harness.runtime.phases import RUN
+from harness.runtime.phases import RUN, phase_of_step
 from harness.runtime.processes import is_alive, is_stopped, name_and_pid
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LineBuffer, MalformedError, parse
 from harness.tools.watchdog.ending import HostCleanup, stderr_of
-from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause, phase_of_step
+from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
 from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, MemoryKills, StoppedProcesses, how_it_ended
 from harness.tools.watchdog.launcher import RankLauncher
