@@ -57,7 +57,7 @@ _EXCEPTION_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.
 _SKIPPED_FIELDS = ("tree", "version", "engine_arguments")
 
 
-def write(state: State, answer: Answer, folder: Path) -> str:
+def write_reports(state: State, answer: Answer, folder: Path) -> str:
     """Write both reports, without secrets, and each environment's freeze; return the answer in a few lines. Raises OSError."""
     for record in state.records:
         if record.freeze:

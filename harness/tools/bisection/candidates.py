@@ -130,7 +130,7 @@ def _version(text: str) -> Version:
     try:
         return Version(text)
     except InvalidVersion as error:
-        raise WrongQuestion(f"{text!r} is not a version; give one such as 0.5.9 or 0.5.5.post3.") from error
+        raise WrongQuestion(f"an end must be a version such as 0.5.9 or 0.5.5.post3, got {text!r}.") from error
 
 
 def _check_order(older: str, newer: str, find_fix: bool) -> None:
@@ -298,7 +298,7 @@ def commit_of(checkout: Path, name: str) -> str:
         if run.returncode == 0:
             return run.stdout.strip()
     if run_git(checkout, "rev-parse", "--git-dir").returncode:
-        raise WrongQuestion(f"--git {checkout} is no git checkout.")
+        raise WrongQuestion(f"--git must be a git checkout, got {checkout}.")
     raise WrongQuestion(f"{checkout} has no commit {name}.")
 
 

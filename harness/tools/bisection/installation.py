@@ -269,17 +269,15 @@ class Prepared(Provider):
 
     python: str
     """Over whose packages a site-packages folder is laid."""
-    _known: dict[str, Environment] = field(default_factory=dict)
 
     def resolve(self, candidate: Candidate) -> None:
-        self._find(Path(candidate.folder))
+        self._find(candidate)
 
     def make(self, candidate: Candidate) -> Environment:
-        if candidate.name not in self._known:
-            self._known[candidate.name] = self._find(Path(candidate.folder)).with_freeze()
-        return self._known[candidate.name]
+        return self._find(candidate).with_freeze()
 
-    def _find(self, folder: Path) -> Environment:
+    def _find(self, candidate: Candidate) -> Environment:
+        folder = Path(candidate.folder)
         python = folder / "bin" / "python"
         if python.exists():
             return Environment(python=str(python))
@@ -458,7 +456,7 @@ def provider_of(question: Question, folder: Path, no_gpu: bool) -> Provider:
     options, store = question.options, store_of(question.options)
     python = options.python if os.sep in options.python else sys.executable
     if not Path(python).exists():
-        raise WrongQuestion(f"--python {options.python} is not there.")
+        raise WrongQuestion(f"--python must be an interpreter or a version of this machine, got {options.python}.")
     if options.environments:
         return Prepared(store=store, python=python)
     if options.git:
@@ -470,7 +468,7 @@ def provider_of(question: Question, folder: Path, no_gpu: bool) -> Provider:
     pythons = (options.python,) if options.python else (own, *(each for each in PYTHONS if each != own))
     pythons = tuple(each for each in pythons if uv.has_python(each))
     if not pythons:
-        raise WrongQuestion(f"--python {options.python} is not on this machine.")
+        raise WrongQuestion(f"--python must be an interpreter or a version of this machine, got {options.python}.")
     held = _held(question)
     return Pinned(
         store=store,
@@ -512,7 +510,7 @@ def _held(question: Question) -> tuple[str, ...]:
         try:
             Requirement(each)
         except InvalidRequirement as error:
-            raise WrongQuestion(f"--hold {each!r} is no requirement; give one such as sglang==0.5.20.") from error
+            raise WrongQuestion(f"--hold must be requirements such as sglang==0.5.20, got {each!r}.") from error
     return options.hold
 
 

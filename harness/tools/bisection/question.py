@@ -166,7 +166,7 @@ def parse_seconds(text: str) -> float:
         return 0.0
     match = _SECONDS.fullmatch(text.strip())
     if not match:
-        raise WrongQuestion(f"timeout = {text!r} must be a time such as 600, 90s, 10m or 2h.")
+        raise WrongQuestion(f"a time must be seconds, 90s, 10m or 2h, got {text!r}.")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -189,18 +189,18 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
     for name in [*sources, *(["then_git"] if options.then_git else [])]:
         given = Path(getattr(options, name)).expanduser()
         if not given.is_dir():
-            raise WrongQuestion(f"{flag(name)} {given} is no folder; give one that is there.")
+            raise WrongQuestion(f"{flag(name)} must be an existing folder, got {given}.")
         setattr(options, name, str(given.resolve()))
     for name, least in (("repeat", 1), ("installs", 0), ("second_look", 0), ("confirm", 0)):
         if getattr(options, name) < least:
-            raise WrongQuestion(f"{flag(name)} {getattr(options, name)} must be {least} or more.")
+            raise WrongQuestion(f"{flag(name)} must be {least} or more, got {getattr(options, name)}.")
     if not 0.5 <= options.confidence <= 0.999:
-        raise WrongQuestion(f"--confidence {options.confidence} must be from 0.5 to 0.999, such as 0.95.")
+        raise WrongQuestion(f"--confidence must be from 0.5 to 0.999, got {options.confidence}.")
     if options.store_gib <= 0:
-        raise WrongQuestion(f"--store-gib {options.store_gib} must be above 0.")
+        raise WrongQuestion(f"--store-gib must be above 0, got {options.store_gib}.")
     question = Question(options=options, command=tuple(command), folder=str(folder))
     if AUTO in options.network_waits:
-        raise WrongQuestion(f"--network-waits {AUTO} must be times such as 1m 5m 15m, or none.")
+        raise WrongQuestion(f"--network-waits must be times such as 1m 5m 15m, or none, got {AUTO}.")
     _ = question.network_waits  # raises
     return question
 
@@ -213,23 +213,23 @@ def check_criterion(options: Options) -> None:
     limits = [name for name in ("above", "below", "worse") if getattr(options, name) not in (None, "")]
     if options.metric and len(limits) != 1:
         given = " and ".join(map(flag, limits)) or "none"
-        raise WrongQuestion(f"--metric {options.metric} needs one of --above, --below and --worse; given was {given}.")
+        raise WrongQuestion(f"--metric {options.metric} needs one of --above, --below and --worse, got {given}.")
     if limits and not options.metric:
-        raise WrongQuestion(f"--{limits[0]} says nothing without --metric NAME.")
+        raise WrongQuestion(f"--{limits[0]} needs --metric NAME.")
     if options.worse:
         try:
             ratio = float(options.worse.rstrip("x"))
         except ValueError:
             ratio = math.nan
         if not ratio > 0:
-            raise WrongQuestion(f"--worse {options.worse} must be a ratio above 0, such as 1.3x.")
+            raise WrongQuestion(f"--worse must be a ratio above 0, such as 1.3x, got {options.worse}.")
     if not parse_seconds(options.timeout) and options.hang:
         raise WrongQuestion("--hang needs --timeout, such as --timeout 10m.")
     try:
         re.compile(options.match)
     except re.error as error:
         raise WrongQuestion(
-            f"--match {options.match!r} is neither a known slug nor a regular expression: {error}."
+            f"--match must be a known slug or a regular expression, got {options.match!r}: {error}."
         ) from error
 
 

@@ -20,8 +20,17 @@ from harness.config.cli import read_options
 from harness.config.layers import ConfigError
 from harness.runtime.errors import CANNOT_RUN_HERE, report_user_error
 from harness.runtime.process_tree import SupervisorKilled
-from harness.tools.bisection import answer as answers
-from harness.tools.bisection import bisect_report
+from harness.tools.bisection.answer import (
+    EXIT_CODES,
+    Answer,
+    answer_of,
+    as_dict,
+    candidate_rows,
+    refused_answer,
+    sentences,
+    status_json,
+)
+from harness.tools.bisection.bisect_report import write_reports
 from harness.tools.bisection.bisection import Bisection
 from harness.tools.bisection.candidates import IndexUnreachable, commit_of_release, find_candidates, fork_point, settle
 from harness.tools.bisection.classify import FIRST_STOPPING_CODE, StopRequested, run_once
@@ -135,7 +144,7 @@ def resume(given: Sequence[str], options: Options | None, words: Sequence[str]) 
     then_git = (options.then_git or options.git) if options and not question else ""
     checkout = Path(then_git).expanduser().resolve() if then_git else None
     if checkout and not checkout.is_dir():
-        raise WrongQuestion(f"--then-git {then_git} is no folder; give one that is there.")
+        raise WrongQuestion(f"--then-git must be an existing folder, got {then_git}.")
     return _bisect(state, folder, checkout)
 
 
@@ -144,15 +153,15 @@ def status(words: Sequence[str]) -> int:
     folder = _folder([word for word in words if word != "--json"], "status")
     state = load_state(folder)
     if "--json" in words:
-        print(answers.status_json(state, owner_of(folder)))
+        print(status_json(state, owner_of(folder)))
         return 0
     print(join([SCRIPT, *state.question.words()]), end="\n\n")
-    rows = answers.candidate_rows(state)
+    rows = candidate_rows(state)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:3]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
-    answer = answers.answer_of(state)
-    lines = answers.sentences(state, answer) if answer.kind != "open" else state.answer.get("sentences", [])
+    answer = answer_of(state)
+    lines = sentences(state, answer) if answer.kind != "open" else state.answer.get("sentences", [])
     print("", *(lines or [describe_left(state), _running(folder)]), sep="\n")
     return 0
 
@@ -275,7 +284,7 @@ def _bisect(state: State, folder: Path, checkout: Path | None = None) -> int:
     """Run it, and then, if a checkout is given, the bisect over the commits between the two releases found."""
     folder = folder.absolute()
     state, answer = _run_to_answer(state, folder)
-    code = answers.EXIT_CODES[answer.kind]
+    code = EXIT_CODES[answer.kind]
     if not checkout and state.question.options.then_git:
         checkout = Path(state.question.options.then_git)
     if answer.kind == "found" and not state.question.options.git:
@@ -321,7 +330,7 @@ def _question_of_commits(state: State, edge: Edge, checkout: Path, folder: Path)
     return replace(state.question, options=moved)
 
 
-def _run_to_answer(state: State, folder: Path) -> tuple[State, answers.Answer]:
+def _run_to_answer(state: State, folder: Path) -> tuple[State, Answer]:
     """Run the bisect and write its report; if it is stopped, say how to continue, and end the process."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -340,14 +349,14 @@ def _run_to_answer(state: State, folder: Path) -> tuple[State, answers.Answer]:
                 _introduce(state, folder, progress)
                 answer = Bisection(state, folder, provider, progress, lock.fileno(), no_gpu).run()
                 progress.close()
-                state.answer = answers.as_dict(state, answer)
+                state.answer = as_dict(state, answer)
                 state.save(folder)
-                text = bisect_report.write(state, answer, folder)
+                text = write_reports(state, answer, folder)
                 print(f"\n{text}\nreport: {folder / 'report.md'} and report.html", flush=True)
                 return state, answer
             except WrongQuestion as error:
                 if state.records:  # else nothing was run: the question is to be asked otherwise
-                    state.answer = answers.refused_answer(str(error))
+                    state.answer = refused_answer(str(error))
                     state.save(folder)
                 raise
             except KeyboardInterrupt:

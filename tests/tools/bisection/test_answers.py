@@ -7,7 +7,7 @@ import pytest
 
 from harness.tools.bisection import bisection as module
 from harness.tools.bisection.answer import EXIT_CODES, sentences
-from harness.tools.bisection.bisect_report import write
+from harness.tools.bisection.bisect_report import write_reports
 from harness.tools.bisection.bisection import Bisection
 from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.question import Options, WrongQuestion
@@ -112,5 +112,5 @@ def test_a_report_of_a_set(tmp_path: Path) -> None:
     state, _, _ = bisected("gggggsssbbbb")
     planned = Planned(state, tmp_path, Anything(), Silent(), 0, True)
     planned.outcomes = "gggggsssbbbb"
-    text = write(state, planned.run(), tmp_path)
+    text = write_reports(state, planned.run(), tmp_path)
     assert "one of 4" in text and "What changed from 1.4 to 1.8" in (tmp_path / "report.md").read_text()

@@ -33,7 +33,10 @@ SITES = ["--package", "moving", "--environments", "sites"]
         ([*SITES, "--good", "1.0", "--bad", "1.9", "--", "script.py"], "has no version 1.9; nearest are 1.2, 1.3."),
         ([*SITES, "--good", "1.3", "--bad", "1.0", "--", "script.py"], "good = 1.3 is newer than bad = 1.0"),
         ([*SITES, "--good", "1.0", "--bad", "1.0", "--", "script.py"], "good and bad are both 1.0"),
-        ([*SITES, "--good", "one", "--bad", "1.0", "--", "script.py"], "'one' is not a version"),
+        (
+            [*SITES, "--good", "one", "--bad", "1.0", "--", "script.py"],
+            "must be a version such as 0.5.9 or 0.5.5.post3, got 'one'",
+        ),
         ([*SITES, "--good", "1.0", "--bad", "1.3", "--", "nowhere.py"], "the script nowhere.py is not there."),
         (
             [*SITES, "--good", "1.0", "--bad", "1.3", "--", "no-such-program"],
@@ -49,13 +52,13 @@ SITES = ["--package", "moving", "--environments", "sites"]
         ),
         (
             [*SITES, "--good", "1.0", "--bad", "1.3", "--then-git", "no", "--", "script.py"],
-            "--then-git no is no folder",
+            "--then-git must be an existing folder, got no",
         ),
         ([*SITES, "--good", "1.0", "--bad", "1.3"], "there is nothing to run"),
         ([*SITES, "--bad", "1.3", "--", "script.py"], "--good is missing"),
         (
             [*SITES, "--good", "1.0", "--bad", "1.3", "--match", "(", "--", "script.py"],
-            "neither a known slug nor a regular",
+            "must be a known slug or a regular",
         ),
         (
             [*SITES, "--good", "1.0", "--bad", "1.3", "--metric", "x", "--", "script.py"],
@@ -64,9 +67,9 @@ SITES = ["--package", "moving", "--environments", "sites"]
         ([*SITES, "--good", "1.0", "--bad", "1.3", "--hang", "--", "script.py"], "--hang needs --timeout"),
         (
             [*SITES, "--good", "1.0", "--bad", "1.3", "--timeout", "soon", "--", "script.py"],
-            "timeout = 'soon' must be a time",
+            "a time must be seconds, 90s, 10m or 2h, got 'soon'",
         ),
-        (["--good", "1.0", "--bad", "1.3", "--git", ".", "--", "script.py"], "is no git checkout"),
+        (["--good", "1.0", "--bad", "1.3", "--git", ".", "--", "script.py"], "--git must be a git checkout, got "),
         (["--good", "1.0", "--bad", "1.3", "--wheels", "sites", "--", "script.py"], "has no wheel of sglang"),
         (["--resume", "sites"], "holds no bisect"),
         (["status", "sites"], "sites holds no bisect"),
