@@ -81,7 +81,6 @@ class Emulation:
         self.hosts: dict[str, RunningHost] = {}
         self.ended: list[RunningHost] = []
         self.waiting = list(plan.faults)
-        self.too_late: list[HostFault] = []
         self.phases: dict[str, set[str]] = {host.name: set() for host in plan.hosts}
         self.signals: list[int] = []
         self._folder = Path()
@@ -128,17 +127,16 @@ class Emulation:
         self.console.say(f"{len(self.plan.hosts)} hosts of {self.plan.ranks_per_host} ranks {how}: {where}")
 
     def _start_host(self, plan: HostPlan, port: int) -> None:
-        folder, boot_id = self._folder / plan.name, str(uuid.uuid4())
+        folder = self._folder / plan.name
         (folder / "tmp").mkdir(parents=True)
         (folder / "hosts").write_text(hosts_file(self.plan, plan), encoding="ascii")
-        (folder / "boot_id").write_text(boot_id + "\n", encoding="ascii")
+        (folder / "boot_id").write_text(f"{uuid.uuid4()}\n", encoding="ascii")
         changes = environment(self.plan, plan, folder, os.environ)
         if plan.skew_seconds:
             changes |= skewed_clock(plan.skew_seconds, os.environ)
         spec = HostSpec(
             name=plan.name,
             namespaces=self.plan.namespaces,
-            boot_id=boot_id,
             interfaces=plan.interfaces,
             mtu=self.plan.options.mtu,
             ipv6=self.plan.network != "ipv4",
@@ -191,7 +189,8 @@ class Emulation:
             react()
         now = time.monotonic()
         for fault in list(self.waiting):
-            if not fault.phase and now - self.console.started >= fault.seconds:
+            due = not fault.phase and now - self.console.started >= fault.seconds
+            if due and self.hosts[fault.host].code is None:
                 self._do(fault, fault.when)
         for host in self.hosts.values():
             if host.code is None and host.process.poll() is not None:
@@ -258,10 +257,7 @@ class Emulation:
     def _do(self, fault: HostFault, when: str) -> None:
         self.waiting.remove(fault)
         host = self.hosts[fault.host]
-        if host.code is not None:
-            self.console.say(f"{fault} has come too late: {host.name} has ended")
-            self.too_late.append(fault)
-        elif fault.kind == "cut":
+        if fault.kind == "cut":
             self._cut(host)
             self.console.say(f"cut {host.name} from the others {when}")
         else:
@@ -310,9 +306,9 @@ class Emulation:
             return next((code for code in codes if code > 1), 1)
         for fault in self.waiting:
             seen = ", ".join(sorted(self.phases[fault.host])) or "none"
-            why = f"phases that {fault.host} began: {seen}" if fault.phase else "all hosts had ended"
+            why = f"phases that {fault.host} began: {seen}" if fault.phase else f"{fault.host} had ended"
             self.console.say(f"{fault} never happened; {why}")
-        return MISTAKE if self.waiting or self.too_late else 0
+        return MISTAKE if self.waiting else 0
 
 
 def _start_process(

@@ -31,22 +31,13 @@ GO, END, KILL = b"go", b"end", b"kill"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostInterface:
-    """A network interface of a host."""
-
-    name: str
-    addresses: tuple[str, ...]
-    """With prefix, such as 10.77.0.1/24."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class HostSpec:
     """What a host's process gets over the control socket, as JSON."""
 
     name: str
     namespaces: bool
-    boot_id: str
-    interfaces: tuple[HostInterface, ...]
+    interfaces: dict[str, tuple[str, ...]]
+    """Name -> addresses with prefix, such as 10.77.0.1/24."""
     mtu: int
     ipv6: bool
     folder: str
@@ -108,14 +99,14 @@ def furnish(spec: HostSpec) -> list[int]:
     kernel.mount("tmpfs", "/dev/shm", "tmpfs")
     kernel.mount(str(folder / "hosts"), "/etc/hosts", None, kernel.MS_BIND)
     kernel.mount(str(folder / "boot_id"), "/proc/sys/kernel/random/boot_id", None, kernel.MS_BIND)
-    kernel.bring_up("lo", [])
+    kernel.bring_up("lo")
     descriptors = []
-    for interface in spec.interfaces:
-        descriptors.append(kernel.open_tun(interface.name))
-        switch = Path(f"/proc/sys/net/ipv6/conf/{interface.name}/disable_ipv6")
+    for name, addresses in spec.interfaces.items():
+        descriptors.append(kernel.open_tun(name))
+        switch = Path(f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6")
         if not spec.ipv6 and switch.exists():
             switch.write_text("1", encoding="ascii")
-        kernel.bring_up(interface.name, list(interface.addresses), spec.mtu)
+        kernel.bring_up(name, addresses, spec.mtu)
     return descriptors
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.hosts.host import HostInterface
 from harness.tools.hosts.host_faults import HostFault, LinkConditions, host_fault, quantity, skew
 from harness.tools.hosts.phase_gate import PHASE_SOCKET
 
@@ -77,7 +76,8 @@ class HostPlan:
     index: int
     addresses: tuple[str, ...]
     """On the network that joins the hosts."""
-    interfaces: tuple[HostInterface, ...]
+    interfaces: dict[str, tuple[str, ...]]
+    """Name -> addresses with prefix."""
     visible: str | None
     """CUDA_VISIBLE_DEVICES; None leaves it alone."""
     skew_seconds: float = 0.0
@@ -152,7 +152,7 @@ def make_plan(options: HostsOptions, script: Sequence[str], refusal: str, visibl
             HostPlan(
                 index=index,
                 addresses=host_addresses(index, network, namespaces),
-                interfaces=interfaces(index, options.interfaces, network) if namespaces else (),
+                interfaces=interfaces(index, options.interfaces, network) if namespaces else {},
                 visible=split[index],
                 skew_seconds=skews.get(name, 0.0),
             )
@@ -218,19 +218,13 @@ def host_addresses(index: int, network: IpVersion, namespaces: bool) -> tuple[st
     return {"ipv4": (four,), "ipv6": (six,), "both": (four, six)}[network]
 
 
-def interfaces(index: int, count: int, network: IpVersion) -> tuple[HostInterface, ...]:
+def interfaces(index: int, count: int, network: IpVersion) -> dict[str, tuple[str, ...]]:
     """Return eth0, eth1, ...: the last is on the network that joins the hosts (77), the decoys on networks of their own."""
-    return tuple(
-        HostInterface(
-            name=f"eth{number}",
-            addresses=tuple(
-                address
-                for address in (f"10.{77 + away}.0.{index + 1}/24", f"fd{77 + away}::{index + 1:x}/64")
-                if network == "both" or (":" in address) == (network == "ipv6")
-            ),
-        )
-        for number, away in enumerate(reversed(range(count)))
-    )
+    found = {}
+    for number, away in enumerate(reversed(range(count))):
+        four, six = f"10.{77 + away}.0.{index + 1}/24", f"fd{77 + away}::{index + 1:x}/64"
+        found[f"eth{number}"] = {"ipv4": (four,), "ipv6": (six,), "both": (four, six)}[network]
+    return found
 
 
 def hosts_file(plan: EmulationPlan, own: HostPlan) -> str:

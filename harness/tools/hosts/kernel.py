@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Sequence
 from ipaddress import IPv4Interface, IPv6Interface
 
 from harness.runtime.process_tree import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
@@ -76,7 +77,7 @@ def open_tun(name: str) -> int:
     return descriptor
 
 
-def bring_up(name: str, addresses: list[str], mtu: int | None = None) -> None:
+def bring_up(name: str, addresses: Sequence[str] = (), mtu: int | None = None) -> None:
     """Give the interface its addresses ("10.77.0.1/24", "fd77::1/64"), and switch it on. Raise OSError."""
     label = name.encode()
     with (
