@@ -18,10 +18,14 @@ PATTERN = 0x5A
 
 
 class IpcChild:
-    """A child process that will open memory as its index-th GPU, of those in `visible`."""
+    """A child process that opens memory of `device` as the index-th GPU of `visible`. Raise RuntimeError without a handle."""
 
-    def __init__(self, index: int, visible: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, device: torch.device, index: int, visible: str, environment: Mapping[str, str]) -> None:
         self.visible = visible
+        torch.cuda.set_device(device)
+        self._memory = torch.full((BYTES,), PATTERN, dtype=torch.uint8, device=device)  # lives as long as the child
+        torch.cuda.synchronize(device)
+        self._handle = self._memory.untyped_storage()._share_cuda_()[1:]
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(index)],
             stdin=subprocess.PIPE,
@@ -30,14 +34,13 @@ class IpcChild:
             env={**environment, "CUDA_VISIBLE_DEVICES": visible},
         )
 
-    def uuid(self, device: torch.device, seconds: float) -> str:
-        """Return the UUID of the GPU on which the child opened memory of `device`. Raise TimeoutError, RuntimeError."""
-        torch.cuda.set_device(device)
-        memory = torch.full((BYTES,), PATTERN, dtype=torch.uint8, device=device)  # lives until the child has answered
-        torch.cuda.synchronize(device)
-        handle = memory.untyped_storage()._share_cuda_()[1:]
+    def uuid(self, seconds: float) -> str:
+        """Return the UUID of the child's GPU. Raise TimeoutError, or RuntimeError if it cannot read the memory.
+
+        Without a CUDA call of this process, which would wait for a collective that hangs.
+        """
         try:
-            output, errors = self._process.communicate(pickle.dumps(handle), timeout=seconds)
+            output, errors = self._process.communicate(pickle.dumps(self._handle), timeout=seconds)
         except subprocess.TimeoutExpired as late:
             raise TimeoutError(f"the child did not answer within {seconds:.0f} s") from late
         if self._process.returncode != 0:

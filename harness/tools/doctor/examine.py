@@ -132,7 +132,7 @@ class Doctor:
                 return self._judge(None, [missing(absent, self.launch.world_size, FACTS)], text)
         with contextlib.suppress(Absent):
             self.members = self.store.get("members", self.until(FACTS + SPREAD).left(), list[Member])
-        if not self.members:
+        if len(self.members) != self.launch.world_size:
             return self._await_verdict()
         links = self.measure(mine)
         measured = self.store.gather("links", links, self.until(LINKS + SPREAD).left(), RankLinks)
@@ -169,7 +169,7 @@ class Doctor:
         ready = Deadline.after(self.until(LINKS).left(READY))
         with contextlib.ExitStack() as stack:
             child = self._ipc_child(engines)  # it imports torch meanwhile
-            if child:
+            if isinstance(child, IpcChild):
                 stack.callback(child.end)
             leads = self.rank in self.leaders
             holds_ports = leads or any(node.builder == self.rank for engine in engines for node in engine.nodes)
@@ -190,7 +190,7 @@ class Doctor:
                 links = replace(links, reaches=reach_all(targets, max(1.0, ready.left(CONNECT_SECONDS))))
             self.store.barrier("ready", ready.left())
             links = replace(links, collectives=self._collectives())
-            links = replace(links, ipc=self._ipc(child) if child else None)
+            links = replace(links, ipc=self._ipc(child) if isinstance(child, IpcChild) else child)
             # Ports stay open and the token stays in its folder until the last rank has looked.
             self.store.barrier("measured", self.until(LINKS).left(CONNECT_SECONDS))
         return links
@@ -252,24 +252,27 @@ class Doctor:
             within(deadline.left(), lambda: all_reduces(store, list(groups), device, deadline, results))
         return tuple(results.values())
 
-    def _ipc_child(self, engines: tuple[EnginePlacement, ...]) -> IpcChild | None:
+    def _ipc_child(self, engines: tuple[EnginePlacement, ...]) -> IpcChild | Ipc | None:
         """Start a child that sees what this rank's engine will see; None if their processes share no GPU."""
         node = next((node for engine in engines for node in engine.nodes if self.rank in node.ranks), None)
         if node is None or node.visible_devices is None or self.device is None or not self.config.parallel.colocate:
             return None
+        visible, index = ",".join(node.visible_devices), node.base_gpu_id + node.ranks.index(self.rank)
         inherited = {
             name: value
             for name, value in self.environment.items()
             if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIX)
         }
-        return IpcChild(node.base_gpu_id + node.ranks.index(self.rank), ",".join(node.visible_devices), inherited)
+        try:
+            return IpcChild(self.device, index, visible, inherited)
+        except RuntimeError as error:
+            return Ipc(visible=visible, error=str(error).splitlines()[0])
 
     def _ipc(self, child: IpcChild) -> Ipc:
-        assert self.device is not None
         try:
-            return Ipc(visible=child.visible, uuid=child.uuid(self.device, self.until(LINKS).left()))
+            return Ipc(visible=child.visible, uuid=child.uuid(self.until(LINKS).left()))
         except (RuntimeError, TimeoutError) as error:
-            return Ipc(visible=child.visible, error=str(error).splitlines()[0])
+            return Ipc(visible=child.visible, error=str(error))
 
 
 def _member(facts: RankFacts) -> Member:

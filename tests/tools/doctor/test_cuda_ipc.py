@@ -22,17 +22,17 @@ def a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_error_of_a_child_that_cannot_open_the_memory_is_its_last_line() -> None:
-    child = IpcChild(0, "GPU-0", os.environ)
+    child = IpcChild(torch.device("cuda", 0), 0, "GPU-0", os.environ)
     try:
         with pytest.raises(RuntimeError, match="CUDA|cuda"):
-            child.uuid(torch.device("cuda", 0), 60)
+            child.uuid(60)
     finally:
         child.end()
 
 
 def test_a_child_that_is_late_is_ended() -> None:
-    child = IpcChild(0, "GPU-0", os.environ)
+    child = IpcChild(torch.device("cuda", 0), 0, "GPU-0", os.environ)
     with pytest.raises(TimeoutError):
-        child.uuid(torch.device("cuda", 0), 0.01)
+        child.uuid(0.01)
     child.end()
     child.end()  # once more does nothing
