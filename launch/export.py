@@ -18,6 +18,7 @@ _checkout.use()
 
 from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
+from harness.tools import environments
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.log_lines import log_files
 from harness.tools.export.program import MOST_LINES, render
@@ -29,6 +30,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
+    environments.need("torch")
     try:
         if not arguments:
             raise ValueError("there is nothing to export; give a TOML file or a run directory.")
