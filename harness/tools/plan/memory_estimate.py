@@ -143,7 +143,8 @@ class MemoryEstimate:
             if role == learning:
                 parts[f"{role}: gradients"] = share.gradients
         colocate, transport = self.config.parallel.colocate, self.config.weights.transport
-        if name == "sync" or (transport == "stream" and colocate):  # whose buffers stay open from the first sync on
+        stays_open = transport == "stream" or self.config.weights.verify in ("bytes", "full")  # from the first sync on
+        if name == "sync" or (stays_open and colocate):
             size = slots_bytes(self.bucket_bytes) if colocate and transport != "disk" else self.bucket_bytes
             parts["sync: its two buffers" if colocate else "sync: bucket gathered"] = size
         if self.casts and name == "sync":
