@@ -110,7 +110,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank. host is host_identity's; machine says whether two hosts really share kernel and network."""
+    """One rank. host is host_identity's; machine: whether two hosts really share kernel and network."""
 
     rank: int
     local_rank: int

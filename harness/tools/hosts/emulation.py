@@ -300,7 +300,7 @@ class Emulation:
         if self.signals:
             return 128 + self.signals[0]
         if self._router and self._router.poll() is not None:
-            return 1  # it serves until it is told to end, which is after this
+            return 1  # it serves until its control socket closes, which is after this
         if any(host.code for host in self.ended):
             codes = [host.cause.code or 0 for host in self.ended if not host.killed]
             return next((code for code in codes if code > 1), 1)

@@ -55,12 +55,12 @@ def test_two_healthy_ranks_are_ok() -> None:
 def test_a_variable_that_differs_is_a_fault_in_json_too() -> None:
     run = torchrun(2, "tests/tools/doctor/doctor_with_an_odd_rank.py", "NCCL_CUMEM_ENABLE=0", "--json")
     assert run.returncode == 1
-    told = json.loads(run.stdout)
-    assert told["verdict"] == "faults" and len(told["ranks"]) == len(told["links"]) == 2
-    (fault,) = [each for each in told["findings"] if each["fault"]]
+    found = json.loads(run.stdout)
+    assert found["verdict"] == "faults" and len(found["ranks"]) == len(found["links"]) == 2
+    (fault,) = [each for each in found["findings"] if each["fault"]]
     assert fault["check"] == "environment" and fault["ranks"] == [1]
     assert fault["what"] == "NCCL_CUMEM_ENABLE differs: unset on rank 0; 0 on rank 1"
-    assert told["links"][0]["collectives"][0]["bandwidth"] > 1e6
+    assert found["links"][0]["collectives"][0]["bandwidth"] > 1e6
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_rank_whose_store_does_not_answer_says_so(
 def test_a_rank_that_dies_in_the_measurements_does_not_hang_the_others(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 1 reports its facts and no more: rank 0 says so, and that their all-reduce failed."""
+    """Rank 1 reports its facts and no more: rank 0 reports that, and that their all-reduce failed."""
     monkeypatch.setattr(examine, "LINKS", 3.0)
     monkeypatch.setattr(examine, "READY", 1.0)
     monkeypatch.setattr(examine, "SPREAD", 0.5)
@@ -168,7 +168,7 @@ def test_a_rank_that_dies_in_the_measurements_does_not_hang_the_others(
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces take root")
 @on_cpu
 def test_two_emulated_hosts_with_one_clock_wrong() -> None:
-    """IPv6, a Debian /etc/hosts and torchrun told host0's name: the addresses are right all the same."""
+    """IPv6, a Debian /etc/hosts and torchrun given the name of host0: the addresses are right all the same."""
     options = ["--hosts", "2", "--ranks-per-host", "2", "--ipv6", "--debian-hosts", "--master", "hostname"]
     run = subprocess.run(
         [sys.executable, "launch/hosts.py", *options, "--skew", "host1=+90s", "--", "launch/doctor.py"],
@@ -181,9 +181,9 @@ def test_two_emulated_hosts_with_one_clock_wrong() -> None:
     if run.returncode == 125:
         pytest.skip(run.stderr.strip())
     lines = [line.partition("| ")[2] for line in run.stdout.splitlines() if line.startswith("host0 | ")]
-    told = "\n".join(lines)
+    found = "\n".join(lines)
     assert run.returncode == 1, run.stdout + run.stderr
-    assert "4 ranks on 2 hosts, mesh dp=1 tp=4 pp=1" in told
-    assert "1. FAULT clocks on host1 (ranks 2, 3): this clock is 90.0 s ahead of rank 0's" in told
-    assert "gloo all-reduce, hosts  1 group (ranks 0, 2): " in told
-    assert "1 fault" in told and not [line for line in lines if "FAULT" in line and "clocks" not in line]
+    assert "4 ranks on 2 hosts, mesh dp=1 tp=4 pp=1" in found
+    assert "1. FAULT clocks on host1 (ranks 2, 3): this clock is 90.0 s ahead of rank 0's" in found
+    assert "gloo all-reduce, hosts  1 group (ranks 0, 2): " in found
+    assert "1 fault" in found and not [line for line in lines if "FAULT" in line and "clocks" not in line]

@@ -10,19 +10,19 @@ from tests.tools.doctor.test_examine import torchrun
 pytestmark = pytest.mark.gpu
 
 
-def test_gpus_are_told_reached_and_opened() -> None:
+def test_gpus_are_reported_reached_and_opened() -> None:
     ranks = torch.cuda.device_count()
     run = torchrun(ranks, "launch/doctor.py", "--json")
-    told = json.loads(run.stdout)
-    assert run.returncode == 0 and told["verdict"] == "OK", told["findings"]
-    uuids = [each["gpu"]["uuid"] for each in told["ranks"]]
+    found = json.loads(run.stdout)
+    assert run.returncode == 0 and found["verdict"] == "OK", found["findings"]
+    uuids = [each["gpu"]["uuid"] for each in found["ranks"]]
     assert len(set(uuids)) == ranks and all(uuid.startswith("GPU-") for uuid in uuids)
-    assert [each["ipc"]["uuid"] for each in told["links"]] == uuids
-    for each in told["ranks"]:
+    assert [each["ipc"]["uuid"] for each in found["links"]] == uuids
+    for each in found["ranks"]:
         assert each["gpu"]["told_by"] == "NVML" and len(each["gpu"]["nvlink"]) >= ranks - 1
         assert 0 < each["gpu"]["free"] <= each["gpu"]["total"]
     if ranks > 1:
-        nccl = [one for each in told["links"] for one in each["collectives"] if one["backend"] == "nccl"]
+        nccl = [one for each in found["links"] for one in each["collectives"] if one["backend"] == "nccl"]
         assert len(nccl) >= ranks and all(one["bandwidth"] > 1e9 and not one["error"] for one in nccl)
 
 

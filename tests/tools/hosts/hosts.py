@@ -31,7 +31,7 @@ class Answer:
         """The launcher's own lines."""
         return [line for line in self.output.splitlines() if line.startswith("hosts: ")]
 
-    def said(self, host: str) -> list[dict[str, Any]]:
+    def json_of(self, host: str) -> list[dict[str, Any]]:
         """A host's lines of JSON."""
         lines = [line.removeprefix(f"{host} | ") for line in self.output.splitlines() if line.startswith(f"{host} | ")]
         return [json.loads(line) for line in lines if line.startswith("{")]

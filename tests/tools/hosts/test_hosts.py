@@ -13,7 +13,7 @@ pytestmark = needs_namespaces
 def test_each_host_has_a_name_a_boot_a_network_processes_and_shared_memory_of_its_own() -> None:
     answer = run("--network", "both", "--interfaces", "2", "--", ON_HOST, "identity")
     assert answer.code == 0, answer.output
-    (first,), (second,) = answer.said("host0"), answer.said("host1")
+    (first,), (second,) = answer.json_of("host0"), answer.json_of("host1")
     assert (first["hostname"], second["hostname"]) == ("host0", "host1")
     assert first["boot_id"] != second["boot_id"]
     assert (first["shm"], second["shm"]) == ({"mine": "0"}, {"mine": "1"})
@@ -27,8 +27,8 @@ def test_each_host_has_a_name_a_boot_a_network_processes_and_shared_memory_of_it
 @pytest.mark.long
 def test_debian_hosts_take_their_own_name_for_loopback() -> None:
     answer = run("--debian-hosts", "--", ON_HOST, "identity")
-    assert answer.said("host1")[0]["hosts"].startswith("127.0.1.1 host1\n"), answer.output
-    assert "127.0.1.1" in answer.said("host1")[0]["own"]
+    assert answer.json_of("host1")[0]["hosts"].startswith("127.0.1.1 host1\n"), answer.output
+    assert "127.0.1.1" in answer.json_of("host1")[0]["own"]
 
 
 @pytest.mark.parametrize(
@@ -38,33 +38,35 @@ def test_debian_hosts_take_their_own_name_for_loopback() -> None:
 def test_hosts_reach_each_other_by_name(network: str, first: str, second: str) -> None:
     answer = run("--network", network, "--interfaces", "3", "--", ON_HOST, "ping", "host0")
     assert answer.code == 0, answer.output
-    (said,) = answer.said("host1")
-    assert (said["peer"], said["own"]) == (first, second)
-    assert min(said["trips"]) < 0.02
+    (found,) = answer.json_of("host1")
+    assert (found["peer"], found["own"]) == (first, second)
+    assert min(found["trips"]) < 0.02
 
 
 @pytest.mark.long
 def test_latency_is_at_least_what_was_asked() -> None:
-    (said,) = run("--latency", "30ms", "--", ON_HOST, "ping", "host0").said("host1")
-    assert 0.06 <= min(said["trips"]) < 0.12
+    (found,) = run("--latency", "30ms", "--", ON_HOST, "ping", "host0").json_of("host1")
+    assert 0.06 <= min(found["trips"]) < 0.12
 
 
 @pytest.mark.long
 def test_bandwidth_is_at_most_what_was_asked() -> None:
-    (said,) = run("--bandwidth", "32mbit", "--mtu", "9000", "--", ON_HOST, "stream", "host0", "4000000").said("host0")
-    assert said["bytes"] == 4000000
-    assert 16e6 < said["bytes"] * 8 / said["seconds"] < 34e6
+    (found,) = run("--bandwidth", "32mbit", "--mtu", "9000", "--", ON_HOST, "stream", "host0", "4000000").json_of(
+        "host0"
+    )
+    assert found["bytes"] == 4000000
+    assert 16e6 < found["bytes"] * 8 / found["seconds"] < 34e6
 
 
 def test_loss_takes_about_its_share() -> None:
-    (said,) = run("--loss", "20%", "--", ON_HOST, "datagrams", "10.77.0.1", "1000", "0").said("host0")
-    assert 700 < len(said["came"]) < 900
+    (found,) = run("--loss", "20%", "--", ON_HOST, "datagrams", "10.77.0.1", "1000", "0").json_of("host0")
+    assert 700 < len(found["came"]) < 900
 
 
 def test_a_cut_link_swallows_every_packet_from_then_on() -> None:
     answer = run("--cut", "host1@1.5s", "--", ON_HOST, "datagrams", "10.77.0.1", "300", "0.01")
     assert answer.code == 0, answer.output
-    came = answer.said("host0")[0]["came"]
+    came = answer.json_of("host0")[0]["came"]
     assert came == list(range(len(came)))
     assert 20 < len(came) < 200
     assert any(line.startswith("hosts: cut host1 from the others 1.5 s after the start (1.") for line in answer.console)
@@ -72,7 +74,7 @@ def test_a_cut_link_swallows_every_packet_from_then_on() -> None:
 
 def test_a_host_killed_at_a_phase_falls_silent_before_the_phase_begins() -> None:
     answer = run("--kill", "host1@sync:1", "--", ON_HOST, "phases", "10.77.0.1")
-    assert [said["got"] for said in answer.said("host0")] == ["0", "silence"], answer.output
+    assert [found["got"] for found in answer.json_of("host0")] == ["0", "silence"], answer.output
     assert any(line.startswith("hosts: killed host1 at sync of step 1 (") for line in answer.console)
     assert answer.code == 1
 
@@ -80,7 +82,7 @@ def test_a_host_killed_at_a_phase_falls_silent_before_the_phase_begins() -> None
 @pytest.mark.long
 def test_a_cut_at_a_phase_comes_before_its_work() -> None:
     answer = run("--cut", "host1@sync:1", "--", ON_HOST, "phases", "10.77.0.1")
-    assert [said["got"] for said in answer.said("host0")] == ["0", "silence"], answer.output
+    assert [found["got"] for found in answer.json_of("host0")] == ["0", "silence"], answer.output
     assert any(line.startswith("hosts: cut host1 from the others at sync of step 1 (") for line in answer.console)
 
 
@@ -93,7 +95,7 @@ def test_a_fault_that_never_happens_is_a_mistake() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("libfaketime") is None, reason="libfaketime is not installed")
 def test_a_skewed_clock_is_wrong_by_what_was_asked_and_waits_as_long() -> None:
     answer = run("--skew", "host1=+90s", "--", ON_HOST, "clock")
-    (right,), (wrong,) = answer.said("host0"), answer.said("host1")
+    (right,), (wrong,) = answer.json_of("host0"), answer.json_of("host1")
     assert 85 < wrong["time"] - right["time"] < 95
     assert 0.3 <= wrong["monotonic"] < 1.0
     assert 0.3 <= wrong["real"] < 1.0

@@ -23,11 +23,11 @@ WORKER = str(Path(__file__).resolve().parent / "worker_all_reduce.py")
 def test_an_all_reduce_over_two_hosts_of_two_ranks(words: tuple[str, ...]) -> None:
     answer = run(*words, "--hosts", "2", "--ranks-per-host", "2", "--", WORKER, launcher=LAUNCH)
     assert answer.code == 0, answer.output
-    said = [each for host in ("host0", "host1") for each in answer.said(host)]
-    assert [each["sum"] for each in said] == [[10.0]] * 4
-    assert sorted(each["rank"] for each in said) == [0, 1, 2, 3]
+    found = [each for host in ("host0", "host1") for each in answer.json_of(host)]
+    assert [each["sum"] for each in found] == [[10.0]] * 4
+    assert sorted(each["rank"] for each in found) == [0, 1, 2, 3]
     if "processes" not in words:
-        assert {each["host"] for each in answer.said("host1")} == {"host1"}
+        assert {each["host"] for each in answer.json_of("host1")} == {"host1"}
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     total = torch.full((1000,), float(rank + 1))
     dist.all_reduce(total)
-    told = {"rank": rank, "host": socket.gethostname(), "sum": total.unique().tolist()}
+    found = {"rank": rank, "host": socket.gethostname(), "sum": total.unique().tolist()}
     dist.barrier()
-    os.write(1, (json.dumps(told) + "\n").encode())  # in one call, or two ranks of a host may share a line
+    os.write(1, (json.dumps(found) + "\n").encode())  # in one call, or two ranks of a host may share a line
     os._exit(0)
