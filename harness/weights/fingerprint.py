@@ -31,7 +31,6 @@ class FingerprintComparison:
     """The outcome of one comparison; the same on every rank."""
 
     tensors: int
-    """Of the checkpoint."""
     compared: int
     """Those whose every element is known to equal the trainer's; the others arrive in ways that cannot be followed."""
     unchanged: int | None
@@ -123,7 +122,6 @@ class _Parts:
 
     def __init__(self, buckets: Sequence[Bucket], coverage: Sequence[LoadCoverage]) -> None:
         self.names: dict[Unit, tuple[str, ...]] = {}
-        """Of each unit's tensors."""
         self.boxes: dict[Unit, dict[Box, list[tuple[int, str]]]] = {}
         """Box -> (engine rank, "<bucket>/<copy>") of each copy of it."""
         self.box_names: dict[tuple[Unit, Box], tuple[str, ...]] = {}

@@ -201,7 +201,6 @@ def gather(bucket: Bucket, live: Mapping[str, torch.Tensor]) -> list[tuple[str, 
 
 
 def group_of(live: Mapping[str, torch.Tensor]) -> dist.ProcessGroup | None:
-    """Return the group over which the tensors are sharded; None, the default one, where none is."""
     return next((each.device_mesh.get_group() for each in live.values() if isinstance(each, DTensor)), None)
 
 

@@ -54,7 +54,6 @@ class PartDifference:
 
     @property
     def badness(self) -> tuple[float, float]:
-        """The order in which parts are worse."""
         return self.bulk, self.mean
 
 
@@ -71,7 +70,6 @@ class LogProbDifference:
     """The worst one, likewise."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the statistics for metrics.jsonl."""
         found = {"mean": self.mean, "max": self.largest}
         for what, part in (("worst_sequence", self.sequence), ("worst_position", self.position)):
             found |= {what: part.mean, f"{what}_bulk": part.bulk, f"{what}_index": part.index}

@@ -35,7 +35,6 @@ class Reload:
     """Where checkpoints go, for as long as they are needed; all hosts see it."""
 
     def save(self) -> None:
-        """Write the trainer's weights as they are now."""
         self.sync.save(self.folder, self.source, self.world.rank)
         dist.barrier()
 

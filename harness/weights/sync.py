@@ -72,12 +72,10 @@ class WeightSync:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all checkpoint tensors."""
         return sum(entry.nbytes for bucket in self.buckets for entry in bucket.entries)
 
     @property
     def largest_bucket(self) -> int:
-        """Bytes of the largest bucket."""
         return max(bucket.nbytes for bucket in self.buckets)
 
     def link(self) -> WeightLink:
@@ -127,7 +125,6 @@ class WeightSync:
             self._link = None
 
     def close(self) -> None:
-        """Close the transport and the link. A collective call."""
         self.transport.close()
         self.close_link()
 

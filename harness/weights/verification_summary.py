@@ -42,12 +42,10 @@ class SyncSummary:
         self.compared = int(min(each.get("sync_tensors_compared", 0) for each in rollouts))
         """Tensors whose every element was compared after each sync; 0 where none was."""
         self.tensors = int(max(each.get("sync_tensors", 0) for each in rollouts))
-        """Of the checkpoint."""
         self.unchanged = int(max(each.get("sync_tensors_unchanged", 0) for each in rollouts))
         """The most tensors that were before a sync what they were after it: that it brought them is not known."""
 
     def phrases(self) -> list[str]:
-        """Return what the comparison of tensors shows, and what the log-probs do."""
         found = []
         if self.compared:
             whole = f"all {self.tensors}" if self.compared == self.tensors else f"{self.compared} of {self.tensors}"

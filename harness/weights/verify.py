@@ -69,7 +69,6 @@ class Verification:
     """The engine holds right weights that no sync brought: a tensor that the next sync omits would not show."""
     fingerprints: Fingerprints = field(init=False)
     compared: FingerprintComparison | None = None
-    """Of the last sync; None where none was taken."""
     movement: float = field(init=False)
     """Mean |difference| of log-probs, in nats, between what the engine held before the last sync and what it was sent: what
     the engine's log-probs would be off by if the sync had done nothing. Infinite where it held garbage."""

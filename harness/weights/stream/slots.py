@@ -122,7 +122,6 @@ class SlotConnection:
     """Recorded by the reader when it is done with a slot."""
 
     def send(self, message: object) -> None:
-        """Send to the other end. Raise PeerGone when it is closed."""
         try:
             self.connection.send(message)
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -141,7 +140,6 @@ class SlotConnection:
             raise PeerGone("the other end of the weight stream is gone") from error
 
     def close(self) -> None:
-        """Close the connection and drop the slots."""
         self.connection.close()
         for each in (self.slots, self.filled, self.read):
             each.clear()
@@ -178,7 +176,6 @@ class StreamListener:
         return link
 
     def close(self) -> None:
-        """Close the socket and remove it."""
         self.listener.close()
         with suppress(OSError):  # another rank's socket may still be there: the last one removes the folder
             self.folder.rmdir()
@@ -240,7 +237,6 @@ class SegmentTimer:
             self.gpu.append((name, events[0], event))
 
     def read(self) -> dict[str, float]:
-        """Return the seconds, after a wait for the GPU."""
         if self.gpu:
             torch.cuda.current_stream(self.device).synchronize()
         seconds = dict(self.seconds)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from harness.cluster.world import all_gather
 from harness.rollout.engine_errors import EngineFailed, SchedulerFailed
 from harness.rollout.schedulers import call_schedulers
 from harness.rollout.verl_engine import VerlEngine
@@ -66,7 +65,7 @@ class WeightLink:
             link, coverage = call_schedulers(engine, reader.STREAM, message, offer)
         finally:
             listener.close()
-        by_rank = dict(zip(sorted(group.ranks), all_gather(coverage, group.process_group), strict=True))
+        by_rank = group.all_gather(coverage)
         return cls(engine, device, layout, link, tuple(by_rank[rank] for rank in group.ranks))
 
     def load(self, fill: Callable[[int, torch.Tensor], None]) -> None:
@@ -146,7 +145,7 @@ def _check_room(engine: VerlEngine, device: torch.device, nbytes: int) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
-    for rank, each in zip(sorted(engine.group.ranks), all_gather(free, engine.group.process_group), strict=True):
+    for rank, each in engine.group.all_gather(free).items():
         if each is not None and each < nbytes:
             raise MemoryError(
                 f"weights.bucket_size_mib: two buckets take {nbytes >> 20} MiB, but rank {rank}'s GPU has"

@@ -1,1 +1,1 @@
-"""What runs inside SGLang's schedulers: custom weight loaders, the one door into them that needs no HTTP."""
+"""What runs inside SGLang's scheduler processes, called through the custom-weight-loader hook (rollout/schedulers.py)."""

@@ -44,7 +44,6 @@ class GroupTrace:
     does_more: bool = False
     """The loader computed something beside copying: it must run itself."""
     error: str = ""
-    """What it raised."""
 
     @property
     def only_copies(self) -> bool:
@@ -85,7 +84,6 @@ class _Recorder(TorchDispatchMode):
         self.traced = traced
         self.by_offset = sorted(traced.entries, key=lambda entry: entry.offset)
         self.moved: dict[int, _Moved] = {}
-        """By address of the storage."""
         self.made: dict[int, torch.Tensor] = {}
         """What the loader made itself, by address of the storage; kept, so that no address is used again."""
         self.tainted: dict[int, set[str]] = {}

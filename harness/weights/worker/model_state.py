@@ -156,7 +156,6 @@ class Addresses:
         self.by_name = {name: tensor.data_ptr() for name, tensor in found if storage(tensor) in filled}
 
     def still_hold(self, model: Any) -> bool:
-        """Return whether all tensors lie where they did."""
         now = model_tensors(model)
         return all(name in now and now[name].data_ptr() == at for name, at in self.by_name.items())
 

@@ -49,9 +49,7 @@ class LoadCoverage:
 
     rank: int
     regions: list[list[Region]] = field(default_factory=list)
-    """By bucket."""
     unknown: list[str] = field(default_factory=list)
-    """Names that the engine ignores."""
     errors: dict[str, str] = field(default_factory=dict)
     """Name, or names joined by commas -> what the loader raised."""
     opaque: list[str] = field(default_factory=list)
