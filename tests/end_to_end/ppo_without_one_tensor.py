@@ -1,4 +1,4 @@
-"""launch/ppo.py with one fault: the transport "tensor" forgets model.layers.1.mlp.up_proj.weight. For tests only."""
+"""launch/ppo.py with one fault: SGLang's own update call is never given model.layers.1.mlp.up_proj.weight. For tests only."""
 
 import dataclasses
 import sys

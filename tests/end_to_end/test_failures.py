@@ -92,8 +92,7 @@ def test_a_scheduler_that_the_out_of_memory_killer_ends_is_told_so(tmp_path: Pat
 
 @pytest.mark.long
 def test_a_tensor_that_is_not_sent_fails_the_run_and_is_named(tmp_path: Path) -> None:
-    arguments = [QUICKSTART, "--weights.transport", "tensor"]
-    job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_without_one_tensor.py")
+    job = run(tmp_path / "run", 2, QUICKSTART, script="tests/end_to_end/ppo_without_one_tensor.py")
     assert job.process.returncode == 1
     found = "step 0: after the sync the engine holds other weights: model.layers.1.mlp.up_proj.weight: 4096 of 4096"
     assert f"WeightsDidNotArrive: {found}" in job.output()
