@@ -49,7 +49,7 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Return the exit code; everything before the first trial must be instant."""
-    environments.need("psutil", "rich")
+    environments.need("rich")
     from harness.tools import memory_search
 
     split = arguments.index("--") if "--" in arguments else len(arguments)

@@ -26,7 +26,7 @@ IMPORTS = {
 TOOLS = {
     "bisection": {"diagnose", "environments", "hosts"},
     "diagnose": set(),
-    "doctor": {"hosts"},
+    "doctor": set(),
     "environments": set(),
     "export": set(),
     "hosts": set(),
