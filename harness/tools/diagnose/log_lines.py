@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -158,10 +158,10 @@ def _plain_lines(path: str) -> Iterator[tuple[int, bytes]]:
             yield number, uncoloured(raw)
 
 
-def _or_nothing(read: Any, size: int) -> bytes:
+def _or_nothing(read: Callable[[int], bytes], size: int) -> bytes:
     """Return what is read, or nothing at the end of a gzip file that is cut off or damaged."""
     try:
-        return cast(bytes, read(size))
+        return read(size)
     except (EOFError, zlib.error):
         return b""
 

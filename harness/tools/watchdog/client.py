@@ -204,7 +204,7 @@ class WatchdogClient(Observer):
                     continue
                 if not (more := self._line.recv(1 << 16)):
                     break
-                silence.heard()
+                silence.missed = 0
                 *lines, data = (data + more).split(b"\n")
                 for message in map(json.loads, lines):
                     if "leave" in message:

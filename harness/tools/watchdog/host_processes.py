@@ -234,26 +234,9 @@ class SilenceCounter:
     silent_beats: int  # how many may be missed at all: a busy machine, or a lock in the kernel, takes time
     missed: int = 0
 
-    def heard(self) -> None:
-        self.missed = 0
-
     def miss(self) -> str:
         """Count a second without a beat; return what is wrong, in words, or ""."""
         self.missed += 1
         if self.missed >= self.stopped_beats and is_stopped(self.pid):
             return STOPPED
         return f"was silent for {self.missed} s" if self.missed >= self.silent_beats else ""
-
-
-@dataclass(slots=True)
-class StoppedProcesses:
-    """Counts how often in a row processes are seen stopped."""
-
-    beats: int = 10  # how often before it is reported
-    _seen: dict[int, int] = field(default_factory=dict)
-
-    def look(self, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-        """Return the processes that have just been stopped for that long. Call it once a second."""
-        stopped = [each for each in processes if is_stopped(each.pid)]
-        self._seen = {each.pid: self._seen.get(each.pid, 0) + 1 for each in stopped}
-        return [each for each in stopped if self._seen[each.pid] == self.beats]

@@ -68,9 +68,8 @@ class RankLauncher:
 
     def bytes_written(self) -> int | None:
         """Return what it has written in all, to its screen, files and pipes; None if that cannot be read."""
-        with suppress(OSError, StopIteration):
-            lines = Path(f"/proc/{self.pid}/io").read_text(encoding="ascii").splitlines()
-            return int(next(line for line in lines if line.startswith("wchar:")).split()[1])
+        with suppress(psutil.Error):
+            return int(self.process.io_counters().write_chars)
         return None
 
     def wrote_nothing_since(self, before: int | None) -> bool:

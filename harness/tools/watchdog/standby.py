@@ -63,7 +63,7 @@ def _stand_by(settings: dict[str, Any], watchdog: "subprocess.Popen[bytes]", lin
             wrong = silence.miss()
         elif data := line.recv(LARGEST_SNAPSHOT):
             last = pickle.loads(data)
-            silence.heard()
+            silence.missed = 0
         else:
             break  # it has ended, or is about to
     if wrong:

@@ -32,7 +32,7 @@ from harness.tools.watchdog.channel import LineBuffer, MalformedError, parse
 from harness.tools.watchdog.ending import HostCleanup, stderr_of
 from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
-from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, MemoryKills, StoppedProcesses, how_it_ended
+from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, MemoryKills, how_it_ended
 from harness.tools.watchdog.launcher import RankLauncher
 from harness.tools.watchdog.stacks import StackRequest
 from harness.tools.watchdog.verdict import EXPLANATION_SECONDS, JobView, RunVerdict, load_catalogue
@@ -49,6 +49,7 @@ JOIN_SECONDS = 60.0  # a rank of this host may come so long after the one before
 MEET_SECONDS = 3.0  # ranks that have met wait so long for the first beats of all hosts
 COLLECT_SECONDS = 8.0  # ranks stay so long after a deadline, at most, for their stacks to be taken
 LATE_SECONDS = 3.0  # a rank that comes so long after all others of its host to a phase of a step is reported
+STOPPED_BEATS = 10  # seconds for which a process is seen stopped before that is reported
 FAREWELLS = 5  # last beats, of which one must arrive, or the other hosts take this one for lost
 TIMED_OUT = 124
 _PID = re.compile(r"\(pid (\d+)\)")
@@ -172,7 +173,7 @@ class Watchdog:
     own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
     ending: HostCleanup = field(init=False)
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
-    stopped: StoppedProcesses = field(default_factory=StoppedProcesses)
+    _stopped: dict[int, int] = field(default_factory=dict)  # pid -> seconds for which it has been seen stopped
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _started: float = field(default_factory=lambda: time.time() - time.monotonic())
     _last_came: float = field(default_factory=time.monotonic)  # when a rank connected last
@@ -476,8 +477,11 @@ class Watchdog:
         self.ending.descendants.look(each.pid for each in ranks)
         everything = [*ranks, *self.ending.descendants.known.values()]
         self.memory_kills.look(each.pid for each in everything)
-        for each in self.stopped.look(everything):
-            self.ending.say(f"slow: {name_and_pid(each)} on {self.host} {STOPPED}\n")
+        stopped = [each for each in everything if is_stopped(each.pid)]
+        self._stopped = {each.pid: self._stopped.get(each.pid, 0) + 1 for each in stopped}
+        for each in stopped:
+            if self._stopped[each.pid] == STOPPED_BEATS:
+                self.ending.say(f"slow: {name_and_pid(each)} on {self.host} {STOPPED}\n")
 
     def _warn_of_silence(self) -> None:
         if self.beats and not self._warned and time.monotonic() - self._met > self.heartbeat_timeout:
