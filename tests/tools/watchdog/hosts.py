@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Hosts:
         return line
 
     def wait_until_hanging(self, *ranks: int) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 40
         while not all((self.folder / f"hangs-{rank}").exists() for rank in ranks):
             assert time.monotonic() < end, {host: self.said(host) for host in self.ranks_by_host}
             time.sleep(0.02)
@@ -92,7 +93,7 @@ class Hosts:
         ):
             process.send_signal(number)
 
-    def wait(self, *hosts: str, seconds: float = 20) -> float:
+    def wait(self, *hosts: str, seconds: float = 40) -> float:
         """Until nothing of these hosts, or of any, is left; how long that took."""
         started = time.monotonic()
         agents = [self.agents[host] for host in hosts or self.agents]
@@ -112,6 +113,7 @@ class Hosts:
 
     def kill(self) -> None:
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                process.kill()
         for agent in self.agents.values():
             agent.wait()
