@@ -13,7 +13,7 @@ def check_gpus(world: World, engine: VerlEngine, colocate: bool) -> None:
     reports = report_of_schedulers(engine, model_state.IDENTIFY)
     engines = all_gather({engine.group.ranks[report.rank]: report.device for report in reports})
     known = {rank: gpu for each in engines for rank, gpu in each.items()}
-    check_devices(all_gather(model_state.gpu_uuid()), known, colocate)
+    check_devices(all_gather(model_state.current_gpu_uuid()), known, colocate)
 
 
 def check_devices(trainers: list[str], engines: dict[int, str], colocate: bool) -> None:

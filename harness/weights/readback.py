@@ -14,7 +14,7 @@ from harness.weights.sync import WeightSync
 
 
 @torch.no_grad()
-def differences(sync: WeightSync) -> list[str]:
+def weight_differences(sync: WeightSync) -> list[str]:
     """Return one sentence for each checkpoint tensor that an engine does not hold as the trainer does.
 
     And one for each tensor that an engine derives from weights and has not derived anew. A collective call of all ranks;
@@ -47,5 +47,5 @@ def differences(sync: WeightSync) -> list[str]:
 
 
 def unreadable(link: WeightLink) -> list[str]:
-    """Return the names that arrive in a way that cannot be followed, which `differences` does not cover."""
+    """Return the names that arrive in a way that cannot be followed, which `weight_differences` does not cover."""
     return sorted({name for each in link.coverage for name in each.opaque})

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from harness.cluster.world import World, all_gather
 from harness.config.layers import ConfigError
 from harness.rollout.verl_engine import VerlEngine
-from harness.weights.snapshot import Snapshot, changed, snapshot_weights
+from harness.weights.snapshot import Snapshot, changed_names, snapshot_weights
 from harness.weights.sync import WeightSync
 from harness.weights.worker.model_state import DERIVED
 
@@ -57,7 +57,7 @@ class Reload:
 
     def changed_tensors(self, before: Snapshot) -> list[str]:
         """Return the engine's tensors, of all ranks, that changed since a snapshot, each with its checkpoint names."""
-        mine = changed(before, snapshot_weights(self.sync.engine))
+        mine = changed_names(before, snapshot_weights(self.sync.engine))
         return [self.describe_tensor(name) for name in sorted({name for each in all_gather(mine) for name in each})]
 
     def describe_tensor(self, engine_name: str) -> str:

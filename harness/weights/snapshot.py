@@ -35,7 +35,7 @@ def snapshot_weights(engine: VerlEngine) -> Snapshot:
     return {report.rank: report.tensors for report in report_of_schedulers(engine, model_state.SNAPSHOT)}
 
 
-def changed(before: Snapshot, after: Snapshot) -> set[str]:
+def changed_names(before: Snapshot, after: Snapshot) -> set[str]:
     """Return the engine's names of tensors that differ, in the snapshots of this rank.
 
     A name that only one of them has is another name of a tensor, which SGLang makes when it first needs it (DeepSeek's

@@ -21,7 +21,7 @@ from harness.runtime.events import EventLog
 from harness.weights.fingerprint import FingerprintComparison, Fingerprints
 from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
 from harness.weights.perturb import perturb
-from harness.weights.readback import differences
+from harness.weights.readback import weight_differences
 from harness.weights.reload import Reload, greedy_outputs, output_difference
 from harness.weights.snapshot import Snapshot, fill_with_sentinel, snapshot_weights
 from harness.weights.sync import WeightSync
@@ -199,14 +199,14 @@ class Verification:
             return
         with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
             self.compared = self.fingerprints.compare()
-            wrong = self.compared.wrong and (differences(self.sync) or self.compared.wrong)
+            wrong = self.compared.wrong and (weight_differences(self.sync) or self.compared.wrong)
         self._raise_for(wrong, f"step {index}: after the sync the engine holds other weights")
 
     def check_bytes(self, index: int, what: str = "the sync") -> None:
         """bytes: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent."""
         if self.reaches("bytes"):
             with self.timed("readback", index, "every tensor to be read back from the engine"):
-                wrong = differences(self.sync)
+                wrong = weight_differences(self.sync)
             self._raise_for(wrong, f"step {index}: after {what} the engine holds other weights")
 
     def check_first_sync(self, index: int) -> None:

@@ -33,7 +33,7 @@ from harness.weights.log_probs import Allowed, log_prob_difference
 from harness.weights.names import CheckpointTensor
 from harness.weights.perturb import perturb
 from harness.weights.presync_checks import coverage_problems
-from harness.weights.readback import differences
+from harness.weights.readback import weight_differences
 from harness.weights.snapshot import snapshot_weights
 from harness.weights.sync import WeightSync
 from tests.weights.faults_in_scheduler import SLOW_DOWN
@@ -95,7 +95,7 @@ class Stand:
 
     def seen(self, sync: WeightSync | None = None) -> list[str]:
         """What readback and log-probs say of what the engine holds now."""
-        return [*differences(sync or self.sync), *self.log_prob_violations()]
+        return [*weight_differences(sync or self.sync), *self.log_prob_violations()]
 
     def compared(self, sync: WeightSync | None = None) -> FingerprintComparison:
         """What fingerprints, which the default level takes, say of what the engine holds now."""
@@ -199,7 +199,7 @@ def two_hundred_updates(stand: Stand) -> list[str]:
     for _ in range(200):
         stand.change()
         stand.sync.push()
-        found += differences(stand.sync)
+        found += weight_differences(stand.sync)
     return [*found, *stand.log_prob_violations()]
 
 

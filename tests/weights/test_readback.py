@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from harness.weights.gather import full_tensor
 from harness.weights.names import CheckpointTensor
-from harness.weights.readback import differences, unreadable
+from harness.weights.readback import unreadable, weight_differences
 from tests.weights.stream.test_weight_link import InProcess, filler, link_to
 from tests.weights.toy_model import SHAPES, Toy, layout_of, sent
 
@@ -29,7 +29,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 @dataclass
 class Sync:
-    """What differences() takes of a WeightSync, with the engine's model beside it."""
+    """What weight_differences() takes of a WeightSync, with the engine's model beside it."""
 
     model: Toy
     live: dict[str, torch.Tensor]
@@ -46,7 +46,7 @@ class Sync:
         self.opened.load(filler(self.opened.layout, values))
 
     def differences(self) -> list[str]:
-        return differences(self)  # type: ignore[arg-type]
+        return weight_differences(self)  # type: ignore[arg-type]
 
 
 def sync_of(folder: Path, model: Toy | None = None, names: Iterable[str] = SHAPES) -> Sync:

@@ -9,7 +9,7 @@ import torch
 from harness.cluster.placement import RankLocation
 from harness.cluster.world import World
 from harness.weights.reload import Output, Reload, check_shared, output_difference
-from harness.weights.snapshot import changed
+from harness.weights.snapshot import changed_names
 from harness.weights.worker.reader import LoadCoverage
 from tests.cluster.gloo import on_ranks
 
@@ -61,9 +61,11 @@ def test_outputs_differ_by_the_mean_up_to_the_first_other_token(
 
 def test_changed_names_what_differs_or_is_new_on_any_scheduler() -> None:
     before = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "2"}}
-    assert changed(before, before) == set()
-    assert changed(before, {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3", "c": "4"}}) == {"b"}  # c is new, an alias
-    assert changed({}, {}) == set()
+    assert changed_names(before, before) == set()
+    assert changed_names(before, {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3", "c": "4"}}) == {
+        "b"
+    }  # c is new, an alias
+    assert changed_names({}, {}) == set()
 
 
 ATTENTION = [f"l.0.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")]

@@ -139,7 +139,7 @@ def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
     checks = verification(tmp_path, sync=type("S", (), {"engine": engine})())
     found = FingerprintComparison(tensors=2, compared=2, unchanged=1, wrong=wrong)
     checks.fingerprints = type("F", (), {"compare": lambda self: found})()  # type: ignore[assignment]
-    monkeypatch.setattr("harness.weights.verify.differences", lambda sync: [])
+    monkeypatch.setattr("harness.weights.verify.weight_differences", lambda sync: [])
     if not wrong:
         checks.check_fingerprints(3)
         assert checks.sync_metrics()["sync_tensors_unchanged"] == 1

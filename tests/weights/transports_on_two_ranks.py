@@ -28,7 +28,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
     from harness.task.tiny_models import save_tiny_model
     from harness.trainer.model import load_causal_lm
     from harness.weights.gather import plan_buckets
-    from harness.weights.readback import differences
+    from harness.weights.readback import weight_differences
     from harness.weights.sync import WeightSync
 
     activate()
@@ -68,7 +68,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
         change_every_tensor(model, seed=100 + index)
         sync.push()
         seen[f"{name} again"] = difference(engine, model)
-        seen[f"{name} wrong"] = differences(sync)
+        seen[f"{name} wrong"] = weight_differences(sync)
         if name == "distributed":
             seen |= broken_broadcasts(engine, sync)
             sync.push()

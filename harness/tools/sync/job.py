@@ -31,7 +31,7 @@ from harness.tools.sync.bench import BenchRow, bench
 from harness.train import as_config_error, import_sglang, make_model_folder, start_engine, trainer_attention
 from harness.trainer.model import load_causal_lm
 from harness.weights.perturb import perturb
-from harness.weights.readback import differences, unreadable
+from harness.weights.readback import unreadable, weight_differences
 from harness.weights.sync import WeightSync
 from harness.weights.transports import choose_transport
 from harness.weights.verify import WeightsDidNotArrive
@@ -91,7 +91,7 @@ class SyncJob:
                 sync.push()
             seconds.append(time.perf_counter() - started)
             with events.phase("readback", index, "the engine's weights, to compare them"):
-                found = differences(sync)
+                found = weight_differences(sync)
             if found:
                 raise WeightsDidNotArrive(
                     f"sync {index}: {len(found)} tensors are not what was sent: {'; '.join(found[:8])}"

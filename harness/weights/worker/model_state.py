@@ -1,6 +1,6 @@
 """The tensors of a scheduler's model: which there are, 64-bit fingerprints of what they hold, and a sentinel fill.
 
-`report_*` and `fill_with_sentinel` run in every scheduler of the engine, as harness.rollout.schedulers calls them: with
+`report_*` and `fill_model` run in every scheduler of the engine, as harness.rollout.schedulers calls them: with
 the model and one (text, tensor) pair. They return nothing, so the text names the folder that a report is written to.
 
 A fingerprint is computed where the weights are. An element at place p counts bits * BASE**p, modulo 2**64. Such sums add
@@ -25,7 +25,7 @@ from harness.weights.worker.loader_trace import Copy
 SNAPSHOT = f"{__name__}.report_tensors"
 FINGERPRINT = f"{__name__}.report_fingerprints"
 IDENTIFY = f"{__name__}.report_device"
-SENTINEL = f"{__name__}.fill_with_sentinel"
+SENTINEL = f"{__name__}.fill_model"
 REPORT_SECONDS = 60.0
 # Plain attributes that SGLang derives as it loads a weight, and of which: MLA computes with these alone.
 DERIVED = {"w_kc": "kv_b_proj", "w_vc": "kv_b_proj"}
@@ -74,7 +74,7 @@ def report_device(model: Any, call: Call) -> None:
 def write_report(model: Any, tensors: dict[str, str], call: Call) -> None:
     """Write the WorkerReport of this scheduler, whole or not at all."""
     folder, rank = Path(call[0][0]), dist.get_rank()
-    device = gpu_uuid() if next(model.parameters()).is_cuda else "cpu"
+    device = current_gpu_uuid() if next(model.parameters()).is_cuda else "cpu"
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"rank{rank}.unfinished"
     report = WorkerReport(rank=rank, device=device, tensors=tensors)
@@ -96,13 +96,13 @@ def read_reports(folder: Path, count: int) -> list[WorkerReport]:
     return sorted(reports, key=lambda report: report.rank)
 
 
-def gpu_uuid() -> str:
+def current_gpu_uuid() -> str:
     """Return the UUID of the current CUDA device, as nvidia-smi names it without its GPU- prefix."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 @torch.no_grad()
-def fill_with_sentinel(model: Any, call: Call) -> None:
+def fill_model(model: Any, call: Call) -> None:
     """Fill all that a sync must bring with values uniform in (-0.5, 0.5), from the seed that the text of the call gives.
 
     Finite, since a NaN in the logits would kill the sampler before anything is compared. Integers and 8-bit floats, which

@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.weights.worker.model_state import (
     WorkerReport,
-    fill_with_sentinel,
+    fill_model,
     read_reports,
     report_tensors,
     synced_tensors,
@@ -66,7 +66,7 @@ def test_all_that_a_sync_must_bring_changes_and_nothing_else() -> None:
     before = contents(model)
     assert {"bias_of_router", "count", "attn.w_kc", "attn.kv_b_proj.weight", "norm.weight"} <= before.keys()
     assert not {"rotary", "attn.scratch", "attn.w_vc"} & before.keys()
-    fill_with_sentinel(model, [("seed", torch.zeros(1))])
+    fill_model(model, [("seed", torch.zeros(1))])
     after = contents(model)
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {"count"}
@@ -80,7 +80,7 @@ def test_all_that_a_sync_must_bring_changes_and_nothing_else() -> None:
 def test_the_same_seed_is_the_same_garbage() -> None:
     one, other, third = Model(), Model(), Model()
     for model, seed in ((one, "a"), (other, "a"), (third, "b")):
-        fill_with_sentinel(model, [(seed, torch.zeros(1))])
+        fill_model(model, [(seed, torch.zeros(1))])
     assert all(torch.equal(a, b) for a, b in zip(contents(one).values(), contents(other).values(), strict=True))
     assert not torch.equal(one.norm.weight, third.norm.weight)
     assert not torch.equal(one.norm.weight, one.norm.bias)
