@@ -142,7 +142,7 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
     for record in records:
         yield from requirements_table(state, record)
     yield from _traceback_files(before, after, bad, options.package, folder)
-    yield from _api(before, after)
+    yield from changed_api(before, after)
     yield from _first_failure(bad, folder)
     lines: list[str] = []
     for record, candidate in zip(records, candidates, strict=True):
@@ -251,7 +251,7 @@ def _named_files(bad: Record, package: str, folder: Path, roots: tuple[Path, Pat
     return [file for file in dict.fromkeys(found) if any((root / file).is_file() for root in roots)]
 
 
-def _api(before: Record, after: Record) -> Iterator[str]:
+def changed_api(before: Record, after: Record) -> Iterator[str]:
     """Yield the engine arguments and other facts of the two SGLangs that differ."""
     roots = [package_root(record.paths, record.python, "sglang") for record in (before, after)]
     if None in roots or roots[0] == roots[1]:

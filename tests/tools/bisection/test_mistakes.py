@@ -69,6 +69,42 @@ SITES = ["--package", "moving", "--environments", "sites"]
             [*SITES, "--good", "1.0", "--bad", "1.3", "--timeout", "soon", "--", "script.py"],
             "a time must be seconds, 90s, 10m or 2h, got 'soon'",
         ),
+        (
+            [*SITES, *["--git", "."], "--good", "1.0", "--bad", "1.3", "--", "script.py"],
+            "--git and --environments cannot go together",
+        ),
+        (
+            [*SITES, *["--only-package", "--hold", "x==1"], "--good", "1.0", "--bad", "1.3", "--", "script.py"],
+            "--only-package holds all but moving",
+        ),
+        (
+            [*SITES, *["--repeat", "0"], "--good", "1.0", "--bad", "1.3", "--", "script.py"],
+            "--repeat must be 1 or more, got 0",
+        ),
+        (
+            [*SITES, *["--store-gib", "0"], "--good", "1.0", "--bad", "1.3", "--", "script.py"],
+            "--store-gib must be above 0, got 0.0",
+        ),
+        (
+            [*SITES, *["--hang", "--match", "x"], "--good", "1.0", "--bad", "1.3", "--", "script.py"],
+            "--match and --hang cannot both decide",
+        ),
+        (
+            [*SITES, *["--above", "1"], "--good", "1.0", "--bad", "1.3", "--", "script.py"],
+            "--above needs --metric NAME",
+        ),
+        (
+            [*SITES, *["--metric", "x", "--worse", "much"], "--good", "1.0", "--bad", "1.3", "--", "script.py"],
+            "--worse must be a ratio above 0",
+        ),
+        (
+            ["--git", ".", "--then-git", ".", "--good", "1.0", "--bad", "1.3", "--", "script.py"],
+            "--then-git is for releases",
+        ),
+        (
+            [*SITES, "--good", "1.3", "--bad", "1.0", "--find-fix", "--", "launch/ppo.py", "--parallel.tp", "0"],
+            "own arguments are wrong",
+        ),
         (["--good", "1.0", "--bad", "1.3", "--git", ".", "--", "script.py"], "--git must be a git checkout, got "),
         (["--good", "1.0", "--bad", "1.3", "--wheels", "sites", "--", "script.py"], "has no wheel of sglang"),
         (["--resume", "sites"], "holds no bisect"),

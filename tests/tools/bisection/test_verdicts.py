@@ -96,6 +96,7 @@ def test_a_second_edge_is_said_instead_of_one_being_named(bench: Bench) -> None:
         assert first in run.stdout
 
 
+@pytest.mark.long
 def test_a_number_decides_whatever_the_exit_code(bench: Bench) -> None:
     script = "import moving, json\nprint('logprob_diff = 1e-7'); print('logprob_diff =', moving.off)\nif moving.off > 1: raise OSError"
     codes = ["off = 2e-7"] * 4 + ["off = 0.02"] * 2 + ["off = 3.0"] * 3
@@ -198,6 +199,7 @@ def test_status_log_and_replay(bench: Bench) -> None:
     assert bench.ran()[-1] == "1.6" and len(bench.ran()) - before <= 2
 
 
+@pytest.mark.long
 def test_release_without_a_gpu_is_no_bad_one(bench: Bench) -> None:
     no_driver = "def work(): raise RuntimeError('Found no NVIDIA driver on your system.')"
     codes = ["def work(): pass"] * 3 + [no_driver] * 2 + ["def work(): raise ValueError('b')"] * 3
