@@ -4,6 +4,7 @@ The head's call runs on a thread of its own while each rank, the head too, feeds
 """
 
 import json
+import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -140,14 +141,15 @@ def _answer(link: SlotConnection, kind: str, ended: Ended) -> Any:
 
 
 def _check_room(engine: VerlEngine, device: torch.device, nbytes: int) -> None:
-    """Raise MemoryError on every rank when one of the engine's GPUs has not nbytes free."""
-    free = None
+    """Raise MemoryError on every rank when one has not nbytes free, on its GPU or in the shared memory of its host."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(device)[0]
+        place, free = "GPU", torch.cuda.mem_get_info(device)[0]
+    else:
+        place, free = "share of /dev/shm", shutil.disk_usage("/dev/shm").free // len(engine.node.ranks)
     for rank, each in engine.group.all_gather(free).items():
-        if each is not None and each < nbytes:
+        if each < nbytes:
             raise MemoryError(
-                f"weights.bucket_size_mib: two buckets take {nbytes >> 20} MiB, but rank {rank}'s GPU has"
+                f"weights.bucket_size_mib: two buckets take {nbytes >> 20} MiB, but rank {rank}'s {place} has"
                 f" {each >> 20} MiB free; make it smaller, or leave the engine less (engine.args.mem_fraction_static)."
             )
