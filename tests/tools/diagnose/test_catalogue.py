@@ -17,6 +17,7 @@ from harness.tools.diagnose.entries import (
     surroundings,
 )
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 ENTRIES = list(catalogue().values())
 EXAMPLES = [(entry, index) for entry in ENTRIES for index in range(len(entry.examples))]
 SOURCES = ("measured: ", "reported: ", "source: ", "harness: ", "signature: ")
@@ -52,6 +53,8 @@ def test_an_entry_is_sound(entry: CatalogueEntry) -> None:
     assert len(set(entry.signatures)) == len(entry.signatures)
     assert len(set(entry.links)) == len(entry.links)
     assert all(example.source.startswith(SOURCES) for example in entry.examples)
+    own = [source[9:].partition(",")[0] for example in entry.examples if (source := example.source)[:9] == "harness: "]
+    assert all((REPOSITORY / each).is_file() for each in own), own
     assert all(seen.versions and seen.date and seen.device and seen.result for seen in entry.seen)
     # A measurement is of a release, never of "some".
     assert all(version[0].isdigit() for seen in entry.seen for version in seen.versions.values())
