@@ -1,4 +1,4 @@
-"""A job for the launch recipes: all ranks meet over gloo, add up their ranks, and say who they are in a file each."""
+"""A job for the launch recipes: all ranks meet over gloo, add up their ranks, and write a file each."""
 
 import argparse
 import json
@@ -18,10 +18,10 @@ def main() -> None:
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    told = {name: int(os.environ[name]) for name in names} | {"sum": int(total), "words": options.words}
+    seen = {name: int(os.environ[name]) for name in names} | {"sum": int(total), "words": options.words}
     folder = Path(options.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(told))
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
 

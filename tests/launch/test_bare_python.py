@@ -1,4 +1,4 @@
-"""Every script on a Python that has nothing but its standard library: --help, mistakes, and where the rest is."""
+"""Every script on a Python that has nothing but its standard library: --help, wrong command lines, and which Python to use."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def bare(script: str, *words: str, venv: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_is_shown_or_the_python_is_named(script: str) -> None:
+def test_help_is_printed_or_the_python_is_named(script: str) -> None:
     done = bare(script, "--help", venv="/nonexistent")
     if done.returncode == 0:
         assert f"launch/{script}" in done.stdout and done.stderr == ""
@@ -29,7 +29,7 @@ def test_help_is_shown_or_the_python_is_named(script: str) -> None:
     assert done.returncode == 0 or script in ("bisect_versions.py", "hosts.py", "memory.py")
 
 
-def test_it_goes_on_in_the_environment(tmp_path: Path) -> None:
+def test_it_continues_in_the_environment(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -57,7 +57,7 @@ def test_without_torchrun_the_line_to_paste_is_printed(script: str) -> None:
     [("export.py", ()), ("report.py", ()), ("diagnose.py", ()), ("diagnose.py", ("--jsn", "x")), ("repro.py", ("rnu",)),
      ("sync.py", ("--syncs", "many"))],
 )  # fmt: skip
-def test_a_mistake_is_one_line(script: str, words: tuple[str, ...]) -> None:
+def test_a_wrong_command_line_is_one_line(script: str, words: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, f"launch/{script}", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )

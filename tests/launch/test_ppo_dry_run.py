@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = "configs/multinode/deepseek_v3_671b.toml"
-# What python itself would say where a module that must stay away, or a socket, is asked for.
+# Python's own error for a module that must not be imported, and one for a socket.
 GUARD = """
 import runpy, socket, sys
 for name in ("torch", "transformers", "sglang", "rich", "tyro", "numpy"):
@@ -21,6 +21,7 @@ class Refused(socket.socket):
         raise AssertionError("a socket")
 socket.socket = Refused
 sys.argv = sys.argv[1:]
+sys.path.insert(0, "launch")  # as Python does for a script
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -48,16 +49,16 @@ def test_64_hosts_of_8_in_two_seconds() -> None:
 
 def test_json_has_every_rank_and_the_memory() -> None:
     size = ("--nnodes", "64", "--nproc-per-node", "8", "--gpu-memory-gib", "139.8")
-    told = json.loads(dry_run(*size, "--json", code=1))
-    assert len(told["ranks"]) == 512
-    assert len(told["engines"]) == 32
-    memory = told["memory"]
+    plan = json.loads(dry_run(*size, "--json", code=1))
+    assert len(plan["ranks"]) == 512
+    assert len(plan["engines"]) == 32
+    memory = plan["memory"]
     assert memory["gpu_bytes"] == int(139.8 * 2**30)
     assert memory["parameters"] + memory["buffers"] == 671_026_419_200
     assert memory["fits"] is False and memory["problems"]
 
 
-def test_a_run_that_fits_says_so() -> None:
+def test_a_run_that_fits() -> None:
     text = dry_run("--gpu-memory-gib", "139.8", config="configs/gpu/memory_7b.toml")
     assert "VERDICT: it fits; generate is the fullest stage" in text
 
@@ -69,11 +70,11 @@ def test_a_run_that_fits_says_so() -> None:
         (("--model.name", "someone/model"), 'Memory is not estimated: model.name = "someone/model" is no folder'),
     ],
 )
-def test_what_cannot_be_known_is_said(words: tuple[str, ...], sentence: str) -> None:
+def test_what_cannot_be_known_is_named(words: tuple[str, ...], sentence: str) -> None:
     assert sentence in dry_run(*words, config="configs/cpu/quickstart.toml")
 
 
-def test_a_size_that_is_none_is_refused() -> None:
+def test_a_wrong_size_is_refused() -> None:
     for words in (
         ["--dry-run", "--gpu-memory-gib", "large"],
         ["--dry-run", "--gpu-memory-gib", "-1"],

@@ -92,8 +92,8 @@ def ran(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
 
 def check_met(environment: dict[str, str], words: list[str]) -> None:
     """Two ranks on two hosts met, and each got its words as they were."""
-    told = [json.loads((Path(environment["RUN_DIR"]) / f"rank{rank}.json").read_text()) for rank in range(2)]
-    for rank, each in enumerate(told):
+    seen = [json.loads((Path(environment["RUN_DIR"]) / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for rank, each in enumerate(seen):
         assert (each["RANK"], each["WORLD_SIZE"]) == (rank, 2)
         assert (each["GROUP_RANK"], each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"]) == (rank, 0, 1)
         assert (each["sum"], each["words"]) == (1, words)
@@ -105,7 +105,7 @@ def test_bash_reads_it(name: str) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slurm_starts_a_torchrun_on_each_host(cluster: dict[str, str]) -> None:
     done = ran(cluster, "bash", str(LAUNCH / "slurm.sbatch"), str(MEET), AWKWARD)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -119,7 +119,7 @@ def test_ssh_starts_a_torchrun_on_each_host_over_ipv6(cluster: dict[str, str]) -
     check_met(cluster, [AWKWARD])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_pods_command_starts_a_torchrun_in_each(cluster: dict[str, str]) -> None:
     container = manifest()["Job"]["spec"]["template"]["spec"]["containers"][0]
     values = {each["name"]: each["value"] for each in container["env"] if "value" in each}
@@ -171,7 +171,7 @@ def test_ssh_ends_all_hosts_when_it_is_ended(number: signal.Signals, cluster: di
     script.send_signal(number)
     assert script.wait(20) == (130 if number != signal.SIGKILL else -number)
     until = time.monotonic() + 20
-    while left_over(tmp_path) and time.monotonic() < until:  # after SIGKILL nobody waited for them
+    while left_over(tmp_path) and time.monotonic() < until:  # a killed script waits for none of them
         time.sleep(0.05)
     assert len(list(tmp_path.glob("*.ended"))) == 2
     assert not left_over(tmp_path)
@@ -211,7 +211,7 @@ def manifest() -> dict[str, Any]:
 
 
 def test_the_manifest_fits_together() -> None:
-    """What no schema says: names, numbers and ports that must agree."""
+    """Names, numbers and ports must agree, which no schema checks."""
     found = manifest()
     service, job = found["Service"], found["Job"]
     assert (service["apiVersion"], job["apiVersion"]) == ("v1", "batch/v1")
