@@ -1,7 +1,7 @@
-"""Does what run.inject asks for: one rank fails on purpose when it begins a phase, as real ranks have failed.
+"""The faults of run.inject: one rank fails on purpose when it begins a phase, as real ranks have failed.
 
-Kinds that need a process alone act on this one. What acts on weights or gradients reaches only into what the trainer
-and the sync have anyway: a gradient after its backward, the tensors that a sync is about to gather, the line to a scheduler.
+Kinds that need only a process act on this one. Those that act on weights or gradients reach only into what the trainer and
+the sync have anyway: a gradient after its backward, the tensors that a sync is about to gather, the line to a scheduler.
 """
 
 import os
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,36 +25,34 @@ from harness.runtime.observer import Observer, RunContext
 from harness.runtime.phases import MEET
 from harness.trainer.offload import local
 
-if TYPE_CHECKING:  # for types alone: these import transformers
-    from harness.trainer.learner import Learner
+if TYPE_CHECKING:  # these import transformers
     from harness.weights.gather import Bucket
     from harness.weights.sync import WeightSync
     from harness.weights.transports import Gather, Transport
 
 SLOW_SECONDS = 4.0
-"""How much later than it could the slow rank comes."""
+"""How late the slow rank comes."""
 BALLAST_BYTES = 256 << 20
-"""What oom leaves a rank to grow by, and then takes, on a CPU."""
+"""Memory by which oom lets a rank grow on a CPU, and which it then takes."""
 CHUNK_BYTES = 32 << 20
 LARGEST_DISK = 1 << 30
 """Free bytes of a disk that may be filled on purpose."""
 
 
 class InjectedFault(RuntimeError):
-    """The exception that was asked for."""
+    """The exception of `exception@PHASE`."""
 
 
 class Injector(Observer):
     """Cause the faults of run.inject that are meant for this rank, each once."""
 
     def __init__(self, flush: Callable[[], None], announce: Callable[[str], None]) -> None:
-        """flush: returns once the other hosts know this rank's phase. announce: is called with each fault before it happens."""
+        """flush: returns once the other hosts know this rank's phase. announce: called with each fault before it happens."""
         self.flush, self.announce = flush, announce
         self.pending: list[Fault] = []
         self.run: RunContext | None = None
-        self.learners: dict[str, Learner] = {}
-        """By the phase that updates them."""
-        self.sync: WeightSync | None = None
+        self.parts: dict[str, Any] = {}
+        """What the run has built: "sync", "actor", "critic"."""
         self._undo: list[Callable[[], None]] = []
         self._held: list[Any] = []
 
@@ -67,18 +65,15 @@ class Injector(Observer):
         self.run = run
         disk = os.statvfs(run.folder)
         free = disk.f_bavail * disk.f_frsize
-        if any(fault.kind == "full-disk" for fault in self.pending) and free > LARGEST_DISK:
+        if free > LARGEST_DISK and any(fault.kind == "full-disk" for fault in self.pending):
             raise UnsupportedEnvironment(
-                f"run.inject has full-disk, but the disk of run.dir = {run.folder} has {free >> 20} MiB free, and no more than"
-                f" {LARGEST_DISK >> 20} are filled on purpose; give a run.dir on a small one (mount -t tmpfs -o size=64m)."
+                f"run.inject has full-disk, which fills at most {LARGEST_DISK >> 20} MiB: the disk of run.dir must be small"
+                f" (mount -t tmpfs -o size=64m), got {run.folder} with {free >> 20} MiB free."
             )
 
     def built(self, name: str, part: Any) -> None:
-        """Keep what a fault of weights or gradients reaches into."""
-        if name == "sync":
-            self.sync = part
-        elif name in ("actor", "critic"):
-            self.learners[f"update_{name}"] = part
+        """Keep the part, into which a fault may reach."""
+        self.parts[name] = part
 
     def come_late(self, phase: str, step: int | None) -> None:
         """Begin a phase later than the other ranks."""
@@ -128,10 +123,10 @@ class Injector(Observer):
             time.sleep(3600)
 
     def _slow(self, fault: Fault) -> None:
-        time.sleep(SLOW_SECONDS)  # of meet, which comes before there is an observer
+        time.sleep(SLOW_SECONDS)  # in meet, which LateRank leaves out
 
     def _oom(self, fault: Fault) -> None:
-        """On a GPU the phase finds no memory; on a CPU, where the kernel would kill whom it likes, this rank gets no more."""
+        """Take all memory: on a GPU, what is free; on a CPU, what a limit leaves, so that the kernel kills no process."""
         if torch.cuda.is_initialized():
             free, _ = torch.cuda.mem_get_info()
             self._held.append(torch.empty(max(0, free - CHUNK_BYTES), dtype=torch.uint8, device="cuda"))
@@ -142,16 +137,15 @@ class Injector(Observer):
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BALLAST_BYTES, before[1]))
         try:
             for _ in range(1 + BALLAST_BYTES // CHUNK_BYTES):
-                try:
-                    ballast.append(bytearray(CHUNK_BYTES))
-                except MemoryError as error:
-                    raise MemoryError(f"{len(ballast) * CHUNK_BYTES >> 20} MiB of ballast took all memory") from error
+                ballast.append(bytearray(CHUNK_BYTES))
+        except MemoryError as error:
+            raise MemoryError(f"{len(ballast) * CHUNK_BYTES >> 20} MiB of ballast took all memory") from error
         finally:
             ballast.clear()
             resource.setrlimit(resource.RLIMIT_AS, before)
 
     def _full_disk(self, fault: Fault) -> None:
-        """The file has no name, and its bytes are free again once this process has ended."""
+        """Fill the disk by a file without a name, whose bytes are free again once this process has ended."""
         assert self.run is not None
         file = os.open(self.run.folder, os.O_TMPFILE | os.O_WRONLY)
         self._held.append(file)
@@ -164,65 +158,57 @@ class Injector(Observer):
         raise OSError(28, "No space left on device", str(self.run.folder))
 
     def _nan_gradient(self, fault: Fault) -> None:
-        learner = self.learners[fault.phase]
+        learner = self.parts[fault.phase.removeprefix("update_")]
 
         def spoil() -> None:
             learner.after_backward.clear()
             parameter = next(each for each in learner.model.parameters() if each.grad is not None and _holds(each))
-            local(parameter.grad).view(-1)[0] = float("nan")  # type: ignore[arg-type]
+            local(parameter.grad).view(-1)[0] = float("nan")
 
         learner.after_backward.append(spoil)
 
     def _nan_weight(self, fault: Fault) -> None:
-        _, tensor = self._sent(fault)
+        _, tensor = self._first_sent()
         with torch.no_grad():
             local(tensor).view(-1)[0] = float("nan")
 
     def _wrong_shape(self, fault: Fault) -> None:
-        name, tensor = self._sent(fault)
-        self._replace(
-            name, torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
-        )
+        name, tensor = self._first_sent()
+        live, rows = self.parts["sync"].live, tensor.shape[0] + 1
+        live[name] = torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+        self._undo.append(lambda: live.__setitem__(name, tensor))
 
     def _dropped_bucket(self, fault: Fault) -> None:
-        """From now on this rank's rows of the last bucket arrive as zeros: what loses a bucket does so again, when it is
-        searched for."""
-        assert self.sync is not None
-        self.sync.transport = _Dropping(self.sync.transport, self.sync.live)
+        """Send zeros for this rank's rows of the last bucket, in every sync: a search for the cause finds it again."""
+        sync: WeightSync = self.parts["sync"]
+        sync.transport = _DroppingTransport(sync.transport, sync.live)
 
     def _lost_message(self, fault: Fault) -> None:
-        """The scheduler beside this rank never hears that a bucket lies in its slot."""
+        """Lose the message that tells the scheduler beside this rank of a bucket in its slot."""
         from harness.weights.transports import StreamTransport
 
-        sync = self.sync
-        assert sync is not None
-        if not isinstance(sync.transport, StreamTransport):
-            raise UnsupportedEnvironment(
-                f"run.inject = {fault} needs weights.transport = stream, which this sglang has not."
-            )
+        sync: WeightSync = self.parts["sync"]
         opened = sync.transport
+        if not isinstance(opened, StreamTransport):
+            raise UnsupportedEnvironment(
+                f"run.inject = {fault} needs weights.transport = stream, which this sglang lacks."
+            )
 
         def link() -> Any:
-            real = opened.link()
-            real.link = cast(Any, _Deaf(real.link))
+            real: Any = opened.link()
+            real.link = _LosingLine(real.link)
             return real
 
         sync.transport = replace(opened, link=link)
 
-    def _sent(self, fault: Fault) -> tuple[str, torch.Tensor]:
-        """Name and tensor of the first that a sync gathers, and of which this rank holds a part."""
-        assert self.sync is not None
-        return next((name, each) for name, each in self.sync.live.items() if each.is_floating_point() and _holds(each))
-
-    def _replace(self, name: str, tensor: torch.Tensor) -> None:
-        assert self.sync is not None
-        live, before = self.sync.live, self.sync.live[name]
-        live[name] = tensor
-        self._undo.append(lambda: live.__setitem__(name, before))
+    def _first_sent(self) -> tuple[str, torch.Tensor]:
+        """Return name and tensor of the first that a sync gathers, and of which this rank has a part."""
+        live = self.parts["sync"].live
+        return next((name, each) for name, each in live.items() if each.is_floating_point() and _holds(each))
 
 
 class LateRank(Observer):
-    """Delay a rank at the start of a phase; given before the watchdog, which must not know yet of the phase."""
+    """Delay a rank at the start of a phase; comes before the watchdog, which must not know of the phase yet."""
 
     def __init__(self, injector: Injector) -> None:
         self.injector = injector
@@ -233,8 +219,8 @@ class LateRank(Observer):
 
 
 @dataclass(frozen=True, slots=True)
-class _Dropping:
-    """A transport on whose way the last bucket is lost, and nowhere else."""
+class _DroppingTransport:
+    """A transport that loses the last bucket."""
 
     transport: "Transport"
     live: dict[str, torch.Tensor]
@@ -251,8 +237,8 @@ class _Dropping:
         self.transport.close()
 
 
-class _Deaf:
-    """A line of which the next message is lost."""
+class _LosingLine:
+    """A line that loses the next message."""
 
     def __init__(self, line: Any) -> None:
         self._line = line
@@ -268,5 +254,5 @@ class _Deaf:
 
 
 def _holds(tensor: torch.Tensor) -> bool:
-    """Whether this rank holds elements of it."""
+    """Return whether this rank has elements of it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() > 0
