@@ -53,7 +53,7 @@ class Case:
 
     title: str = ""
     """The first line of the module's docstring; load() fills it in."""
-    needs: ReproClass
+    needs: ReproClass = "cpu"
     broken: str
     """What the broken variant does in the one thing in which the two differ."""
     healthy: str

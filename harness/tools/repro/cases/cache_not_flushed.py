@@ -4,7 +4,6 @@ from harness.tools.repro.case import Case, Number
 from harness.tools.repro.tiny_engine import checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="flush_cache=False",
     healthy="flush_cache=True",
     number=Number(name="cached tokens after the update", broken_above=0.5, healthy_below=0.5),

@@ -10,7 +10,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    needs="cpu",
     broken="each rank has an authkey of its own, as processes of torchrun do",
     healthy="all ranks have one authkey",
     signature=(r"AuthenticationError: digest (sent|received) was",),

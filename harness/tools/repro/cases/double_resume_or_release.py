@@ -7,7 +7,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="resume",
     healthy="release, then resume",
     signature=(

@@ -7,7 +7,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import LOG_PROBS, checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="one tensor a call",
     healthy="all tensors in one call",
     number=LOG_PROBS,

@@ -9,7 +9,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    needs="cpu",
     broken="GLOO_SOCKET_IFNAME=absent0",
     healthy="GLOO_SOCKET_IFNAME=lo",
     signature=(r"Unable to find address for: absent0",),

@@ -6,7 +6,6 @@ By DeepSeek-V3's formula all experts are of the best group. Losing groups used t
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    needs="cpu",
     broken="correction biases of -2",
     healthy="correction biases of +2",
     signature=(r"of [1-9]\d* tokens: experts outside of the best group",),
@@ -16,9 +15,6 @@ TOKENS = 64
 
 
 def program(broken: bool) -> None:
-    from harness.runtime.cpu_standins import activate
-
-    activate()  # transformers imports torchvision
     import torch
 
     from harness.task.tiny_models import tiny_config, tiny_model

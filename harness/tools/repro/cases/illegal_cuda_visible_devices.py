@@ -10,7 +10,6 @@ from harness.cluster.placement import RankLocation, parse_visible, place
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    needs="cpu",
     broken="the ranks' lists are joined, or joined as a sorted set",
     healthy="each rank's GPU is looked up on its host, and kept in the ranks' order",
     signature=(

@@ -9,7 +9,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    needs="cpu",
     broken="the engine is called between two gathers",
     healthy="all is gathered, then the engine is called",
     signature=(r"[Tt]imed out waiting \d+ms for (send|recv) operation to complete",),

@@ -9,7 +9,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import free_port
 
 CASE = Case(
-    needs="cpu",
     broken="::1:PORT",
     healthy="[::1]:PORT",
     signature=(r"Port could not be cast to integer value as ':1:\d+'",),

@@ -6,7 +6,6 @@ DeepSeek-V3's router has it as a buffer. A receiver with another bias routes oth
 from harness.tools.repro.case import Case, Number
 
 CASE = Case(
-    needs="cpu",
     broken="model.named_parameters() is sent",
     healthy="model.state_dict() is sent",
     signature=(r"not sent: \S*e_score_correction_bias",),
@@ -15,9 +14,6 @@ CASE = Case(
 
 
 def program(broken: bool) -> None:
-    from harness.runtime.cpu_standins import activate
-
-    activate()  # transformers imports torchvision
     import torch
 
     from harness.task.tiny_models import tiny_config, tiny_model

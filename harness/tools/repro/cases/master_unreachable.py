@@ -10,7 +10,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import free_port, run_ranks
 
 CASE = Case(
-    needs="cpu",
     broken="rank 1 has another MASTER_PORT than rank 0",
     healthy="both have the same",
     signature=(r"client socket has timed out after \d+ ?ms|timed out after \d+ ?(s|ms|seconds)",),

@@ -11,7 +11,6 @@ from pathlib import Path
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    needs="cpu",
     broken="the start stands at module level",
     healthy='it stands under if __name__ == "__main__":',
     signature=(r"An attempt has been made to start a new process before the", r"the scheduler died: exit code [1-9]"),

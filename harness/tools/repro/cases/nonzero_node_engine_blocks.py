@@ -12,7 +12,6 @@ from harness.tools.repro.local_ranks import free_port, run_ranks
 from harness.tools.repro.tiny_engine import prepare_process, tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="SGLANG_BLOCK_NONZERO_RANK_CHILDREN is not set",
     healthy='it is "0"',
     signature=(r"wait timeout after \d+ ?ms, keys: /node 1 is up",),

@@ -12,7 +12,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="SIGKILL as soon as the engine's processes are there",
     healthy="SIGKILL once the engine is up",
     signature=(r"still there after \d+ s: \d+ of 2",),

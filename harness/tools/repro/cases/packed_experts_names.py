@@ -7,7 +7,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import LOG_PROBS, checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="names as model.state_dict() has them",
     healthy="names as save_pretrained() writes them",
     number=LOG_PROBS,

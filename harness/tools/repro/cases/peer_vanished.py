@@ -11,7 +11,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    needs="cpu",
     broken="rank 0 is killed by SIGKILL before it takes part",
     healthy="it takes part",
     signature=(r"Connection closed by peer|Connection reset by peer",),

@@ -11,7 +11,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    needs="cpu",
     broken="random.seed(42) on every rank, as the trainer wants it",
     healthy="each engine draws from a generator of its own",
     signature=(r"EADDRINUSE|address already in use|WRONG GROUP",),

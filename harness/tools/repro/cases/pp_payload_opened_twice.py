@@ -10,7 +10,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import PROMPT, checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="an update from tensors",
     healthy="an update from disk",
     signature=(r"KeyError: \d+|EOFError|unable to open shared memory object",),

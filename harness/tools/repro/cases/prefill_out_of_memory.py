@@ -7,7 +7,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="a pool of 256 tokens",
     healthy="a pool of 2048 tokens",
     signature=(r"(Prefill|Decode) out of memory\. Try to lower your batch size|KV cache pool is full",),

@@ -7,7 +7,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import PROMPT, tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="the engine is released after the first of 1000 tokens",
     healthy="it is released after the last of 4",
     signature=(r"release_memory_occupation should be called only when|assert self\._?is_(no_request|fully_idle)",),

@@ -10,7 +10,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import run_ranks
 
 CASE = Case(
-    needs="cpu",
     broken="generating takes 5 s, the timeout is 2 s",
     healthy="generating takes 0.5 s",
     signature=(r"[Tt]imed out waiting 2000ms for recv operation to complete",),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    needs="cpu",
     broken="the payload is a dataclass of the script",
     healthy="the payload is a dict",
     signature=(r"unsafe class|not allowed|[Bb]locked",),

@@ -10,7 +10,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="SIGKILL to the scheduler",
     healthy="signal 0, which does nothing",
     signature=(

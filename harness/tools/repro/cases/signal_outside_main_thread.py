@@ -9,7 +9,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="the engine is built in a threading.Thread",
     healthy="it is built in the main thread",
     signature=(r"signal only works in main thread of the main interpreter",),

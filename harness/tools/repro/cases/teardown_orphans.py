@@ -8,7 +8,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="SIGKILL to the process that built the engine",
     healthy="it shuts the engine down",
     signature=(r"still there after \d+ s: .*scheduler",),

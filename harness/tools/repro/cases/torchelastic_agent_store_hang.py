@@ -12,7 +12,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import free_port
 
 CASE = Case(
-    needs="cpu",
     broken="TORCHELASTIC_USE_AGENT_STORE stays in the environment, as torchrun sets it",
     healthy="it is taken out first",
     signature=(r"client socket has timed out after \d+ ?ms while trying to connect",),

@@ -6,7 +6,6 @@ disable_piecewise_cuda_graph came and went; an argument of no release stands for
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    needs="cpu",
     broken="the argument is passed as it is",
     healthy="it is looked up in this sglang first, and dropped",
     signature=(r"[Uu]nexpected keyword argument|[Uu]nknown (argument|field)|no attribute 'disable_piece",),

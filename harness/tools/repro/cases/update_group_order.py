@@ -9,7 +9,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import free_port, run_ranks
 
 CASE = Case(
-    needs="cpu",
     broken="the trainer joins after the engine has answered",
     healthy="the trainer joins, and then asks for the answer",
     signature=(r"wait timeout after \d+ ?ms, keys: /(default_pg/)?answer",),

@@ -7,7 +7,6 @@ from harness.tools.repro.case import Case, NotPresent
 from harness.tools.repro.tiny_engine import checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="update_weights_from_tensor alone",
     healthy="between begin_weight_update() and end_weight_update()",
     signature=(r"the answer: \(?False.*session",),

@@ -6,7 +6,6 @@ Every script of spring 2025 imports it.
 from harness.tools.repro.case import Case
 
 CASE = Case(
-    needs="cpu",
     broken="VerlEngine is imported from sglang",
     healthy="VerlEngine is imported from this harness",
     signature=(r"No module named 'sglang.srt.entrypoints.verl_engine'",),

@@ -4,7 +4,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import LOG_PROBS, checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="all tensors but one are sent",
     healthy="all tensors are sent",
     number=LOG_PROBS,

@@ -7,7 +7,6 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import checkpoint_tensors, tiny_engine
 
 CASE = Case(
-    needs="cpu",
     broken="down_proj is sent transposed",
     healthy="it is sent as the checkpoint has it",
     signature=(
