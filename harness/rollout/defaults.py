@@ -1,6 +1,7 @@
 """The harness's defaults for sglang.Engine, by device. A user's engine.args replace them one by one; those that a
 release does not know are dropped (sglang_api.check_arguments), so new and old names of one switch stand side by
-side."""
+side.
+"""
 
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ def engine_defaults(device: Literal["cpu", "cuda"], whose: Defaults = "harness")
     """
     by_device = {"cpu": _CPU, "cuda": _SHARED_GPU if whose == "sglang" else _CUDA | _SHARED_GPU}
     if device not in by_device:
-        raise ValueError(f"device = {device}: must be one of {', '.join(by_device)}.")
+        raise ValueError(f"device must be one of {', '.join(by_device)}, got {device}.")
     return {**_COMMON, **by_device[device]}
 
 
@@ -44,7 +45,7 @@ _CPU: dict[str, Any] = {
 }
 
 _CUDA: dict[str, Any] = {
-    # Compiles what it needs by itself, for every GPU; FlashInfer and FA3 need wheels matched to torch and CUDA.
+    # Compiles its kernels for every GPU; FlashInfer and FA3 need wheels matched to torch and CUDA.
     "attention_backend": "triton",
     # The sampler that honours a seed; FlashInfer's does not.
     "sampling_backend": "pytorch",

@@ -37,7 +37,7 @@ def update_stages(engine: "VerlEngine", sent: Any, load_format: str | None, flus
     engine's ranks; raises EngineFailed on every rank, ValueError for another load_format.
     """
     if load_format not in (None, "flattened_bucket"):
-        raise ValueError(f"load_format must be None or 'flattened_bucket' with pipeline stages, got {load_format!r}.")
+        raise ValueError(f"load_format = {load_format!r}: with pipeline stages it must be None or 'flattened_bucket'.")
     tp = engine.group.tp
     payloads = engine.group.gather(sglang_api.serialize(sent))
     name = _new_name(engine)

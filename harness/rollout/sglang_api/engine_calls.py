@@ -66,7 +66,7 @@ def _call(engine: Engine, name: str, *arguments: Any, **named: Any) -> None:
 def import_engine() -> None:
     """Import what building an Engine needs, for 8 to 17 s; apart, so that no other thread imports at the same time."""
     with warnings.catch_warnings():
-        # Said on import by every rank without a GPU, of formats that nobody asked for.
+        # Printed on import by every rank without a GPU, about formats that are not in use.
         warnings.filterwarnings("ignore", message="Only .* support .* currently")
         _engine_class()
 
@@ -239,7 +239,7 @@ def open_update_group(
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_seconds)
-    # Not by init_method: under torchrun, torch would take this rank for a client of the agent's store, which nobody
+    # Not by init_method: under torchrun, torch would take this rank for a client of the agent's store, which no process
     # serves. multi_tenant: after a failure the last group's store may still be alive.
     store = dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True)
     path = next(path for path in UTILS if api.tree.find_function("init_custom_process_group", path))
