@@ -184,7 +184,7 @@ class Injector(Observer):
         sync.transport = _DroppingTransport(sync.transport, sync.live)
 
     def _lost_message(self, fault: Fault) -> None:
-        """Lose the message that tells the scheduler beside this rank of a bucket in its slot."""
+        """Lose the next message to the scheduler beside this rank, which announces a bucket in its slot."""
         from harness.weights.transports import StreamTransport
 
         sync: WeightSync = self.parts["sync"]

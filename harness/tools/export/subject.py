@@ -17,7 +17,7 @@ from harness.runtime.phases import phase_of_step
 PASSED = "PASSED: "
 MISTAKES = {"ConfigError": 2, "UnsupportedEnvironment": 125}
 """Exit codes of the errors by which a run ends before it begins."""
-UNTOLD = ("run",)
+OUTER_PHASES = ("run",)
 """Phases that hold the others, and fail with them."""
 Event = Mapping[str, Any]
 
@@ -138,7 +138,7 @@ def read_end(folder: Path, events: Sequence[Event]) -> RunEnd:
     verdicts = [each for each in verdicts if each["first"]["kind"] != "mistake"]  # its rank's event has more
     if verdicts:
         return _end_by_watchdog(min(verdicts, key=lambda each: float(each["first"]["time"])), events)
-    if failed := [each for each in events if each["event"] == "phase_failed" and each["phase"] not in UNTOLD]:
+    if failed := [each for each in events if each["event"] == "phase_failed" and each["phase"] not in OUTER_PHASES]:
         first = failed[0]
         at = phase_of_step(first["phase"], first["step"])
         return RunEnd(
@@ -211,7 +211,7 @@ def behind(events: Sequence[Event]) -> tuple[tuple[int, ...], tuple[str, int | N
         return None
     least = min(progress.values())
     ranks = tuple(sorted(rank for rank, count in progress.items() if count == least))
-    open_places = [place for place in inside[ranks[0]] if place[0] not in UNTOLD]
+    open_places = [place for place in inside[ranks[0]] if place[0] not in OUTER_PHASES]
     return ranks, open_places[-1] if open_places else last.get(ranks[0], ("", None))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.tools.export.subject import UNTOLD
+from harness.tools.export.subject import OUTER_PHASES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def spans(events: Sequence[Mapping[str, Any]], ended: float = 0.0) -> list[Span]
 
     for each in events:
         kind = each["event"]
-        if not kind.startswith("phase_") or each["phase"] in UNTOLD:
+        if not kind.startswith("phase_") or each["phase"] in OUTER_PHASES:
             continue
         rank, time = int(each["rank"]), float(each["time"])
         mine = opened.setdefault(rank, [])
@@ -73,7 +73,7 @@ def readings(events: Iterable[Mapping[str, Any]], first: float) -> dict[int, lis
     """Return the memory of every rank that read it, in order."""
     found: dict[int, list[Reading]] = {}
     for each in events:
-        if each["event"] == "phase_end" and each["phase"] not in UNTOLD and each.get("memory"):
+        if each["event"] == "phase_end" and each["phase"] not in OUTER_PHASES and each.get("memory"):
             reading = Reading(
                 rank=int(each["rank"]),
                 phase=each["phase"],

@@ -37,7 +37,7 @@ def program(broken: bool) -> None:
 
 
 def engines(broken: bool, lists: list[str], tp: int, hosts: int, unique: bool = True) -> list[list[list[str]]]:
-    """For each engine its hosts, for each of these the devices it is told to see."""
+    """Return the devices that each engine sees on each of its hosts."""
     if not broken:
         share = len(lists) // hosts
         locations = [

@@ -7,7 +7,7 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.tiny_engine import tiny_engine
 
 CASE = Case(
-    broken="config.json as transformers 5 writes it by itself",
+    broken="config.json as transformers 5 writes it",
     healthy="with moe_layer_freq, topk_method and scoring_func, as DeepSeek's own has them",
     signature=(r"AttributeError: .*'(moe_layer_freq|topk_method|scoring_func)'",),
     engine=True,

@@ -22,10 +22,10 @@ def program(broken: bool) -> None:
 
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
         answers = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
-        told = [None]
+        answer = [None]
         if rank == 0:
             time.sleep(5 if broken else 0.5)
-        dist.broadcast_object_list(told, src=0, group=answers)
+        dist.broadcast_object_list(answer, src=0, group=answers)
         print(f"rank {rank}: has the answers", flush=True)
 
     run_ranks(work)
