@@ -39,7 +39,7 @@ def test_it_ends_when_it_has_answered(bench: Bench, capsys: pytest.CaptureFixtur
     assert time.monotonic() - started < 35
     assert bench.state()["answer"]["kind"] == "refused"
     verbs.status([str(bench.folder / "found")])
-    assert "is good as well" in (said := capsys.readouterr().out) and "go on with" not in said
+    assert "is good as well" in (said := capsys.readouterr().out) and "continue with" not in said
 
 
 def test_the_lines_around_the_failure_and_where_its_log_is(bench: Bench) -> None:
@@ -66,7 +66,7 @@ def test_status_of_one_that_runs(bench: Bench) -> None:
     process.kill()
     process.wait()
     assert (
-        f"process {process.pid} is running it; its newest run is 1.0, since " in status and "go on with" not in status
+        f"process {process.pid} is running it; its newest run is 1.0, since " in status and "continue with" not in status
     )
 
 
