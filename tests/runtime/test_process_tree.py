@@ -70,7 +70,7 @@ def test_an_exception_of_the_tick_ends_the_command(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with (tmp_path / "log").open("wb") as output, pytest.raises(KeyboardInterrupt):
-        run_tree([sys.executable, "-c", DETACHED + "sys.stdin.read()", seconds], output=output, tick=tick)
+        run_tree([sys.executable, "-c", DETACHED + "import time; time.sleep(60)", seconds], output=output, tick=tick)
     assert not running(seconds)
 
 

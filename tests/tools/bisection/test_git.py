@@ -146,7 +146,7 @@ def test_one_run_is_the_script_of_git_bisect_run(tmp_path: Path, checkout: Path,
     script = tmp_path / bench.script(
         "import sys\ntry: import moving\nexcept SyntaxError: sys.exit(125)\n" + SCRIPT_CODE
     )
-    git(checkout, "bisect", "start", "main", "main~45")
+    git(checkout, "bisect", "start", "main~32", "main~42")
     judge = [sys.executable, str(SCRIPT), "judge", "--metric", "log_prob_diff", "--above", "0.01", "--", str(script)]
     run = subprocess.run(
         ["git", "bisect", "run", *judge],

@@ -66,7 +66,8 @@ def test_status_of_one_that_runs(bench: Bench) -> None:
     process.kill()
     process.wait()
     assert (
-        f"process {process.pid} is running it; its newest run is 1.0, since " in status and "continue with" not in status
+        f"process {process.pid} is running it; its newest run is 1.0, since " in status
+        and "continue with" not in status
     )
 
 
