@@ -1,6 +1,7 @@
 """Source trees written here stand for old and new releases of sglang; RecordingEngine stands for an engine where only
-the calls made on it matter. test_sglang_api_real.py builds a real engine."""
+the calls made on it matter. test_real_engine.py builds a real engine."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -374,3 +375,21 @@ def test_probing_the_installed_sglang_imports_neither_it_nor_torch() -> None:
     )
     count, modules = done.stdout.strip().split(maxsplit=1)
     assert int(count) > 100 and modules == "set()"
+
+
+@needs_sglang
+def test_no_default_of_this_sglang_is_refused() -> None:
+    """Of every argument whose default is a constant: types and choices are read rightly."""
+    from harness.rollout.sglang_api.probe import argument_classes
+
+    api = sglang_api.probe()
+    defaults = {
+        node.target.id: node.value.value
+        for each in argument_classes(api.tree)
+        for node in each.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    assert len(defaults) > 100
+    sglang_api.check_arguments(api, {name: defaults[name] for name in defaults if name in api.engine_arguments}, {})

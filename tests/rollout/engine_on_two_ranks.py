@@ -1,0 +1,167 @@
+"""engine_on_two_ranks.py FOLDER: run by torchrun; one real engine of tp 2 in SGLang's CPU mode, for all tests here.
+
+It is used through sglang_api on the head, then as VerlEngine on both ranks. Rank 0 writes what each rank saw as JSON.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from harness.runtime.cpu_standins import activate
+
+LOADER = "what_is_held.load"
+LOADER_SOURCE = """
+import hashlib, json, os, pathlib, torch
+
+def load(model, named_tensors):
+    ((name, _),) = named_tensors
+    held = {n: p.detach().reshape(-1).view(torch.uint8).numpy() for n, p in model.named_parameters()}
+    held = {n: hashlib.sha256(p).hexdigest() for n, p in held.items()} | {"environment": dict(os.environ)}
+    unfinished = pathlib.Path(__file__).with_name(f"{name} {torch.distributed.get_rank()}.unfinished")
+    unfinished.write_text(json.dumps(held))
+    unfinished.rename(unfinished.with_suffix(""))
+"""
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True}
+GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
+
+Weights = list[list[tuple[str, torch.Tensor]]]
+
+
+def failure(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    from harness.rollout import sglang_api
+    from harness.rollout.verl_engine import VerlEngine
+    from harness.task.tiny_models import save_tiny_model
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        (folder / "what_is_held.py").write_text(LOADER_SOURCE)
+        for seed in (0, 1):
+            save_tiny_model("qwen3", folder / f"model{seed}", seed, texts=["hello, the quick brown fox"])
+    dist.barrier()
+    sys.path.append(str(folder))  # a spawned scheduler takes over sys.path, and finds LOADER there
+    weights = [list(load_file(folder / f"model{seed}" / "model.safetensors").items()) for seed in (0, 1)]
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "tp", "pp"))["tp"]
+    model = str(folder / "model0")
+    foretold = sglang_api.common_environment(sglang_api.probe(), {}, os.environ)
+    seen: dict[str, Any] = {
+        "foretold": foretold,
+        "unknown": failure(lambda: VerlEngine(mesh, 1, model_path=model, mem_fraction=0.1)),
+        "nnodes": failure(lambda: VerlEngine(mesh, 2, model_path=model)),
+    }
+    engine = VerlEngine(
+        *(mesh, 1), log_dir=folder / "engine", model_path=model, dtype="float32", random_seed=0,
+        custom_weight_loader=[LOADER],
+    )  # fmt: skip
+    seen |= engine.on_head(lambda inner: calls(engine.api, inner, folder, weights))
+    seen |= as_verl_engine(engine, folder, weights)
+    engine.shutdown()
+    engine.shutdown()
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, seen)
+    if dist.get_rank() == 0:
+        (folder / "seen.json").write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+def calls(api: Any, inner: Any, folder: Path, weights: Weights) -> dict[str, Any]:
+    """Return what the engine answers to sglang_api's calls."""
+    from sglang.srt.server_args import ServerArgs
+
+    from harness.rollout import sglang_api as front
+
+    fields = getattr(ServerArgs, "__struct_fields__", None) or [field.name for field in dataclasses.fields(ServerArgs)]
+    names = ("update_weights_from_tensor", "update_weights_from_distributed")
+    found: dict[str, Any] = {
+        "arguments": sorted(name for name in fields if not name.startswith("_")),
+        "parameters": {name: list(inspect.signature(getattr(inner, name)).parameters) for name in names},
+    }
+
+    def update(tensors: Any, load_format: str | None = None) -> None:
+        with front.update_session(api, inner):
+            front.update_weights_from_tensor(api, inner, tensors, load_format=load_format, flush_cache=True)
+
+    def held(label: str) -> None:
+        """Keep what the schedulers hold: a custom loader that loads nothing writes its hashes to the files `label`."""
+        update([(label, torch.zeros(1))], LOADER)
+        files = [folder / f"{label} {rank}" for rank in range(2)]
+        while not all(file.exists() for file in files):
+            time.sleep(0.01)
+        held = [json.loads(file.read_text()) for file in files]
+        environments = [each.pop("environment") for each in held]
+        found["environment"] = environments[0]
+        found[label] = {f"{name} on {rank}": digest for rank in range(2) for name, digest in held[rank].items()}
+
+    front.flush_cache(api, inner)
+    answers = front.generate(inner, input_ids=PROMPTS, sampling_params=SAMPLING)
+    found["output_ids"] = [answer["output_ids"] for answer in answers]
+    held("at start")
+    update(weights[1])
+    held("after tensors of another model")
+    update([front.serialize(front.flattened_bucket(api, weights[0])) for _ in range(2)], "flattened_bucket")
+    held("after bucket")
+    front.check_weights(api, inner, "reset_tensors")
+    held("after reset")
+    update(weights[0])
+    held("after reset and tensors")
+    front.check_weights(api, inner, "reset_tensors")
+    front.update_weights_from_disk(inner, str(folder / "model0"))
+    held("after reset and disk")
+    front.check_weights(api, inner, "snapshot")
+    found["compare"] = failure(lambda: front.check_weights(api, inner, "compare"))
+    found["checksum"] = failure(lambda: front.check_weights(api, inner, "checksum"))
+    return found
+
+
+def as_verl_engine(engine: Any, folder: Path, weights: Weights) -> dict[str, Any]:
+    """Return what this rank sees of the engine, which holds the weights of model0."""
+
+    def tokens() -> list[list[int]]:
+        return [answer["output_ids"] for answer in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+
+    seen: dict[str, Any] = {"before": tokens(), "text": engine.generate("hello", GREEDY)["text"]}
+    answers = asyncio.run(engine.async_generate(input_ids=PROMPTS, sampling_params=GREEDY))
+    seen["async"] = [answer["output_ids"] for answer in answers]
+    engine.release_memory_occupation(["kv_cache", "weights"])
+    engine.resume_memory_occupation(["weights"])
+    engine.resume_memory_occupation(["kv_cache"])
+    engine.update_weights_from_tensor(weights[1], load_format="flattened_bucket")
+    seen["bucket"] = tokens()
+    engine.update_weights_from_tensor(weights[0])
+    seen["tensor"] = tokens()
+    engine.update_weights_from_disk(str(folder / "model1"))
+    seen["disk"] = tokens()
+    engine.flush_cache()
+    seen["unknown_tag"] = failure(lambda: engine.release_memory_occupation(["wieghts"]))
+    seen["no_folder"] = failure(lambda: engine.update_weights_from_disk(str(folder / "absent")))
+    seen["still_serving"] = tokens()
+    return seen
+
+
+if __name__ == "__main__":
+    activate()
+    main(Path(sys.argv[1]))
+    from harness.cluster.world import hard_exit
+
+    hard_exit(0)

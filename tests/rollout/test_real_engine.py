@@ -1,0 +1,81 @@
+"""sglang_api and VerlEngine on one real engine of tp 2 in SGLang's CPU mode, started once for all tests of this file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.rollout import sglang_api
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("engine_on_two_ranks.py")
+
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What each of the two ranks saw."""
+    folder = tmp_path_factory.mktemp("engine")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    ranks: Seen = json.loads((folder / "seen.json").read_text())
+    return ranks
+
+
+def test_the_source_tells_the_truth_about_the_imported_package(seen: Seen) -> None:
+    api, head = sglang_api.probe(), seen[0]
+    assert sorted(api.engine_arguments) == head["arguments"]
+    assert tuple(head["parameters"]["update_weights_from_tensor"]) == api.tensor_update_parameters
+    assert tuple(head["parameters"]["update_weights_from_distributed"]) == api.distributed_update_parameters
+    assert head["foretold"] and head["foretold"].items() <= head["environment"].items()
+    assert bool(head["checksum"]) == api.checksum_needs_cuda and head["compare"].startswith("EngineRefused")
+
+
+def test_every_way_of_updating_restores_every_tensor(seen: Seen) -> None:
+    start = seen[0]["at start"]
+    for differs in ("after tensors of another model", "after reset"):
+        assert [name for name in start if seen[0][differs][name] == start[name]] == [], differs
+    for same in ("after bucket", "after reset and tensors", "after reset and disk"):
+        assert seen[0][same] == start, same
+
+
+def test_every_rank_gets_the_same_answers(seen: Seen) -> None:
+    names = set(seen[0]) - {"no_folder", "unknown_tag", "unknown"}  # failures say on which rank they were
+    assert {name: seen[0][name] for name in names} == {name: seen[1][name] for name in names}
+
+
+def test_text_tokens_and_async_serve_alike(seen: Seen) -> None:
+    assert [len(tokens) for tokens in seen[0]["output_ids"]] == [6, 6, 6]
+    assert [len(tokens) for tokens in seen[0]["before"]] == [6, 6, 6]
+    assert seen[0]["async"] == seen[0]["before"]
+    assert isinstance(seen[0]["text"], str) and seen[0]["text"]
+
+
+def test_each_way_of_updating_changes_what_is_generated(seen: Seen) -> None:
+    assert seen[0]["bucket"] != seen[0]["before"]
+    assert seen[0]["tensor"] == seen[0]["before"]
+    assert seen[0]["disk"] == seen[0]["bucket"]
+
+
+def test_mistakes_are_said_before_an_engine_starts(seen: Seen) -> None:
+    for rank in seen:
+        assert "engine.args.mem_fraction" in rank["unknown"] and "no such engine argument" in rank["unknown"]
+        assert rank["nnodes"].startswith("ValueError: nnodes = 2, but the 2 ranks of this engine are on 1 hosts")
+
+
+def test_a_refused_call_raises_on_every_rank_and_the_engine_serves_on(seen: Seen) -> None:
+    assert seen[0]["no_folder"].startswith("EngineRefused: update_weights_from_disk: the engine refused")
+    assert seen[1]["no_folder"].startswith("EngineFailed: on rank 0: EngineRefused: update_weights_from_disk")
+    assert "kv_cache" in seen[0]["unknown_tag"] and "kv_cache" in seen[1]["unknown_tag"]
+    assert seen[0]["still_serving"] == seen[0]["disk"]
