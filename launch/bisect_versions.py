@@ -14,8 +14,8 @@
 
 The command's exit code decides, as in git bisect: 0 good, 1 to 124, 126, 127 and a signal bad, 125 skip, 128 and more stop.
 A script gets the candidate's Python; launch/ppo.py and launch/sync.py also torchrun with the ranks that their config wants.
-Exit codes: 0 found; 1 it hides among candidates that could not be classified, or is only probable; 2 a mistake in what was
-asked; 3 several causes; 4 paused (network, disk, a script that asked to stop), 130 interrupted: --resume continues.
+Exit codes: 0 found; 1 it hides among candidates that could not be classified, or is only probable; 2 the command line
+is wrong; 3 several causes; 4 paused (network, disk, a script that asked to stop), 130 interrupted: --resume continues.
 judge: 0 good, 1 bad, 125 else.
 """
 

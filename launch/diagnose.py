@@ -5,10 +5,10 @@
     python launch/diagnose.py rank*.log.gz --json
     kubectl logs job/ppo | python launch/diagnose.py -
 
-Prints the slug of the first cause with its confidence (the rule is in harness/tools/diagnose/diagnose.py), the lines that gave it
-away, how the log ends, cause and fix; or "unknown" with the first line that looks like a failure; or that there is none.
-Prefixes of Ray, torchrun, SGLang, srun, Kubernetes and colours are read over; UTF-16 and compressed files are read, also cut ones. Exit codes: 0 diagnosed, 1 a failure that is not known, 2 a
-mistake in what was asked, 3 no failure seen.
+Prints the slug of the first cause with its confidence (the rule is in harness/tools/diagnose/diagnose.py), the lines that
+show it, how the log ends, cause and fix; or "unknown" with the first line that looks like a failure; or that there is none.
+Prefixes of Ray, torchrun, SGLang, srun, Kubernetes and colours are skipped; UTF-16 and compressed files are read, also cut
+ones. Exit codes: 0 diagnosed, 1 a failure that is not known, 2 the command line is wrong, 3 no failure seen.
 """
 
 import io

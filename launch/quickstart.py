@@ -27,7 +27,7 @@ def main(overrides: list[str]) -> int:
         return made.returncode
     python = made.stdout.strip()
     job = ["launch/ppo.py", "configs/cpu/quickstart.toml", *overrides]
-    # torchrun exits with 1 whatever its ranks exit with: a user's mistake is found before it starts.
+    # torchrun exits with 1 whatever its ranks exit with, so wrong overrides are found before it starts.
     checked = subprocess.run([python, "-m", "harness.tools.preflight", *job[1:]], stdout=subprocess.PIPE, text=True)
     if checked.returncode:
         return checked.returncode

@@ -2,8 +2,8 @@
 
     python launch/report.py runs/20261121-054327
 
-Reads what the run left: config.toml, environment.json, events/, metrics.jsonl, failure-*.json. A run writes both by itself;
-this does so again, or where it was killed before it could. Exit codes: 0 written, 2 a mistake in what was asked.
+Reads what the run left: config.toml, environment.json, events/, metrics.jsonl, failure-*.json. Every run writes both; this
+writes them again, or for a run that was killed before it could. Exit codes: 0 written, 2 the command line is wrong.
 """
 
 import sys

@@ -32,7 +32,7 @@ fi
 case $RDZV_HOST in *:*) RDZV_HOST="[$RDZV_HOST]" ;; esac # an IPv6 address
 
 # Runs on each host, with the repository and torchrun's command line as arguments. torchrun has a process group of its own,
-# and ends its ranks when it is told to; what of it is left after a minute is killed.
+# and ends its ranks on SIGTERM; what of it is left after a minute is killed.
 on_host='
 cd -- "$1" || exit 125
 shift

@@ -8,8 +8,8 @@
 Without --bench: before each of --syncs syncs every trainer tensor is changed; after it, every element that the engines
 hold is read back and compared, bit for bit. With --bench: the configured transport, verification off, beside an
 all-gather of the same bytes (what the wire could do) and one tensor a call (VerlEngine's way), with where the time
-went. TOML files and --section.key VALUE as for launch/ppo.py. Exit codes: 0 passed, 1 failed, 2 a mistake in what was
-asked.
+went. TOML files and --section.key VALUE as for launch/ppo.py. Exit codes: 0 passed, 1 failed, 2 the command line
+or config is wrong.
 """
 
 import os
@@ -45,7 +45,7 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code. A mistake is reported before anything heavy is imported."""
+    """Return the exit code. A wrong command line is reported before anything heavy is imported."""
     rank = int(os.environ.get("RANK", "0"))
     if rank and {"-h", "--help"} & set(arguments):
         return 0
