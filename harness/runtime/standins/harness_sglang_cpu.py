@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def _without_absent_experts(forward: Any) -> Any:
-    """The native experts, with weight 0 for those that are on other ranks; the ranks' outputs are added up."""
+    """Return the native experts, with weight 0 for those that are on other ranks; the ranks' outputs are added up."""
 
     def masked(layer: Any, x: Any, topk_output: Any, moe_runner_config: Any) -> Any:
         absent = topk_output.topk_ids < 0

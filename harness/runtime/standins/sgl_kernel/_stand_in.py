@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 
 def stand_in(name: str) -> Callable[..., NoReturn]:
-    """A function that raises NotImplementedError. name: as sgl_kernel has it, such as kvcacheio.transfer_kv_direct."""
+    """Return a function that raises NotImplementedError for a name of sgl_kernel, such as kvcacheio.transfer_kv_direct."""
 
     def call(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
