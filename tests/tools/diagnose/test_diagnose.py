@@ -86,7 +86,7 @@ def test_consequences_before_and_after_do_not_hide_the_cause(entry: CatalogueEnt
         assert slug(diagnosed(tmp_path, text)) == entry.slug
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_noise_never_changes_the_slug(data: st.DataObject, tmp_path: Path) -> None:
     entry = data.draw(st.sampled_from(ENTRIES))
