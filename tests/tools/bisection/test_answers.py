@@ -108,9 +108,17 @@ def test_ends_between_which_there_is_nothing_to_find(outcomes: str, sentence: st
         bisected(outcomes)
 
 
-def test_a_report_of_a_set(tmp_path: Path) -> None:
-    state, _, _ = bisected("gggggsssbbbb")
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ("gggggsssbbbb", ["one of 4", "What changed from 1.4 to 1.8"]),
+        ("ggbbbmmm", ["There are two causes", "First failure of 1.2", "First failure of 1.5"]),
+    ],
+)
+def test_the_report_of_a_pattern(tmp_path: Path, outcomes: str, expected: Sequence[str]) -> None:
+    state, _, _ = bisected(outcomes)
     planned = Planned(state, tmp_path, Anything(), Silent(), 0, True)
-    planned.outcomes = "gggggsssbbbb"
-    text = write_reports(state, planned.run(), tmp_path)
-    assert "one of 4" in text and "What changed from 1.4 to 1.8" in (tmp_path / "report.md").read_text()
+    planned.outcomes = outcomes
+    write_reports(state, planned.run(), tmp_path)
+    report = (tmp_path / "report.md").read_text()
+    assert all(part in report for part in expected), report

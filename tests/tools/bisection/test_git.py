@@ -108,10 +108,11 @@ def checkout(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 @pytest.mark.parametrize(
     ("checkout", "said", "code"),
-    [(SCATTERED, f"commit {FIRST_BAD}", 0), pytest.param(CLUSTERED, "one of 9: ", 1, marks=pytest.mark.long)],
+    [(SCATTERED, f"commit {FIRST_BAD}", 0), (CLUSTERED, "one of 9: ", 1)],
     indirect=["checkout"],
     ids=["scattered", "clustered"],
 )

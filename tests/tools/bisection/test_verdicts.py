@@ -52,6 +52,7 @@ def test_a_failure_that_another_one_masks_over_ten_releases(bench: Bench) -> Non
     assert "Another failure masks it in 10: 1.6, 1.7" in run.stdout and "KeyError: 'weights'" in run.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
@@ -60,11 +61,10 @@ def test_a_failure_that_another_one_masks_over_ten_releases(bench: Bench) -> Non
             "def work(): raise RuntimeError('CUDA error: an illegal memory access')",
             "--match 'RuntimeError: CUDA error: an illegal memory access' looks",
         ),
-        pytest.param(
+        (
             "def work(): raise RuntimeError('it is out of order')",
             "def work(): inner()\ndef inner(): raise RuntimeError('it is out of order')",
             "moving/__init__.py:inner in place of moving/__init__.py:work",
-            marks=pytest.mark.long,
         ),
     ],
     ids=["one class", "one message from two places"],
