@@ -1,4 +1,3 @@
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch.distributed as dist
 
 from harness.cluster import network
 from harness.cluster.network import HostAddress, NetworkError, agree, choose, own_address, own_interfaces, variables
+from tests.free_port import free_port
 
 INTERFACES = {
     "lo": ["127.0.0.1", "::1"],
@@ -101,9 +101,7 @@ def test_ranks_agree_on_every_hosts_address(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
     store.set("route/2", '["host1/b/n", "10.77.0.1"]')
     with pytest.raises(TimeoutError, match=r"of 4 ranks these have not come in time: \[1, 3\]"):

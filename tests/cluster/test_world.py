@@ -8,6 +8,7 @@ import torch
 from harness.cluster import world
 from harness.cluster.world import Launch, WorldError, by_rank, check_agreement, child_environment, choose_device
 from tests.cluster.gloo import on_ranks
+from tests.free_port import free_port
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -111,9 +112,7 @@ def _open(rank: int, ranks: int) -> tuple[int, str, tuple[str, ...], list[int], 
 
 
 def test_open_world_gathers_locations_and_closes_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_RANK", "0")

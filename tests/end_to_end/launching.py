@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 
 from harness.runtime.processes import is_alive
+from tests.free_port import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "HARNESS_TEST_JOB"
@@ -49,12 +49,9 @@ class Job:
 
     def start(self) -> "Job":
         self.log = self.folder.with_suffix(".log")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         command = [
             *[sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={self.ranks}"],
-            *[f"--master-port={port}", self.script, *self.arguments, "--run.dir", str(self.folder)],
+            *[f"--master-port={free_port()}", self.script, *self.arguments, "--run.dir", str(self.folder)],
         ]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(

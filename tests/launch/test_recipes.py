@@ -8,7 +8,6 @@ it sleeps or fails.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 import yaml
 
 from harness.config.cli import parse
+from tests.free_port import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCH = REPOSITORY / "launch"
@@ -51,12 +51,6 @@ def program(folder: Path, name: str, text: str) -> Path:
     file.write_text(text)
     file.chmod(0o755)
     return file
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -148,7 +142,7 @@ def mocked(cluster: dict[str, str], tmp_path: Path, does: str) -> dict[str, str]
 
 def started(tmp_path: Path, count: int) -> list[list[str]]:
     """Command lines of the mocked torchruns, once there are as many."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while len(files := sorted(tmp_path.glob("*.arguments"))) < count:
         assert time.monotonic() < until, files
         time.sleep(0.05)
@@ -169,8 +163,8 @@ def test_ssh_ends_all_hosts_when_it_is_ended(number: signal.Signals, cluster: di
     script = subprocess.Popen([str(LAUNCH / "ssh.sh")], env=mocked(cluster, tmp_path, "wait"), cwd=tmp_path)
     started(tmp_path, 2)
     script.send_signal(number)
-    assert script.wait(20) == (130 if number != signal.SIGKILL else -number)
-    until = time.monotonic() + 20
+    assert script.wait(60) == (130 if number != signal.SIGKILL else -number)
+    until = time.monotonic() + 60
     while left_over(tmp_path) and time.monotonic() < until:  # a killed script waits for none of them
         time.sleep(0.05)
     assert len(list(tmp_path.glob("*.ended"))) == 2

@@ -19,15 +19,10 @@ from harness.config.schema import Config, Parallel
 from harness.tools.doctor import examine
 from harness.tools.doctor.facts import RankFacts, collect
 from harness.tools.doctor.job_store import JobStore, connect
+from tests.free_port import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU; test_gpu.py has the others")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def torchrun(ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
