@@ -39,12 +39,12 @@ RANK_OWN_VARIABLES = {
 
 
 class WorldError(ValueError):
-    """This process was not started as a rank, or the ranks do not agree. Exit code 2."""
+    """A process was not started as a rank, or the ranks do not agree. Exit code 2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """This process among all ranks, with the default process group open."""
+    """One process among all ranks, with the default process group open."""
 
     rank: int
     world_size: int

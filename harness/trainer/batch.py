@@ -53,7 +53,7 @@ class Batch:
                 raise ValueError(f"batch field {name} must have shape {shape}, got {tuple(tensor.shape)}")
 
     def __len__(self) -> int:
-        """Number of sequences, B."""
+        """Return the number of sequences, B."""
         return self.input_ids.shape[0]
 
     def tensors(self) -> dict[str, Tensor]:
