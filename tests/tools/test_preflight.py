@@ -230,7 +230,11 @@ def test_a_hub_that_does_not_answer_is_asked_once(words: tuple[str, str]) -> Non
     command = [sys.executable, "-m", "harness.tools.preflight", *words]
     begin = time.monotonic()
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True, text=True
+        command,
+        cwd=REPOSITORY,
+        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f'error: {words[0][2:]} = "{words[1]}" is no folder here, and as a hub id')
