@@ -36,12 +36,13 @@ def _flip(tensor: torch.Tensor, key: str) -> None:
     integer, bits = VIEWS[tensor.dtype]
     flat = tensor.view(integer).view(-1)  # raises where the shard is no contiguous memory
     digest = hashlib.sha256(key.encode()).digest()
-    # Multiplied by an odd number, a position's bits mix upwards; bit 31 is as good as a coin.
-    factor, offset = int.from_bytes(digest[:4], "little") | 1, int.from_bytes(digest[4:8], "little")
+    # Multiplied by 2**32 over the golden ratio, neighbours fall far apart, so bit 31 is as good as a coin. A factor drawn
+    # from the key could be too small for that: every element of a tensor then got the same bit (seed 272).
+    factor, offset = 0x9E3779B1, int.from_bytes(digest[:4], "little")
     for start in range(0, flat.numel(), CHUNK):
         chunk = flat[start : start + CHUNK]
         position = torch.arange(start, start + chunk.numel(), device=flat.device, dtype=torch.int64)
-        coin = position.mul_(factor).add_(offset).bitwise_right_shift_(31).bitwise_and_(1)
+        coin = position.add_(offset).mul_(factor).bitwise_right_shift_(31).bitwise_and_(1)
         chunk.bitwise_xor_(coin.add_(1).mul_(1 << (bits - 6)).to(integer))
 
 
