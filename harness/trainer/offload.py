@@ -160,53 +160,41 @@ class Gradients:
 
 
 class HostGradients(Gradients):
-    """Gradients added up in host memory: the device holds those of one microbatch, and one piece of the sum.
+    """Gradients added up in host memory: the device has those of one microbatch, and the sum of one parameter.
 
     The sum itself is computed on the device, in the gradients' dtype, as autograd would: results are the same bits.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self._pieces: list[tuple[dict[Tensor, Tensor], Waiting]] = []
-        """Gradients so far, by parameter, of parameters whose gradients share a storage: FSDP reduces those of a layer
-        into one."""
+        self._sums: dict[Tensor, Tensor] = {}
+        """Parameter -> sum of this rank's gradients so far, on the host."""
 
     @torch.no_grad()
     def add(self) -> None:
         """Add what the backward left to the sums, and take it off the device."""
-        for index, (sums, waiting) in enumerate(self._pieces):
-            to_device(waiting)
-            for parameter, total in sums.items():
-                if parameter.grad is not None:
-                    local(total).add_(local(parameter.grad))
-                    parameter.grad = None
-            self._pieces[index] = sums, to_host(storages_of(sums.values()))
-        fresh: dict[int, dict[Tensor, Tensor]] = {}
         for parameter in self.parameters:
-            if parameter.grad is not None:
-                key = local(parameter.grad).untyped_storage()._cdata
-                fresh.setdefault(key, {})[parameter] = parameter.grad
-                parameter.grad = None
-        self._pieces += [(sums, to_host(storages_of(sums.values()))) for sums in fresh.values()]
+            if parameter.grad is None:
+                continue
+            own = local(parameter.grad)
+            if parameter in self._sums:
+                self._sums[parameter].copy_(self._sums[parameter].to(own.device).add_(own))
+            else:
+                host = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.device.type == "cuda")
+                self._sums[parameter] = host.copy_(own)
+            parameter.grad = None
 
     def pieces(self, last: bool = False) -> Iterator[list[Tensor]]:
-        """Yield as Gradients does; only one piece has its memory on the device at a time."""
-        for index, (sums, waiting) in enumerate(self._pieces):
-            to_device(waiting)
-            for parameter, total in sums.items():
-                parameter.grad = total
-            yield list(sums)
-            for parameter in sums:
-                parameter.grad = None
-            if last:
-                sums.clear()
-                waiting.clear()
-            else:
-                self._pieces[index] = sums, to_host(storages_of(sums.values()))
+        """Yield as Gradients does; only one parameter's sum is on the device at a time."""
+        for parameter, total in self._sums.items():
+            parameter.grad = torch.empty_like(parameter)
+            local(parameter.grad).copy_(total)
+            yield [parameter]
+            parameter.grad = None
         if last:
             self.clear()
 
     def clear(self) -> None:
         """Forget all gradients, those in host memory too."""
         super().clear()
-        self._pieces = []
+        self._sums = {}

@@ -7,22 +7,14 @@ import torch
 
 from harness.config import schema
 from harness.trainer.offload import NOTHING, Offload, Offloaded, storages_of
-from tests.trainer.torchrun import torchrun
 
 OFFLOADED = ("parameters", "gradients", "optimizer", "everything")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("offload")
-    found: Any = torchrun("worker_offload.py", 2, folder / "results.json", str(folder / "model"))
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OFFLOADED)
-def test_results_are_the_same_bits(ranks: list[dict[str, Any]], case: str) -> None:
-    for rank in ranks:
+def test_results_are_the_same_bits(offloads: list[dict[str, Any]], case: str) -> None:
+    for rank in offloads:
         assert rank[case]["rounds"] == rank["nothing"]["rounds"]
         first, second = rank["nothing"]["rounds"]
         assert first[4] != second[4], "the updates did something"
@@ -32,9 +24,9 @@ def test_results_are_the_same_bits(ranks: list[dict[str, Any]], case: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OFFLOADED)
 def test_what_is_offloaded_has_no_memory_between_uses_and_stays_the_same_object(
-    ranks: list[dict[str, Any]], case: str
+    offloads: list[dict[str, Any]], case: str
 ) -> None:
-    for rank in ranks:
+    for rank in offloads:
         parameters, states = rank["nothing"]["busy"]
         assert rank[case]["busy"] == [parameters, states] and states > parameters > 0
         for shards, moments, value_shards in rank[case]["idle"]:
@@ -45,15 +37,15 @@ def test_what_is_offloaded_has_no_memory_between_uses_and_stays_the_same_object(
 
 
 @pytest.mark.slow
-def test_an_offloaded_reference_computes_the_same(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_an_offloaded_reference_computes_the_same(offloads: list[dict[str, Any]]) -> None:
+    for rank in offloads:
         assert rank["reference"]["idle"] == 0
         assert rank["reference"]["log_probs"] == rank["nothing"]["rounds"][0][0]
 
 
 @pytest.mark.slow
-def test_between_microbatches_no_gradient_is_on_the_device(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_between_microbatches_no_gradient_is_on_the_device(offloads: list[dict[str, Any]]) -> None:
+    for rank in offloads:
         assert rank["held"]["gradients"] == 0 < rank["held"]["nothing"]
 
 

@@ -21,7 +21,7 @@ def torchrun(worker: str, ranks: int, out: Path, *arguments: str) -> dict[str, A
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     script = str(Path(__file__).parent / worker)
     done = subprocess.run(
-        [*command, script, str(out), *arguments], env=environment, capture_output=True, text=True, timeout=150
+        [*command, script, str(out), *arguments], env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads(out.read_text())

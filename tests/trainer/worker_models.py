@@ -22,7 +22,7 @@ from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm, load_value_model, named_tensors, tied_names
 from tests.trainer.sequences import advantage_batch, sequences
 from tests.trainer.tiny_models import NAMES, save_tiny, tiny_config
-from tests.trainer.worker_determinism import train
+from tests.trainer.training import train
 
 CPU = torch.device("cpu")
 ROLLOUT = schema.Rollout(temperature=0.7, max_response_tokens=12)

@@ -20,6 +20,7 @@ from harness.trainer.model import load_causal_lm, load_value_model, named_tensor
 from harness.trainer.offload import NOTHING, Offloaded, local
 from tests.trainer.sequences import advantage_batch, sequences
 from tests.trainer.tiny_models import tiny_config
+from tests.trainer.training import train as train_from_a_seed
 
 CPU = torch.device("cpu")
 CASES = {
@@ -107,7 +108,7 @@ def most_gradient_bytes(path: str, mesh: DeviceMesh, offloaded: Offloaded) -> in
 def main() -> None:
     activate()
     dist.init_process_group("gloo")
-    folder = Path(sys.argv[2])
+    folder = Path(sys.argv[2]) / "model"
     if dist.get_rank() == 0:
         config = tiny_config("qwen2")
         config.vocab_size = 321  # shards of unequal size
@@ -122,6 +123,7 @@ def main() -> None:
     with reference.on_device():
         results["reference"] = {"idle": idle, "log_probs": reference.log_probs(batch, 2).tolist()}
     results["held"] = {name: most_gradient_bytes(str(folder), mesh, CASES[name]) for name in ("nothing", "gradients")}
+    results["training"] = train_from_a_seed(Path(sys.argv[2]) / "training", mesh)
     ranks: list[Any] = [None] * 2
     dist.all_gather_object(ranks, results)
     if dist.get_rank() == 0:

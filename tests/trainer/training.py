@@ -1,18 +1,15 @@
-"""Two ranks train from a seed. Arguments: file for the digests and metrics, folder for the model's config."""
+"""A training from a seed, for workers of two processes to compare."""
 
 import hashlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.config import schema
-from harness.runtime.cpu_standins import activate
 from harness.trainer.actor import Actor
 from harness.trainer.model import load_causal_lm, named_tensors
 from tests.trainer.sequences import advantage_batch, sequences
@@ -39,19 +36,3 @@ def train(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
             digest.update(name.encode() + whole.detach().numpy().tobytes())
         digests.append(digest.hexdigest())
     return {"digests": digests, "metrics": metrics}
-
-
-def main() -> None:
-    activate()
-    dist.init_process_group("gloo")
-    result = train(Path(sys.argv[2]), init_device_mesh("cpu", (2,)))
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-    from harness.cluster.world import hard_exit
-
-    hard_exit(0)
