@@ -40,6 +40,7 @@ def test_a_bad_row_is_named_before_an_engine_starts(tmp_path: Path) -> None:
     assert job.left_behind() == []
 
 
+@pytest.mark.long
 def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
     job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART, "--run.steps", "50"]).start()
     job.wait_for_phase("update_actor")

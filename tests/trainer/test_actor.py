@@ -52,6 +52,7 @@ def test_errors_are_raised_on_every_rank_and_leave_the_model(measurements: Measu
         assert errors["weights"] == 0
 
 
+@pytest.mark.long
 def test_same_seed_same_updates_in_another_process(measurements: Measurements, offloads: Measurements) -> None:
     first = measurements[0]["training"]
     assert first == measurements[1]["training"] == offloads[0]["training"] == offloads[1]["training"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SCRIPT = Path(__file__).with_name("transports_on_two_ranks.py")
 TRANSPORTS = ("tensor", "bucket", "distributed", "disk", "stream")
@@ -55,7 +55,6 @@ def test_each_engine_holds_the_bfloat16_cast_of_float32_weights_bit_for_bit(name
     assert [seen[f"{name} wrong"] for seen in one_engine] == [[], []]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["distributed", "disk"])
 def test_two_engines_get_the_same_weights(name: str, two_engines: Seen) -> None:
     for seen in two_engines:
@@ -63,7 +62,6 @@ def test_two_engines_get_the_same_weights(name: str, two_engines: Seen) -> None:
         assert max(seen[name], seen[f"{name} again"], seen[f"{name} reopened"]) < SAME
 
 
-@pytest.mark.long
 def test_two_update_groups_meet_on_ports_of_their_engines_own_leases(two_engines: Seen) -> None:
     ports = [seen["port"] for seen in two_engines]
     assert abs(ports[0] - ports[1]) >= 32

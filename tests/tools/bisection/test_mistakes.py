@@ -180,7 +180,7 @@ def index(tmp_path: Path) -> Iterator[str]:
     server.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_index_that_is_lost_pauses_and_is_gone_on_from(tmp_path: Path, index: str) -> None:
     bench = Bench(tmp_path)
     bench.environment |= {

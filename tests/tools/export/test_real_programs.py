@@ -76,7 +76,7 @@ def make(case: str, folder: Path) -> tuple[Path, int, Path]:
     return job.folder, exit_code(job.output(), job.process.returncode), job.log
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_unknown_engine_argument_ends_a_repro_as_it_ends_a_run(tmp_path: Path) -> None:
     words = (QUICKSTART, "--engine.device", "cpu", "--engine.args.mem_fraction_statics", "0.1")
     code, log = run_repro(export(tmp_path / "elsewhere", *words))
