@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def plant() -> None:
-    """Replace the advantages on rank 1 by an exception."""
+    """Replace the advantages of rank 1 by an exception."""
     from harness.runtime.cpu_standins import activate
 
     activate()
@@ -19,7 +19,7 @@ def plant() -> None:
         raise ArithmeticError("planted on rank 1")
 
     if os.environ["RANK"] == "1":
-        ppo.Ppo.advantages = fail  # type: ignore[method-assign]
+        ppo.Ppo.estimate_advantages = fail  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

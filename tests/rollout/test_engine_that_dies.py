@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,16 @@ NO_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_
 """SGLang dumps for seconds before its handler kills the rank: without, it would do so at once."""
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose tmp is short enough for the path of a socket."""
+    with tempfile.TemporaryDirectory(prefix="t") as short:
+        (tmp_path / "tmp").symlink_to(short)
+        yield tmp_path
+
+
 def ended(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    temporary = folder / "tmp"
-    temporary.mkdir()
-    environment = os.environ | NO_DUMPS | {"TMPDIR": str(temporary), "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | NO_DUMPS | {"TMPDIR": os.readlink(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(folder), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
@@ -28,16 +36,16 @@ def left(folder: Path) -> list[str]:
     return [each.name for each in (folder / "tmp").iterdir() if not each.name.startswith(("torchinductor", "harness-"))]
 
 
-def test_a_scheduler_that_raises_is_told_with_its_own_exception_by_a_rank_that_lives(tmp_path: Path) -> None:
-    done = ended(tmp_path)
+def test_a_scheduler_that_raises_is_told_with_its_own_exception_by_a_rank_that_lives(folder: Path) -> None:
+    done = ended(folder)
     assert done.returncode == 1, done.stderr[-3000:]
     assert "died: AssertionError: Attempted to load weight (torch.Size([7]))" in done.stderr
     assert "the scheduler took it" not in done.stdout
-    assert left(tmp_path) == []
+    assert left(folder) == []
 
 
-def test_python_exits_without_a_word_where_the_engine_was_not_shut_down(tmp_path: Path) -> None:
-    done = ended(tmp_path, "--pass")
+def test_python_exits_without_a_word_where_the_engine_was_not_shut_down(folder: Path) -> None:
+    done = ended(folder, "--pass")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resource_tracker" not in done.stderr and "Traceback" not in done.stderr
-    assert left(tmp_path) == []
+    assert left(folder) == []
