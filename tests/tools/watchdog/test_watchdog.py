@@ -192,7 +192,8 @@ def a_launcher_that_stays_without_ranks_is_ended(start: Start) -> None:
 def a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
     hosts = start(TWO, {0: "meet wait:0.5 bye:2", -1: "meet wait:1.5 bye:2"})
     hosts.wait()
-    assert [hosts.said(host) for host in TWO] == ["", ""]
+    lines = [line for host in TWO for line in hosts.said(host).splitlines()]
+    assert [line for line in lines if not line.startswith("warning: ")] == [], "no verdict"  # a busy host may warn
 
 
 WATCHDOG, STANDBY = "harness.tools.watchdog.watchdog", "harness.tools.watchdog.standby"
