@@ -39,6 +39,8 @@ def _rank(
     os.environ.clear()
     os.environ.update(environment)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    # Gloo's start fails on a rank whose peer has connected, done its part and left already.
+    dist.barrier()
     try:
         answer = function(rank, *arguments)
     finally:
