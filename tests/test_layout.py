@@ -24,19 +24,21 @@ IMPORTS = {
 }
 """Rooms of the reference -> what each may import besides itself. The tools are in none of them."""
 TOOLS = {
-    "bisection": {"diagnose", "environments", "hosts"},
+    "bisection": {"diagnose", "environments", "hosts", "process_tree"},
     "diagnose": set(),
     "doctor": set(),
     "environments": set(),
     "export": set(),
-    "hosts": set(),
+    "hosts": {"process_tree"},
+    "hub": set(),
     "inject": set(),
-    "memory_search": set(),
+    "memory_search": {"process_tree"},
     "observers": {"hosts", "inject", "report", "watchdog"},
     "plan": set(),
-    "preflight": {"environments", "plan"},
+    "preflight": {"environments", "hub", "plan"},
+    "process_tree": set(),
     "report": {"diagnose", "export"},
-    "repro": {"diagnose", "hosts"},
+    "repro": {"diagnose", "hosts", "process_tree"},
     "sync": set(),
     "watchdog": {"diagnose"},
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from harness.runtime.process_tree import SupervisorKilled, run_tree
+from harness.tools.process_tree import SupervisorKilled, run_tree
 
 MODES = ("all", "staged")
 """Values of memory.resume."""

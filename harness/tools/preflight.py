@@ -24,13 +24,12 @@ from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cpu_refusals
 from harness.rollout.sglang_api import source
-from harness.runtime import hub
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.architectures import ARCHITECTURES, is_tiny
 from harness.task.data import check_rows, check_template, is_hub_id
 from harness.task.tiny_models import CONFIG_CLASSES, NOT_OVERRIDABLE, tiny_fields
-from harness.tools import environments
+from harness.tools import environments, hub
 from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
 from harness.tools.plan.refusals import padded, refusals
 

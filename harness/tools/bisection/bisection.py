@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from harness.runtime.process_tree import run_tree
 from harness.tools.bisection.answer import Answer, answer_of, next_for_cause, second_cause
 from harness.tools.bisection.classify import LOG, describe_code, find_failure, may_pass, run_once
 from harness.tools.bisection.confidence import Rerun, next_rerun
@@ -29,6 +28,7 @@ from harness.tools.bisection.search import (
 )
 from harness.tools.bisection.state import FOLDER_MODE, Attempt, Record, State
 from harness.tools.bisection.store import Pause, Unreachable
+from harness.tools.process_tree import run_tree
 
 T = TypeVar("T")
 RESOLVERS = 8

@@ -9,7 +9,6 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 
 from harness.runtime.errors import CANNOT_RUN_HERE
-from harness.runtime.process_tree import SupervisorKilled, run_tree
 from harness.tools.bisection.causes import LogTrace, trace_at
 from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.measurement import compared_value, is_bad, read_values
@@ -20,6 +19,7 @@ from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.entries import catalogue
 from harness.tools.diagnose.log_lines import LogLine, log_files, parse_line, raw_lines
 from harness.tools.hosts.host_output import RootCause
+from harness.tools.process_tree import SupervisorKilled, run_tree
 
 FIRST_STOPPING_CODE = 128
 LOG = "log.txt"

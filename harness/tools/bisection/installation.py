@@ -26,13 +26,13 @@ from packaging.version import Version
 
 from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime.cpu_standins import STANDINS
-from harness.runtime.process_tree import run_tree
 from harness.runtime.units import GIB
 from harness.tools.bisection.candidates import Candidate, export_commit, index_arguments, releases
 from harness.tools.bisection.causes import module_of
 from harness.tools.bisection.question import Options, Question, WrongQuestion, is_of_this_repository
 from harness.tools.bisection.store import NoDisk, Pause, Store, Unreachable, default_root
 from harness.tools.environments import REPOSITORY, uv_environment
+from harness.tools.process_tree import run_tree
 
 _FREEZE = """
 import importlib.metadata as m, json, re

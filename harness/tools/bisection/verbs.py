@@ -19,7 +19,6 @@ from typing import NoReturn
 from harness.config.cli import read_options
 from harness.config.layers import ConfigError
 from harness.runtime.errors import CANNOT_RUN_HERE, report_user_error
-from harness.runtime.process_tree import SupervisorKilled
 from harness.tools.bisection.answer import (
     EXIT_CODES,
     Answer,
@@ -61,6 +60,7 @@ from harness.tools.bisection.state import (
 )
 from harness.tools.bisection.store import Pause, default_root
 from harness.tools.environments import has_gpu
+from harness.tools.process_tree import SupervisorKilled
 
 FOLDER = Path("bisects")
 COMMITS_FOLDER = "commits"

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from ipaddress import IPv4Interface, IPv6Interface
 
-from harness.runtime.process_tree import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
+from harness.tools.process_tree import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000

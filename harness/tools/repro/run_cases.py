@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
-from harness.runtime.process_tree import SupervisorKilled, run_tree
 from harness.tools.hosts import kernel
+from harness.tools.process_tree import SupervisorKilled, run_tree
 from harness.tools.repro.case import CANNOT, GPUS, Case, Variant
 from harness.tools.repro.case_result import CaseResult, write_result
 from harness.tools.repro.case_verdict import EXIT_CODES, CaseVerdict, VariantOutcome, decisive_lines, judge
