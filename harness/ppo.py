@@ -4,7 +4,10 @@ resume weights -> sync -> resume KV cache -> generate -> release -> scores -> ol
 advantages -> updates of critic and actor -> metrics. The checks that the weights arrived are in weights/verify.py.
 """
 
+import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,9 +119,9 @@ class Ppo:
             **self.verification.take_seconds(),
         }
 
-    def learn(self, index: int, batch: Batch) -> Metrics:
+    def learn(self, index: int, rollout: Batch) -> Metrics:
         """Estimate advantages, then update critic and actor."""
-        phase = self.events.phase
+        phase, batch = self.events.phase, rollout
         metrics: Metrics = {}
         if self.reference:
             waiting = "the reference's log-probs of the responses"
@@ -136,20 +139,34 @@ class Ppo:
         if self.critic:
             with phase("update_critic", index, "the critic's optimizer steps"), self.critic.learning():
                 metrics |= {f"critic/{name}": value for name, value in self.critic.update(batch, generator).items()}
-        with phase("update_actor", index, "the actor's optimizer steps"), self.actor.learning():
+        waiting = "the actor's optimizer steps"
+        with phase("update_actor", index, waiting), self.actor.learning(), self.measured_movement(index, rollout):
             metrics |= {f"actor/{name}": value for name, value in self.actor.update(batch, generator).items()}
-            self.measure_movement(index, batch)
         return reward_metrics | metrics
 
-    def measure_movement(self, index: int, batch: Batch) -> None:
-        """Measure how far the update moved the actor's log-probs of each rank's first microbatch, for the next sync's check."""
+    @contextmanager
+    def measured_movement(self, index: int, rollout: Batch) -> Iterator[None]:
+        """Measure how far the update within moves the actor's log-probs, for the next sync's check.
+
+        Of each rank's first responses, behind prompts of the next step: an update moves what it trains on further.
+        """
         if not self.verification.reaches("log_probs"):
+            yield
             return
         size = self.config.actor.microbatch_size
-        few = batch.select(slice(size))
-        with self.verification.timed("movement", index, "the updated actor's log-probs of a few responses"):
-            moved = self.actor.log_probs(few, size)[0] - few.require("old_log_probs")
-            self.verification.movement = self.token_mean(moved.abs(), few)
+        responses = [
+            ids[mask.bool()].tolist()
+            for ids, mask in zip(rollout.input_ids, rollout.response_mask[:size], strict=False)
+        ]
+        prompts = itertools.cycle(prompt.input_ids for prompt in self.engine_prompts(index + 1))
+        unseen = from_sequences(list(itertools.islice(prompts, len(responses))), responses, 0)
+        waiting = "the actor's log-probs of a few responses, before and after its update"
+        with self.verification.timed("movement", index, waiting):
+            before = self.actor.log_probs(unseen, size)[0]
+        yield
+        with self.verification.timed("movement", index, waiting):
+            moved = self.actor.log_probs(unseen, size)[0] - before
+            self.verification.movement = self.token_mean(moved.abs(), unseen)
 
     def generate(self, index: int) -> tuple[Batch, torch.Tensor]:
         """Return responses to this rank's share of its engine's prompts, and their scores [B]."""

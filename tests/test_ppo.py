@@ -1,6 +1,7 @@
 """The arithmetic of a PPO step between its phases, on one rank."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,3 +65,29 @@ def test_the_config_chooses_how_responses_are_compared(name: str, first: float) 
 @pytest.mark.parametrize(("words", "tokens"), [("", [1, 3, 2, 4]), ("--rollout.truncated mask", [1, 0, 2, 4])])
 def test_truncated_responses_are_masked_where_that_is_asked_for(words: str, tokens: list[int]) -> None:
     assert ppo(words).masked(batch()).response_mask.sum(-1).tolist() == tokens
+
+
+def test_movement_is_measured_on_text_that_the_update_does_not_train_on() -> None:
+    seen: list[Batch] = []
+
+    def log_probs(given: Batch, size: int) -> tuple[torch.Tensor, None]:
+        seen.append(given)
+        return torch.full(given.response_mask.shape, -float(len(seen))), None
+
+    step = ppo("--rollout.responses_per_prompt 2 --actor.microbatch_size 3")
+    step.actor = SimpleNamespace(log_probs=log_probs)  # type: ignore[assignment]
+    step.verification = SimpleNamespace(  # type: ignore[assignment]
+        reaches=lambda level: True, timed=lambda *words: nullcontext(), movement=0.0
+    )
+    ids = {7: ([2], [2]), 8: ([3, 4], [9])}
+    prompts = {step: [SimpleNamespace(input_ids=each) for each in given] for step, given in ids.items()}
+    step.prompts = SimpleNamespace(batch=prompts.get)  # type: ignore[assignment]
+    step.dims = SimpleNamespace(dp=1, coordinates=lambda rank: SimpleNamespace(dp=0))  # type: ignore[assignment]
+    with step.measured_movement(7, batch()):
+        assert len(seen) == 1, "before the update"
+    assert seen[0] is seen[1] and step.verification.movement == 1.0
+    assert [ids[mask.bool()].tolist() for ids, mask in zip(seen[0].input_ids, seen[0].attention_mask, strict=True)] == [
+        [3, 4, 5],
+        [9, 5, 6, 7],
+        [3, 4, 5, 6],
+    ]

@@ -28,6 +28,8 @@ from harness.weights.sync import WeightSync
 
 LEVELS = ("off", "log_probs", "bytes", "full")
 NAMED = 8
+MOVEMENT_MARGIN = 2.0
+"""The next responses move by 0.7 to 1.5 times what `movement` says (qwen2, deepseek_v3; float32, bfloat16)."""
 """How many tensors a message names."""
 
 
@@ -248,12 +250,12 @@ class Verification:
     def sync_metrics(self) -> dict[str, float]:
         """Return what is known of the last sync, whose checks all passed, for metrics.jsonl.
 
-        sync_movement: `movement`, where finite. sync_proven_by_log_probs: 1 where the engine's log-probs would not have
-        passed had the sync done nothing. sync_tensors, _compared, _unchanged: see FingerprintComparison.
+        sync_movement: `movement`, where finite. sync_proven_by_log_probs: 1 where it is MOVEMENT_MARGIN times the allowed
+        difference, so that the engine's log-probs would not have passed had the sync done nothing. sync_tensors, _compared, _unchanged: see FingerprintComparison.
         """
         metrics = {"sync_movement": self.movement} if math.isfinite(self.movement) else {}
         if self.reaches("log_probs"):
-            metrics["sync_proven_by_log_probs"] = float(self.movement > self.allowed.mean)
+            metrics["sync_proven_by_log_probs"] = float(self.movement > MOVEMENT_MARGIN * self.allowed.mean)
         if self.compared:
             metrics |= {"sync_tensors": self.compared.tensors, "sync_tensors_compared": self.compared.compared}
             if self.compared.unchanged is not None:
