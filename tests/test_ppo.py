@@ -85,7 +85,7 @@ def test_movement_is_measured_on_text_that_the_update_does_not_train_on() -> Non
     step.dims = SimpleNamespace(dp=1, coordinates=lambda rank: SimpleNamespace(dp=0))  # type: ignore[assignment]
     with step.measured_movement(7, batch()):
         assert len(seen) == 1, "before the update"
-    assert seen[0] is seen[1] and step.verification.movement == 1.0
+    assert seen[0] is seen[1] and step.verification.movement == pytest.approx(1.0)
     assert [ids[mask.bool()].tolist() for ids, mask in zip(seen[0].input_ids, seen[0].attention_mask, strict=True)] == [
         [3, 4, 5],
         [9, 5, 6, 7],
