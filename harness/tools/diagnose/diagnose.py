@@ -14,32 +14,17 @@ lines, if the files have no clock in common); one of low confidence only if ther
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
-from harness.tools.diagnose.entries import (
-    OF_SGLANG,
-    TABLE,
-    CatalogueEntry,
-    Pattern,
-    Signature,
-    catalogue,
-    surroundings,
-)
+from harness.tools.diagnose.entries import OF_SGLANG, TABLE, CatalogueEntry, Pattern, Signature, catalogue, surroundings
 from harness.tools.diagnose.log_lines import LogLine, is_of_a_run, parse_line, raw_lines
-from harness.tools.diagnose.scanner import (
-    FailureScanner,
-    LoggedFailure,
-    is_complaint,
-    is_warning,
-    may_fail,
-    same_process,
-)
 
-Confidence = Literal["high", "medium", "low"]
-LEVELS: tuple[Confidence, ...] = ("low", "medium", "high")
+Confidence = Literal["low", "medium", "high"]
+Kind = Literal["exception", "crash", "complaint"]
 
 NEAR_LINES = 200
 HEADLINE_LINES = 3
@@ -49,16 +34,45 @@ OF_A_RUN = ("engine", "rl", "trainer", "rollout", "harness")
 """The contexts of a run of this harness, which its logs need not show."""
 _RANKS = re.compile(r"(?:^| )(?:TP|DP|PP|EP)\d+(?: |$)")  # in the prefix of SGLang's schedulers
 
+WORDS = frozenset(
+    b"traceback error fatal failed killed oom segmentation terminate dumped panic panicked sigkill sigsegv sigabrt sigbus"
+    b" signal crit alert emerg critical assert exited exception failure aborted bus unable invalid cannot refused warn recent".split()
+)
+"""Each line that looks like a failure has one of the words (in any case), or a part: see _may_fail."""
+TRACEBACK_LINES = 400  # that are read at most after "Traceback" until its exception is found
+MESSAGE_LINES = 12  # so many lines after an exception's own may be of its message
+KEPT_FAILURES = 200  # of one file that are kept from its start, and as many from its end
+
+_EXCEPTION = re.compile(
+    r"(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:(?:Error|Exception)(?:_\w+)?|Failure|Expired|Interrupt|Refused|Failed|Arrive|Died)|Exception|SystemExit)\b(?:\(|:|$)"
+)
+_LAST_OF_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?::\s|$)")
+_CRASH = re.compile(
+    r"Fatal Python error|Segmentation fault|terminate called|core dumped|^Killed$|Out of memory: Killed|oom-?kill"
+    r"|CUDA error:|\bpanic: |panicked at|\bSIG(?:KILL|SEGV|ABRT|BUS)\b|signal 9\b|INTERNAL ASSERT FAILED|FIRST FAILURE:"
+    r"|^Aborted$|^Bus error|line \d+: +\d+ (?:Aborted|Killed|Bus error|Terminated)\b"
+)
+_COMPLAINT = re.compile(
+    r"\b(?:ERROR|FATAL|CRITICAL|FAILED)\b|\[(?:error|crit|alert|emerg|fatal)\]|(?:^|\s)[Ee]rror:|\bfatal: |exited with code [1-9]"
+    r"|\b[A-Z]\w*(?:Error|Exception): |\bWatchdog caught collective operation timeout|\bException raised from throw\w*Error"
+    r"|\bNCCL WARN .*(?:closed|fail|error|refused|timed? ?out)|^(?:Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)"
+)
+_MAY_BE_COMPLAINT = re.compile(r"(?:^|[:\]] )(?:(?:Failed|Unable|Cannot) to |Invalid \w+[:=])")
+_IS_HANDLED = re.compile(r"expected|fall(?:ing)? ?back|ignor|skipp|retry|instead|disabled|optional", re.IGNORECASE)
+_TORCH_ERROR = re.compile(r"\[E\d{3,4} \d\d:\d\d:\d\d|\[E [^\]]*?\w\.(?:cpp|cc|cu|hpp|h):\d+\]")
+# A logger marks the line as no failure, so that healthy runs may print it.
+_MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b|\b[A-Z]?\w*Warning: |\[[WI]\d{3,4} \d\d:")
+_WORDS_OF_FAILURE = re.compile(
+    r"error|fail|exception|fatal|assert|abort|refus|invalid|unable|cannot|can't|timed? ?out|not found|denied|exceed|no such"
+    r"|died|unsafe|must|missing|not supported|disabled|unbalanced|mismatch|undefined|blocked",
+    re.IGNORECASE,
+)
+_WITHIN = ("", " ", "\t", "|", "+", "^")  # first characters of a traceback's lines, its last excepted
+_TRACEBACK = "Traceback (most recent call last)"
+_IGNORED = "Exception ignored in"
+_FRAME = re.compile(r'^\s*File "([^"]+)"')
+
 Matches = dict[Pattern, list[LogLine]]
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """A line that matched a signature."""
-
-    line: LogLine
-    role: str
-    pattern: Pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +81,12 @@ class CatalogueMatch:
 
     entry: CatalogueEntry
     confidence: Confidence
-    evidence: tuple[Evidence, ...]  # the first line of each signature; the one that names the failure comes first
+    evidence: tuple[tuple[Signature, LogLine], ...]  # first line of each signature; the one that names it comes first
     is_mild: bool = False  # whether the line that names it is a warning, or no complaint at all
 
     @property
     def line(self) -> LogLine:
-        return self.evidence[0].line
+        return self.evidence[0][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,49 +97,139 @@ class Diagnosis:
     finding: CatalogueMatch | None
     others: tuple[CatalogueMatch, ...]  # other known failures that it shows, causes before consequences
     suspicious: LogLine | None
-    """The first line that looks like a failure and is not known; with a finding only if it stands before that."""
+    """The first line that looks like a failure and is not known; beside a finding only if it stands before that."""
     ending: LogLine | None = None  # the last failure that the log shows, unless a line above says the same
+
+
+def _may_fail(raw: bytes, words: Set[bytes]) -> bool:
+    """Return whether a line of these words, in lower case, may look like a failure or be of a traceback. Must be fast."""
+    return not WORDS.isdisjoint(words) or b"Error" in raw or b"Exception" in raw or b"[E" in raw or b'File "' in raw
+
+
+@dataclass(slots=True)
+class LoggedFailure:
+    """A failure that the log shows, known or not."""
+
+    line: LogLine  # what says it: the last of a traceback
+    kind: Kind
+    begins: int  # number of the line at which its traceback begins
+    has_header: bool = False  # its traceback has its first line; a quoted one may have frames only
+    packages: set[str] = field(default_factory=set)  # folders in the paths of its traceback's frames
+    matched: set[Pattern] = field(default_factory=set)  # patterns that match one of its lines
+    own: frozenset[Pattern] = frozenset()  # patterns that match the line that says it
+
+    @property
+    def ends(self) -> int:
+        """Return the number of the last line that may be of its message."""
+        return self.line.number + (MESSAGE_LINES if self.kind != "complaint" else 0)
+
+    def has(self, line: LogLine) -> bool:
+        """Return whether the line is of its traceback or of its message."""
+        if line.index != self.line.index or not self.begins <= line.number <= self.ends:
+            return False
+        if line.number <= self.line.number:
+            return _same_process(line, self.line)
+        has_prefix, own_prefix = line.text != line.whole, self.line.text != self.line.whole
+        return line.source == self.line.source and has_prefix == own_prefix
+
+
+def _same_process(line: LogLine, other: LogLine) -> bool:
+    """Return whether their prefixes allow it; a line may lack one: SGLang's stands on a traceback's first alone."""
+    return line.source.startswith(other.source) or other.source.startswith(line.source)
+
+
+@dataclass(slots=True)
+class _FailureScanner:
+    """Collects what looks like a failure in one file."""
+
+    _first: list[LoggedFailure] = field(default_factory=list)
+    _last: deque[LoggedFailure] = field(default_factory=lambda: deque(maxlen=KEPT_FAILURES))
+    _open: dict[str, LoggedFailure] = field(default_factory=dict)  # by process: its traceback that has not ended
+    _ignored: set[str] = field(default_factory=set)  # processes whose next exception Python ignored
+    _latest: LoggedFailure | None = None
+    _message_ends: int = 0  # number of the last line that may be of an exception's message
+
+    def awaits(self, number: int) -> bool:
+        """Return whether the line of this number may be of a traceback, or of an exception's message."""
+        for source, each in list(self._open.items()):
+            if number - each.begins >= TRACEBACK_LINES and self._open.pop(source).has_header:
+                self._first.append(each)
+        return bool(self._open) or number <= self._message_ends
+
+    def look(self, line: LogLine, matched: frozenset[Pattern]) -> None:
+        """Keep the line if it looks like a failure. matched: the patterns that match it."""
+        inside = next((each for source, each in self._open.items() if source.startswith(line.source)), None)
+        if _TRACEBACK in line.text:
+            self._open[line.source] = LoggedFailure(line, "complaint", line.number, True, matched=set(matched))
+        elif frame := _FRAME.match(line.text):
+            inside = inside or self._open.setdefault(line.source, LoggedFailure(line, "complaint", line.number))
+            inside.packages.update(frame.group(1).replace("\\", "/").split("/"))
+            inside.matched |= matched
+        elif _IGNORED in line.text:
+            self._ignored.add(line.source)
+        elif (kind := _kind(line, inside)) is None:
+            if last := inside or (self._latest if self._latest and self._latest.has(line) else None):
+                last.matched |= matched
+        elif kind != "exception" or not inside:
+            self._keep(LoggedFailure(line, kind, line.number, matched=set(matched), own=matched))
+        else:
+            self._open = {source: each for source, each in self._open.items() if each is not inside}
+            self._keep(replace(inside, line=line, kind=kind, matched=inside.matched | matched, own=matched))
+
+    def failures(self) -> list[LoggedFailure]:
+        """Return them in the order of their lines."""
+        every = [*self._first, *self._last, *(each for each in self._open.values() if each.has_header)]
+        return sorted(every, key=lambda each: each.line.number)
+
+    def _keep(self, failure: LoggedFailure) -> None:
+        if failure.kind == "exception" and failure.line.source in self._ignored:
+            self._ignored.remove(failure.line.source)
+            return
+        self._latest = failure
+        self._message_ends = max(self._message_ends, failure.ends)
+        (self._first if len(self._first) < KEPT_FAILURES else self._last).append(failure)
+
+
+def _kind(line: LogLine, inside: LoggedFailure | None) -> Kind | None:
+    mild = _MILD.search(line.whole)
+    is_last = inside and inside.has_header and line.text[:1] not in _WITHIN and not mild
+    if (is_last and _LAST_OF_TRACEBACK.match(line.text)) or _EXCEPTION.match(line.text):
+        return "exception"
+    if _CRASH.search(line.text):
+        return "crash"
+    may = _MAY_BE_COMPLAINT.search(line.text) and not (mild or _IS_HANDLED.search(line.text))
+    return "complaint" if may or _COMPLAINT.search(line.text) or _TORCH_ERROR.search(line.whole) else None
 
 
 def diagnose(files: Sequence[str], contexts: Collection[str] = ()) -> Diagnosis:
     """Read the files, in the order in which a cause is looked for; contexts are known without them. Raise OSError."""
-    by_word = {word: list(patterns) for word, patterns in _by_word().items()}
-    anywhere, once = _seen_anywhere(), _seen_anywhere() - _placed()
-    known = set(by_word)
+    all_patterns, anywhere, once = _patterns()
+    by_word = {word: list(patterns) for word, patterns in all_patterns.items()}
     matches: Matches = {}
     failures: list[LoggedFailure] = []
-    has_ranks = False
+    shown = {*contexts, *(OF_A_RUN if any(map(is_of_a_run, files)) else ())}
     for index, file in enumerate(files):
-        scanner = FailureScanner()
-        kept: dict[Pattern, int] = {}
+        scanner, kept = _FailureScanner(), Counter[Pattern]()
         for number, raw in raw_lines(file):
-            words = raw.translate(TABLE).split()
-            is_suspicious = may_fail(raw, words)
-            if not is_suspicious and known.isdisjoint(words) and not scanner.awaits(number):
-                continue
-            present = set(words)
-            patterns = [pattern for word in present & known for pattern in by_word[word] if pattern.words <= present]
-            if not patterns and not is_suspicious and not scanner.awaits(number):
+            words = set(raw.translate(TABLE).split())
+            patterns = [each for word in words & by_word.keys() for each in by_word[word] if each.words <= words]
+            if not (patterns or _may_fail(raw, words) or scanner.awaits(number)):
                 continue
             line = parse_line(file, index, number, raw)
-            has_ranks = has_ranks or bool(_RANKS.search(line.source))
+            if _RANKS.search(line.source):
+                shown.add("engine")
             found = frozenset(
-                pattern
-                for pattern in patterns
-                if pattern.regex.search(line.whole if pattern in anywhere else line.text)
+                each for each in patterns if each.regex.search(line.whole if each in anywhere else line.text)
             )
             for pattern in found:
-                kept[pattern] = kept.get(pattern, 0) + 1
+                kept[pattern] += 1
                 if kept[pattern] <= KEPT_MATCHES:
                     matches.setdefault(pattern, []).append(line)
-            for pattern in found & once:  # once is enough, and some stand in every line
+            for pattern in found & once:  # some stand in every line
                 by_word[pattern.word].remove(pattern)
-                if not by_word[pattern.word]:
-                    known.remove(pattern.word)
             scanner.look(line, found)
         failures += scanner.failures()
-    given = {*contexts, *(OF_A_RUN if any(map(is_of_a_run, files)) else ()), *(("engine",) if has_ranks else ())}
-    return _Log(matches, failures, frozenset(_shown_contexts(matches) | given)).diagnosis()
+    return _Log(matches, failures, frozenset(_shown_contexts(matches) | shown)).diagnosis()
 
 
 def _shown_contexts(matches: Matches) -> set[str]:
@@ -137,28 +241,16 @@ def _shown_contexts(matches: Matches) -> set[str]:
 
 
 @cache
-def _by_word() -> Mapping[bytes, Sequence[Pattern]]:
-    around = surroundings()
-    made: dict[bytes, list[Pattern]] = {}
-    for pattern in dict.fromkeys([*_placed(), *_seen_anywhere(), *around.harmless, *around.wrappers]):
-        made.setdefault(pattern.word, []).append(pattern)
-    return made
-
-
-@cache
-def _placed() -> frozenset[Pattern]:
-    """Return the patterns for which it matters in which lines they stand."""
-    signatures = [signature for entry in catalogue().values() for signature in entry.signatures]
-    return frozenset(pattern for signature in signatures for pattern in (signature.pattern, signature.near) if pattern)
-
-
-@cache
-def _seen_anywhere() -> frozenset[Pattern]:
-    """Return the patterns for which it matters whether the log has them, in prefixes too."""
-    around = surroundings()
-    contexts = {pattern for context in around.contexts.values() for pattern in context}
-    conditions = {pattern for entry in catalogue().values() for pattern in entry.conditions or ()}
-    return frozenset(contexts | conditions | set(around.other_engines))
+def _patterns() -> tuple[Mapping[bytes, Sequence[Pattern]], frozenset[Pattern], frozenset[Pattern]]:
+    """Return the patterns by word, those that may stand in prefixes too, and those of which one match is enough."""
+    around, entries = surroundings(), catalogue().values()
+    placed = {each for entry in entries for s in entry.signatures for each in (s.pattern, s.near) if each}
+    contexts = {each for patterns in around.contexts.values() for each in patterns}
+    anywhere = contexts.union(around.other_engines, *(entry.conditions or () for entry in entries))
+    by_word: dict[bytes, list[Pattern]] = {}
+    for pattern in placed.union(anywhere, around.harmless, around.wrappers):
+        by_word.setdefault(pattern.word, []).append(pattern)
+    return by_word, frozenset(anywhere), frozenset(anywhere - placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,17 +262,18 @@ class _Log:
     contexts: frozenset[str]  # names of surroundings.toml that it shows, or that are known without it
 
     def diagnosis(self) -> Diagnosis:
-        findings = [finding for entry in catalogue().values() if (finding := self._finding(entry))]
-        found = self._weighed(findings)
-        shown = [found.suspicious, *([each.line for each in found.finding.evidence] if found.finding else [])]
-        ending = self._ending()
+        found, ending = self._weighed(), self._ending()
+        shown = [found.suspicious, *(line for _, line in (found.finding.evidence if found.finding else ()))]
         if ending is None or any(line and (ending.has(line) or line.text == ending.line.text) for line in shown):
             return found
         return replace(found, ending=ending.line)
 
-    def _weighed(self, findings: list[CatalogueMatch]) -> Diagnosis:
+    def _weighed(self) -> Diagnosis:
         around = surroundings()
-        explained = {each.pattern for finding in findings for each in finding.evidence if each.role != "hint"}
+        findings = [finding for entry in catalogue().values() if (finding := self._finding(entry))]
+        explained = {
+            signature.pattern for each in findings for signature, _ in each.evidence if signature.role != "hint"
+        }
         known = [*around.harmless, *around.wrappers]
         unknown = [each for each in self.failures if not each.matched & explained and each.own.isdisjoint(known)]
         exceptions = [each for each in unknown if each.kind != "complaint"]
@@ -205,19 +298,16 @@ class _Log:
 
     def _lowered(self, finding: CatalogueMatch, exceptions: Sequence[LoggedFailure]) -> CatalogueMatch:
         """Return it with low confidence if an unknown exception came before, and led to it."""
-        inside = self._inside(finding.line)
-        led = any(
-            self._is_followed(each.line, finding.line) and not _is_headline(each.line, finding.line)
-            for each in exceptions
-            if each is not inside
-        )
+        line, inside = finding.line, self._inside(finding.line)
+        before = [each.line for each in exceptions if each is not inside and not _is_headline(each.line, line)]
+        led = any(self._is_followed(each, line) for each in before)
         return replace(finding, confidence="low") if led else finding
 
     def _other_end(self, finding: CatalogueMatch, exceptions: Sequence[LoggedFailure]) -> bool:
         """Return whether an unknown exception ended what the finding did not."""
         line, inside = finding.line, self._inside(finding.line)
         after = [each.line for each in exceptions if each.line.index == line.index and each is not inside]
-        if finding.is_mild or (finding.evidence[0].role == "likely" and not inside):
+        if finding.is_mild or (finding.evidence[0][0].role == "likely" and not inside):
             own = 0 if finding.is_mild else HEADLINE_LINES  # a line of code stands before its exception
             return any(each.number > line.number + own for each in after)
         return any(each.number > line.number and not self._is_followed(line, each) for each in after)
@@ -236,17 +326,14 @@ class _Log:
 
     def _ending(self) -> LoggedFailure | None:
         """Return the last failure of the last file with one; exceptions before complaints, and both before wrappers."""
-        around = surroundings()
-        real = [each for each in self.failures if each.own.isdisjoint(around.harmless)]
-        own = [each for each in real if each.own.isdisjoint(around.wrappers)]
+        real = [each for each in self.failures if each.own.isdisjoint(surroundings().harmless)]
+        own = [each for each in real if each.own.isdisjoint(surroundings().wrappers)]
         worse = [each for each in own if each.kind != "complaint"]
         return next((some[-1] for some in (worse, own, real) if some), None)
 
     def _finding(self, entry: CatalogueEntry) -> CatalogueMatch | None:
         """Return the entry, if the log shows it."""
-        first = {
-            signature: line for signature in entry.signatures if (line := self._first_match(signature, entry.context))
-        }
+        first = {each: line for each in entry.signatures if (line := self._first_match(each, entry.context))}
         roles = {signature.role for signature in first}
         if "excludes" in roles or not roles & {"cause", "likely"}:
             return None
@@ -254,18 +341,16 @@ class _Log:
 
         def rank(item: tuple[Signature, LogLine]) -> tuple[int, object]:
             signature, line = item
-            mild = signature.role != "hint" and self._is_mild(line, signature.role)
-            return ranks[signature.role] + 2 * mild, key(line)
+            return ranks[signature.role] + 2 * self._is_mild(signature, line), key(line)
 
-        found = sorted(first.items(), key=rank)
-        evidence = tuple(Evidence(line, signature.role, signature.pattern) for signature, line in found)
-        names, line = found[0]
-        return CatalogueMatch(entry, self._confidence(entry, names, line), evidence, self._is_mild(line, names.role))
+        evidence = tuple(sorted(first.items(), key=rank))
+        names, line = evidence[0]
+        is_mild = self._is_mild(names, line)
+        return CatalogueMatch(entry, self._confidence(entry, names, line, is_mild), evidence, is_mild)
 
-    def _confidence(self, entry: CatalogueEntry, names: Signature, line: LogLine) -> Confidence:
-        if entry.consequence or self._is_mild(line, names.role):
-            return "low"
-        if not names.anywhere and self._is_of_strangers(line, entry.context):
+    def _confidence(self, entry: CatalogueEntry, names: Signature, line: LogLine, is_mild: bool) -> Confidence:
+        strangers = not names.anywhere and self._is_of_strangers(line, entry.context)
+        if entry.consequence or is_mild or strangers:
             return "low"
         has_all = all(pattern in self.matches for pattern in entry.conditions or ())
         if names.role == "cause":
@@ -273,11 +358,9 @@ class _Log:
         return "medium" if entry.conditions and has_all else "low"
 
     def _first_match(self, signature: Signature, context: Sequence[str]) -> LogLine | None:
-        if not (lines := self.matches.get(signature.pattern)):
-            return None
         near = self.matches.get(signature.near, []) if signature.near else None
         harmless = {line for pattern in surroundings().harmless for line in self.matches.get(pattern, [])}
-        for line in lines:
+        for line in self.matches.get(signature.pattern, []):
             if line in harmless or (near is not None and not any(self._is_near(line, other) for other in near)):
                 continue
             strangers = signature.role == "likely" and self._is_of_strangers(line, context)
@@ -287,7 +370,7 @@ class _Log:
 
     def _is_near(self, line: LogLine, other: LogLine) -> bool:
         """Return whether they are of one traceback, or, if the line has none of its own, not far apart."""
-        if line.index != other.index or not same_process(line, other):
+        if line.index != other.index or not _same_process(line, other):
             return False
         inside = self._inside(line)
         if inside and inside.has_header and inside.packages:
@@ -297,13 +380,14 @@ class _Log:
     def _inside(self, line: LogLine) -> LoggedFailure | None:
         """Return the exception or crash to which the line belongs."""
         around = [each for each in self.failures if each.kind != "complaint" and each.has(line)]
-        return next((each for each in around if each.line.number == line.number), around[0] if around else None)
+        return min(around, key=lambda each: each.line.number != line.number, default=None)
 
-    def _is_mild(self, line: LogLine, role: str) -> bool:
+    def _is_mild(self, signature: Signature, line: LogLine) -> bool:
         inside = self._inside(line)
-        if inside and (inside.packages or inside.line.number == line.number):
+        if signature.role == "hint" or (inside and (inside.packages or inside.line.number == line.number)):
             return False
-        return is_warning(line) or (role != "cause" and not is_complaint(line))
+        complains = signature.role == "cause" or _WORDS_OF_FAILURE.search(line.text)
+        return bool(_MILD.search(line.whole)) or not complains
 
     def _in_context(self, line: LogLine, names: Sequence[str]) -> bool:
         """Return whether the log is of one of these contexts, and the line's exception not of another engine."""

@@ -17,29 +17,25 @@ def as_text(found: Diagnosis) -> str:
     """Return several lines; the first has the slug, or "unknown", or says that there is no failure."""
     if found.verdict == "no failure":
         return "no failure seen: no exception, no crash, and no line of a known failure"
-    ending = [f"  ends with: {_shown(found.ending)}"] if found.ending else []
-    also = [
-        f"  {'consequence' if each.entry.consequence else 'seen as well'}: {each.entry.slug}, {_shown(each.line)}"
-        for each in found.others[:OTHERS]
-    ]
-    also += [f"  and {len(found.others) - OTHERS} more"] if len(found.others) > OTHERS else []
-    if not found.finding:
-        assert found.suspicious
-        unknown = "unknown: no known failure explains what this log shows"
-        return "\n".join([unknown, f"  first suspicious line: {_shown(found.suspicious)}", *ending, *also])
-    entry = found.finding.entry
-    lines = [f"{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
-    lines += [f"  {each.role + ':':<7} {_shown(each.line)}" for each in found.finding.evidence]
-    if entry.consequence:
-        lines.append("  A consequence: it follows from something that this log does not name.")
+    lines = ["unknown: no known failure explains what this log shows"]
+    if found.finding:
+        entry = found.finding.entry
+        lines = [f"{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
+        lines += [f"  {signature.role + ':':<7} {_shown(line)}" for signature, line in found.finding.evidence]
+        if entry.consequence:
+            lines.append("  A consequence: it follows from something that this log does not name.")
     if found.suspicious:
-        lines.append(f"  before it, and not known: {_shown(found.suspicious)}")
-    lines += [*ending, *_explained(entry)]
-    if entry.seen:
-        lines.append(_paragraph("measured", "; ".join(_measurements(entry))))
-    if entry.links:
-        lines.append(_paragraph("links", " ".join(entry.links)))
-    return "\n".join([*lines, *also])
+        what = "before it, and not known" if found.finding else "first suspicious line"
+        lines.append(f"  {what}: {_shown(found.suspicious)}")
+    if found.ending:
+        lines.append(f"  ends with: {_shown(found.ending)}")
+    if found.finding:
+        lines += [*_explained(found.finding.entry), *(_paragraph("link", link) for link in found.finding.entry.links)]
+    for each in found.others[:OTHERS]:
+        lines.append(
+            f"  {'consequence' if each.entry.consequence else 'seen as well'}: {each.entry.slug}, {_shown(each.line)}"
+        )
+    return "\n".join(lines)
 
 
 def in_brief(found: Diagnosis) -> list[str]:
@@ -66,15 +62,12 @@ def as_json(found: Diagnosis) -> str:
         "ending": _line(found.ending) if found.ending else None,
         "also": [{"slug": each.entry.slug, "evidence": _evidence(each)} for each in found.others],
     }
-    if finding:
-        entry = finding.entry
-        values |= {"title": entry.title, "cause": entry.cause, "fix": entry.fix, "links": list(entry.links)}
-        values["phases"] = list(entry.phases)
-    return json.dumps(values, indent=1)
+    names = ("title", "cause", "fix", "links", "phases") if finding else ()
+    return json.dumps(values | {name: getattr(finding.entry, name) for name in names if finding}, indent=1)
 
 
 def _evidence(finding: CatalogueMatch) -> list[dict[str, Any]]:
-    return [{"role": each.role, **_line(each.line)} for each in finding.evidence]
+    return [{"role": signature.role, **_line(line)} for signature, line in finding.evidence]
 
 
 def _line(line: LogLine) -> dict[str, Any]:
@@ -101,11 +94,3 @@ def _affected(affected: Affected) -> str:
     if affected.first == affected.last == "unknown":
         return f"{affected.package}: first and last unknown{note}"
     return f"{affected.package} {affected.first} to {affected.last}{note}"
-
-
-def _measurements(entry: CatalogueEntry) -> list[str]:
-    return [
-        f"{', '.join(f'{name} {version}' for name, version in each.versions.items())}, {each.device}, {each.date}:"
-        f" {each.result}"
-        for each in entry.seen
-    ]

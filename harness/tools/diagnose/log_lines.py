@@ -1,4 +1,4 @@
-"""Lines of any log: plain, gzipped, UTF-16, or of a run directory; without colours and without prefixes of launchers."""
+"""Lines of any log: plain, gzipped, UTF-16, or of a run directory; without colours and launchers' prefixes."""
 
 import codecs
 import gzip
@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,22 +15,11 @@ from typing import IO, Any, cast
 STDIN = "-"
 LONGEST_LINE = 1 << 16  # bytes; a longer line is read in pieces
 LARGEST_JSON = 1 << 23  # bytes of a .json file that is read as one value; of a larger one each line is read as text
-PEEKED_BYTES = 4096
 _LOG_SUFFIXES = (".log", ".txt", ".out", ".err", ".jsonl", ".gz")
-# Keys whose values in JSON lines, ours and others', describe a failure.
 _FAILURE_KEYS = (
-    "error",
-    "traceback",
-    "detail",
-    "text",
-    "said",
-    "message",
-    "msg",
-    "log",
-    "exception",
-    "exc_info",
-    "stack",
-)
+    "error", "traceback", "detail", "text", "said", "message", "msg", "log", "exception", "exc_info", "stack",
+)  # fmt: skip
+"""Keys whose values in JSON lines, ours and others', describe a failure."""
 
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[()][A-Z0-9]")
 _LOST_ESCAPES = re.compile(rb"\[\d{1,2}(?:;\d+)*m")  # a pasted log has lost its escape characters
@@ -93,20 +82,16 @@ def parse_line(file: str, index: int, number: int, raw: bytes) -> LogLine:
 
 
 def _stamp_seconds(text: str) -> float | None:
-    if not (stamp := _STAMP.search(text)):
-        return None
-    day, clock, fraction = stamp.groups()
     try:
-        whole = datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}").timestamp()
-    except ValueError:
+        day, clock, fraction = stamp.groups() if (stamp := _STAMP.search(text)) else ("", "", "")
+        return datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}").timestamp() + float(f"0.{fraction or 0}")
+    except ValueError:  # no stamp, or one of no day
         return None
-    return whole + float(f"0.{fraction or 0}")
 
 
 def uncoloured(raw: bytes) -> bytes:
     """Return the line without terminal escapes, also those that lost their escape character in a paste."""
-    if b"\x1b" in raw:
-        raw = _ESCAPES.sub(b"", raw)
+    raw = _ESCAPES.sub(b"", raw) if b"\x1b" in raw else raw
     return _LOST_ESCAPES.sub(b"", raw) if b"[" in raw else raw
 
 
@@ -143,10 +128,29 @@ def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
 
     A compressed file that is cut off or damaged, as after a killed job, is read as far as possible.
     """
-    if path.endswith((".jsonl", ".json")):
-        yield from _json_lines(Path(path))
-    else:
+    if not path.endswith((".jsonl", ".json")):
         yield from _plain_lines(path)
+        return
+    whole = path.endswith(".json") and Path(path).stat().st_size <= LARGEST_JSON
+    for number, chunk in [(1, Path(path).read_bytes())] if whole else _plain_lines(path):
+        try:
+            value = json.loads(chunk) if chunk.lstrip().startswith((b"{", b"[")) else None
+            texts = [line for text in _failure_texts(value) for line in text.splitlines()]
+        except (ValueError, RecursionError):  # not JSON: it is read as text
+            value, texts = None, []
+        if texts or (isinstance(value, dict) and "event" in value):
+            yield from ((number, uncoloured(line.encode(errors="replace"))) for line in texts)
+        else:
+            for offset, line in enumerate(chunk.splitlines()):
+                yield from ((number + offset, uncoloured(part)) for part in line.split(b"\\n"))
+
+
+def _failure_texts(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, str) and key in _FAILURE_KEYS:
+        yield value
+    elif isinstance(value, dict | list):
+        for inner, each in value.items() if isinstance(value, dict) else ((key, each) for each in value):
+            yield from _failure_texts(each, inner)
 
 
 def _plain_lines(path: str) -> Iterator[tuple[int, bytes]]:
@@ -158,58 +162,20 @@ def _plain_lines(path: str) -> Iterator[tuple[int, bytes]]:
             yield number, uncoloured(raw)
 
 
+def _opened(path: str) -> IO[bytes]:
+    """Open a stream of UTF-8, once and without seeking: it may be a pipe."""
+    stream: Any = sys.stdin.buffer if path == STDIN else Path(path).open("rb", buffering=1 << 20)  # noqa: SIM115
+    if _or_nothing(stream.peek, 2).startswith(b"\x1f\x8b"):
+        stream = gzip.GzipFile(fileobj=stream)
+    head = _or_nothing(stream.peek, 2)[:2]
+    unmarked = "utf-16-le" if head[1:] == b"\0" else "utf-16-be" if head[:1] == b"\0" else ""
+    encoding = "utf-16" if head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else unmarked
+    return cast(IO[bytes], codecs.EncodedFile(stream, "utf-8", encoding, "replace") if encoding else stream)
+
+
 def _or_nothing(read: Callable[[int], bytes], size: int) -> bytes:
     """Return what is read, or nothing at the end of a gzip file that is cut off or damaged."""
     try:
         return read(size)
     except (EOFError, zlib.error):
         return b""
-
-
-def _opened(path: str) -> IO[bytes]:
-    """Open a stream of UTF-8, once and without seeking: it may be a pipe."""
-    stream: Any = sys.stdin.buffer if path == STDIN else Path(path).open("rb", buffering=1 << 20)  # noqa: SIM115
-    if _or_nothing(stream.peek, PEEKED_BYTES).startswith(b"\x1f\x8b"):
-        stream = gzip.GzipFile(fileobj=stream)
-    encoding = _utf16_encoding(_or_nothing(stream.peek, PEEKED_BYTES)[:PEEKED_BYTES])
-    return cast(IO[bytes], codecs.EncodedFile(stream, "utf-8", encoding, "replace") if encoding else stream)
-
-
-def _utf16_encoding(head: bytes) -> str:
-    """Return the encoding, by its mark or by where the zero bytes of ASCII text are; "" for any other."""
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) and head.count(0) > len(head) // 4:
-        return "utf-16"
-    zeros = {"utf-16-be": head[0::2].count(0), "utf-16-le": head[1::2].count(0)}
-    few, many = sorted(zeros, key=lambda name: zeros[name])
-    return many if zeros[many] > 0.8 * (len(head) // 2) and zeros[few] < 0.1 * len(head) else ""
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield what our events and verdicts say of failures, and any other JSON line as it is."""
-    chunks: Iterable[tuple[int, bytes]]
-    if path.suffix == ".json" and path.is_file() and path.stat().st_size <= LARGEST_JSON:
-        chunks = [(1, path.read_bytes())]
-    else:
-        chunks = _plain_lines(str(path))
-    for number, chunk in chunks:
-        try:
-            value = json.loads(chunk) if chunk.lstrip().startswith((b"{", b"[")) else None
-            texts = [line for text in _failure_texts(value) for line in text.splitlines()]
-        except (ValueError, RecursionError):  # not JSON: it is read as text
-            value, texts = None, []
-        if texts or (isinstance(value, Mapping) and "event" in value):
-            yield from ((number, uncoloured(line.encode(errors="replace"))) for line in texts)
-        else:
-            for offset, line in enumerate(chunk.splitlines()):
-                yield from ((number + offset, uncoloured(part)) for part in line.split(b"\\n"))
-
-
-def _failure_texts(value: Any, key: str = "") -> Iterator[str]:
-    if isinstance(value, str) and key in _FAILURE_KEYS:
-        yield value
-    elif isinstance(value, Mapping):
-        for inner, each in value.items():
-            yield from _failure_texts(each, inner)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _failure_texts(each, key)

@@ -1,14 +1,15 @@
 """The catalogue of known failures: read strictly, complete, and each entry's example its own."""
 
-import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from harness.runtime.phases import PHASES
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.entries import (
     FOLDER,
+    OF_SGLANG,
     CatalogueEntry,
     CatalogueError,
     Pattern,
@@ -49,11 +50,27 @@ def test_there_are_at_least_as_many_entries_as_known_failures() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.slug)
 def test_an_entry_is_sound(entry: CatalogueEntry) -> None:
+    file = FOLDER / f"{entry.slug}.toml"
+    strict = msgspec.toml.decode(file.read_bytes(), type=CatalogueEntry, dec_hook=lambda kind, value: kind(value))
+    assert strict == entry, "each value is of the type, and one of the literals, that the class says"
+    assert all([entry.phases, entry.affected, entry.examples, entry.context, entry.title, entry.cause, entry.fix])
     assert set(entry.phases) <= set(PHASES)
+    assert set(entry.context) <= {*surroundings().contexts, OF_SGLANG}
+    assert {"cause", "likely"} & {signature.role for signature in entry.signatures}, "it would never be named"
+    assert all(
+        each.regex and each.word
+        for signature in entry.signatures
+        for each in (signature.pattern, signature.near)
+        if each
+    )
+    assert all(each.regex and each.word for each in entry.conditions or ())
+    assert all(link.startswith("https://") for link in entry.links)
     assert len(set(entry.signatures)) == len(entry.signatures)
     assert len(set(entry.links)) == len(entry.links)
-    assert all(example.source.startswith(SOURCES) for example in entry.examples)
-    own = [source[9:].partition(",")[0] for example in entry.examples if (source := example.source)[:9] == "harness: "]
+    assert all(example["source"].startswith(SOURCES) for example in entry.examples)
+    own = [
+        source[9:].partition(",")[0] for example in entry.examples if (source := example["source"])[:9] == "harness: "
+    ]
     assert all((REPOSITORY / each).is_file() for each in own), own
     assert all(seen.versions and seen.date and seen.device and seen.result for seen in entry.seen)
     # A measurement is of a release, never of "some".
@@ -65,7 +82,7 @@ def test_an_example_is_diagnosed_as_its_entry_and_as_no_other_cause(
     entry: CatalogueEntry, index: int, tmp_path: Path
 ) -> None:
     log = tmp_path / "example.log"
-    log.write_text(entry.examples[index].log)
+    log.write_text(entry.examples[index]["log"])
     found = diagnose([str(log)])
     assert found.finding and found.finding.entry.slug == entry.slug
     assert [other.entry.slug for other in found.others if not other.entry.consequence] == []
@@ -73,7 +90,7 @@ def test_an_example_is_diagnosed_as_its_entry_and_as_no_other_cause(
 
 def test_no_cause_signature_matches_an_example_of_another_entry() -> None:
     wrong = [
-        f"{entry.slug}: {signature.pattern.text} matches an example of {other.slug}"
+        f"{entry.slug}: {signature.pattern} matches an example of {other.slug}"
         for entry in ENTRIES
         for signature in entry.signatures
         if signature.role == "cause" and signature.near is None
@@ -81,35 +98,23 @@ def test_no_cause_signature_matches_an_example_of_another_entry() -> None:
         # Of one sentence a consequence names the general case, and its cause the special one.
         if other is not entry and not entry.consequence and not other.consequence
         for example in other.examples
-        if any(signature.pattern.regex.search(line) for line in example.log.splitlines())
+        if any(signature.pattern.regex.search(line) for line in example["log"].splitlines())
     ]
     assert wrong == []
 
 
 def test_a_good_file_is_read(tmp_path: Path) -> None:
     entry = read_entry(written(tmp_path, GOOD))
-    assert (entry.slug, entry.signatures[0].pattern.text, entry.consequence) == ("good", "some words", False)
+    assert (entry.slug, entry.signatures[0].pattern, entry.consequence) == ("good", "some words", False)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('title = "A title"', 'titel = "A title"', "titel is unknown"),
-        ('title = "A title"', "", "title is missing"),
-        ('context = ["engine"]', "", "context is missing"),
-        ('context = ["engine"]', "context = []", "context is empty"),
-        ('pattern = "some words"', 'pattern = "some words", anywhere = ""', "anywhere is empty"),
-        ('title = "A title"', 'title = ""', "title is empty"),
-        ('title = "A title"', "title = 3", "must be of type str"),
-        ('slug = "good"', 'slug = "better"', "must be the file's name"),
-        ('role = "cause"', 'role = "reason"', "must be one of cause, likely, hint, excludes"),
-        ('role = "cause"', 'role = "hint"', "it would never be named"),
-        ('"some words"', '"some (words"', "unterminated subpattern"),
-        ('"some words"', '"[0-9]+"', "must have a whole word"),
-        ('"some words"', '"some|words"', "must have a whole word"),
-        ('needs = "cpu"', 'needs = "tpu"', "must be one of cpu, one_gpu"),
-        ('phases = ["sync"]', "phases = []", "phases is empty"),
-        ('fix = "A fix."', 'fix = "A fix."\nlinks = ["sglang#1"]', "must be https:// addresses"),
+        ('title = "A title"', 'titel = "A title"', "titel"),
+        ('title = "A title"', "", "title"),
+        ('context = ["engine"]', "", "context"),
+        ('needs = "cpu"', 'neds = "cpu"', "neds"),
         ('fix = "A fix."', "fix = ", "Invalid value"),
     ],
 )
@@ -120,10 +125,10 @@ def test_a_wrong_file_is_refused_in_one_sentence(old: str, new: str, said: str, 
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_context_must_be_known(tmp_path: Path) -> None:
-    written(tmp_path, GOOD.replace('context = ["engine"]', 'context = ["moon"]'))
-    with pytest.raises(CatalogueError, match="moon"):
-        catalogue(tmp_path)
+@pytest.mark.parametrize("pattern", ["[0-9]+", "some|words", "an?"])
+def test_a_pattern_must_have_a_word(pattern: str) -> None:
+    with pytest.raises(CatalogueError, match="must have a word of 3 letters"):
+        assert Pattern(pattern).word
 
 
 def test_the_surroundings_are_read() -> None:
@@ -149,7 +154,5 @@ def test_words_that_every_match_has(pattern: str, words: set[str]) -> None:
     assert found == words
 
 
-def test_every_file_is_toml_without_a_tab() -> None:
-    for file in FOLDER.glob("*.toml"):
-        tomllib.loads(file.read_text(encoding="utf-8"))
-        assert "\t" not in file.read_text(encoding="utf-8")
+def test_no_file_has_a_tab() -> None:
+    assert not [file for file in FOLDER.glob("*.toml") if "\t" in file.read_text(encoding="utf-8")]

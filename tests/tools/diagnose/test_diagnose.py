@@ -69,20 +69,20 @@ def test_an_example_is_known_behind_prefixes(number: int, tmp_path: Path) -> Non
     entry = ENTRIES[number]
     for index, example in enumerate(entry.examples):
         prefix = list(PREFIXES.values())[(number + index) % len(PREFIXES)]  # each entry one, each prefix several
-        lines = [prefix(line) for line in example.log.splitlines()]
+        lines = [prefix(line) for line in example["log"].splitlines()]
         assert slug(diagnosed(tmp_path, "\n".join(lines))) == entry.slug
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_a_traceback_is_known_behind_each_prefix(prefix: str, tmp_path: Path) -> None:
-    lines = [PREFIXES[prefix](line) for line in catalogue()["port-collision-same-seed"].examples[0].log.splitlines()]
+    lines = [PREFIXES[prefix](line) for line in catalogue()["port-collision-same-seed"].examples[0]["log"].splitlines()]
     assert slug(diagnosed(tmp_path, "\n".join(lines))) == "port-collision-same-seed"
 
 
 @pytest.mark.parametrize("entry", [each for each in ENTRIES if not each.consequence], ids=lambda entry: entry.slug)
 def test_consequences_before_and_after_do_not_hide_the_cause(entry: CatalogueEntry, tmp_path: Path) -> None:
     for example in entry.examples:
-        text = "\n".join([*NOISE, *CONSEQUENCES, *NOISE, example.log, *NOISE, *CONSEQUENCES])
+        text = "\n".join([*NOISE, *CONSEQUENCES, *NOISE, example["log"], *NOISE, *CONSEQUENCES])
         assert slug(diagnosed(tmp_path, text)) == entry.slug
 
 
@@ -90,7 +90,7 @@ def test_consequences_before_and_after_do_not_hide_the_cause(entry: CatalogueEnt
 @given(data=st.data())
 def test_noise_never_changes_the_slug(data: st.DataObject, tmp_path: Path) -> None:
     entry = data.draw(st.sampled_from(ENTRIES))
-    lines = data.draw(st.sampled_from(entry.examples)).log.splitlines()
+    lines = data.draw(st.sampled_from(entry.examples))["log"].splitlines()
     before = slug(diagnosed(tmp_path, "\n".join(lines)))
     for noise in data.draw(st.lists(st.sampled_from(NOISE), max_size=60)):
         # Not below a frame's code: Python writes it together with the exception that follows.
@@ -116,7 +116,7 @@ def test_a_public_report(report: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_the_reports_are_no_examples() -> None:
-    examples = {line for entry in ENTRIES for each in entry.examples for line in each.log.splitlines()}
+    examples = {line for entry in ENTRIES for each in entry.examples for line in each["log"].splitlines()}
     assert not [
         line
         for report in REPORTS

@@ -1,6 +1,6 @@
 """A run directory of any number of ranks with fake but plausible events: nothing in it was measured. For tests of reports.
 
-python tests/tools/report/fake_run.py FOLDER [RANKS] [passed]
+python -m tests.tools.report.fake_run FOLDER [RANKS] [passed]
 """
 
 import json
@@ -8,8 +8,6 @@ import random
 import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from harness.config.layers import to_toml
 from harness.config.schema import ActorConfig, Config, CriticConfig, Engine, Model, Parallel, Rollout, Run

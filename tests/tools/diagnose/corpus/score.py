@@ -1,7 +1,7 @@
 """How many logs of the corpus launch/diagnose.py names rightly.
 
-python tests/tools/diagnose/corpus/score.py            every set that is here
-python tests/tools/diagnose/corpus/score.py FOLDER     a set elsewhere: FOLDER, and FOLDER.toml beside it
+python -m tests.tools.diagnose.corpus.score            every set that is here
+python -m tests.tools.diagnose.corpus.score FOLDER     a set elsewhere: FOLDER, and FOLDER.toml beside it
 """
 
 import sys
@@ -9,10 +9,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))  # run as a script, from a checkout
-
-from harness.tools.diagnose.diagnose import LEVELS, Confidence, diagnose
+from harness.tools.diagnose.diagnose import Confidence, diagnose
 from harness.tools.diagnose.entries import UNKNOWN
 
 FOLDER = Path(__file__).parent
@@ -72,7 +71,7 @@ def as_text(name: str, found: Sequence[Answer]) -> str:
     known = [each for each in found if each.cause != UNKNOWN]
     unknown = [each for each in found if each.cause == UNKNOWN]
     missed = [each for each in known if each.named == UNKNOWN]
-    wrong = {confidence: false_names(found, confidence) for confidence in reversed(LEVELS)}
+    wrong = {confidence: false_names(found, confidence) for confidence in reversed(get_args(Confidence))}
     lines = [
         f"{name}: {len(found)} logs, {len(known)} known, {len(unknown)} unknown",
         f"  known:   {sum(each.is_right for each in known)} named ({named_share(found):.0%}), {len(missed)} missed",
