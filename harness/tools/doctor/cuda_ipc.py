@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,20 +17,16 @@ PATTERN = 0x5A
 
 
 class IpcChild:
-    """A child process that opens memory of `device` as the index-th GPU of `visible`. Raise RuntimeError without a handle."""
+    """A child process that opens memory of `device` as the index-th GPU that it sees. Raise RuntimeError without a handle."""
 
-    def __init__(self, device: torch.device, index: int, visible: str, environment: Mapping[str, str]) -> None:
-        self.visible = visible
+    def __init__(self, device: torch.device, index: int) -> None:
         torch.cuda.set_device(device)
         self._memory = torch.full((BYTES,), PATTERN, dtype=torch.uint8, device=device)  # lives as long as the child
         torch.cuda.synchronize(device)
         self._handle = self._memory.untyped_storage()._share_cuda_()[1:]
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(index)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**environment, "CUDA_VISIBLE_DEVICES": visible},
+            [sys.executable, "-P", __file__, str(index)], stdin=pipe, stdout=pipe, stderr=pipe
         )
 
     def uuid(self, seconds: float) -> str:
@@ -50,9 +45,8 @@ class IpcChild:
 
     def end(self) -> None:
         """Kill the child if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 def gpu_uuid(index: int) -> str:
@@ -61,7 +55,7 @@ def gpu_uuid(index: int) -> str:
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
-def open_handle(index: int, handle: tuple[Any, ...]) -> str:
+def _open_handle(index: int, handle: tuple[Any, ...]) -> str:
     """Read the other process's memory, in the child. Raise RuntimeError for other bytes than it wrote."""
     torch.cuda.set_device(index)
     storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
@@ -72,5 +66,5 @@ def open_handle(index: int, handle: tuple[Any, ...]) -> str:
 
 
 if __name__ == "__main__":
-    print(open_handle(int(sys.argv[1]), pickle.load(sys.stdin.buffer)), flush=True)
+    print(_open_handle(int(sys.argv[1]), pickle.load(sys.stdin.buffer)), flush=True)
     os._exit(0)  # before Python takes the shared memory apart

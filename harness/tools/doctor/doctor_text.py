@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from msgspec import to_builtins
 
 from harness.runtime.units import GIB
-from harness.tools.doctor.checks import Examination, Problem, host_labels, rank_spans, ranks_in_words, speeds
-from harness.tools.doctor.facts import NOT_INSTALLED, RankFacts
-from harness.tools.doctor.links import RankLinks
+from harness.tools.doctor.checks import Examination, Problem, host_labels, rank_spans, ranks_in_words, slowest
+from harness.tools.doctor.facts import NOT_INSTALLED
 
 RANK_LINES = 16
 """Up to so many ranks have a line each; beyond, only hosts do."""
@@ -17,11 +16,14 @@ SOFTWARE = ("python", "torch", "cuda", "nccl", "driver", "sglang", "torch_memory
 
 def as_text(view: Examination | None, problems: Sequence[Problem], seconds: float) -> str:
     """Return picture, problems and verdict. view: None if ranks are missing, so that there is no picture."""
-    lines = [*picture(view), ""] if view else []
+    lines = [*_picture(view), ""] if view else []
     for number, each in enumerate(problems, 1):
         lines.append(f"{number}. {'FAULT' if each.fault else 'warning'} {each.check}{_where(view, each)}: {each.what}")
         lines.append(f"   -> {each.remedy}")
-    return "\n".join([*lines, verdict(problems, seconds)])
+    faults = sum(each.fault for each in problems)
+    counts = [(faults, "fault"), (len(problems) - faults, "warning")]
+    verdict = ["OK"] * (not faults) + [f"{count} {name}{'s' * (count > 1)}" for count, name in counts if count]
+    return "\n".join([*lines, f"{', '.join(verdict)} ({seconds:.1f} s)"])
 
 
 def as_json(view: Examination | None, problems: Sequence[Problem], seconds: float) -> str:
@@ -41,14 +43,6 @@ def as_json(view: Examination | None, problems: Sequence[Problem], seconds: floa
     return json.dumps(to_builtins(result), indent=1)
 
 
-def verdict(problems: Sequence[Problem], seconds: float) -> str:
-    """Return "OK", "1 fault, 2 warnings" or the like, with the seconds."""
-    faults = sum(each.fault for each in problems)
-    counts = [(faults, "fault"), (len(problems) - faults, "warning")]
-    words = ["OK"] * (not faults) + [f"{count} {name}{'s' * (count > 1)}" for count, name in counts if count]
-    return f"{', '.join(words)} ({seconds:.1f} s)"
-
-
 def _where(view: Examination | None, problem: Problem) -> str:
     """Return hosts by name, with their ranks."""
     if view is None or not problem.ranks:
@@ -60,7 +54,7 @@ def _where(view: Examination | None, problem: Problem) -> str:
     return " on " + ", ".join(f"{label} ({ranks_in_words(ranks)})" for label, ranks in found.items() if ranks)
 
 
-def picture(view: Examination) -> Iterator[str]:
+def _picture(view: Examination) -> Iterator[str]:
     """Yield lines: hosts, ranks, GPUs, interface and address; then groups with their speeds."""
     dims, labels = view.dims, host_labels(view)
     width = max(4, *map(len, labels.values()))
@@ -72,36 +66,28 @@ def picture(view: Examination) -> Iterator[str]:
     yield ", ".join(
         f"{name} {found[name]}" for name in SOFTWARE if found.get(name, "none") not in ("none", NOT_INSTALLED)
     )
-    yield ""
-    yield f"{'host':<{width}}  {'ranks':<9} {'address (interface)':<28} {'clock':<14} {'shm free':>8} {'memory':>8} {'files':>7}  GPUs"
+    yield f"\n{'host':<{width}}  {'ranks':<9} {'address (interface)':<28} {'clock':<10} {'shm free':>8} {'files':>7} {'ports':>7}  GPUs"
     for facts, links, ranks in view.by_host:
-        yield f"{labels[facts.host]:<{width}}  {_host_line(view, facts, links, ranks)}"
-    if len(view.facts) <= RANK_LINES:
-        yield ""
-        yield f"rank  {'host':<{width}}  dp tp pp  engine ports  GPU"
-        for facts, links in view.by_rank:
-            yield f"{facts.rank:>4}  {labels[facts.host]:<{width}}  {_rank_line(view, facts, links)}"
-    measured = speeds(view)
-    if measured:
-        yield ""
-    for (backend, kind), groups in measured.items():
-        worst = min(groups, key=lambda each: each.bandwidth)
-        latency = max(each.latency for each in groups)
-        many = f"{len(groups)} groups of {len(worst.ranks)}, the slowest" if len(groups) > 1 else "1 group"
+        address = f"{links.address.address} ({links.address.interface})" if links.address else "none"
+        clock = "reference" if facts.rank == 0 else f"{links.clock.offset:+.3f} s" if links.clock else "unknown"
+        files = "no end" if facts.limits["nofile"] < 0 else facts.limits["nofile"]
         yield (
-            f"{backend} all-reduce, {kind:<6} {many} ({ranks_in_words(worst.ranks)}):"
-            f" {worst.bandwidth / 1e9:.2f} GB/s, {latency * 1e6:.0f} us"
+            f"{labels[facts.host]:<{width}}  {rank_spans(ranks):<9} {address:<28} {clock:<10} {facts.shared_memory / GIB:>6.1f} G"
+            f" {files:>7} {links.ports or 'none':>7}  {_gpus(view, ranks)}"
         )
-
-
-def _host_line(view: Examination, facts: RankFacts, links: RankLinks, ranks: Sequence[int]) -> str:
-    address = f"{links.address.address} ({links.address.interface})" if links.address else "none"
-    clock = "reference" if facts.rank == 0 else f"{links.clock.offset:+.3f} s" if links.clock else "unknown"
-    files = facts.limits["nofile"][0]
-    return (
-        f"{rank_spans(ranks):<9} {address:<28} {clock:<14} {facts.shared_memory.free / GIB:>6.1f} G {facts.memory[1] / GIB:>6.1f} G"
-        f" {'no end' if files < 0 else files:>7}  {_gpus(view, ranks)}"
-    )
+    if len(view.facts) <= RANK_LINES:
+        yield f"\nrank  {'host':<{width}}  dp tp pp  GPU"
+        for facts in view.facts:
+            at, gpu = dims.coordinates(facts.rank), facts.gpu
+            memory = f"{gpu.uuid} {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free" if gpu else "-"
+            yield f"{facts.rank:>4}  {labels[facts.host]:<{width}}  {at.dp:>2} {at.tp:>2} {at.pp:>2}  {memory}"
+    yield ""
+    for worst, groups in slowest(view):
+        many = f"{groups} groups of {len(worst.ranks)}, the slowest" if groups > 1 else "1 group"
+        yield (
+            f"{worst.backend} all-reduce, {worst.group:<6} {many} ({ranks_in_words(worst.ranks)}):"
+            f" {worst.bandwidth / 1e9:.2f} GB/s, {worst.latency * 1e6:.0f} us"
+        )
 
 
 def _gpus(view: Examination, ranks: Sequence[int]) -> str:
@@ -113,10 +99,3 @@ def _gpus(view: Examination, ranks: Sequence[int]) -> str:
     unknown = any(gpu.nvlink is None for gpu in gpus)
     nvlink = "NVLink unknown" if unknown else "NVLink" if pairs and all(pairs) else "no NVLink" if pairs else "one GPU"
     return f"{len(here)} x {gpus[0].name}, {nvlink}"
-
-
-def _rank_line(view: Examination, facts: RankFacts, links: RankLinks) -> str:
-    at, gpu = view.dims.coordinates(facts.rank), facts.gpu
-    ports = "-" if links.ports is None else f"{links.ports} on"
-    memory = f"{gpu.uuid} {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free" if gpu else "-"
-    return f"{at.dp:>2} {at.tp:>2} {at.pp:>2}  {ports:<12}  {memory}"

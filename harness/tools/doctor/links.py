@@ -1,18 +1,15 @@
-"""What is between ranks: clocks, sockets, folders that hosts share, and all-reduces of every group, each with a deadline."""
+"""What is between ranks: clocks, sockets, and all-reduces of every group, each with a deadline."""
 
 import contextlib
 import itertools
-import os
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +20,7 @@ from msgspec.structs import replace
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import HostAddress
 from harness.cluster.ports import EnginePorts, PortLease
-from harness.tools.doctor.job_store import Absent, Deadline, JobStore, within
+from harness.tools.doctor.job_store import Absent, JobStore, left, within
 
 Backend = Literal["gloo", "nccl"]
 
@@ -32,12 +29,9 @@ CONNECT_SECONDS = 3.0
 COLLECTIVE_SECONDS: dict[Backend, float] = {"gloo": 4.0, "nccl": 8.0}
 LATENCY_ROUNDS = 10
 BANDWIDTH_ROUNDS = 3
-SMALL_BYTES = 1 << 20
-LARGE_BYTES: dict[Backend, int] = {"gloo": 16 << 20, "nccl": 128 << 20}
-SLOW_SECONDS = 0.05
-"""A link that takes this long for SMALL_BYTES is measured with those alone."""
-FOLDER_SECONDS = 2.0
-"""How long a network file system may take to show another host's file."""
+BUFFER_BYTES: dict[Backend, int] = {"gloo": 4 << 20, "nccl": 64 << 20}
+"""What a link that is called slow can carry five times within COLLECTIVE_SECONDS."""
+UNTRIED = "not tried: those before it used up the time"
 
 
 class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,12 +42,11 @@ class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
-    """A TCP connection to a leased port of another rank's host: seconds it took, or why there is none."""
+    """A TCP connection to a leased port of another rank's host, or why there is none."""
 
     to: int
     address: str
     port: int
-    seconds: float = 0.0
     error: str = ""
 
 
@@ -77,8 +70,8 @@ class Ipc(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class RankLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank measured. ports: first port of its leased block, None if it leases none."""
+class RankLinks(msgspec.Struct, kw_only=True):
+    """What one rank measured. ports: first port of the leased block; each host's first rank leases one."""
 
     rank: int
     address: HostAddress | None = None
@@ -90,9 +83,6 @@ class RankLinks(msgspec.Struct, frozen=True, kw_only=True):
     reaches: tuple[Reach, ...] = ()
     collectives: tuple[Collective, ...] = ()
     ipc: Ipc | None = None
-    sees_folder: bool | None = None
-    """Whether a file that rank 0 made in the run's folder is here too; None: this rank did not look."""
-    folder_error: str = ""
 
 
 def groups_of(dims: ParallelDims, hosts: Iterable[Sequence[int]]) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -109,15 +99,14 @@ def groups_of(dims: ParallelDims, hosts: Iterable[Sequence[int]]) -> dict[str, t
         "hosts": (tuple(ranks[0] for ranks in hosts),),
         "world": (tuple(range(dims.world_size)),),
     }
-    chosen: dict[str, tuple[tuple[int, ...], ...]] = {}
+    chosen: dict[frozenset[frozenset[int]], str] = {}
     for kind, groups in kinds.items():
-        earlier = [set(map(frozenset, other)) for other in chosen.values()]
-        if len(groups[0]) > 1 and set(map(frozenset, groups)) not in earlier:
-            chosen[kind] = groups
-    return chosen
+        if len(groups[0]) > 1:
+            chosen.setdefault(frozenset(map(frozenset, groups)), kind)
+    return {kind: kinds[kind] for kind in chosen.values()}
 
 
-def clock_of_host(store: JobStore, hosts: Sequence[int], deadline: Deadline) -> ClockOffset | None:
+def clock_of_host(store: JobStore, hosts: Sequence[int], end: float) -> ClockOffset | None:
     """Compare the clocks of hosts' first ranks (rank 0 first) with rank 0's; return None if no answer came.
 
     Cristian's algorithm over the store: the round trip that took least time bounds the error.
@@ -126,23 +115,19 @@ def clock_of_host(store: JobStore, hosts: Sequence[int], deadline: Deadline) -> 
         for rank in hosts[1:]:
             with contextlib.suppress(Absent):  # this host is not there; the others are
                 for number in range(CLOCK_ROUNDS):
-                    store.get(f"clock/{rank}/{number}/ask", deadline.left(CONNECT_SECONDS), bool)
+                    store.get(f"clock/{rank}/{number}/ask", left(end, CONNECT_SECONDS), bool)
                     store.put(f"clock/{rank}/{number}/tell", time.time())
         return ClockOffset(offset=0.0, uncertainty=0.0)
-    best: ClockOffset | None = None
-    for number in range(CLOCK_ROUNDS):
-        sent, began = time.time(), time.monotonic()
-        store.put(f"clock/{store.rank}/{number}/ask", True)
-        try:
-            theirs = store.get(f"clock/{store.rank}/{number}/tell", deadline.left(), float)
-        except Absent:
-            return best
-        half = (time.monotonic() - began) / 2
-        if number and (
-            best is None or half < best.uncertainty
-        ):  # in round 0 rank 0 may have been busy with another host
-            best = ClockOffset(offset=sent + half - theirs, uncertainty=half)
-    return best
+    measured = []
+    with contextlib.suppress(Absent):
+        for number in range(CLOCK_ROUNDS):
+            sent, began = time.time(), time.monotonic()
+            store.put(f"clock/{store.rank}/{number}/ask", True)
+            theirs = store.get(f"clock/{store.rank}/{number}/tell", left(end), float)
+            half = (time.monotonic() - began) / 2
+            measured.append(ClockOffset(offset=sent + half - theirs, uncertainty=half))
+    # In round 0 rank 0 may have been busy with another host.
+    return min(measured[1:], key=lambda each: each.uncertainty, default=None)
 
 
 @contextmanager
@@ -151,14 +136,13 @@ def open_port(base_port: int, name: str) -> Iterator[EnginePorts]:
 
     Raise OSError if no block is free or the port cannot be listened on.
     """
-    with PortLease(base_port) as lease, contextlib.ExitStack() as stack:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with PortLease(base_port) as lease:
         address = ("", lease.ports.dist_init_port)
-        listener = socket.create_server(address, family=family, dualstack_ipv6=dual, backlog=128)
-        stack.callback(listener.close)
-        threading.Thread(target=_answer, args=(listener, name.encode()), daemon=True).start()
-        yield lease.ports
+        with socket.create_server(address, family=family, dualstack_ipv6=dual, backlog=128) as listener:
+            threading.Thread(target=_answer, args=(listener, name.encode()), daemon=True).start()
+            yield lease.ports
 
 
 def _answer(listener: socket.socket, name: bytes) -> None:
@@ -179,75 +163,51 @@ def reach_all(targets: Sequence[tuple[int, str, int]], seconds: float) -> tuple[
 
 def _reach(seconds: float, target: tuple[int, str, int]) -> Reach:
     rank, address, port = target
-    began = time.monotonic()
     try:
         with socket.create_connection((address, port), seconds) as connection, connection.makefile() as lines:
             answer = lines.readline().strip()
+        error = "" if answer == str(rank) else f"{answer or 'something else'} answered in its place"
     except TimeoutError:
-        return Reach(to=rank, address=address, port=port, error=f"no answer within {seconds:.0f} s")
-    except (OSError, UnicodeDecodeError) as error:
-        return Reach(to=rank, address=address, port=port, error=getattr(error, "strerror", None) or str(error))
-    if answer != str(rank):
-        return Reach(to=rank, address=address, port=port, error=f"{answer or 'something else'} answered in its place")
-    return Reach(to=rank, address=address, port=port, seconds=time.monotonic() - began)
-
-
-def _nearest_folder(path: Path) -> Path:
-    """Return the folder itself, or the nearest above it that exists."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
-
-
-@contextmanager
-def token_in(path: str) -> Iterator[str]:
-    """Make a file in the run's folder for other hosts to look for. Raise OSError if none can be made."""
-    with tempfile.NamedTemporaryFile(dir=_nearest_folder(Path(path)), prefix=".harness-doctor-") as file:
-        yield file.name
-
-
-def sees(token: str) -> bool:
-    """Return whether the file of another host is seen here."""
-    end = time.monotonic() + FOLDER_SECONDS
-    while time.monotonic() < end:
-        os.listdir(_nearest_folder(Path(token).parent))  # makes NFS look again
-        if Path(token).exists():
-            return True
-        time.sleep(0.1)
-    return False
-
-
-Results = dict[tuple[Backend, str], Collective]
-"""By backend and kind of group."""
-
-
-def untried(groups: Mapping[str, tuple[int, ...]], device: torch.device | None) -> Results:
-    """Return the all-reduces to measure, for this rank's group of each kind: gloo, and NCCL if there is a device."""
-    backends: tuple[Backend, ...] = ("gloo",) if device is None else ("gloo", "nccl")
-    error = "not tried: those before it used up the time"
-    return {
-        (backend, kind): Collective(backend=backend, group=kind, ranks=ranks, error=error)
-        for backend in backends
-        for kind, ranks in groups.items()
-    }
+        error = f"no answer within {seconds:.0f} s"
+    except (OSError, UnicodeDecodeError) as failed:
+        error = getattr(failed, "strerror", None) or str(failed)
+    return Reach(to=rank, address=address, port=port, error=error)
 
 
 def all_reduces(
-    store: JobStore, kinds: Sequence[str], device: torch.device | None, deadline: Deadline, results: Results
-) -> None:
-    """Replace the results that are untried, in a call of all ranks with the same kinds.
+    connection: Callable[[], JobStore],
+    rank: int,
+    groups: Mapping[str, Sequence[tuple[int, ...]]],
+    device: torch.device | None,
+    end: float,
+) -> tuple[Collective, ...]:
+    """Measure this rank's group of each kind by gloo, and by NCCL if there is a device; a call of all ranks.
 
-    Ranks wait for one another before each kind, so that one broken group does not make the next one late.
+    On a connection of its own, in a thread that may be left behind. Ranks wait for one another before each kind, so that
+    one broken group does not make the next one late.
     """
-    backends: tuple[Backend, ...] = ("gloo",) if device is None else ("gloo", "nccl")
-    for backend, kind in itertools.product(backends, kinds):
-        store.barrier(f"all_reduce/{backend}/{kind}", deadline.left(COLLECTIVE_SECONDS["gloo"] + 1))
-        group = results.get((backend, kind))
-        if group is None or deadline.past:
-            continue
-        seconds = deadline.left(COLLECTIVE_SECONDS[backend])
-        try:
-            results[backend, kind] = within(seconds + 1, partial(_all_reduce, store, group, seconds, device))
-        except (RuntimeError, TimeoutError) as error:
-            results[backend, kind] = replace(group, error=_first_line(error))
+    backends: tuple[Backend, ...] = ("gloo", "nccl") if device else ("gloo",)
+    results = [
+        Collective(
+            backend=backend, group=kind, ranks=next((group for group in found if rank in group), ()), error=UNTRIED
+        )
+        for backend, (kind, found) in itertools.product(backends, groups.items())
+    ]
+
+    def measure() -> None:
+        store = connection()
+        for index, of in enumerate(results):
+            store.barrier(f"all_reduce/{of.backend}/{of.group}", left(end, COLLECTIVE_SECONDS["gloo"] + 1))
+            if of.ranks and time.monotonic() < end:
+                seconds = left(end, COLLECTIVE_SECONDS[of.backend])
+                try:
+                    results[index] = within(seconds + 1, partial(_all_reduce, store, of, seconds, device))
+                except (RuntimeError, TimeoutError) as error:
+                    results[index] = replace(of, error=first_line(error))
+
+    with contextlib.suppress(OSError, RuntimeError):  # what could not be measured stays untried
+        within(left(end), measure)
+    return tuple(each for each in results if each.ranks)
 
 
 def _all_reduce(store: JobStore, of: Collective, seconds: float, device: torch.device | None) -> Collective:
@@ -277,19 +237,14 @@ def _all_reduce(store: JobStore, of: Collective, seconds: float, device: torch.d
     if word.item() != size * (size - 1) / 2:
         raise RuntimeError(f"the sum of 0 to {size - 1} came out as {word.item():g}")
     latency = min(timed(word) for _ in range(LATENCY_ROUNDS))
-    buffer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device).view(torch.float32)
+    buffer = torch.zeros(BUFFER_BYTES[of.backend] // 4, device=device)
     timed(buffer)
-    small = torch.tensor([timed(buffer)], dtype=torch.float64, device=device)
-    timed(small)  # the same on every rank, so that all choose one size
-    if small.item() / size < SLOW_SECONDS:
-        buffer = torch.zeros(LARGE_BYTES[of.backend], dtype=torch.uint8, device=device).view(torch.float32)
-        timed(buffer)
-    seconds = min(timed(buffer) for _ in range(BANDWIDTH_ROUNDS))
-    moved = 2 * (size - 1) / size * buffer.numel() * buffer.element_size()
-    return replace(of, latency=latency, bandwidth=moved / seconds, error="")
+    fastest = min(timed(buffer) for _ in range(BANDWIDTH_ROUNDS))
+    moved = 2 * (size - 1) / size * BUFFER_BYTES[of.backend]
+    return replace(of, latency=latency, bandwidth=moved / fastest, error="")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the error without torch's position in its own source."""
     line = next(iter(str(error).splitlines()), "") or type(error).__name__
     return line.partition("] ")[2] if line.startswith("[/") and "] " in line else line

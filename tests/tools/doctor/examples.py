@@ -12,7 +12,7 @@ from harness.cluster.placement import RankLocation
 from harness.config.schema import Config, Parallel
 from harness.runtime.units import GIB
 from harness.tools.doctor.checks import Examination
-from harness.tools.doctor.facts import ConfigInput, Gpu, HostNetwork, NetworkInterface, RankFacts, Space
+from harness.tools.doctor.facts import Gpu, RankFacts
 from harness.tools.doctor.links import ClockOffset, Collective, Ipc, RankLinks, Reach, groups_of
 
 Change = Callable[[RankFacts], RankFacts]
@@ -24,14 +24,12 @@ def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
     uuids = [f"GPU-{host}{index}" for index in range(per_host)]
     return RankFacts(
         rank=rank,
-        local_rank=local,
-        local_world_size=per_host,
         pid=100 + rank,
-        host=f"host{host}/boot/net:[{host}]",
-        machine=f"boot{host}/net:[{host}]",
+        host=f"host{host}/boot{host}/net:[{host}]",
         config="0123456789abcdef",
-        location=RankLocation(rank, f"host{host}/boot/net:[{host}]", local, None, per_host if gpus else None),
+        location=RankLocation(rank, f"host{host}/boot{host}/net:[{host}]", local, None, per_host if gpus else None),
         device="cuda" if gpus else "cpu",
+        gpu_index=local if gpus else None,
         problem="",
         gpu=Gpu(
             uuid=uuids[local],
@@ -45,28 +43,17 @@ def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
         else None,
         gpu_reason="" if gpus else "this torch is built without CUDA",
         gpu_devices=per_host if gpus else 0,
-        network=HostNetwork(
-            route=f"10.0.0.{host + 1}",
-            master="10.0.0.1",
-            problem="",
-            interfaces=(
-                NetworkInterface(name="lo", up=True, addresses=("127.0.0.1", "::1")),
-                NetworkInterface(name="eth0", up=True, addresses=(f"10.0.0.{host + 1}",)),
-                NetworkInterface(name="eth1", up=True, addresses=(f"10.1.0.{host + 1}",)),
-            ),
-        ),
-        shared_memory=Space(path="/dev/shm", total=64 * GIB, free=60 * GIB, identity=(1, 1), writable=True),
-        temp=Space(path="/tmp", total=64 * GIB, free=60 * GIB, identity=(2, host), writable=True),
-        limits={"nofile": (65536, 65536), "memlock": (-1, -1), "nproc": (-1, -1), "core": (0, -1)},
-        memory=(512 * GIB, 500 * GIB),
-        cores=64,
+        route=f"10.0.0.{host + 1}",
+        master="10.0.0.1",
+        interfaces={"lo": ("127.0.0.1", "::1"), "eth0": (f"10.0.0.{host + 1}",), "eth1": (f"10.1.0.{host + 1}",)},
+        shared_memory=60 * GIB,
+        folders={"TMPDIR = /tmp": 60 * GIB, "run.dir = /runs": 60 * GIB},
+        limits={"nofile": 65536, "memlock": -1},
         infiniband=True,
-        engines=(),
         versions={"python": "3.11.9", "torch": "2.9.1", "sglang": "0.5.8", "transformers": "4.57.1",
                   "torch_memory_saver": "0.0.9", "nccl": "2.27.5"},
         environment={"NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"},
-        inputs=(ConfigInput(key="model.name", path="/models/DeepSeek-V3", exists=True),
-                ConfigInput(key="task.source", path="openai/gsm8k", exists=False)),
+        absent=("task.source = openai/gsm8k",),
     )  # fmt: skip
 
 
@@ -81,7 +68,7 @@ def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool
     links = []
     for each in facts:
         host = each.rank // per_host
-        first = each.local_rank == 0
+        first = each.rank % per_host == 0
         others = [ranks[0] for ranks in bare.hosts.values() if each.rank not in ranks]
         backends = ("gloo", "nccl") if gpus else ("gloo",)
         links.append(
@@ -91,8 +78,7 @@ def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool
                 ports=30000 if first else None,
                 clock=ClockOffset(offset=0.002 * host, uncertainty=0.001) if first else None,
                 reaches=tuple(
-                    Reach(to=other, address=f"10.0.0.{other // per_host + 1}", port=30008, seconds=0.001)
-                    for other in others
+                    Reach(to=other, address=f"10.0.0.{other // per_host + 1}", port=30008) for other in others
                 )
                 if first
                 else (),
@@ -104,7 +90,6 @@ def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool
                     if each.rank in group
                 ),
                 ipc=Ipc(visible="0,1", uuid=each.gpu.uuid) if each.gpu else None,
-                sees_folder=True if first else None,
             )
         )
     return replace_dataclass(bare, links=tuple(links))
@@ -134,7 +119,3 @@ def with_gpu(view: Examination, rank: int, **changes: Any) -> Examination:
     gpu = view.facts[rank].gpu
     assert gpu is not None
     return with_facts(view, rank, gpu=replace(gpu, **changes))
-
-
-def with_network(view: Examination, rank: int, **changes: Any) -> Examination:
-    return with_facts(view, rank, network=replace(view.facts[rank].network, **changes))

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from harness.cluster.network import HostAddress
 from harness.runtime.units import GIB, MIB
 from harness.tools.doctor.checks import LONGEST, Examination, host_labels, missing, problems_of, rank_spans
-from harness.tools.doctor.facts import NamedProcess
+from harness.tools.doctor.facts import GpuProcess
 from harness.tools.doctor.links import ClockOffset, Ipc, Reach, groups_of
-from tests.tools.doctor.examples import healthy, with_facts, with_gpu, with_links, with_network, with_variable
+from tests.tools.doctor.examples import healthy, with_facts, with_gpu, with_links, with_variable
 
 Plant = Callable[[Examination], Examination]
 
@@ -38,9 +38,9 @@ def lo(view: Examination, rank: int) -> Examination:
 FAULTS: list[tuple[str, Plant, tuple[int, ...], str]] = [
     ("configs", lambda v: with_facts(v, 1, config="f" * 16), (1,), "the resolved config differs: 01234567 on ranks 0, 2, 3; ffffffff on rank 1"),
     ("routes", lambda v: lo(v, 2), (2, 3), "its address for 1 other hosts is 127.0.1.1"),
-    ("routes", lambda v: with_network(v, 2, route=None, problem="Name or service not known"), (2, 3), "no route to MASTER_ADDR: Name or"),
+    ("routes", lambda v: with_facts(v, 2, route=None, master="Name or service not known"), (2, 3), "no route to MASTER_ADDR: Name or"),
     ("routes", lambda v: with_links(v, 2, address=None, address_error="network.interface = ib0 is neither"), (2, 3), "ib0 is neither"),
-    ("socket_interfaces", lambda v: every_variable(v, "NCCL_SOCKET_IFNAME", "ib"), (0, 1, 2, 3), "NCCL_SOCKET_IFNAME=ib names no interface"),
+    ("socket_interfaces", lambda v: every_variable(v, "NCCL_SOCKET_IFNAME", "=ib0,ib1"), (0, 1, 2, 3), "NCCL_SOCKET_IFNAME=ib0,ib1 names no interface that is up and has an address; there are lo, eth0, eth1"),
     ("clocks", lambda v: with_links(v, 2, clock=ClockOffset(offset=-90.0, uncertainty=0.001)), (2, 3), "90.0 s behind rank 0's"),
     ("needed_packages", lambda v: every(v, versions={**v.facts[0].versions, "torch_memory_saver": "not installed"}), (0, 1, 2, 3), "torch_memory_saver is not installed"),
     ("versions", lambda v: with_facts(v, 3, versions={**v.facts[3].versions, "torch": "2.8.0"}), (3,), "torch differs: 2.9.1 on ranks 0-2; 2.8.0 on rank 3"),
@@ -49,43 +49,31 @@ FAULTS: list[tuple[str, Plant, tuple[int, ...], str]] = [
     ("environment", lambda v: with_variable(v, 1, "NCCL_IB_HCA", "mlx5_0"), (1,), "NCCL_IB_HCA differs: unset on rank 0; mlx5_0 on rank 1"),
     ("expandable_segments", lambda v: every_variable(v, "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"), (0, 1, 2, 3), "expandable_segments:True"),
     ("expandable_segments", lambda v: every_variable(v, "PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True"), (0, 1, 2, 3), "PYTORCH_ALLOC_CONF"),
-    ("preload", lambda v: every_variable(v, "LD_PRELOAD", "/x/torch_memory_saver_cpp.abi3.so"), (0, 1, 2, 3), "the trainer would run"),
+    ("preload", lambda v: every_variable(v, "LD_PRELOAD", "/x/torch_memory_saver_cpp.abi3.so"), (0, 1, 2, 3), "and in the engine alone"),
     ("own_gpus", lambda v: with_links(with_gpu(v, 3, uuid="GPU-10"), 3, ipc=Ipc(visible="0,1", uuid="GPU-10")), (2, 3), "ranks 2, 3 are all on GPU GPU-10"),
     ("locations", lambda v: with_facts(v, 3, location=None, problem="rank 3 has local rank 1 but sees 1 GPUs; give"), (3,), "rank 3 has local rank 1 but sees 1 GPUs"),
-    ("occupied", lambda v: with_gpu(v, 1, processes=(NamedProcess(pid=7, name="python", used=3 * GIB),)), (1,), "process 7 (python) holds 3.0 GiB"),
-    ("occupied", lambda v: with_gpu(v, 1, processes=(NamedProcess(pid=7, name="sglang::scheduler", used=0),)), (1,), "process 7 (sglang::scheduler)"),
+    ("occupied", lambda v: with_gpu(v, 1, processes=(GpuProcess(pid=7, name="python", used=3 * GIB),)), (1,), "process 7 (python) holds 3.0 GiB"),
+    ("occupied", lambda v: with_gpu(v, 1, processes=(GpuProcess(pid=7, name="sglang::scheduler", used=0),)), (1,), "process 7 (sglang::scheduler)"),
     ("occupied", lambda v: with_gpu(v, 1, free=130 * GIB), (1,), "10.0 GiB of this rank's GPU are used by processes that cannot be seen"),
     ("balance", lambda v: with_gpu(v, 2, total=121 * GIB, free=120 * GIB), (2,), "engine 0: from 120.0 to 139.0 GiB are free"),
     ("ipc", lambda v: with_links(v, 0, ipc=Ipc(visible="0,1", error="pidfd_getfd: Operation not permitted")), (0,), "cannot open this rank's memory: pidfd_getfd"),
     ("ipc", lambda v: with_links(v, 0, ipc=Ipc(visible="1,0", uuid="GPU-01")), (0,), "would be on GPU GPU-01, its trainer on GPU-00"),
-    ("limits", lambda v: with_facts(v, 0, limits={**v.facts[0].limits, "nofile": (256, 4096)}), (0,), "4 ranks need 288"),
-    ("limits", lambda v: with_facts(v, 0, limits={**v.facts[0].limits, "memlock": (65536, 65536)}), (0,), "only 64 KiB can be locked"),
-    ("shared_memory", lambda v: with_facts(v, 2, shared_memory=replace(v.facts[2].shared_memory, total=64 * MIB, free=64 * MIB)), (2, 3), "/dev/shm has 64 of 64 MiB free; 2 ranks need 320 MiB"),
-    ("temp_folder", lambda v: with_facts(v, 3, temp=replace(v.facts[3].temp, path="/x", identity=(9, 9))), (3,), "different temp folders"),
-    ("temp_folder", lambda v: with_facts(v, 3, temp=replace(v.facts[3].temp, writable=False)), (3,), "/tmp cannot be written"),
+    ("limits", lambda v: with_facts(v, 0, limits={**v.facts[0].limits, "nofile": 256}), (0,), "256 open files are allowed (ulimit -n); 4 ranks need 288"),
+    ("limits", lambda v: with_facts(v, 0, limits={**v.facts[0].limits, "memlock": 65536}), (0,), "only 64 KiB can be locked"),
+    ("shared_memory", lambda v: with_facts(v, 2, shared_memory=64 * MIB), (2, 3), "64 MiB can be written to /dev/shm; 2 ranks need 320"),
+    ("folders", lambda v: with_facts(v, 3, folders={"TMPDIR = /tmp": 0}), (3,), "TMPDIR = /tmp: 0 MiB can be written there"),
     ("ports", lambda v: with_links(v, 2, ports=None, ports_error="no block of 32 free ports"), (2,), "no block of 32 free ports"),
-    ("folders", lambda v: with_links(v, 0, folder_error="/x: Permission denied"), (0, 1), "run.dir cannot be written: /x"),
-    ("inputs", lambda v: with_facts(v, 2, inputs=(replace(v.facts[2].inputs[0], exists=False), v.facts[2].inputs[1])), (2,), "model.name = /models/DeepSeek-V3 is not there"),
-    ("inputs", lambda v: with_facts(v, 2, inputs=(v.facts[2].inputs[0], replace(v.facts[2].inputs[1], exists=True))), (0, 1, 3), "task.source = openai/gsm8k is not there"),
+    ("inputs", lambda v: with_facts(v, 2, absent=(*v.facts[2].absent, "model.name = /models/DeepSeek-V3")), (2,), "model.name = /models/DeepSeek-V3 is not there"),
+    ("inputs", lambda v: with_facts(v, 2, absent=()), (0, 1, 3), "task.source = openai/gsm8k is not there"),
     ("reached", lambda v: with_links(v, 2, reaches=(Reach(to=0, address="10.0.0.1", port=30008, error="no answer within 3 s"),)), (2,), "host1 does not reach host0 at 10.0.0.1 port 30008: no answer"),
     ("silent", lambda v: replace_dataclass(v, links=(*v.links[:3], None)), (3,), "nothing came back"),
     ("all_reduced", lambda v: failing(v, "nccl", "hosts", "unhandled cuda error"), (0, 2), "nccl all-reduce of hosts (ranks 0, 2): unhandled cuda error"),
 ]  # fmt: skip
 
 WARNINGS: list[tuple[str, Plant, tuple[int, ...], str]] = [
-    ("socket_interfaces", lambda v: every_variable(v, "NCCL_SOCKET_IFNAME", "^eth0"), (0, 1, 2, 3), "engines get the address of eth0"),
     ("environment", lambda v: with_variable(v, 1, "LD_LIBRARY_PATH", "/x"), (1,), "LD_LIBRARY_PATH differs"),
     ("environment", lambda v: with_variable(v, 1, "NCCL_DEBUG", "INFO"), (1,), "NCCL_DEBUG differs"),
     ("preload", lambda v: every_variable(v, "LD_PRELOAD", "/x/libfaketime.so.1"), (0, 1, 2, 3), "libfaketime"),
-    ("renamed_variables", lambda v: every_variable(v, "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK", "true"), (0, 1, 2, 3), "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"),
-    ("models", lambda v: with_gpu(v, 3, name="NVIDIA H100"), (3,), "of several kinds: NVIDIA H200 on ranks 0-2; NVIDIA H100 on rank 3"),
-    ("nvlink", lambda v: with_gpu(with_gpu(v, 0, nvlink={"GPU-01": False}), 1, nvlink={"GPU-00": False}), (0, 1), "no NVLink between GPUs of one engine"),
-    ("nvlink", lambda v: with_gpu(v, 0, nvlink=None, told_by="torch alone"), (0,), "read by torch alone"),
-    ("limits", lambda v: with_facts(v, 0, limits={**v.facts[0].limits, "nproc": (100, 100)}), (0,), "100 processes and threads"),
-    ("host_memory", lambda v: with_facts(v, 0, memory=(8 * GIB, 1 * GIB)), (0, 1), "1.0 GiB of host memory are free for 2 ranks"),
-    ("ports", lambda v: with_links(v, 2, ports=30032), (2,), "ports from 30000 on are taken; engines would lease the 32 from 30032"),
-    ("leftovers", lambda v: with_facts(v, 0, engines=(NamedProcess(pid=9, name="sglang::scheduler_TP0", used=0),)), (0, 1), "sglang::scheduler_TP0 (pid 9)"),
-    ("folders", lambda v: with_links(v, 2, sees_folder=False), (2, 3), "rank 0's run.dir is not seen here, so its events"),
     ("slow", lambda v: slowed(v, "hosts", bandwidth=1e6), (0, 2), "gloo all-reduce of hosts is slow: 0.1 ms for 8 bytes, 1.0 MB/s"),
     ("slow", lambda v: slowed(v, "hosts", latency=0.06), (0, 2), "60.0 ms for 8 bytes"),
 ]  # fmt: skip
@@ -146,8 +134,9 @@ HARMLESS: list[Plant] = [
         v, 2, clock=ClockOffset(offset=5.0, uncertainty=4.5)
     ),  # a slow link tells nothing of the clock
     lambda v: with_gpu(v, 2, total=127 * GIB, free=126 * GIB),
-    lambda v: with_gpu(v, 1, processes=(NamedProcess(pid=100, name="python", used=3 * GIB),)),  # rank 0 of this job
-    lambda v: every(v, machine="boot/net:[1]", infiniband=False),
+    lambda v: with_gpu(v, 1, processes=(GpuProcess(pid=100, name="python", used=3 * GIB),)),  # rank 0 of this job
+    lambda v: with_variable(with_variable(v, 2, "TMPDIR", "/x"), 3, "TMPDIR", "/x"),
+    lambda v: every_variable(v, "NCCL_SOCKET_IFNAME", "^docker,lo"),
     lambda v: every_variable(v, "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False"),
 ]
 
@@ -164,20 +153,15 @@ def test_on_the_cpu_what_only_gpus_mind_is_no_finding() -> None:
 
 
 def test_hosts_emulated_on_loopback_share_it_rightly() -> None:
-    view = every(lo(lo(healthy(), 0), 2), machine="boot/net:[1]")
+    view = lo(lo(healthy(), 0), 2)
+    for rank in range(4):
+        view = with_facts(view, rank, host=f"host{rank // 2}/boot/net:[1]")
     assert problems_of(view) == []
 
 
 def test_two_hosts_with_one_address_are_both_named() -> None:
     (found,) = problems_of(with_links(healthy(), 2, address=HostAddress("eth0", "10.0.0.1", "")))
-    assert found.ranks == (0, 1, 2, 3) and found.what == "2 hosts have the same address 10.0.0.1"
-
-
-def test_checkpoints_that_cross_hosts_make_an_unshared_folder_a_fault() -> None:
-    view = with_links(healthy(), 2, sees_folder=False)
-    view.config.weights.transport = "disk"
-    (found,) = problems_of(view)
-    assert found.fault and "where checkpoints cross hosts" in found.what
+    assert found.ranks == (0, 1, 2) and found.what == "several hosts have the same address 10.0.0.1"
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_fault_unless_it_is_hidden_or_not_wanted() -> None:
@@ -194,9 +178,9 @@ def test_ranks_on_cpu_and_gpu_together_are_a_fault() -> None:
     assert found[0].check == "devices" and "cuda on ranks 0-2; cpu on rank 3" in found[0].what
 
 
-def test_pipeline_stages_that_sglang_cannot_place_are_a_fault_with_the_remedy() -> None:
+def test_pipeline_stages_that_sglang_cannot_place_are_a_fault() -> None:
     (found,) = problems_of(healthy(tp=2, pp=2))
-    assert found.check == "locations" and found.remedy == 'set parallel.rank_order = "dp,pp,tp"'
+    assert found.check == "locations" and found.what.endswith('set parallel.rank_order = "dp,pp,tp"')
 
 
 def test_nccl_host_ids_that_make_two_hosts_one() -> None:
@@ -215,26 +199,28 @@ def test_one_fault_of_many_ranks_is_said_once() -> None:
         every(
             healthy(dp=8, tp=16, per_host=8),
             infiniband=True,
-            limits={**healthy().facts[0].limits, "nofile": (1024, 4096)},
+            limits={**healthy().facts[0].limits, "nofile": 1024},
         )
     )
     assert found.ranks == tuple(range(128)) and "128 ranks need 1280" in found.what
 
 
-def test_a_group_that_is_slower_than_its_kind_is_named() -> None:
+def test_of_several_slow_groups_the_slowest_is_named() -> None:
     view = healthy(dp=4, tp=2)
-    for rank in (4, 5):
+    for rank, bandwidth in ((2, 2e7), (4, 3e6), (5, 2e6)):
         links = view.links[rank]
         assert links
-        slower = tuple(replace(each, bandwidth=5e9) if each.group == "engine" else each for each in links.collectives)
+        slower = tuple(
+            replace(each, bandwidth=bandwidth) if each.group == "engine" else each for each in links.collectives
+        )
         view = with_links(view, rank, collectives=slower)
     found = [each for each in problems_of(view) if "nccl" in each.what]
-    assert [each.ranks for each in found] == [(4, 5)] and "5.00 GB/s, where 20.00 is usual" in found[0].what
+    assert [each.ranks for each in found] == [(4, 5)] and "2.0 MB/s" in found[0].what
 
 
 def test_ranks_that_never_came() -> None:
     assert missing((3,), 4, 11.0).what == "rank 3 of 4 never came (waited 11 s)"
-    assert missing(tuple(range(8, 24)), 24, 11.0).what.startswith("rank 8, 9, 10, 11, 12, 13, 14, 15 and 8 more of 24")
+    assert missing(tuple(range(8, 24)), 24, 11.0).what.startswith("ranks 8-23 of 24")
 
 
 @pytest.mark.parametrize(
@@ -261,4 +247,4 @@ def test_groups_follow_the_mesh() -> None:
 def test_names_of_ranks_and_hosts() -> None:
     assert rank_spans((0, 1, 2, 3, 8)) == "0-3, 8" and rank_spans((2, 3)) == "2, 3"
     view = with_facts(with_facts(healthy(), 2, host="host0/other/net:[2]"), 3, host="host0/other/net:[2]")
-    assert list(host_labels(view).values()) == ["host0#0", "host0#1"]
+    assert list(host_labels(view).values()) == ["host0/boot0/net:[0]", "host0/other/net:[2]"]

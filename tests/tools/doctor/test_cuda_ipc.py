@@ -1,6 +1,5 @@
 """The child that opens CUDA memory, as far as a machine without a GPU has it; test_gpu.py has the rest."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,7 @@ def a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_error_of_a_child_that_cannot_open_the_memory_is_its_last_line() -> None:
-    child = IpcChild(torch.device("cuda", 0), 0, "GPU-0", os.environ)
+    child = IpcChild(torch.device("cuda", 0), 0)
     try:
         with pytest.raises(RuntimeError, match="CUDA|cuda"):
             child.uuid(60)
@@ -31,7 +30,7 @@ def test_the_error_of_a_child_that_cannot_open_the_memory_is_its_last_line() -> 
 
 
 def test_a_child_that_is_late_is_ended() -> None:
-    child = IpcChild(torch.device("cuda", 0), 0, "GPU-0", os.environ)
+    child = IpcChild(torch.device("cuda", 0), 0)
     with pytest.raises(TimeoutError):
         child.uuid(0.01)
     child.end()

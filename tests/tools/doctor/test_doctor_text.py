@@ -3,8 +3,8 @@
 import json
 
 from harness.tools.doctor.checks import missing, problems_of
-from harness.tools.doctor.doctor_text import as_json, as_text, verdict
-from tests.tools.doctor.examples import healthy, with_facts, with_links
+from harness.tools.doctor.doctor_text import as_json, as_text
+from tests.tools.doctor.examples import healthy, with_facts, with_variable
 
 
 def test_a_healthy_job_is_drawn_with_hosts_ranks_and_speeds() -> None:
@@ -21,15 +21,15 @@ def test_a_healthy_job_is_drawn_with_hosts_ranks_and_speeds() -> None:
 
 def test_a_large_job_has_a_line_for_each_host_only() -> None:
     text = as_text(healthy(dp=8, tp=16, per_host=8), [], 1)
-    assert "engine ports" not in text and text.count("8 x NVIDIA H200") == 16
+    assert "dp tp pp" not in text and text.count("8 x NVIDIA H200") == 16
     assert "8 groups of 16, the slowest (ranks 0-15)" in text
 
 
 def test_problems_are_numbered_placed_and_remedied() -> None:
-    view = with_links(with_facts(healthy(), 3, config="f" * 16), 2, sees_folder=False)
+    view = with_variable(with_facts(healthy(), 3, config="f" * 16), 2, "NCCL_DEBUG", "INFO")
     text = as_text(view, problems_of(view), 1)
     assert "1. FAULT configs on host1 (rank 3): the resolved config differs" in text
-    assert "2. warning folders on host1 (ranks 2, 3): " in text and text.count("\n   -> ") == 2
+    assert "2. warning environment on host1 (rank 2): " in text and text.count("\n   -> ") == 2
     assert text.endswith("1 fault, 1 warning (1.0 s)")
 
 
@@ -41,7 +41,7 @@ def test_without_a_picture_the_missing_ranks_are_said() -> None:
 
 def test_json_has_everything_under_its_published_names() -> None:
     view = healthy()
-    view = with_links(view, 2, sees_folder=False)
+    view = with_variable(view, 2, "NCCL_DEBUG", "INFO")
     found = json.loads(as_json(view, problems_of(view), 1.26))
     assert list(found) == ["verdict", "seconds", "findings", "mesh", "hosts", "ranks", "links"]
     assert (found["verdict"], found["seconds"], found["hosts"]) == ("OK", 1.3, {"host0": [0, 1], "host1": [2, 3]})
@@ -50,8 +50,6 @@ def test_json_has_everything_under_its_published_names() -> None:
 
 
 def test_the_verdict_counts() -> None:
-    view = healthy()
-    faults = [missing((1,), 2, 11)] * 2
-    assert verdict(faults, 0) == "2 faults (0.0 s)"
-    warnings = problems_of(with_links(view, 2, sees_folder=False)) * 2
-    assert verdict(warnings, 0) == "OK, 2 warnings (0.0 s)"
+    assert as_text(None, [missing((1,), 2, 11)] * 2, 0).endswith("\n2 faults (0.0 s)")
+    warnings = problems_of(with_variable(healthy(), 2, "NCCL_DEBUG", "INFO")) * 2
+    assert as_text(None, warnings, 0).endswith("\nOK, 2 warnings (0.0 s)")

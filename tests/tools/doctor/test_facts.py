@@ -9,7 +9,7 @@ import torch
 from harness.cluster.world import Launch
 from harness.config.schema import Config, Model
 from harness.tools.doctor import facts
-from harness.tools.doctor.facts import collect, inputs, space
+from harness.tools.doctor.facts import collect, room
 
 LAUNCH = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -21,34 +21,31 @@ def test_a_rank_tells_everything_of_itself(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     found = collect(Config(), LAUNCH, os.environ)
     assert found.pid == os.getpid() and found.problem == "" and found.location and found.location.rank == 0
-    assert found.network.route == "127.0.0.1" and any(
-        "127.0.0.1" in each.addresses for each in found.network.interfaces
-    )
+    assert found.route == "127.0.0.1" and any("127.0.0.1" in each for each in found.interfaces.values())
     assert found.versions["torch"] and found.versions["python"].startswith("3.")
-    assert found.shared_memory.total > 0 and found.temp.writable and found.limits["nofile"][0] != 0
+    assert found.shared_memory > 0 and all(found.folders.values()) and found.limits["nofile"] != 0
     assert (found.gpu is None) == bool(found.gpu_reason)
 
 
 def test_secrets_leave_the_host_redacted() -> None:
-    assert facts.matters("HF_TOKEN") and not facts.matters("HOME")
-    seen = collect(Config(), LAUNCH, TORCHRUN | {"HF_TOKEN": "hf_abc", "HF_HOME": "/x"}).environment
-    assert "hf_abc" not in seen["HF_TOKEN"] and seen["HF_HOME"] == "/x"
+    seen = collect(Config(), LAUNCH, TORCHRUN | {"HF_TOKEN": "hf_abc", "HF_HOME": "/x", "HOME": "/y"}).environment
+    assert "hf_abc" not in seen["HF_TOKEN"] and seen["HF_HOME"] == "/x" and "HOME" not in seen
 
 
 def test_a_folder_that_is_not_there_has_no_room() -> None:
-    assert space("/nonexistent") == facts.Space(path="/nonexistent", total=0, free=0, identity=(0, 0), writable=False)
+    assert room("/nonexistent") == 0
 
 
-def test_inputs_are_what_may_be_a_path(tmp_path: Path) -> None:
+def test_absent_is_what_may_be_a_path_and_is_not_there(tmp_path: Path) -> None:
     config = Config(model=Model(name=str(tmp_path)))
     config.task.source = "openai/gsm8k"
-    assert [(each.key, each.exists) for each in inputs(config)] == [("model.name", True), ("task.source", False)]
-    assert inputs(Config()) == ()
+    assert collect(config, LAUNCH, TORCHRUN).absent == ("task.source = openai/gsm8k",)
+    assert collect(Config(), LAUNCH, TORCHRUN).absent == ()
 
 
 def test_a_name_that_does_not_resolve_is_said() -> None:
-    found = facts.host_network({"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "1"})
-    assert found.route is None and found.problem
+    found = collect(Config(), LAUNCH, TORCHRUN | {"MASTER_ADDR": "no-such-host.invalid"})
+    assert found.route is None and found.master
 
 
 class Nvml:
@@ -72,8 +69,8 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def nvmlDeviceGetUUID(self, handle: int) -> bytes:
-        return f"GPU-{handle}".encode()  # as old bindings do
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}"
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
         return 7
@@ -90,9 +87,6 @@ class Nvml:
     def nvmlDeviceGetP2PStatus(self, one: int, other: int, capability: int) -> int:
         return self.NVML_P2P_STATUS_OK if other == 1 else 3
 
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
-        return 12080
-
     def nvmlSystemGetDriverVersion(self) -> str:
         return "570.1"
 
@@ -106,7 +100,7 @@ def test_a_gpu_is_read_through_nvml(monkeypatch: pytest.MonkeyPatch, uuid: str, 
     assert gpu and reason == "" and library.opened == 0
     assert (gpu.uuid, gpu.name, gpu.total, gpu.free, gpu.nvlink) == (uuid, "NVIDIA H200", 100, 60, linked)
     assert [(each.used, each.name == "not visible from here") for each in gpu.processes] == [(0, False), (9, True)]
-    assert facts.versions()["driver's cuda"] == "12.8"
+    assert facts.versions()["driver"] == "570.1"
 
 
 def test_without_nvml_torch_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +110,5 @@ def test_without_nvml_torch_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(facts, "gpu_uuid", lambda index: "GPU-0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    gpu, _ = facts.look_at_gpu(torch.device("cuda", 0))
-    assert (
-        gpu and (gpu.free, gpu.total, gpu.nvlink) == (60, 100, None) and gpu.told_by == "torch alone (NVML: no driver)"
-    )
+    gpu, reason = facts.look_at_gpu(torch.device("cuda", 0))
+    assert gpu and (gpu.free, gpu.total, gpu.nvlink) == (60, 100, None) and reason == "NVML: no driver"

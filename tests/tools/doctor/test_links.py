@@ -1,12 +1,11 @@
 import socket
 import threading
 import time
-from pathlib import Path
 
 import torch.distributed as dist
 
-from harness.tools.doctor.job_store import Deadline, JobStore
-from harness.tools.doctor.links import all_reduces, clock_of_host, open_port, reach_all, sees, token_in, untried
+from harness.tools.doctor.job_store import JobStore
+from harness.tools.doctor.links import all_reduces, clock_of_host, open_port, reach_all
 
 
 def test_a_leased_port_is_reached_and_says_whose_it_is() -> None:
@@ -16,7 +15,7 @@ def test_a_leased_port_is_reached_and_says_whose_it_is() -> None:
         closed = (5, "127.0.0.1", ports.nccl_port)
         found = reach_all([here, other, closed], 3)
     assert [each.to for each in found] == [3, 4, 5]
-    assert found[0].error == "" and found[0].seconds > 0
+    assert found[0].error == ""
     assert found[1].error == "3 answered in its place"  # as behind an address that is this host itself
     assert "refused" in found[2].error.lower() or "Connect call failed" in found[2].error
 
@@ -36,28 +35,22 @@ def test_two_engines_of_a_host_never_have_one_block() -> None:
 
 def test_a_host_without_its_peer_gives_up_on_the_clock() -> None:
     store = dist.HashStore()
-    assert clock_of_host(JobStore(store, 2, 4), [0, 2], Deadline.after(0.3)) is None
+    assert clock_of_host(JobStore(store, 2, 4), [0, 2], time.monotonic() + 0.3) is None
 
 
 def test_clocks_of_one_machine_agree() -> None:
     store = dist.HashStore()
-    serve = threading.Thread(target=clock_of_host, args=(JobStore(store, 0, 4), [0, 2], Deadline.after(10)))
+    serve = threading.Thread(target=clock_of_host, args=(JobStore(store, 0, 4), [0, 2], time.monotonic() + 10))
     serve.start()
-    clock = clock_of_host(JobStore(store, 2, 4), [0, 2], Deadline.after(10))
+    clock = clock_of_host(JobStore(store, 2, 4), [0, 2], time.monotonic() + 10)
     serve.join()
     assert clock and abs(clock.offset) <= clock.uncertainty + 0.005
 
 
-def test_a_file_of_rank_0_is_seen_where_the_folder_is_shared(tmp_path: Path) -> None:
-    with token_in(str(tmp_path / "runs" / "not-yet")) as token:
-        assert Path(token).parent == tmp_path and sees(token)
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_all_reduce_without_the_other_rank_is_an_error_and_no_hang() -> None:
     began = time.monotonic()
-    groups = {"engine": (0, 1), "world": (0, 1)}
-    results = untried(groups, None)
-    all_reduces(JobStore(dist.HashStore(), 0, 2), list(groups), None, Deadline.after(1.5), results)
+    store = JobStore(dist.HashStore(), 0, 2)
+    groups = {"engine": [(0, 1)], "pp": [(1, 2)], "world": [(0, 1)]}
+    results = all_reduces(lambda: store, 0, groups, None, time.monotonic() + 1.5)
     assert time.monotonic() - began < 8
-    assert [(each.group, bool(each.error)) for each in results.values()] == [("engine", True), ("world", True)]
+    assert [(each.group, bool(each.error)) for each in results] == [("engine", True), ("world", True)]
