@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from harness.runtime.units import GIB
-from harness.tools.report.run_sections import steady
 from tests.end_to_end.launching import REPOSITORY, Job, run
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +61,6 @@ def test_the_timeline_shows_the_engine_come_and_go(staged: Job) -> None:
     assert engine["resume_kv_cache"] > engine["resume_weights"] + GIB
     assert engine["release"] < engine["resume_weights"] < engine["resume_kv_cache"]
     assert first["memory/sync/extra"] >= 0 and first["memory/free_caches/used"] > 0
-    assert "## Memory" in (staged.folder / "report.md").read_text()
     page = (staged.folder / "report.html").read_text()
     assert "resume_kv_cache of step 0, GiB: used" in page and ">rank 1: " in page
 
@@ -117,8 +115,8 @@ def test_memory_after_step_20_is_that_after_step_3(tmp_path: Path) -> None:
     need(2)
     job = run(tmp_path / "run", 2, TINY, "--run.steps", "20", seconds=580)
     assert job.process.returncode == 0, job.output()
-    assert steady([step["memory/end"] for step in job.metrics()[:20]])
-    assert "Memory after a step is steady" in (job.folder / "report.md").read_text()
+    ends = [step["memory/end"] for step in job.metrics()[:20]]
+    assert all(end == pytest.approx(ends[2], rel=0.01) for end in ends[3:])
 
 
 @pytest.mark.long

@@ -22,4 +22,4 @@ def test_the_mean_reward_rises_from_under_02_to_over_08(tmp_path: Path, seed: in
     assert rewards[-1] > 0.8
     assert seconds < 300
     assert all("critic/explained_variance" in step for step in job.metrics()[: len(rewards)])
-    assert "## Mean reward by step" in (job.folder / "report.md").read_text()
+    assert 'aria-label="reward_mean"' in (job.folder / "report.html").read_text(), "the curve"

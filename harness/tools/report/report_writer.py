@@ -7,8 +7,7 @@ from pathlib import Path
 
 from harness.runtime.observer import Observer, RunContext
 
-SECONDS = 60.0
-"""How long a report may take; the run has passed by then."""
+SECONDS = 60.0  # how long a report may take; the run has passed by then
 
 
 class ReportWriter(Observer):

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from harness.tools.export.subject import OUTER_PHASES
+
+Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,71 +17,54 @@ class Span:
     phase: str
     step: int | None
     start: float
-    end: float
-    """Where it did not end, that of the run."""
-    depth: int
-    """How many other phases it is in."""
-    outcome: str
-    """"ended", "failed", or "open" where it did neither."""
+    end: float  # where it did not end, that of the run
+    depth: int  # how many other phases it is in
+    outcome: Literal["ended", "failed", "open"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
     """Memory of one rank at the end of a phase."""
 
-    rank: int
     phase: str
     step: int | None
-    at: float
     figures: Mapping[str, int]
 
 
-def began(events: Sequence[Mapping[str, Any]]) -> float:
-    """Return the UNIX seconds of the first event; 0 where there is none."""
-    return float(events[0]["time"]) if events else 0.0
-
-
-def spans(events: Sequence[Mapping[str, Any]], ended: float = 0.0) -> list[Span]:
+def spans(events: Sequence[Event], ended: float = 0.0) -> list[Span]:
     """Return the phases of all ranks, without the one that holds all others. ended: UNIX seconds, if after all events."""
-    first, last = began(events), max(ended, float(events[-1]["time"]) if events else 0.0)
-    opened: dict[int, list[tuple[str, int | None, float]]] = {}
+    times = [float(each["time"]) for each in events] or [0.0]
+    opened: dict[int, list[Event]] = {}
     found = []
 
-    def close(rank: int, place: int, end: float, outcome: str) -> None:
-        phase, step, start = opened[rank].pop(place)
-        found.append(
-            Span(rank=rank, phase=phase, step=step, start=start - first, end=end - first, depth=place, outcome=outcome)
-        )
+    def close(began: Event, end: float, depth: int, outcome: Literal["ended", "failed", "open"]) -> None:
+        place = {name: began[name] for name in ("rank", "phase", "step")}
+        start = float(began["time"]) - times[0]
+        found.append(Span(**place, start=start, end=end - times[0], depth=depth, outcome=outcome))
 
-    for each in events:
-        kind = each["event"]
-        if not kind.startswith("phase_") or each["phase"] in OUTER_PHASES:
-            continue
-        rank, time = int(each["rank"]), float(each["time"])
-        mine = opened.setdefault(rank, [])
-        if kind == "phase_start":
-            mine.append((each["phase"], each["step"], time))
-            continue
-        places = [place for place, open_ in enumerate(mine) if open_[:2] == (each["phase"], each["step"])]
-        if places:
-            close(rank, places[-1], time, "failed" if kind == "phase_failed" else "ended")
-    for rank, mine in opened.items():
-        while mine:
-            close(rank, len(mine) - 1, last, "open")
+    for each in _inner(events):
+        mine = opened.setdefault(each["rank"], [])
+        if each["event"] == "phase_start":
+            mine.append(each)
+        elif same := [began for began in mine if (began["phase"], began["step"]) == (each["phase"], each["step"])]:
+            outcome: Literal["ended", "failed"] = "failed" if each["event"] == "phase_failed" else "ended"
+            close(same[-1], float(each["time"]), mine.index(same[-1]), outcome)
+            mine.remove(same[-1])
+    for mine in opened.values():
+        for depth, began in enumerate(mine):
+            close(began, max(ended, times[-1]), depth, "open")
     return sorted(found, key=lambda each: (each.rank, each.start, each.depth))
 
 
-def readings(events: Iterable[Mapping[str, Any]], first: float) -> dict[int, list[Reading]]:
+def readings(events: Iterable[Event]) -> dict[int, list[Reading]]:
     """Return the memory of every rank that read it, in order."""
     found: dict[int, list[Reading]] = {}
-    for each in events:
-        if each["event"] == "phase_end" and each["phase"] not in OUTER_PHASES and each.get("memory"):
-            reading = Reading(
-                rank=int(each["rank"]),
-                phase=each["phase"],
-                step=each["step"],
-                at=float(each["time"]) - first,
-                figures=each["memory"],
-            )
-            found.setdefault(reading.rank, []).append(reading)
+    for each in _inner(events):
+        if each["event"] == "phase_end" and each.get("memory"):
+            reading = Reading(phase=each["phase"], step=each["step"], figures=each["memory"])
+            found.setdefault(each["rank"], []).append(reading)
     return found
+
+
+def _inner(events: Iterable[Event]) -> list[Event]:
+    return [each for each in events if each["event"].startswith("phase_") and each["phase"] not in OUTER_PHASES]

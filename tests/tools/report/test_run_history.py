@@ -28,5 +28,5 @@ def test_phases_nest_fail_and_stay_open_until_the_run_ended() -> None:
 
 
 def test_memory_is_read_where_a_phase_ended() -> None:
-    (reading,) = readings(EVENTS, 10.0)[0]
-    assert (reading.phase, reading.at, reading.figures) == ("verify_push", 2.0, {"rss": 5})
+    (reading,) = readings(EVENTS)[0]
+    assert (reading.phase, reading.step, reading.figures) == ("verify_push", 0, {"rss": 5})
