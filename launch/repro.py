@@ -6,8 +6,7 @@
     python launch/repro.py record FOLDER [--date YYYY-MM-DD]
 
 The two variants differ in one thing, which is printed, and run one after the other; all processes that they start are ended.
---control runs the healthy one alone. Several cases run side by side as far as there are GPUs for them. record writes results
-into the catalogue of failures.
+--control runs the healthy one alone. record writes results into the catalogue of failures.
 
 Exit codes of run: 1 the failure was reproduced (--control: the control failed); 0 it was not, since this version has it fixed,
 or never had it (--control: the control passed); 125 it cannot run here, or what ran proves nothing (the control failed too),
@@ -21,7 +20,6 @@ import argparse
 import datetime
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import _checkout
@@ -33,8 +31,7 @@ from harness.config.layers import ConfigError
 from harness.runtime.errors import report_user_error
 from harness.runtime.exit import exit_with
 from harness.tools import environments
-from harness.tools.repro.case import GPUS, Case, UnknownCase, describe, entry_of, load, slugs
-from harness.tools.repro.case_result import as_seen, read_result, record, write_result
+from harness.tools.repro.case import GPUS, Case, UnknownCase, all_cases, describe, load
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(do=show_list)
     command = commands.add_parser("show", help="what one case does, and when it was seen")
     command.add_argument("slug")
-    command.set_defaults(do=lambda options: print(describe(options.slug, load(options.slug))) or 0)
+    command.set_defaults(do=lambda options: print(describe(load(options.slug))) or 0)
     command = commands.add_parser("run", parents=[chosen], help="reproduce failures")
     command.add_argument("slugs", nargs="*", metavar="SLUG")
     command.add_argument("--all", action="store_true", help="all cases, or those of --needs and --no-engine")
@@ -72,17 +69,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
+def chosen_cases(options: argparse.Namespace) -> list[Case]:
     """Return those of --needs and --no-engine."""
-    cases = {slug: load(slug) for slug in slugs()}
-    return {slug: c for slug, c in cases.items() if c.is_of(options.needs) and not (options.no_engine and c.engine)}
+    cases = all_cases().values()
+    return [case for case in cases if case.is_of(options.needs) and not (options.no_engine and case.engine)]
 
 
 def show_list(options: argparse.Namespace) -> int:
-    for slug, case in chosen_cases(options).items():
+    for case in chosen_cases(options):
         needs = f"{case.needs}, one_gpu" if case.on_gpu else case.needs
-        line = f"{slug:<32} {needs:<13} {'engine' if case.engine else '':<7} {case.title}"
-        print(slug if options.names else line)
+        line = f"{case.slug:<32} {needs:<13} {'engine' if case.engine else '':<7} {case.title}"
+        print(case.slug if options.names else line)
     return 0
 
 
@@ -93,27 +90,23 @@ def run(options: argparse.Namespace) -> int:
     if bool(options.slugs) == options.all:
         raise ConfigError("run takes either slugs or --all; `list` shows what there is.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: ends what runs first
-    cases = chosen_cases(options) if options.all else {slug: load(slug) for slug in options.slugs}
-    gpus, limits = run_cases.visible_gpus(), {"control": options.control, "timeout_seconds": options.seconds}
-    if len(cases) == 1:
-        [(slug, case)] = cases.items()
-        result = run_cases.run_case(slug, case, gpus, **limits)
+    cases = chosen_cases(options) if options.all else [load(slug) for slug in options.slugs]
+    gpus, results = run_cases.visible_gpus(), []
+    for case in cases:
+        results.append(run_cases.run_case(case, gpus, options.control, options.seconds))
         if options.json:
-            write_result(options.json, result)
-        return result.exit_code
-    with tempfile.TemporaryDirectory(prefix="repro-results-") as folder:
-        results = run_cases.run_cases(cases, options.json or Path(folder), gpus, **limits)
-    print(run_cases.count_verdicts(results))
+            run_cases.write_result(options.json, results[-1])
+    if len(cases) > 1:
+        print(run_cases.count_verdicts(results))
     return run_cases.exit_code_of(results)
 
 
 def record_all(options: argparse.Namespace) -> int:
+    environments.need("psutil")
+    from harness.tools.repro.run_cases import record
+
     for file in sorted(options.folder.glob("*.json")):
-        result = read_result(file)
-        entry = entry_of(result.slug, load(result.slug)).slug
-        seen = as_seen(result, options.date)
-        done = "left out, since it shows nothing" if seen is None else "recorded" if record(entry, seen) else "known"
-        print(f"{result.slug}: {result.verdict}: {done} ({entry}.toml)")
+        print(record(file, options.date))
     return 0
 
 

@@ -1,34 +1,33 @@
 """Cases: known failures that a minimal program reproduces, each beside a control run that passes.
 
-A case is a module of cases/ with CASE and program(broken). `python -m harness.tools.repro.cases SLUG broken` fails in the
-known way, `... healthy` passes; the two differ in one thing. A program that cannot run here raises UnsupportedEnvironment,
-one whose failure this version cannot have raises NotPresent: a line that begins with CANNOT (exit code 125), or ABSENT (0).
+A case is a function of cases/ below @Case(...), its name with hyphens the slug. `python -m harness.tools.repro.cases SLUG broken`
+fails in the known way, `... healthy` passes. A program that cannot run here raises UnsupportedEnvironment (printed after
+CANNOT, exit code 125); one whose failure this version cannot have prints a line that begins with ABSENT, and returns.
 """
 
 import difflib
 import importlib
 import pkgutil
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from harness.tools.diagnose.entries import CatalogueEntry, ReproClass, catalogue
 from harness.tools.repro import cases
 
 Variant = Literal["broken", "healthy"]
+Program = Callable[[bool], None]
 GPUS: dict[ReproClass, int] = {"cpu": 0, "one_gpu": 1, "several_gpus": 2, "hosts": 0}
 """GPUs that each class takes; hosts are emulated in namespaces, without GPUs."""
 CANNOT = "cannot run here: "
 ABSENT = "not present in this version: "
+_registered: "dict[str, Case]" = {}
 
 
 class UnknownCase(ValueError):
     """No case has that name."""
-
-
-class NotPresent(Exception):
-    """The failure cannot happen in this version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,97 +35,86 @@ class Number:
     """The measure of a silent failure: a variant prints `NAME: VALUE`, and the last one printed counts."""
 
     name: str
-    broken_above: float
-    """Larger values show the failure."""
-    healthy_below: float
-    """Smaller values show its absence; a NaN, or a value between the two, shows neither."""
+    broken_above: float  # larger values show the failure
+    healthy_below: float  # smaller values show its absence; a NaN, or a value between the two, shows neither
 
-    def read(self, output: str) -> float | None:
-        """Return the last number that was printed, None without one."""
+    def read(self, output: str) -> float:
+        """Return the last number that was printed, NaN without one."""
         found = re.findall(rf"^.*\b{re.escape(self.name)}: (\S+)$", output, re.MULTILINE)
-        return float(found[-1]) if found else None
+        return float(found[-1]) if found else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One failure that can be reproduced, and how it is recognized."""
+    """One failure that can be reproduced, and how it is recognized: the decorator of its program."""
 
-    title: str = ""
-    """The first line of the module's docstring; load() fills it in."""
-    needs: ReproClass = "cpu"
-    broken: str
-    """What the broken variant does in the one thing in which the two differ."""
+    broken: str  # what the broken variant does in the one thing in which the two differ
     healthy: str
-    """What the healthy control does there."""
+    needs: ReproClass = "cpu"
+    engine: bool = False  # starts real SGLang engines, which takes half a minute each in CPU mode
+    on_gpu: bool = False  # of class cpu, but worth a run on a GPU too, where other kernels run
+    requires: tuple[str, ...] = ()  # packages, as requirement specifiers: "sglang>=0.5.21"
     signature: tuple[str, ...] = ()
     """Regular expressions: the broken variant's output must match all of them, the control's none."""
     number: Number | None = None
     """Printed by both variants; without a signature the number alone decides."""
     failure: str = ""
-    """Slug of the catalogue's entry, where it is not the case's own."""
-    engine: bool = False
-    """Starts real SGLang engines, which takes half a minute each in CPU mode."""
-    on_gpu: bool = False
-    """A case of class cpu that is worth a run on a GPU too, where other kernels run."""
-    timeout_seconds: float = 0.0
-    """Limit of a variant; 0 means 60, or with an engine 420 on CPU and 150 on a GPU."""
-    requires: tuple[str, ...] = ()
-    """Packages that it needs, as requirement specifiers: "sglang>=0.5.21"."""
+    """Slug of the catalogue's entry; the case's own by default."""
+    slug: str = ""
+    title: str = ""
+    """The first line of the program's docstring."""
+    program: Program = print
 
-    def __post_init__(self) -> None:
-        """Raise ValueError where nothing could show the failure, and fill in the default time limit."""
-        if not self.signature and self.number is None:
-            raise ValueError(f'the case "{self.broken}" must have a signature or a number, got neither.')
-        default = 60.0 if not self.engine else 420.0 if self.needs == "cpu" else 150.0
-        object.__setattr__(self, "timeout_seconds", self.timeout_seconds or default)
+    def __call__(self, program: Program) -> Program:
+        """Register the case of this program."""
+        slug, title = program.__name__.replace("_", "-"), (program.__doc__ or "").splitlines()[0].removesuffix(".")
+        _registered[slug] = replace(self, slug=slug, title=title, program=program, failure=self.failure or slug)
+        return program
+
+    @property
+    def timeout_seconds(self) -> float:
+        """The limit of a variant."""
+        return 120.0 if not self.engine else 420.0 if self.needs == "cpu" else 150.0
+
+    @property
+    def entry(self) -> CatalogueEntry:
+        """The catalogue's entry."""
+        return catalogue()[self.failure]
 
     def is_of(self, classes: Collection[ReproClass]) -> bool:
         """Return whether this is a case of one of these classes."""
         return self.needs in classes or (self.on_gpu and "one_gpu" in classes)
-
-    def gpus(self, available: int) -> int:
-        """Return how many of the available GPUs it takes; an engine takes one wherever there is one."""
-        return GPUS[self.needs] or min(int(self.engine), available)
 
     def difference(self) -> str:
         """Return the one thing in which the two variants differ."""
         return f"differs in: {self.broken} (broken) | {self.healthy} (healthy)"
 
 
-def slugs() -> list[str]:
-    """Return the names of all cases, in alphabetical order."""
-    names = (module.name for module in pkgutil.iter_modules(cases.__path__))
-    return sorted(name.replace("_", "-") for name in names if name != "__main__")
-
-
-def module_name(slug: str) -> str:
-    """Return the module of a case."""
-    return f"{cases.__name__}.{slug.replace('-', '_')}"
+@cache
+def all_cases() -> Mapping[str, Case]:
+    """Return the cases of all modules of cases/ by slug, in alphabetical order."""
+    for module in pkgutil.iter_modules(cases.__path__):
+        if module.name != "__main__":
+            importlib.import_module(f"{cases.__name__}.{module.name}")
+    return dict(sorted(_registered.items()))
 
 
 def load(slug: str) -> Case:
     """Return the case; raise UnknownCase, which names the nearest."""
-    if slug in slugs():
-        module = importlib.import_module(module_name(slug))
-        return replace(module.CASE, title=(module.__doc__ or "").splitlines()[0].removesuffix("."))
+    if found := all_cases().get(slug):
+        return found
     if entry := catalogue().get(slug):
-        if entry.repro.no_case:
-            raise UnknownCase(f'"{slug}" is a known failure that has no case: {entry.repro.no_case}')
-        if named := [each for each in slugs() if load(each).failure == slug]:
-            raise UnknownCase(f'"{slug}" is a known failure with cases of other names: {", ".join(named)}.')
-    nearest = difflib.get_close_matches(slug, slugs(), n=1, cutoff=0.0)[0]
+        named = ", ".join(name for name, case in all_cases().items() if case.failure == slug)
+        known = f"with cases of other names: {named}" if named else f"that has no case: {entry.repro.no_case}"
+        raise UnknownCase(f'"{slug}" is a known failure {known}')
+    nearest = difflib.get_close_matches(slug, all_cases(), n=1, cutoff=0.0)[0]
     raise UnknownCase(f'case "{slug}" is unknown: did you mean {nearest}? `list` shows all.')
 
 
-def entry_of(slug: str, case: Case) -> CatalogueEntry:
-    """Return the catalogue's entry of a case."""
-    return catalogue()[case.failure or slug]
-
-
-def describe(slug: str, case: Case) -> str:
+def describe(case: Case) -> str:
     """Return the case, its entry in the catalogue, and where it was seen, for a reader."""
-    entry, number = entry_of(slug, case), case.number
-    lines = [f"{slug}: {case.title}"]
+    entry, number = case.entry, case.number
+    lines = [f"{case.slug}: {case.title}"]
     lines += [f"needs: {', '.join((case.needs, *case.requires))}; at most {case.timeout_seconds:.0f} s a variant"]
     lines += [case.difference(), *(f"signature: {each}" for each in case.signature)]
     if number:
@@ -136,5 +124,7 @@ def describe(slug: str, case: Case) -> str:
     for seen in entry.seen:
         versions = ", ".join(f"{name} {version}" for name, version in seen.versions.items())
         lines += [f"seen: {seen.date}, {seen.device}, {versions}: {' '.join(seen.result.split())}"]
-    lines += [f"by hand: PYTHONPATH=. python -m {cases.__name__} {slug} broken"]
+    program = case.program.__code__
+    lines += [f"program: {case.program.__module__.replace('.', '/')}.py, line {program.co_firstlineno}"]
+    lines += [f"by hand: PYTHONPATH=. python -m {cases.__name__} {case.slug} broken"]
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """Ranks for cases that need no torchrun of their own: forked, so that torch is imported once; or on two emulated hosts."""
 
+import datetime
 import multiprocessing
 import os
 import socket
@@ -10,13 +11,11 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 HOSTS_SCRIPT = str(Path(__file__).resolve().parents[3] / "launch" / "hosts.py")
-ERROR_LINES = 10
 PATIENCE_SECONDS = 2.0
 """Time for the other ranks to fail too, once one has failed."""
-POLL_SECONDS = 0.5
 
 
 def run_ranks(work: Callable[[int], None], ranks: int = 2) -> NoReturn:
@@ -34,7 +33,7 @@ def run_ranks(work: Callable[[int], None], ranks: int = 2) -> NoReturn:
         process.start()
     failed = False
     while running and not failed:
-        connection.wait([process.sentinel for process in running], POLL_SECONDS)
+        connection.wait([process.sentinel for process in running])
         failed = any(process.exitcode for process in running)
         running = [process for process in running if process.exitcode is None]
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -50,8 +49,7 @@ def _run_rank(work: Callable[[int], None], rank: int) -> None:
     try:
         work(rank)
     except BaseException as error:
-        last = "".join(traceback.format_exception_only(error)).strip().splitlines()[:ERROR_LINES]
-        print(f"rank {rank} failed: " + "\n".join(last), flush=True)
+        print(f"rank {rank} failed: {''.join(traceback.format_exception_only(error))}", flush=True)
         code = 1
     sys.stdout.flush()
     os._exit(code)  # without Python's teardown, in which a thread of gloo may abort
@@ -63,8 +61,16 @@ def run_on_two_hosts(*options: str) -> NoReturn:
     sys.exit(subprocess.run([*hosts, "--", *sys.argv]).returncode)
 
 
+def join_group(seconds: float = 20.0, **options: Any) -> None:
+    """Join gloo's group of all ranks, and say so once all have."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds), **options)
+    dist.barrier()
+    print(f"rank {dist.get_rank()}: the group is up", flush=True)
+
+
 def free_port() -> int:
     """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -1,7 +1,5 @@
 """A real SGLang engine on a tiny model: on the GPU where there is one, in SGLang's CPU mode elsewhere."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -10,21 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from harness.rollout import sglang_api
 from harness.tools.repro.case import Number
 
-if TYPE_CHECKING:
-    import torch
-
 PROMPT = list(range(5, 37))
 NEW_TOKENS = 16
-TEXTS = ["the quick brown fox jumps over the lazy dog"] * 4
 LOG_PROBS = Number(name="mean log-prob difference", broken_above=0.1, healthy_below=0.05)
 """What TinyEngine.print_difference prints, where the engine must have the trainer's weights."""
-
-NamedTensors = Sequence[tuple[str, "torch.Tensor"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +25,7 @@ class TinyEngine:
 
     api: sglang_api.SGLangApi
     engine: Any
-    folder: Path
-    """Of its checkpoint."""
+    folder: Path  # of its checkpoint
     name: str
     device: Literal["cpu", "cuda"]
 
@@ -45,17 +36,15 @@ class TinyEngine:
         config = tiny_config(self.name, self.device)
         return tiny_model(config, seed, dtype_on(self.device)).eval().to(self.device)
 
-    def update(self, tensors: NamedTensors, *, flush_cache: bool = True) -> None:
+    def update(self, tensors: list[tuple[str, Any]], *, flush_cache: bool = True) -> None:
         """Call update_weights_from_tensor, in a session where this sglang needs one."""
         with sglang_api.update_session(self.api, self.engine):
             sglang_api.update_weights_from_tensor(self.api, self.engine, tensors, flush_cache=flush_cache)
 
-    def release(self, tags: Sequence[str] | None = None) -> None:
-        """Call release_memory_occupation."""
-        sglang_api.release_memory_occupation(self.api, self.engine, tags)
+    def release(self) -> None:
+        sglang_api.release_memory_occupation(self.api, self.engine, None)
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
-        """Call resume_memory_occupation."""
         sglang_api.resume_memory_occupation(self.api, self.engine, tags)
 
     def generate(self) -> dict[str, Any]:
@@ -65,20 +54,16 @@ class TinyEngine:
         return dict(answers[0])
 
     def print_difference(self, model: Any) -> None:
-        """Print the mean |engine - model| of the log-probs of NEW_TOKENS tokens that the engine samples, in nats.
-
-        A NaN counts as an infinite difference: trainers here have none.
-        """
+        """Print the mean |engine - model| of the log-probs of NEW_TOKENS tokens that the engine samples, in nats."""
         import torch
 
-        sampled = [(log_prob, token) for log_prob, token, *_ in self.generate()["meta_info"]["output_token_logprobs"]]
-        tokens = PROMPT + [token for _, token in sampled]
+        sampled = self.generate()["meta_info"]["output_token_logprobs"]  # of (log-prob, token, text)
+        tokens = PROMPT + [token for _, token, *_ in sampled]
         with torch.no_grad():
-            trainer = model(torch.tensor([tokens], device=self.device)).logits[0].float().log_softmax(-1)
-        gaps = [
-            abs(trainer[len(PROMPT) - 1 + n, token].item() - log_prob) for n, (log_prob, token) in enumerate(sampled)
-        ]
-        mean = sum(gaps) / len(gaps)
+            logits = model(torch.tensor([tokens], device=self.device)).logits[0].float()
+        trainer = logits.log_softmax(-1)[len(PROMPT) - 1 :]
+        gaps = [abs(trainer[n, token].item() - log_prob) for n, (log_prob, token, *_) in enumerate(sampled)]
+        mean = sum(gaps) / len(gaps)  # a NaN is the engine's: trainers here have none
         print(f"{LOG_PROBS.name}: {math.inf if math.isnan(mean) else mean:.3e}", flush=True)
 
 
@@ -94,7 +79,9 @@ def tiny_engine(
     from harness.task.tiny_models import save_tiny_model
 
     folder = Path(tempfile.mkdtemp()) / "model"
-    save_tiny_model(name, folder, seed=0, dtype=dtype_on(device), device=device, texts=TEXTS)
+    save_tiny_model(
+        name, folder, seed=0, dtype=dtype_on(device), device=device, texts=["the quick brown fox jumps"] * 4
+    )
     if prepare:
         prepare(folder)
     defaults = engine_defaults(device) | ({"mem_fraction_static": 0.2} if device == "cuda" else {})
@@ -130,7 +117,7 @@ def dtype_on(device: str) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
-def checkpoint_tensors(model: Any) -> NamedTensors:
+def checkpoint_tensors(model: Any) -> list[tuple[str, Any]]:
     """Return all tensors as save_pretrained names them."""
     from harness.weights.names import checkpoint_layout
 

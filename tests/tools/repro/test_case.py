@@ -1,38 +1,44 @@
 """The cases and the catalogue of failures agree."""
 
 import ast
-import inspect
-from importlib import import_module
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from harness.tools.diagnose.entries import ReproClass, catalogue
-from harness.tools.repro.case import Case, Number, UnknownCase, entry_of, load, module_name, slugs
+from harness.tools.repro import cases
+from harness.tools.repro.case import Case, UnknownCase, all_cases, load
+from harness.tools.repro.cases import memory, weights
 
 CHEAPEST: tuple[ReproClass, ...] = ("cpu", "hosts", "one_gpu", "several_gpus")
-CASES = {slug: load(slug) for slug in slugs()}
+CASES = all_cases()
 
 
-@pytest.mark.parametrize("slug", CASES)
-def test_a_case_is_of_an_entry_and_is_sound(slug: str) -> None:
-    case = CASES[slug]
-    entry = entry_of(slug, case)
-    assert case.title and case.failure != slug, "failure is left out where the case has the entry's name"
-    assert not entry.repro.no_case, f"{entry.slug} says that it has no case, but {slug} is one"
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.slug)
+def test_a_case_is_of_an_entry_and_is_sound(case: Case) -> None:
+    assert case.title and (case.signature or case.number)
+    assert not case.entry.repro.no_case, f"{case.failure} says that it has no case, but {case.slug} is one"
     assert case.broken != case.healthy
     assert not case.on_gpu or case.needs == "cpu"
     assert case.number is None or case.number.healthy_below <= case.number.broken_above
-    module = import_module(module_name(slug))
-    assert "torch" not in imported_at_import(inspect.getsource(module))
-    assert list(inspect.signature(module.program).parameters) == ["broken"]
+
+
+@pytest.mark.parametrize("file", sorted(Path(cases.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_listing_cases_needs_no_torch(file: Path) -> None:
+    imported = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not [node for node in imported if "torch" in ast.unparse(node)]
 
 
 @pytest.mark.parametrize("slug", catalogue())
 def test_an_entry_has_a_case_or_says_why_not(slug: str) -> None:
     repro = catalogue()[slug].repro
-    cases = [case for name, case in CASES.items() if entry_of(name, case).slug == slug]
-    if cases:
-        assert repro.needs == min((case.needs for case in cases), key=CHEAPEST.index)
+    needs = [case.needs for case in CASES.values() if case.failure == slug]
+    if needs:
+        assert repro.needs == min(needs, key=CHEAPEST.index)
     else:
         assert repro.no_case.endswith("."), f"{slug} has no case and does not say why"
 
@@ -40,6 +46,7 @@ def test_an_entry_has_a_case_or_says_why_not(slug: str) -> None:
 def test_there_are_at_least_as_many_cases_as_are_wanted() -> None:
     assert sum(case.needs in ("cpu", "hosts") for case in CASES.values()) >= 14
     assert sum(case.is_of(["one_gpu", "several_gpus"]) for case in CASES.values()) >= 14
+    assert not CASES["safe-unpickler"].is_of(["one_gpu"]) and CASES["dsv3-qkv-a-split"].is_of(["one_gpu"])
 
 
 def test_every_case_that_runs_without_a_gpu_was_seen() -> None:
@@ -47,7 +54,7 @@ def test_every_case_that_runs_without_a_gpu_was_seen() -> None:
         slug
         for slug, case in CASES.items()
         if case.needs in ("cpu", "hosts")
-        and not any(f"launch/repro.py run {slug}: " in seen.result for seen in entry_of(slug, case).seen)
+        and not any(f"launch/repro.py run {slug}: " in seen.result for seen in case.entry.seen)
     ]
     assert unseen == []
 
@@ -66,34 +73,60 @@ def test_an_unknown_slug_is_one_sentence(slug: str, words: str) -> None:
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_case_must_be_able_to_show_something() -> None:
-    with pytest.raises(ValueError, match="must have a signature or a number"):
-        Case(needs="cpu", broken="b", healthy="h")
+def calls_of(slug: str, module: Any, broken: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of an engine that does nothing, in their order."""
+    made: list[str] = []
 
+    @contextmanager
+    def stand_in(*args: Any, **options: Any) -> Iterator[Any]:
+        engine = MagicMock()
+        engine.release.side_effect = lambda: made.append("release")
+        engine.resume.side_effect = lambda tags=None: made.append(f"resume{tags or ''}")
+        engine.update.side_effect = lambda tensors, flush_cache=True: made.append(
+            f"update {len(tensors)} {flush_cache}"
+        )
+        engine.print_difference.side_effect = lambda trainer: made.append("difference")
+        yield engine
 
-def test_a_limit_follows_from_engine_and_device() -> None:
-    case = Case(needs="cpu", broken="b", healthy="h", signature=("s",))
-    assert (
-        case.timeout_seconds
-        < Case(needs="one_gpu", broken="b", healthy="h", signature=("s",), engine=True).timeout_seconds
+    monkeypatch.setattr(module, "tiny_engine", stand_in)
+    monkeypatch.setattr(
+        module, "checkpoint_tensors", lambda model: [("q", 0), ("k", 1), (weights.DOWN_PROJ, MagicMock())]
     )
-    assert Case(needs="cpu", broken="b", healthy="h", signature=("s",), timeout_seconds=7).timeout_seconds == 7
+    load(slug).program(broken)
+    return made
 
 
-def test_gpus_of_a_case() -> None:
-    number = Number(name="n", broken_above=1, healthy_below=1)
-    plain = Case(needs="cpu", broken="b", healthy="h", number=number)
-    engine = Case(needs="cpu", broken="b", healthy="h", number=number, engine=True, on_gpu=True)
-    pair = Case(needs="several_gpus", broken="b", healthy="h", number=number, engine=True)
-    assert [plain.gpus(8), engine.gpus(8), engine.gpus(0), pair.gpus(8), pair.gpus(0)] == [0, 1, 0, 2, 2]
-    assert [each.is_of(["one_gpu"]) for each in (plain, engine, pair)] == [False, True, False]
-
-
-def imported_at_import(source: str) -> set[str]:
-    names: set[str] = set()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
-    return names
+@pytest.mark.parametrize(
+    ("module", "slug", "broken", "healthy"),
+    [
+        (weights, "cache-not-flushed", ["update 3 False"], ["update 3 True"]),
+        (weights, "dsv3-qkv-a-split", ["update 1 True"] * 3 + ["difference"], ["update 3 True", "difference"]),
+        (weights, "weights-did-not-arrive", ["update 2 True", "difference"], ["update 3 True", "difference"]),
+        (weights, "wrong-shape-sent", ["update 3 True"], ["update 3 True"]),
+        (weights, "moe-layer-freq", [], []),
+        (memory, "double-resume-or-release", ["resume"], ["release", "resume"]),
+        (memory, "release-twice", ["release", "release", "resume"], ["release", "resume"]),
+        (memory, "release-not-idle", ["release", "resume"], ["release", "resume"]),
+        (memory, "prefill-out-of-memory", [], []),
+        (memory, "expandable-segments", ["release", "resume"], ["release", "resume"]),
+        (
+            memory,
+            "weights-garbage-after-resume",
+            ["release", "resume", "difference"],
+            ["release", "resume", "update 3 True", "difference"],
+        ),
+        (
+            memory,
+            "ima-second-step",
+            ["update 3 True", "difference", "release"]
+            + ["resume['kv_cache']", "update 3 True", "difference", "release"] * 2,
+            ["update 3 True", "difference", "release"] + ["resume", "update 3 True", "difference", "release"] * 2,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_program_asks_of_its_engine(
+    module: Any, slug: str, broken: list[str], healthy: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert calls_of(slug, module, True, monkeypatch) == broken
+    assert calls_of(slug, module, False, monkeypatch) == healthy

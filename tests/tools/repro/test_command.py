@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.repro.case import slugs
+from harness.tools.repro.case import all_cases
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 QUICK = "illegal-cuda-visible-devices"
@@ -19,7 +19,7 @@ def repro(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_list() -> None:
-    assert repro("list", "--names").stdout.split() == slugs()
+    assert repro("list", "--names").stdout.split() == list(all_cases())
     gpus = repro("list", "--needs", "one_gpu", "several_gpus").stdout
     assert "nccl-cumem-skew" in gpus and "dsv3-qkv-a-split" in gpus and "ipv6-dist-init-addr" not in gpus
     assert "dsv3-qkv-a-split" not in repro("list", "--no-engine").stdout
@@ -27,7 +27,17 @@ def test_list() -> None:
 
 def test_show_has_cause_fix_difference_and_where_it_was_seen() -> None:
     shown = repro("show", "torchelastic-agent-store-hang").stdout
-    for begins in ("needs: cpu", "differs in: ", "signature: ", "cause: ", "fix: ", "https://", "seen: ", "by hand: "):
+    for begins in (
+        "needs: cpu",
+        "differs in: ",
+        "signature: ",
+        "cause: ",
+        "fix: ",
+        "https://",
+        "seen: ",
+        "program: ",
+        "by hand: ",
+    ):
         assert f"\n{begins}" in shown
 
 

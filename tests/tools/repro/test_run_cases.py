@@ -1,37 +1,33 @@
-"""Running cases: variants in time and without a launcher's variables, cases on GPUs that no two have at once.
+"""Running cases: variants in time and without a launcher's variables; results as files, and in the catalogue.
 
 The variants are stand-ins, a few lines of shell.
 """
 
-import threading
-import time
-from concurrent.futures import CancelledError
+import shutil
 from pathlib import Path
 
 import psutil
 import pytest
 
+from harness.tools.diagnose.entries import FOLDER, read_entry
 from harness.tools.repro import run_cases
 from harness.tools.repro.case import Case
-from harness.tools.repro.case_result import CaseResult, read_result
-from harness.tools.repro.case_verdict import VariantOutcome, VerdictKind
+from harness.tools.repro.run_cases import CaseResult, VariantOutcome, record, write_result
 
-CASE = Case(needs="cpu", broken="b", healthy="h", signature=("it broke",))
-
-
-def case(needs: str = "cpu", engine: bool = False, seconds: float = 30.0) -> Case:
-    return Case(needs=needs, broken="b", healthy="h", signature=("it broke",), engine=engine, timeout_seconds=seconds)  # type: ignore[arg-type]
+CASE = Case(broken="b", healthy="h", signature=("it broke",), slug="stand-in")
+SLUG = "rollout-timeout"
+ODD = 'it said "timed out" \\ and\ttab, \u00b5'
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, broken: str, healthy: str = "true") -> None:
     shell = {"broken": broken, "healthy": healthy}
-    monkeypatch.setattr(run_cases, "program_command", lambda slug, variant: ["bash", "-c", shell[variant]])
+    monkeypatch.setattr(run_cases, "program_command", lambda case, variant: ["bash", "-c", shell[variant]])
     monkeypatch.setattr(run_cases, "check_requirements", lambda case, gpus: None)
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, shell: str, seconds: float = 30.0) -> VariantOutcome:
     stand_in(monkeypatch, shell)
-    return run_cases.run_variant("stand-in", case(seconds=seconds), "broken", [], threading.Event())
+    return run_cases.run_variant(CASE, "broken", [], seconds)
 
 
 def test_exit_code_and_output_of_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,74 +61,78 @@ def test_a_launchers_variables_do_not_reach_it(monkeypatch: pytest.MonkeyPatch) 
     assert run_cases.variant_environment("some", ["4", "7"])["CUDA_VISIBLE_DEVICES"] == "4,7"
 
 
-def test_both_variants_are_judged_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
+def test_both_variants_are_judged_and_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     stand_in(monkeypatch, "seq 50; echo it broke; exit 3")
-    result = run_cases.run_case("stand-in", CASE, [], show=shown.append)
+    result = run_cases.run_case(CASE, [])
+    shown = capsys.readouterr().out
     assert (result.verdict, result.exit_code) == ("reproduced", 1)
-    assert "differs in: b (broken) | h (healthy)" in shown[0] and "broken: exit code 3" in shown[1]
+    assert "differs in: b (broken) | h (healthy)" in shown and "broken: exit code 3" in shown
     assert len(result.variants["broken"].output.splitlines()) <= 10 and set(result.variants) == {"broken", "healthy"}
 
 
 @pytest.mark.parametrize("code", [125, 0])
 def test_a_variant_that_cannot_run_is_the_last(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, f"echo cannot run here: no GPU.; exit {code}")
-    result = run_cases.run_case("stand-in", CASE, [], show=lambda _: None)
+    result = run_cases.run_case(CASE, [])
     assert (result.verdict, "healthy" in result.variants) == (
         ("cannot run here", False) if code else ("not reproduced", True)
     )
 
 
-def test_a_stop_ends_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = threading.Event()
-    stop.set()
-    stand_in(monkeypatch, "sleep 1000")
-    with pytest.raises(CancelledError):
-        run_cases.run_case("stand-in", CASE, [], show=lambda _: None, stop=stop)
+def test_a_variant_that_kills_its_supervisor_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "kill -9 $PPID; sleep 5")
+    assert run_cases.run_case(CASE, []).verdict == "proves nothing"
 
 
-def test_cases_get_as_many_gpus_as_they_need_and_share_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    in_use: list[str] = []
-
-    def run_case(slug: str, case: Case, gpus: list[str], **options: object) -> CaseResult:
-        assert not set(gpus) & set(in_use)
-        in_use.extend(gpus)
-        time.sleep(0.02)
-        for gpu in gpus:
-            in_use.remove(gpu)
-        return a_result(slug, "reproduced", ",".join(gpus))
-
-    monkeypatch.setattr(run_cases, "run_case", run_case)
-    cases = {f"one-{n}": case("one_gpu") for n in range(4)} | {"two": case("several_gpus"), "engine": case("cpu", True)}
-    results = run_cases.run_cases(cases, tmp_path, ["4", "7"])
-    assert list(results) == sorted(cases)
-    assert set(results.pop("two").sentence.split(",")) == {"4", "7"}
-    assert {result.sentence for result in results.values()} <= {"4", "7"}
-    assert read_result(tmp_path / "one-0.json") == results["one-0"]
-    assert {each.sentence for each in run_cases.run_cases({"a": case(), "b": case()}, tmp_path, []).values()} == {""}
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_cases.run_case(Case(broken="b", healthy="h", requires=("sglang>=99",), slug="x"), [])
+    assert result.verdict == "cannot run here" and result.sentence.startswith("it needs sglang>=99, and ")
 
 
-def test_a_failure_of_the_harness_ends_all_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run_case(slug: str, case: Case, gpus: list[str], *, stop: threading.Event, **options: object) -> CaseResult:
-        if slug == "crashes":
-            raise OSError("no such thing")
-        assert stop.wait(60)
-        raise CancelledError
-
-    monkeypatch.setattr(run_cases, "run_case", run_case)
-    with pytest.raises(OSError, match="no such thing"):
-        run_cases.run_cases({"crashes": case("several_gpus"), "waits": case("one_gpu")}, tmp_path, ["0", "1", "2"])
+def test_gpus_are_those_of_nvidia_smi_that_are_visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\n[ $1 = -L ] && echo 'GPU 0: H200\nGPU 1: H200' || echo NVIDIA H200\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert run_cases.visible_gpus() == ["0", "1"]
+    assert run_cases.device_of(Case(broken="b", healthy="h", engine=True), ["0", "1"]) == "1 x NVIDIA H200"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert run_cases.visible_gpus() == ["1"]
 
 
 def test_exit_code_and_count_of_several() -> None:
-    good, bad, no = a_result("a", "reproduced"), a_result("b", "not reproduced"), a_result("c", "cannot run here")
-    assert run_cases.exit_code_of({"a": good, "b": no}) == 1
-    assert run_cases.exit_code_of({"a": bad, "b": no}) == 125
-    assert run_cases.exit_code_of({"a": bad}) == 0
-    assert run_cases.count_verdicts({"a": good, "b": no, "c": good}) == "2 reproduced, 1 cannot run here"
+    good, bad, no = (a_result(kind) for kind in ("reproduced", "not reproduced", "cannot run here"))
+    assert run_cases.exit_code_of([good, no]) == 1
+    assert run_cases.exit_code_of([bad, no]) == 125
+    assert run_cases.exit_code_of([bad]) == 0
+    assert run_cases.count_verdicts([good, no, good]) == "2 reproduced, 1 cannot run here"
 
 
-def a_result(slug: str, verdict: VerdictKind, sentence: str = "s") -> CaseResult:
-    code = run_cases.EXIT_CODES[verdict]
-    facts = {"device": "", "versions": {}, "variants": {}}
-    return CaseResult(slug=slug, verdict=verdict, exit_code=code, sentence=sentence, **facts)  # type: ignore[arg-type]
+def a_result(kind: str, sentence: str = "s") -> CaseResult:
+    outcome = VariantOutcome(exit_code=1, output="a\nb", seconds=2.5)
+    return CaseResult(
+        slug=SLUG, verdict=kind, exit_code=run_cases.EXIT_CODES[kind], sentence=sentence, device="2-core CPU",
+        versions={"torch": "2.13.0+cpu"}, variants={"broken": outcome},
+    )  # fmt: skip
+
+
+def test_a_result_is_recorded_once_and_the_entry_stays_as_it_was_otherwise(tmp_path: Path) -> None:
+    shutil.copy(FOLDER / f"{SLUG}.toml", tmp_path)
+    before = read_entry(tmp_path / f"{SLUG}.toml")
+    write_result(tmp_path / "new", a_result("reproduced", ODD))
+    file = tmp_path / "new" / f"{SLUG}.json"
+    assert "recorded" in record(file, "2026-11-21", tmp_path)
+    assert "known" in record(file, "2026-11-21", tmp_path)
+    after = read_entry(tmp_path / f"{SLUG}.toml")
+    assert after.seen[:-1] == before.seen and after.seen[-1].versions == {"torch": "2.13.0+cpu"}
+    assert after.seen[-1].result == f"launch/repro.py run {SLUG}: reproduced: {ODD}"
+    assert (after.examples, after.repro, after.cause) == (before.examples, before.repro, before.cause)
+
+
+@pytest.mark.parametrize("kind", ["cannot run here", "proves nothing", "the control passed"])
+def test_what_shows_nothing_is_not_recorded(kind: str, tmp_path: Path) -> None:
+    write_result(tmp_path, a_result(kind))
+    assert "left out" in record(tmp_path / f"{SLUG}.json", "2026-11-21", tmp_path)

@@ -1,1 +1,1 @@
-"""The failures that can be had on purpose, one module each: what it is as data, and the program that fails."""
+"""The failures that can be had on purpose, a module for each family: each case is a program that fails, and data about it."""

@@ -1,24 +1,18 @@
 """Run one variant of a case: python -m harness.tools.repro.cases SLUG broken|healthy."""
 
-import importlib
+import argparse
 import sys
-from typing import get_args
 
-from harness.runtime.errors import CANNOT_RUN_HERE, MISTAKE, UnsupportedEnvironment
-from harness.tools.repro.case import ABSENT, CANNOT, NotPresent, UnknownCase, Variant, load, module_name
+from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
+from harness.tools.repro.case import CANNOT, all_cases, load
 
 if __name__ == "__main__":
-    slug, variant = [*sys.argv[1:3], "", ""][:2]
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}")
+    parser.add_argument("slug", choices=all_cases())
+    parser.add_argument("variant", choices=("broken", "healthy"))
+    chosen, _ = parser.parse_known_args()  # what follows is for the processes that a program starts
     try:
-        load(slug)
-        if variant not in get_args(Variant):
-            raise UnknownCase(f"the variant must be broken or healthy, got {variant!r}")
-        importlib.import_module(module_name(slug)).program(variant == "broken")
-    except UnknownCase as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(MISTAKE)
+        load(chosen.slug).program(chosen.variant == "broken")
     except UnsupportedEnvironment as error:
         print(f"{CANNOT}{error}", flush=True)
         sys.exit(CANNOT_RUN_HERE)
-    except NotPresent as error:
-        print(f"{ABSENT}{error}", flush=True)

@@ -1,0 +1,234 @@
+"""Engines that release and resume their memory at the wrong time, or lack it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from harness.runtime.units import GIB, MIB
+from harness.tools.repro.case import Case, Number
+from harness.tools.repro.tiny_engine import LOG_PROBS, PROMPT, checkpoint_tensors, prepare_process, tiny_engine
+
+ON_GPU: dict[str, Any] = {"needs": "one_gpu", "requires": ("torch_memory_saver",), "engine": True}
+
+
+def _free_bytes(gpu: int = 0) -> int:
+    """Return what the driver has; the first call makes this process's CUDA context there."""
+    import torch
+
+    torch.cuda.synchronize(gpu)
+    return int(torch.cuda.mem_get_info(gpu)[0])
+
+
+def _allocate(size: int, gpu: int = 0) -> Any:
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, device=f"cuda:{gpu}")
+
+
+@Case(
+    **ON_GPU,
+    broken="pytorch_model.bin",
+    healthy="model.safetensors",
+    signature=(r"captures_underway\.empty\(\)",),
+)
+def captures_underway(broken: bool) -> None:
+    """An engine with the memory saver cannot load a .bin checkpoint."""
+
+    def to_bin(folder: Path) -> None:
+        import torch
+        from safetensors.torch import load_file
+
+        for file in folder.glob("*.safetensors*"):
+            if file.suffix == ".safetensors":
+                torch.save(load_file(file), folder / "pytorch_model.bin")
+            file.unlink()
+
+    with tiny_engine(prepare=to_bin if broken else None) as engine:
+        engine.print_difference(engine.trainer(seed=0))
+
+
+@Case(
+    broken="resume",
+    healthy="release, then resume",
+    signature=(
+        r"KeyError: '(weights|kv_cache)'|CUresult error\s+result=1|Cannot resume allocation that is not paused",
+    ),
+    engine=True,
+)
+def double_resume_or_release(broken: bool) -> None:
+    """A resume without a release before it kills the scheduler."""
+    with tiny_engine() as engine:
+        if not broken:
+            engine.release()
+        engine.resume()
+        engine.generate()
+
+
+@Case(
+    **ON_GPU,
+    broken="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    healthy="PYTORCH_CUDA_ALLOC_CONF is not set",
+    signature=(r"TorchMemorySaver is disabled for the current process because expandable_segments",),
+)
+def expandable_segments(broken: bool) -> None:
+    """The memory saver refuses to work with expandable_segments, which schedulers inherit from the trainer."""
+    os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    if broken:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    with tiny_engine() as engine:
+        engine.release()
+        engine.resume()
+
+
+@Case(
+    **ON_GPU,
+    broken='resume(["kv_cache"]) before the update',
+    healthy="resume of all before the update",
+    signature=(r"an illegal memory access was encountered|CUDA error: invalid argument",),
+)
+def ima_second_step(broken: bool) -> None:
+    """The second step's update is an illegal memory access if only the KV cache was resumed."""
+    with tiny_engine() as engine:
+        for step in (1, 2, 3):
+            if step > 1:
+                engine.resume(["kv_cache"] if broken else None)
+            trainer = engine.trainer(seed=step)
+            engine.update(checkpoint_tensors(trainer))
+            engine.print_difference(trainer)
+            print(f"step {step} passed", flush=True)
+            engine.release()
+
+
+@Case(
+    **ON_GPU,
+    broken="enable_memory_saver=False",
+    healthy="enable_memory_saver=True",
+    number=Number(name="share of the engine's memory held after the release", broken_above=0.9, healthy_below=0.5),
+)
+def memory_saver_silently_off(broken: bool) -> None:
+    """A release without the memory saver answers success and frees nothing."""
+    prepare_process()
+    before = _free_bytes()
+    with tiny_engine(enable_memory_saver=not broken) as engine:
+        engine.generate()
+        resumed = before - _free_bytes()
+        engine.release()
+        released = before - _free_bytes()
+        print(f"share of the engine's memory held after the release: {released / resumed:.3f}", flush=True)
+
+
+@Case(
+    broken="a pool of 256 tokens",
+    healthy="a pool of 2048 tokens",
+    signature=(r"(Prefill|Decode) out of memory\. Try to lower your batch size|KV cache pool is full",),
+    engine=True,
+)
+def prefill_out_of_memory(broken: bool) -> None:
+    """Prompts that together need more than the KV pool has, though each of the eight fits alone, end the scheduler."""
+    with tiny_engine(max_total_tokens=256 if broken else 2048) as engine:
+        prompts = [[5 + (n + token) % 500 for token in range(200)] for n in range(8)]
+        sampling = {"max_new_tokens": 20, "ignore_eos": True}
+        engine.engine.generate(input_ids=prompts, sampling_params=sampling)
+
+
+@Case(
+    broken="the engine is released after the first of 1000 tokens",
+    healthy="it is released after the last of 4",
+    signature=(r"release_memory_occupation should be called only when|assert self\._?is_(no_request|fully_idle)",),
+    engine=True,
+)
+def release_not_idle(broken: bool) -> None:
+    """A release while a request runs, as a health probe or an unfinished rollout leaves one, kills the scheduler."""
+    with tiny_engine() as engine:
+        sampling = {"max_new_tokens": 1000 if broken else 4, "ignore_eos": True}
+        answer = engine.engine.generate(input_ids=PROMPT, sampling_params=sampling, stream=True)
+        next(answer)
+        if not broken:
+            list(answer)
+        engine.release()
+        print("released", flush=True)
+        engine.resume()
+
+
+@Case(
+    **ON_GPU,
+    broken="release, release, resume",
+    healthy="release, resume",
+    signature=(r"Cannot pause allocation that is not active|func=pause\b|an illegal memory access was encountered",),
+    failure="double-resume-or-release",
+)
+def release_twice(broken: bool) -> None:
+    """A second release in a row ends the scheduler in the memory saver."""
+    with tiny_engine() as engine:
+        for _ in range(2 if broken else 1):
+            engine.release()
+        engine.resume()
+        engine.generate()
+
+
+@Case(
+    **ON_GPU,
+    broken="resume while the freed blocks are cached",
+    healthy="torch.cuda.empty_cache(), then resume",
+    signature=(r"func=(cu_mem_create|resume)\b|cuMemCreate CUDA_ERROR_OUT_OF_MEMORY|CUDA out of memory",),
+)
+def resume_before_empty_cache(broken: bool) -> None:
+    """An engine cannot resume while torch's allocator keeps what the trainer has freed."""
+    import torch
+
+    with tiny_engine() as engine:
+        engine.release()
+        _allocate(_free_bytes() - 512 * MIB)  # freed at once, and cached
+        if not broken:
+            torch.cuda.empty_cache()
+        print(f"free when the engine resumes: {_free_bytes() / GIB:.2f} GiB", flush=True)
+        engine.resume()
+
+
+@Case(
+    **ON_GPU,
+    broken="the trainer holds all but 512 MiB of what is free",
+    healthy="the trainer holds 512 MiB",
+    signature=(r"func=(cu_mem_create|resume)\b|cuMemCreate CUDA_ERROR_OUT_OF_MEMORY",),
+)
+def tms_cumemcreate_oom(broken: bool) -> None:
+    """An engine that resumes beside a trainer that holds its memory dies in cu_mem_create."""
+    with tiny_engine() as engine:
+        engine.release()
+        held = _allocate(_free_bytes() - 512 * MIB if broken else 512 * MIB)
+        print(f"the trainer holds {held.nbytes / GIB:.2f} GiB, free are {_free_bytes() / GIB:.2f} GiB", flush=True)
+        engine.resume()
+
+
+@Case(
+    needs="several_gpus",
+    broken="the trainer holds 15 % of one GPU",
+    healthy="the trainer holds 2 % of it",
+    signature=(r"Error: The memory capacity is unbalanced",),
+    engine=True,
+)
+def tp_memory_imbalance(broken: bool) -> None:
+    """An engine over two GPUs does not start where a trainer holds 15 % of one of them."""
+    for name in [name for name in os.environ if "TP_MEMORY_INBALANCE_CHECK" in name]:
+        del os.environ[name]
+    held = _allocate(int(_free_bytes(1) * (0.15 if broken else 0.02)), gpu=1)
+    print(f"the trainer holds {held.nbytes / GIB:.2f} GiB of GPU 1", flush=True)
+    with tiny_engine(tp_size=2) as engine:
+        engine.generate()
+
+
+@Case(
+    **ON_GPU,
+    broken="release, resume, generate",
+    healthy="release, resume, update, generate",
+    number=LOG_PROBS,
+)
+def weights_garbage_after_resume(broken: bool) -> None:
+    """An engine that was resumed and not updated generates with weights that no process wrote."""
+    with tiny_engine() as engine:
+        trainer = engine.trainer(seed=0)  # what the engine was started with
+        engine.release()
+        engine.resume()
+        if not broken:
+            engine.update(checkpoint_tensors(trainer))
+        engine.print_difference(trainer)

@@ -1,0 +1,187 @@
+"""Weights that the engine does not take, takes wrongly, or has no longer."""
+
+import json
+from pathlib import Path
+
+from harness.rollout import sglang_api
+from harness.tools.repro.case import ABSENT, Case, Number
+from harness.tools.repro.tiny_engine import LOG_PROBS, checkpoint_tensors, tiny_engine
+
+DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
+
+
+@Case(
+    broken="flush_cache=False",
+    healthy="flush_cache=True",
+    number=Number(name="cached tokens after the update", broken_above=0.5, healthy_below=0.5),
+    engine=True,
+)
+def cache_not_flushed(broken: bool) -> None:
+    """An update without a flush leaves the prefix cache of the old weights, which serves the same prompt again."""
+    with tiny_engine() as engine:
+        engine.generate()
+        engine.update(checkpoint_tensors(engine.trainer(seed=1)), flush_cache=not broken)
+        print("cached tokens after the update:", engine.generate()["meta_info"]["cached_tokens"], flush=True)
+
+
+@Case(broken="one tensor a call", healthy="all tensors in one call", number=LOG_PROBS, engine=True, on_gpu=True)
+def dsv3_qkv_a_split(broken: bool) -> None:
+    """DeepSeek-V3's fused qkv_a projection keeps its old weights if tensors are sent one a call."""
+    with tiny_engine("deepseek_v3") as engine:
+        trainer = engine.trainer(seed=1)
+        tensors = checkpoint_tensors(trainer)
+        for call in [[each] for each in tensors] if broken else [tensors]:
+            engine.update(call)
+        engine.print_difference(trainer)
+
+
+@Case(
+    broken="correction biases of -2",
+    healthy="correction biases of +2",
+    signature=(r"of [1-9]\d* tokens: experts outside of the best group",),
+    requires=("transformers>=4.53",),
+)
+def hf_router_masking(broken: bool) -> None:
+    """With negative correction biases transformers picks experts of groups that lost, which its mask of 0 let win."""
+    import torch
+
+    from harness.task.tiny_models import tiny_config, tiny_model
+
+    config, count = tiny_config("deepseek_v3"), 64
+    block = tiny_model(config, seed=0).model.layers[1].mlp
+    hidden = torch.randn(1, count, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        block.gate.e_score_correction_bias.fill_(-2.0 if broken else 2.0)
+        scores = torch.nn.functional.linear(hidden[0].float(), block.gate.weight.float()).sigmoid()
+        routed = block.gate(hidden)  # (experts, weights), or what transformers 5 makes them of in a second call
+        if hasattr(block, "route_tokens_to_experts"):
+            routed = block.route_tokens_to_experts(routed[0] if isinstance(routed, tuple) else routed)
+    picked = next(each for each in routed if not each.is_floating_point())  # int [tokens, top_k]
+    biased = (scores + block.gate.e_score_correction_bias).view(count, config.n_group, -1)
+    best_group = biased.topk(2).values.sum(-1).argmax(-1)
+    outside = (picked // biased.shape[-1] != best_group[:, None]).any(-1).sum().item()
+    print(f"of {outside} tokens: experts outside of the best group ({count} tokens in all)")
+
+
+@Case(
+    broken="model.named_parameters() is sent",
+    healthy="model.state_dict() is sent",
+    signature=(r"not sent: \S*e_score_correction_bias",),
+    number=Number(name="mean log-prob difference", broken_above=0.01, healthy_below=1e-5),
+)
+def lost_correction_bias(broken: bool) -> None:
+    """Weights sent from named_parameters() leave e_score_correction_bias behind, which DeepSeek-V3's router has as a buffer."""
+    import torch
+
+    from harness.task.tiny_models import tiny_config, tiny_model
+
+    config = tiny_config("deepseek_v3")
+    trainer, receiver = tiny_model(config, seed=1), tiny_model(config, seed=0)
+    sent = dict(trainer.named_parameters()) if broken else trainer.state_dict()
+    for name in sorted(set(trainer.state_dict()) - set(sent)):
+        print(f"not sent: {name}")
+    receiver.load_state_dict(sent, strict=False)
+    tokens = torch.arange(2, 130)[None]
+    with torch.no_grad():
+        theirs, ours = (model(tokens).logits.log_softmax(-1) for model in (receiver.eval(), trainer.eval()))
+    print(f"mean log-prob difference: {(theirs - ours).abs().mean().item():.3e}")
+
+
+@Case(
+    broken="config.json as transformers 5 writes it",
+    healthy="with moe_layer_freq, topk_method and scoring_func, as DeepSeek's own has them",
+    signature=(r"AttributeError: .*'(moe_layer_freq|topk_method|scoring_func)'",),
+    engine=True,
+)
+def moe_layer_freq(broken: bool) -> None:
+    """SGLang misses fields in the config.json that transformers 5 writes for DeepSeek-V3."""
+
+    def strip(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        for name in ("moe_layer_freq", "topk_method", "scoring_func"):
+            del config[name]
+        (folder / "config.json").write_text(json.dumps(config))
+
+    with tiny_engine("deepseek_v3", prepare=strip if broken else None) as engine:
+        engine.generate()
+
+
+@Case(
+    broken="names as model.state_dict() has them",
+    healthy="names as save_pretrained() writes them",
+    number=LOG_PROBS,
+    engine=True,
+    on_gpu=True,
+)
+def packed_experts_names(broken: bool) -> None:
+    """A MoE model's experts keep their old weights if tensors are sent under their names in memory."""
+    with tiny_engine("qwen3_moe") as engine:
+        trainer = engine.trainer(seed=1)
+        engine.update(list(trainer.state_dict().items()) if broken else checkpoint_tensors(trainer))
+        engine.print_difference(trainer)
+
+
+@Case(
+    broken="tie_word_embeddings=True",
+    healthy="tie_word_embeddings=False",
+    signature=(r"the last stage gets no weight for its head",),
+)
+def tied_embeddings(broken: bool) -> None:
+    """A tied lm_head.weight is in no list of parameters, so the pipeline stage that needs it never gets it."""
+    from harness.task.tiny_models import tiny_config, tiny_model
+
+    model = tiny_model(tiny_config("qwen2", overrides={"tie_word_embeddings": broken}), seed=0)
+    last_stage = [name for name, _ in model.named_parameters() if name.startswith(("model.norm", "lm_head"))]
+    print("for the last stage:", *last_stage)
+    if "lm_head.weight" not in last_stage:
+        print("the last stage gets no weight for its head")
+
+
+@Case(
+    broken="update_weights_from_tensor alone",
+    healthy="between begin_weight_update() and end_weight_update()",
+    signature=(r"the answer: \(?False.*session",),
+    engine=True,
+)
+def update_outside_session(broken: bool) -> None:
+    """An update outside of a session is refused by a returned value, without an exception."""
+    if not (api := sglang_api.probe()).update_session:
+        print(f"{ABSENT}sglang {api.version} has no sessions of updates; they came with 0.5.21.")
+        return
+    with tiny_engine() as engine:
+        tensors = checkpoint_tensors(engine.trainer(seed=1))
+        if broken:
+            print("the answer:", engine.engine.update_weights_from_tensor(tensors), flush=True)
+        else:
+            engine.update(tensors)
+
+
+@Case(broken="all tensors but one are sent", healthy="all tensors are sent", number=LOG_PROBS, engine=True)
+def weights_did_not_arrive(broken: bool) -> None:
+    """A tensor that was not sent keeps its old weights, and the update answers success."""
+    with tiny_engine() as engine:
+        trainer = engine.trainer(seed=1)
+        tensors = dict(checkpoint_tensors(trainer))
+        if broken:
+            del tensors[DOWN_PROJ]
+        engine.update(list(tensors.items()))
+        engine.print_difference(trainer)
+
+
+@Case(
+    broken="down_proj is sent transposed",
+    healthy="it is sent as the checkpoint has it",
+    signature=(
+        r"param_data\.shape=torch\.Size|Attempted to load weight|The size of tensor a .* must match|"
+        r"assert param\.size\(\) == loaded_weight\.size\(\)",
+    ),
+    engine=True,
+)
+def wrong_shape_sent(broken: bool) -> None:
+    """A tensor of a wrong shape, as a wrongly mapped name makes it, kills the scheduler, which takes its parent along."""
+    with tiny_engine() as engine:
+        tensors = dict(checkpoint_tensors(engine.trainer(seed=1)))
+        if broken:
+            tensors[DOWN_PROJ] = tensors[DOWN_PROJ].T.contiguous()
+        engine.update(list(tensors.items()))
+        engine.generate()
