@@ -45,8 +45,8 @@ from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
 from harness.trainer.model import Attention, choose_attention, load_causal_lm, load_value_model
 from harness.trainer.offload import Offloaded
-from harness.weights.devices import check_gpus
 from harness.weights.reload import Reload, check_shared
+from harness.weights.snapshot import check_gpus
 from harness.weights.sync import WeightSync
 from harness.weights.transports import choose_transport
 from harness.weights.verification_summary import report_section, verdict_phrase

@@ -5,6 +5,7 @@ What is allowed follows from the dtype and a baseline: the same difference on we
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -13,12 +14,11 @@ from harness.cluster.world import all_gather
 
 Dtype = Literal["float32", "bfloat16"]
 
-EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 # No statistic below its floor is a failure. bfloat16: matrix products add up in float32, so what counts is the rounding
 # of the logits, one epsilon of a number around 1; healthy 10M-parameter models were within 0.003 on H200, and the
 # smallest silent failure there was 0.014. float32: the sums themselves round, in another order in each program, and
 # random errors of 7000 additions make sqrt(7000) = 84 epsilons, 1e-5; healthy models were within 5e-7 on CPU.
-FLOOR = {"float32": 84 * EPSILON["float32"], "bfloat16": EPSILON["bfloat16"]}
+FLOOR = {"float32": 84 * 2.0**-23, "bfloat16": 2.0**-7}
 # Without a baseline a difference must be allowed that may be healthy in a bfloat16 model of that kind: on H200 tiny
 # models had up to 0.011, mixtures of experts up to 0.020 in the mean.
 FLOOR_WITHOUT_BASELINE = {"float32": FLOOR["float32"], "bfloat16": 0.05}
@@ -38,23 +38,19 @@ JUDGED_TOKENS = 8
 # An early choice shifts the rest of its sequence: the worst of 64 healthy bulks was up to 3.3 times the mean of all tokens.
 # Over positions such shifts spread: there the worst bulk stayed under 0.7 times the mean.
 SEQUENCE_FACTOR = 6.0
+BADNESS = attrgetter("bulk", "mean")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartDifference:
     """One sequence, or one response position over all sequences."""
 
-    index: int
-    """Of the sequence, over all ranks in their order; or of the position, 0 at the first token of a response."""
-    mean: float
-    """Mean |difference| of its tokens, in nats."""
-    tokens: int
     bulk: float
     """Mean of its lower three quarters, by which it is judged; 0 where it has too few tokens for that."""
-
-    @property
-    def badness(self) -> tuple[float, float]:
-        return self.bulk, self.mean
+    mean: float
+    """Mean |difference| of its tokens, in nats."""
+    index: int
+    """Of the sequence, over all ranks in their order; or of the position, 0 at the first token of a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,20 +79,18 @@ class Allowed:
     mean: float
     sequence: float
     position: float
-    has_baseline: bool
 
     @classmethod
     def of(cls, dtype: Dtype, baseline: LogProbDifference | None) -> "Allowed":
         """Return max(floor, factor x baseline) for each statistic; no part is expected to be better than the mean."""
         if baseline is None:
             floor = FLOOR_WITHOUT_BASELINE[dtype]
-            return cls(mean=floor, sequence=floor, position=floor, has_baseline=False)
+            return cls(mean=floor, sequence=floor, position=floor)
         floor, mean = FLOOR[dtype], baseline.mean
         return cls(
             mean=max(floor, FACTOR * mean),
             sequence=max(floor, FACTOR * baseline.sequence.bulk, SEQUENCE_FACTOR * mean),
             position=max(floor, FACTOR * max(baseline.position.bulk, mean)),
-            has_baseline=True,
         )
 
     def violations(self, found: LogProbDifference) -> list[str]:
@@ -118,8 +112,8 @@ def merge(differences: Sequence[LogProbDifference]) -> LogProbDifference:
         mean=sum(each.mean * each.tokens for each in differences) / tokens,
         largest=max(each.largest for each in differences),
         tokens=tokens,
-        sequence=max((each.sequence for each in differences), key=lambda part: part.badness),
-        position=max((each.position for each in differences), key=lambda part: part.badness),
+        sequence=max((each.sequence for each in differences), key=BADNESS),
+        position=max((each.position for each in differences), key=BADNESS),
     )
 
 
@@ -133,15 +127,18 @@ def log_prob_difference(engine: torch.Tensor, trainer: torch.Tensor, mask: torch
     rows = [gap[kept] for gap, kept in zip(gaps, mask.bool().cpu(), strict=True)]
     # By sequence, in the order of ranks; a row is as long as its response.
     sequences = [row for rank in all_gather(rows) for row in rank]
-    tokens = sum(len(row) for row in sequences)
-    if tokens == 0:
+    if not any(map(len, sequences)):
         raise ValueError("the batch must have a response token on some rank, got none: nothing can be compared.")
-    longest = max(len(row) for row in sequences)
+    longest = max(map(len, sequences))
     positions = [torch.stack([row[t] for row in sequences if len(row) > t]) for t in range(longest)]
     everything = torch.cat(sequences)
-    mean, largest = float(everything.mean()), float(everything.max())
-    worst, where = _worst(sequences), _worst(positions)
-    return LogProbDifference(mean=mean, largest=largest, tokens=tokens, sequence=worst, position=where)
+    return LogProbDifference(
+        mean=float(everything.mean()),
+        largest=float(everything.max()),
+        tokens=len(everything),
+        sequence=_worst(sequences),
+        position=_worst(positions),
+    )
 
 
 def _worst(parts: list[torch.Tensor]) -> PartDifference:
@@ -150,5 +147,5 @@ def _worst(parts: list[torch.Tensor]) -> PartDifference:
         kept = int(len(gaps) * BULK) if len(gaps) >= JUDGED_TOKENS else 0
         bulk = float(gaps.sort().values[:kept].mean()) if kept else 0.0
         if len(gaps):
-            found.append(PartDifference(index=index, mean=float(gaps.mean()), tokens=len(gaps), bulk=bulk))
-    return max(found, key=lambda part: part.badness)
+            found.append(PartDifference(index=index, mean=float(gaps.mean()), bulk=bulk))
+    return max(found, key=BADNESS)

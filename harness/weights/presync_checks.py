@@ -1,12 +1,8 @@
-"""Checks before anything is sent: the trainer's shards, and what the engine's own loader would do with each tensor.
-
-Each scheduler names which elements of a layout it would copy to where (worker/loader_trace.py). A name that it does not
-know, a shape that does not fit, a dtype that would be rounded, or an engine parameter that nothing fills is refused here,
-while the engine still serves.
+"""Checks before anything is sent, while the engine still serves: the trainer's shards are there and finite, and the engine's
+own loader would take each tensor whole (a dry run of it, worker/loader_trace.py, says what it would copy where).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import gcd
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -90,68 +86,43 @@ def check_coverage(buckets: Sequence[Sequence[SlotEntry]], coverage: Sequence[Lo
 
 def coverage_problems(buckets: Sequence[Sequence[SlotEntry]], coverage: Sequence[LoadCoverage]) -> list[str]:
     """Return one sentence for each tensor that would not arrive whole and as it is."""
-    found = [
-        f"{name}: the engine's loader refuses it: {error}" for each in coverage for name, error in each.errors.items()
-    ]
-    # One rank alone may have nothing of a tensor: where sizes are padded, the last ranks hold padding only.
-    unknown = [name for name in coverage[0].unknown if all(name in each.unknown for each in coverage)]
-    found += [f"{name}: the engine knows no such parameter and would ignore it" for name in unknown]
+    errors = {name: error for each in coverage for name, error in each.errors.items()}
+    found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
     filled = {name for each in coverage for name in each.filled}
-    unfilled = [name for each in coverage for name in each.unfilled if name not in filled]
+    unfilled = dict.fromkeys(name for each in coverage for name in each.unfilled if name not in filled)
     found += [f"{name}: a parameter of the engine that nothing sent would fill" for name in unfilled]
-    named = {*unknown, *(name for each in coverage for name in each.opaque)}
-    named |= {name for each in coverage for key in each.errors for name in key.split(", ")}
+    # One rank alone may have nothing of a tensor: where sizes are padded, the last ranks hold padding only.
+    unknown = set(coverage[0].unknown).intersection(*(each.unknown for each in coverage))
+    named = {name for each in coverage for name in each.opaque} | {name for key in errors for name in key.split(", ")}
     for index, bucket in enumerate(buckets):
-        regions = [region for each in coverage for region in each.regions[index]]
         for entry in bucket:
-            if entry.name not in named:
-                found += _misfit(entry, [region for region in regions if entry.name in region.names])
-    return list(dict.fromkeys(found))
+            if entry.name in unknown:
+                found.append(f"{entry.name}: the engine knows no such parameter and would ignore it")
+            elif entry.name not in named:
+                found += _misfit(entry, [each for rank in coverage for each in rank.regions[index]])
+    return found
 
 
 def _misfit(entry: SlotEntry, regions: Sequence[Region]) -> list[str]:
     sentences = []
-    narrowed = sorted({_short(each.target_dtype) for each in regions if _loses(each.dtype, each.target_dtype)})
-    if narrowed:
+    held = [each for each in regions if each.name == entry.name]
+    narrower = {
+        each.target_dtype for each in held if torch.promote_types(each.dtype, each.target_dtype) != each.target_dtype
+    }
+    if narrower:
+        short = str(narrower.pop()).removeprefix("torch.")
         sentences.append(
-            f"{entry.name}: sent as {_short(entry.dtype)}, but the engine holds {', '.join(narrowed)}:"
-            f" it would be rounded; send {narrowed[0]}"
+            f"{entry.name}: sent as {str(entry.dtype).removeprefix('torch.')}, but the engine holds {short}: it would be"
+            f" rounded; send {short}"
         )
-    if any(region.index is not None for region in regions):
-        return sentences  # elements that do not lie in strides are compared when they are read back
-    # Ranks that hold the same rows (replicated heads) read the same region; others share a tensor without overlap.
-    read = _count_elements(regions)
-    if read < entry.numel:
+    # Ranks that hold the same rows (replicated heads) read the same elements; others share a tensor.
+    span = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True)) + 1
+    read = torch.zeros(max(span, 0), dtype=torch.bool)
+    for offset, steps in {(each.offset - entry.offset // entry.dtype.itemsize, each.steps) for each in held}:
+        read.as_strided([size for _, size in steps], [stride for stride, _ in steps], offset).fill_(True)
+    if (count := int(read.count_nonzero())) < entry.numel:
         sentences.append(
-            f"{entry.name}: of its {entry.numel} elements ({list(entry.shape)}) the engine would read {read};"
+            f"{entry.name}: of its {entry.numel} elements ({list(entry.shape)}) the engine would read {count};"
             " its shape is not the engine's"
         )
     return sentences
-
-
-def _count_elements(regions: Sequence[Region]) -> int:
-    """Return how many different elements the regions read together."""
-    boxes = {(region.offset, region.steps) for region in regions if 0 not in region.shape}
-    if not boxes:
-        return 0
-    first = min(offset for offset, _ in boxes)
-    # Counted in runs of elements that all regions take together, so that a large tensor needs few marks.
-    runs = [pairs[0][1] if pairs and pairs[0][0] == 1 else 1 for _, pairs in boxes]
-    unit = gcd(*runs, *(at - first for at, _ in boxes), *(step for _, pairs in boxes for step, _ in pairs if step > 1))
-    marks = []
-    for offset, pairs in boxes:
-        at = torch.tensor([(offset - first) // unit])
-        for stride, size in pairs:
-            steps = torch.arange(size // unit) if stride == 1 else torch.arange(size) * (stride // unit)
-            at = (at.unsqueeze(-1) + steps).flatten()
-        marks.append(at)
-    return int(torch.cat(marks).unique().numel()) * unit
-
-
-def _loses(sent: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether a value of dtype `sent` may not fit into `target`."""
-    return torch.promote_types(sent, target) != target
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,7 +8,6 @@ import torch
 
 from harness.cluster.world import all_gather
 from harness.weights.gather import full_tensor
-from harness.weights.names import CheckpointTensor
 from harness.weights.stream.weight_link import WeightLink
 from harness.weights.sync import WeightSync
 
@@ -24,18 +23,16 @@ def weight_differences(sync: WeightSync) -> list[str]:
     by_name = {tensor.name: tensor for tensor in sync.layout}
 
     def fill(index: int, slot: torch.Tensor) -> None:
-        places = {entry.name: entry for entry in sync.buckets[index].entries}
-        by_live_name: dict[str, list[CheckpointTensor]] = {}
-        for name in places:
-            by_live_name.setdefault(by_name[name].live_name, []).append(by_name[name])
-        for live_name, tensors in by_live_name.items():
-            whole = full_tensor(sync.live[live_name], tensors[0].dtype)
-            for tensor in tensors:
-                places[tensor.name].view(slot).copy_(tensor.view(whole))
+        whole: dict[str, torch.Tensor] = {}
+        for entry in sync.buckets[index].entries:
+            tensor = by_name[entry.name]
+            if tensor.live_name not in whole:
+                whole = {tensor.live_name: full_tensor(sync.live[tensor.live_name], tensor.dtype)}
+            entry.view(slot).copy_(tensor.view(whole[tensor.live_name]))
 
     mine = link.compare(fill)
     # A sync without verification has not checked that every name is read.
-    read = {name for each in link.coverage for regions in each.regions for region in regions for name in region.names}
+    read = {region.name for each in link.coverage for regions in each.regions for region in regions}
     never = by_name.keys() - read - set(unreadable(link))
     found: dict[str, list[str]] = {name: ["the engine holds nothing of it"] for name in by_name if name in never}
     for rank, (wrong, stale) in enumerate(all_gather(mine)):

@@ -188,23 +188,3 @@ def test_a_tensor_put_in_a_parameter_s_place_after_the_plan_is_compared_itself(s
     assert here.compare().wrong == () and here.asked_again == [1]
     here.sync.model.down.data = torch.zeros_like(here.sync.model.down.data)
     assert here.compare().wrong == ("down",)
-
-
-def test_elements_that_do_not_lie_in_strides_are_summed_too(stand: Callable[..., Stand]) -> None:
-    class Cutting(Widening):
-        """Joins the halves with their columns turned round, so that no stride describes what it reads."""
-
-        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            pairs = dict(weights)
-            if pairs.keys() >= {"q_a", "kv_a"}:
-                joined = torch.cat([pairs.pop("q_a"), pairs.pop("kv_a")])
-                self.q_and_kv_a.data.T.copy_(joined.T)
-            super().load_weights(pairs.items())
-
-    here = stand(Cutting())
-    regions = [region for bucket in here.sync.opened.coverage[0].regions for region in bucket]
-    assert any(region.index is not None for region in regions)
-    here.sync.push()
-    assert here.compare().wrong == ()
-    here.sync.model.q_and_kv_a.data[4, 0] += 1
-    assert set(here.compare().wrong) == {"q_a", "kv_a"}

@@ -33,16 +33,15 @@ def entry(
     return SlotEntry(name=name, dtype=dtype, shape=shape, stride=stride, offset=offset, group=0)
 
 
-def region(view: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "a", index: bool = False) -> Region:
+def region(view: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "a") -> Region:
     """What a copy from the view would read; the view is one of a slot of bfloat16 that begins with the entry."""
     return Region(
-        names=(name,),
+        name=name,
         dtype=torch.bfloat16,
         shape=tuple(view.shape),
         stride=view.stride(),
         offset=int(view.storage_offset()),
         target_dtype=held,
-        index=torch.zeros(view.shape, dtype=torch.int64) if index else None,
     )
 
 
@@ -136,7 +135,7 @@ def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
 )
 def test_a_dtype_that_would_be_rounded_is_refused(sent: str, held: str, fits: bool) -> None:
     given, kept = getattr(torch, sent), getattr(torch, held)
-    taken = Region(names=("a",), dtype=given, shape=(4, 6), stride=(6, 1), offset=0, target_dtype=kept)
+    taken = Region(name="a", dtype=given, shape=(4, 6), stride=(6, 1), offset=0, target_dtype=kept)
     found = coverage_problems([[entry(dtype=given)]], [LoadCoverage(rank=0, regions=[[taken]])])
     said = f"a: sent as {sent}, but the engine holds {held}: it would be rounded; send {held}"
     assert found == ([] if fits else [said])
@@ -171,10 +170,6 @@ def test_what_a_loader_raises_is_said_once_and_nothing_else_of_that_tensor() -> 
 
 def test_what_cannot_be_followed_is_not_refused() -> None:
     assert coverage_problems([[entry()]], [LoadCoverage(rank=0, regions=[[]], opaque=["a"])]) == []
-
-
-def test_elements_by_index_are_left_to_the_readback() -> None:
-    assert coverage_problems([[entry()]], [LoadCoverage(rank=0, regions=[[region(TOP, index=True)]])]) == []
 
 
 def test_each_bucket_is_judged_by_its_own_regions() -> None:

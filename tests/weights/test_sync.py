@@ -156,7 +156,7 @@ def taking_all(sync: WeightSync) -> LoadCoverage:
     regions = [
         [
             Region(
-                names=(entry.name,),
+                name=entry.name,
                 dtype=entry.dtype,
                 shape=entry.shape,
                 stride=entry.stride,
@@ -173,7 +173,7 @@ def taking_all(sync: WeightSync) -> LoadCoverage:
 def test_what_cannot_arrive_is_refused_at_every_push_and_nothing_is_sent(tmp_path: Path) -> None:
     sync, engine = make(tiny_model(tiny_config("qwen2"), seed=1), tmp_path, transport="tensor")
     arrival = taking_all(sync)
-    arrival.regions[-1] = [each for each in arrival.regions[-1] if each.names != ("model.norm.weight",)]
+    arrival.regions[-1] = [each for each in arrival.regions[-1] if each.name != "model.norm.weight"]
     arrival.unknown = ["model.norm.weight"]
     for _ in range(2):
         sync._link = Asked(arrival)  # type: ignore[assignment]

@@ -36,7 +36,7 @@ def verification(folder: Path, level: Level = "log_probs", **parts: Any) -> With
 
 
 def difference(mean: float) -> LogProbDifference:
-    part = PartDifference(index=2, mean=mean, tokens=64, bulk=mean)
+    part = PartDifference(index=2, mean=mean, bulk=mean)
     return LogProbDifference(mean=mean, largest=5.0, tokens=256, sequence=part, position=part)
 
 

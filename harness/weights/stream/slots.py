@@ -67,29 +67,24 @@ Layout = tuple[tuple[SlotEntry, ...], ...]
 class Region:
     """What of a slot one copy of the engine's loader reads, counted in elements of dtype."""
 
-    names: tuple[str, ...]
-    """Checkpoint tensors that the elements are of."""
+    name: str
+    """The checkpoint tensor that the elements are of."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     target_dtype: torch.dtype
     """As the engine holds the elements."""
-    index: torch.Tensor | None = None
-    """int64 of that shape, in place of stride and offset, where the elements do not lie in strides."""
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:
         """(stride, size) of the axes along which different elements lie, by stride."""
         axes = zip(self.stride, self.shape, strict=True)
-        return tuple(sorted((stride, size) for stride, size in axes if stride and size > 1))
+        return tuple(sorted((stride, size) for stride, size in axes if size != 1 and (stride or not size)))
 
     def view(self, slot: torch.Tensor) -> torch.Tensor:
-        """Return the elements inside a slot: a view, but a copy where they do not lie in strides."""
-        elements = typed(slot, self.dtype)
-        if self.index is not None:
-            return elements[self.index.to(slot.device)]
-        return elements.as_strided(self.shape, self.stride, self.offset)
+        """Return the elements inside a slot, without a copy."""
+        return typed(slot, self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 def typed(slot: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -216,30 +211,31 @@ def _events(device: torch.device) -> list[torch.cuda.Event]:
 
 
 class SegmentTimer:
-    """Measures seconds by name: of the wall, and on CUDA also of the GPU's own time, as gpu_NAME."""
+    """Measures seconds by name: on CUDA of the GPU's own time, else of the wall."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, float] = {}
-        self.gpu: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.on_gpu = device.type == "cuda"
+        self.spans: list[tuple[str, Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the time in here to `name`, unless it ends in an exception."""
-        on_gpu = self.device.type == "cuda"
-        started, events = time.perf_counter(), [torch.cuda.Event(enable_timing=True) for _ in range(2 * on_gpu)]
-        for event in events[:1]:
-            event.record()
+        started = self._now()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        for event in events[1:]:
-            event.record()
-            self.gpu.append((name, events[0], event))
+        self.spans.append((name, started, self._now()))
 
     def read(self) -> dict[str, float]:
-        if self.gpu:
-            torch.cuda.current_stream(self.device).synchronize()
-        seconds = dict(self.seconds)
-        for name, start, end in self.gpu:
-            seconds[f"gpu_{name}"] = seconds.get(f"gpu_{name}", 0.0) + start.elapsed_time(end) / 1e3
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        seconds: dict[str, float] = {}
+        for name, start, end in self.spans:
+            spent = start.elapsed_time(end) / 1e3 if self.on_gpu else end - start
+            seconds[name] = seconds.get(name, 0.0) + spent
         return seconds

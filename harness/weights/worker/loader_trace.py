@@ -2,7 +2,6 @@
 
 The loader runs on views of a slot, and each copy from the slot into the model is recorded instead of made. So the engine
 itself says which of its elements a tensor fills, which names it ignores, and which tensors it does more with than copy.
-Nothing here knows an architecture.
 """
 
 import concurrent.futures
@@ -48,8 +47,7 @@ class GroupTrace:
     @property
     def only_copies(self) -> bool:
         """Whether the copies alone are the whole load."""
-        by_index = any(copy.region.index is not None for copy in self.copies)
-        return not (self.does_more or self.opaque or by_index)
+        return not (self.error or self.does_more or self.opaque)
 
 
 def trace_loader(
@@ -60,13 +58,12 @@ def trace_loader(
     What a loader derives from weights that it already holds, such as DeepSeek's absorbed projections, it derives anew.
     """
     traced = GroupTrace(tuple(entries))
-    views = [(entry.name, entry.view(slot)) for entry in entries]
     recorder = _Recorder(slot, traced)
     # A dispatch mode sees its own thread alone.
     inline = patch.object(concurrent.futures, "ThreadPoolExecutor", _InlineExecutor)
     try:
         with torch.no_grad(), inline, recorder:
-            load(views)
+            load([(entry.name, entry.view(slot)) for entry in entries])
     except Exception as error:  # asserts, shape errors, KeyErrors: whatever the loader of an architecture raises
         traced.error = f"{type(error).__name__}: {error}".strip()
     with torch.no_grad():
@@ -80,16 +77,17 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, slot: torch.Tensor, traced: GroupTrace) -> None:
         super().__init__()
-        self.slot_at = slot.untyped_storage().data_ptr()
+        self.slot_at = _address(slot)
         self.traced = traced
         self.by_offset = sorted(traced.entries, key=lambda entry: entry.offset)
-        self.moved: dict[int, _Moved] = {}
+        self.moved: dict[int, tuple[torch.Tensor, Pieces]] = {}
+        """Tensors made of slot elements, such as the cat of two halves, by address of the storage."""
         self.made: dict[int, torch.Tensor] = {}
         """What the loader made itself, by address of the storage; kept, so that no address is used again."""
         self.tainted: dict[int, set[str]] = {}
         """Names whose elements went, in a way that is not followed, into a storage."""
-        self.escaped: set[str] = set()
-        """Names of which a value became a Python number: whatever is written afterwards may come from it."""
+        self.escaped = False
+        """A value became a Python number: whatever is written afterwards may come from it."""
         self.undone: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What was written over by something that came from the slot, and a copy of what it was."""
 
@@ -98,11 +96,9 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         keywords = keywords or {}
         tensors = _tensors((arguments, keywords))
-        sources = [tensor for tensor in tensors if self._in_slot(tensor) or _address(tensor) in self.moved]
+        sources = [each for each in tensors if _address(each) == self.slot_at or _address(each) in self.moved]
         if function is aten.copy_.default and sources and sources[0] is arguments[1]:
             self._record(arguments[0], arguments[1])
-            if _address(arguments[0]) in self.made:  # not filled, so what it goes into next must not be kept
-                self._taint(arguments[0], self._names(arguments[1]))
             return arguments[0]
         names = {name for tensor in sources for name in self._names(tensor)}
         names |= {name for tensor in tensors for name in self.tainted.get(_address(tensor), ())}
@@ -120,72 +116,44 @@ class _Recorder(TorchDispatchMode):
             return result
         self.traced.used |= names
         pieces = _pieces(function, arguments, keywords, result)
-        if pieces and all(self._in_slot(source) for _, source in pieces):
-            self.moved[_address(result)] = _Moved(result, pieces)
+        if pieces and all(_address(source) == self.slot_at for _, source in pieces):
+            self.moved[_address(result)] = result, pieces
         else:
             self.traced.opaque |= names
             for tensor in (*results, *written):
-                if _address(tensor) in self.made:
-                    self._taint(tensor, names)
-            if function is aten._local_scalar_dense.default:
-                self.escaped |= names
+                self._taint(tensor, names)
+            self.escaped |= function is aten._local_scalar_dense.default
         return result
 
-    def _in_slot(self, tensor: torch.Tensor) -> bool:
-        return _address(tensor) == self.slot_at
-
     def _taint(self, tensor: torch.Tensor, names: set[str]) -> None:
-        self.tainted.setdefault(_address(tensor), set()).update(names)
+        if _address(tensor) in self.made:
+            self.tainted.setdefault(_address(tensor), set()).update(names)
 
     def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        moved = self.moved.get(_address(source))
-        if moved is None:
-            self._add(target, source.expand(target.shape))
-        elif _same_view(source, moved.result) and target.shape == source.shape:
-            for where, piece in moved.pieces:
-                self._add(target[where], piece)
-        else:
-            self._add(target, source, moved.index(source).expand(target.shape).cpu())
-
-    def _add(self, target: torch.Tensor, source: torch.Tensor, index: torch.Tensor | None = None) -> None:
-        if index is None:
-            names, stride, offset = self._names(source), tuple(source.stride()), int(source.storage_offset())
-        else:
-            names = {self._name(place * source.dtype.itemsize) for place in index.unique().tolist()}
-            stride, offset = (), 0
-        held = tuple(sorted(names))
-        region = Region(held, source.dtype, tuple(target.shape), stride, offset, target.dtype, index)
+        """Note one copy; of what was moved, only the whole is followed, not a view of it."""
+        names = self._names(source)
         self.traced.used |= names
-        self.traced.copies.append(Copy(target, region))
+        self._taint(target, names)  # not filled, so what it goes into next must not be kept
+        moved = self.moved.get(_address(source))
+        if moved and (_geometry(source), target.shape) != (_geometry(moved[0]), source.shape):
+            self.traced.opaque |= names
+            return
+        pieces = moved[1] if moved else [(..., source.expand(target.shape))]
+        for where, piece in pieces:
+            stride, offset = tuple(piece.stride()), int(piece.storage_offset())
+            part, name = target[where], self._name(offset * piece.dtype.itemsize)
+            region = Region(name, piece.dtype, tuple(part.shape), stride, offset, target.dtype)
+            self.traced.copies.append(Copy(part, region))
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
-        moved = self.moved.get(_address(tensor))
-        if moved is not None:
-            return {name for _, piece in moved.pieces for name in self._names(piece)}
-        return {self._name(int(tensor.storage_offset()) * tensor.dtype.itemsize)}
+        _, pieces = self.moved.get(_address(tensor), (tensor, [(..., tensor)]))
+        return {self._name(int(piece.storage_offset()) * piece.dtype.itemsize) for _, piece in pieces}
 
     def _name(self, offset: int) -> str:
         """Return whose element begins at that byte; tensors may lie side by side, row by row."""
         last = bisect_right(self.by_offset, offset, key=lambda entry: entry.offset) - 1
         holding = (entry for entry in reversed(self.by_offset[: last + 1]) if entry.holds(offset))
         return next(holding, self.by_offset[last]).name
-
-
-@dataclass(slots=True)
-class _Moved:
-    """A tensor made of slot elements, such as the cat of two halves; kept, so that its address is not used again."""
-
-    result: torch.Tensor
-    pieces: Pieces
-
-    def index(self, view: torch.Tensor) -> torch.Tensor:
-        """Return int64 of the view's shape: where in the slot each element is from. view: one of the result."""
-        count = self.result.untyped_storage().nbytes() // self.result.dtype.itemsize
-        places = torch.full((count,), -1, device=self.result.device)
-        for where, piece in self.pieces:
-            inside = self.result[where]
-            places.as_strided(inside.shape, inside.stride(), inside.storage_offset()).copy_(element_index(piece))
-        return places.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 class _InlineExecutor(concurrent.futures.Executor):
@@ -203,14 +171,6 @@ class _InlineExecutor(concurrent.futures.Executor):
         return future
 
 
-def element_index(tensor: torch.Tensor) -> torch.Tensor:
-    """Return int64 of the tensor's shape: the position of each element in its storage."""
-    index = torch.full((), int(tensor.storage_offset()), dtype=torch.int64, device=tensor.device)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        index = index.unsqueeze(-1) + torch.arange(size, device=tensor.device) * stride
-    return index
-
-
 def _pieces(function: Any, arguments: Any, keywords: Any, result: Any) -> Pieces | None:
     """Return what the result of an operation that only moves elements holds; None for any other."""
     if function is aten.clone.default or (function is aten._to_copy.default and arguments[0].dtype == result.dtype):
@@ -218,13 +178,13 @@ def _pieces(function: Any, arguments: Any, keywords: Any, result: Any) -> Pieces
     if function not in (aten.cat.default, aten.stack.default):
         return None
     axis = (arguments[1] if len(arguments) > 1 else keywords.get("dim", 0)) % result.ndim
-    before = (slice(None),) * axis
-    if function is aten.stack.default:
-        return [((*before, position), tensor) for position, tensor in enumerate(arguments[0])]
-    pieces, start = [], 0
+    pieces: Pieces = []
+    start = 0
     for tensor in arguments[0]:
-        pieces.append(((*before, slice(start, start + tensor.shape[axis])), tensor))
-        start += tensor.shape[axis]
+        size = 1 if function is aten.stack.default else tensor.shape[axis]
+        where = start if function is aten.stack.default else slice(start, start + size)
+        pieces.append(((*(slice(None),) * axis, where), tensor))
+        start += size
     return pieces
 
 
@@ -232,8 +192,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -242,18 +202,17 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _written(function: Any, arguments: Any, keywords: Any) -> list[torch.Tensor]:
     """Return the tensors that the operation writes into."""
-    given = [
-        arguments[place] if place < len(arguments) else keywords.get(value.name)
-        for place, value in enumerate(function._schema.arguments)
-        if value.alias_info is not None and value.alias_info.is_write
-    ]
-    return _tensors(given)
+    return _tensors(
+        [
+            arguments[place] if place < len(arguments) else keywords.get(value.name)
+            for place, value in enumerate(function._schema.arguments)
+            if value.alias_info is not None and value.alias_info.is_write
+        ]
+    )
 
 
 def _is_view(function: Any) -> bool:
     """Return whether the operation returns aliases of what it was given, and writes nothing."""
-    if function is aten._unsafe_view.default:  # an alias all the same, as reshape makes it of a copy
-        return True
     schema = function._schema
     aliases = schema.returns and all(value.alias_info is not None for value in schema.returns)
     return bool(aliases) and not schema.is_mutable

@@ -1,8 +1,5 @@
 """The tensors of a scheduler's model: which there are, 64-bit fingerprints of what they hold, and a sentinel fill.
 
-`report_*` and `fill_model` run in every scheduler of the engine, as harness.rollout.schedulers calls them: with
-the model and one (text, tensor) pair. They return nothing, so the text names the folder that a report is written to.
-
 A fingerprint is computed where the weights are. An element at place p counts bits * BASE**p, modulo 2**64. Such sums add
 up: those of the ranks of an engine, each over its part of a checkpoint tensor, are that of the whole one, and the trainer's
 ranks get the same from their shards without gathering anything. One element that differs always shows, since BASE is odd;
@@ -12,7 +9,7 @@ of many that differ, 2**-60 are missed.
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +35,7 @@ CHUNK = 1 << 22
 _KEPT = "_harness_fingerprints"
 
 Call = Sequence[tuple[str, torch.Tensor]]
+"""What the custom-weight-loader hook gives a function beside the model: one (text, tensor) pair."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,31 +46,30 @@ class WorkerReport:
     """Engine rank: pp major, then tp."""
     device: str
     """UUID of its GPU, or "cpu"."""
-    tensors: dict[str, str]
+    tensors: dict[str, int]
     """Fingerprints: of parameters and buffers by the engine's own (fused, sharded) names, or of copies by bucket."""
 
 
 def report_tensors(model: Any, call: Call) -> None:
     """Report a fingerprint of each parameter and buffer, and of what is derived from them."""
-    named = (
-        dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers()) | dict(synced_tensors(model))
-    )
-    flat = {name: tensor.detach().contiguous().reshape(-1) for name, tensor in named.items()}
-    write_report(model, {name: str(int(weighted_sum(tensor, (1,), 0))) for name, tensor in flat.items()}, call)
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    named |= dict(synced_tensors(model))
+    sums = {name: weighted_sum(each.detach().contiguous().reshape(-1), (1,), 0) for name, each in named.items()}
+    _write_report(model, {name: int(each) for name, each in sums.items()}, call)
 
 
 def report_fingerprints(model: Any, call: Call) -> None:
     """Report `fingerprints` of what the copies of each bucket filled."""
-    write_report(model, fingerprints(model), call)
+    _write_report(model, fingerprints(model), call)
 
 
 def report_device(model: Any, call: Call) -> None:
     """Report without fingerprints, which read the whole model."""
-    write_report(model, {}, call)
+    _write_report(model, {}, call)
 
 
-def write_report(model: Any, tensors: dict[str, str], call: Call) -> None:
-    """Write the WorkerReport of this scheduler, whole or not at all."""
+def _write_report(model: Any, tensors: dict[str, int], call: Call) -> None:
+    """Write the WorkerReport of this scheduler, whole or not at all, to the folder that the text of the call names."""
     folder, rank = Path(call[0][0]), dist.get_rank()
     device = current_gpu_uuid() if next(model.parameters()).is_cuda else "cpu"
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,17 +80,13 @@ def write_report(model: Any, tensors: dict[str, str], call: Call) -> None:
 
 
 def read_reports(folder: Path, count: int) -> list[WorkerReport]:
-    """Wait for the reports of the `count` schedulers of this host: the engine answers for its first stage alone.
-
-    Raise TimeoutError when one does not come.
-    """
+    """Wait for the reports of the `count` schedulers of this host: the engine answers for its first stage alone."""
     deadline = time.monotonic() + REPORT_SECONDS
-    while len(files := list(folder.glob("rank*.json"))) < count:
+    while len(files := sorted(folder.glob("rank*.json"))) < count:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{folder} has not {count} reports of schedulers after {REPORT_SECONDS:.0f} s.")
         time.sleep(0.01)
-    reports = [WorkerReport(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
-    return sorted(reports, key=lambda report: report.rank)
+    return [WorkerReport(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
 
 def current_gpu_uuid() -> str:
@@ -119,8 +112,7 @@ def synced_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters, persistent buffers and what is derived from them; others, such as rotary caches, are not sent."""
     yield from model.named_parameters()
     for path, module in model.named_modules():
-        found = dict(module.named_buffers(recurse=False))
-        found = {name: buffer for name, buffer in found.items() if name not in module._non_persistent_buffers_set}
+        found = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
         for name, tensor in (found | {name: getattr(module, name, None) for name in DERIVED}).items():
             if isinstance(tensor, torch.Tensor):
                 yield f"{path}.{name}".removeprefix("."), tensor
@@ -147,36 +139,29 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Addresses:
-    """Where the tensors of a model lie that some copies fill; SGLang may put others in their place."""
-
-    def __init__(self, model: Any, targets: Iterable[torch.Tensor]) -> None:
-        filled = {storage(target) for target in targets}
-        found = model_tensors(model).items()
-        self.by_name = {name: tensor.data_ptr() for name, tensor in found if storage(tensor) in filled}
-
-    def still_hold(self, model: Any) -> bool:
-        now = model_tensors(model)
-        return all(name in now and now[name].data_ptr() == at for name, at in self.by_name.items())
-
-
 def keep_copies(model: Any, copies: Sequence[Sequence[Copy]]) -> None:
-    """Remember, on the model, what the copies of each bucket fill."""
-    setattr(model, _KEPT, (copies, Addresses(model, [copy.target for bucket in copies for copy in bucket])))
+    """Remember, on the model, what the copies of each bucket fill, and where that lies."""
+    filled = {storage(copy.target) for bucket in copies for copy in bucket}
+    found = {name: tensor.data_ptr() for name, tensor in model_tensors(model).items() if storage(tensor) in filled}
+    setattr(model, _KEPT, (copies, found))
+
+
+def kept_copies(model: Any) -> Sequence[Sequence[Copy]] | None:
+    """Return the copies of each bucket; None where SGLang has put other tensors in the place of what they fill."""
+    copies, at = getattr(model, _KEPT, ((), {}))
+    now = {name: tensor.data_ptr() for name, tensor in model_tensors(model).items()}
+    return copies if at.items() <= now.items() else None
 
 
 @torch.no_grad()
-def fingerprints(model: Any) -> dict[str, str]:
+def fingerprints(model: Any) -> dict[str, int]:
     """Return the fingerprint of what each copy filled as "<bucket>/<copy>" -> number.
 
     Empty where SGLang has meanwhile put other tensors in the place of those: the copies must be traced anew.
     """
-    copies, addresses = getattr(model, _KEPT, ([], None))
-    if addresses is None or not addresses.still_hold(model):
-        return {}
+    copies = kept_copies(model) or ()
     sums = {f"{bucket}/{part}": _sum_of(copy) for bucket, each in enumerate(copies) for part, copy in enumerate(each)}
-    numbers = torch.stack(list(sums.values())).tolist() if sums else []
-    return {key: str(number) for key, number in zip(sums, numbers, strict=True)}
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
 def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> torch.Tensor:
@@ -211,9 +196,6 @@ def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> to
 def _sum_of(copy: Copy) -> torch.Tensor:
     target, region = copy.target, copy.region
     values = target.to(region.dtype)
-    if region.index is not None:
-        bits = values.contiguous().view(INTEGER[values.element_size()])
-        return (bits * _powers_at(region.index.to(bits.device))).sum()
     found = weighted_sum(values, region.stride, region.offset)
     # What an engine holds wider than it was sent must be what it was sent, and not something between.
     return found if values is target else found + (values.to(target.dtype) != target).sum()
@@ -227,19 +209,6 @@ def _powers(step: int, count: int, device: torch.device) -> torch.Tensor:
     return found[:count]
 
 
-def _powers_at(places: torch.Tensor) -> torch.Tensor:
-    """Return int64: BASE**place modulo 2**64 for each place."""
-    found, square, left = torch.ones_like(places), BASE, places.clone()
-    while bool((left > 0).any()):
-        found = torch.where(left.bitwise_and(1).bool(), found * _signed(square), found)
-        square, left = square * square % WRAP, left >> 1
-    return found
-
-
 def _power(exponent: int) -> int:
-    return _signed(pow(BASE, exponent, WRAP))
-
-
-def _signed(number: int) -> int:
-    """Return the int64 that is congruent to a number modulo 2**64."""
-    return (number + WRAP // 2) % WRAP - WRAP // 2
+    """Return the int64 that is congruent to BASE**exponent modulo 2**64."""
+    return (pow(BASE, exponent, WRAP) + WRAP // 2) % WRAP - WRAP // 2

@@ -1,8 +1,7 @@
 """The scheduler's end of the slots: opens them once, then loads bucket after bucket as they are filled.
 
-`stream` runs in every scheduler of an engine; the text that it is given says what to do. What lasts between calls (slots,
-connection, plans) is kept on the model, as there is no other place. A failure is answered to the trainer rank, not
-raised: SGLang would end the scheduler.
+`stream` runs in every scheduler of an engine. What lasts between calls (slots, connection, plans) is kept on the model, as
+there is no other place. A failure is answered to the trainer rank, not raised: SGLang would end the scheduler.
 """
 
 import json
@@ -30,10 +29,10 @@ from harness.weights.stream.slots import (
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
 from harness.weights.worker.model_state import (
     INTEGER,
-    Addresses,
     Call,
     derived_tensors,
     keep_copies,
+    kept_copies,
     model_tensors,
     storage,
 )
@@ -58,8 +57,6 @@ class LoadCoverage:
     """The engine's own names of tensors -> names that fill them, in whole or in part."""
     unfilled: list[str] = field(default_factory=list)
     """Parameters that nothing fills; empty where that cannot be known of all."""
-    by_own_loader: int = 0
-    """Tensors whose groups SGLang's own loader loads at each sync, since it does more than copy."""
 
 
 @dataclass(slots=True)
@@ -70,12 +67,18 @@ class LoadPlan:
     copied: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
     """(targets, sources) of copies that one kernel makes (True), and of those that are strided or convert."""
     own: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """For the model's own load_weights."""
+    """For the model's own load_weights, since it does more than copy."""
 
     @property
     def copies(self) -> list[Copy]:
         """All copies, those that the model's own loader makes too."""
         return [copy for traced in self.traces for copy in traced.copies]
+
+    def load(self, model: Any) -> None:
+        for targets, sources in self.copied.values():
+            torch._foreach_copy_(targets, sources)
+        if self.own:
+            model.load_weights(self.own)
 
 
 @dataclass(slots=True)
@@ -87,14 +90,10 @@ class SlotReader:
     layout: Layout
     device: torch.device
     plans: list[LoadPlan] = field(default_factory=list)
-    addresses: Addresses = field(init=False)
-    """Of what the plans write to."""
 
     def make_plans(self) -> None:
         """Ask the model's own loader what it would do with every bucket."""
         self.plans = [self._plan(bucket, self.link.slots[index % SLOTS]) for index, bucket in enumerate(self.layout)]
-        written = [target for plan in self.plans for targets, _ in plan.copied.values() for target in targets]
-        self.addresses = Addresses(self.model, written)
         keep_copies(self.model, [plan.copies for plan in self.plans])
 
     def _plan(self, bucket: Sequence[SlotEntry], slot: torch.Tensor) -> LoadPlan:
@@ -105,14 +104,17 @@ class SlotReader:
         for entries in groups.values():
             traced = self._trace(entries, slot)
             plan.traces.append(traced)
-            if traced.error or not traced.only_copies or not self._lasting(traced):
+            # A copy into a tensor that the loader then puts into the model does not last.
+            inside = {storage(tensor) for tensor in model_tensors(self.model).values()}
+            if not traced.only_copies or any(storage(copy.target) not in inside for copy in traced.copies):
                 plan.own += [(entry.name, entry.view(slot)) for entry in entries]
                 continue
             for copy in traced.copies:
                 target, source = copy.target, copy.region.view(slot)
                 fast = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
-                for tensors, tensor in zip(plan.copied.setdefault(fast, ([], [])), (target, source), strict=True):
-                    tensors.append(tensor)
+                targets, sources = plan.copied.setdefault(fast, ([], []))
+                targets.append(target)
+                sources.append(source)
         return plan
 
     def _trace(self, entries: Sequence[SlotEntry], slot: torch.Tensor) -> GroupTrace:
@@ -132,29 +134,21 @@ class SlotReader:
             traced.opaque |= {entry.name for entry in entries}
         return traced
 
-    def _lasting(self, traced: GroupTrace) -> bool:
-        """Return whether all copies go into the model itself, not into a tensor that the loader then puts there."""
-        inside = {storage(tensor) for tensor in model_tensors(self.model).values()}
-        return all(storage(copy.target) in inside for copy in traced.copies)
-
     def coverage(self, rank: int) -> LoadCoverage:
         """Return what the plans mean for the sender."""
-        found = LoadCoverage(rank=rank)
+        found = LoadCoverage(rank=rank, regions=[[copy.region for copy in plan.copies] for plan in self.plans])
         filled_by: dict[int, dict[str, None]] = {}
         for plan in self.plans:
-            found.regions.append([copy.region for copy in plan.copies])
-            found.by_own_loader += len(plan.own)
+            for copy in plan.copies:
+                filled_by.setdefault(storage(copy.target), {})[copy.region.name] = None
             for traced in plan.traces:
-                for copy in traced.copies:
-                    filled_by.setdefault(storage(copy.target), {}).update(dict.fromkeys(copy.region.names))
                 if traced.error:
                     found.errors |= self._blame(traced)
                     continue
                 found.unknown += [entry.name for entry in traced.entries if entry.name not in traced.used]
                 found.opaque += sorted(traced.opaque)
-        for name, tensor in model_tensors(self.model).items():
-            if names := filled_by.get(storage(tensor)):
-                found.filled[name] = list(names)
+        named = model_tensors(self.model).items()
+        found.filled = {name: list(filled_by[storage(each)]) for name, each in named if storage(each) in filled_by}
         if not found.opaque and not found.errors:
             found.unfilled = [name for name, _ in self.model.named_parameters() if name not in found.filled]
         return found
@@ -172,17 +166,7 @@ class SlotReader:
         first: the stamp of the first bucket; the others count on. Raise RuntimeError when a slot was written again before
         it was read.
         """
-        timer = SegmentTimer(self.device)
-
-        def load(plan: LoadPlan, slot: torch.Tensor) -> None:
-            with timer.measure("load"):
-                for targets, sources in plan.copied.values():
-                    torch._foreach_copy_(targets, sources)
-                if plan.own:
-                    self.model.load_weights(plan.own)
-
-        self._read_each(first, timer, load)
-        return timer.read()
+        return self._read_each(first, lambda plan, slot: plan.load(self.model))
 
     @torch.no_grad()
     def compare(self, first: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
@@ -192,20 +176,20 @@ class SlotReader:
         stale; these are derived anew.
         """
         derived = {name: tensor.clone() for name, tensor in derived_tensors(self.model).items()}
-        counts: list[tuple[Region, torch.Tensor]] = []
+        counts: list[tuple[Copy, torch.Tensor]] = []
 
         def count(plan: LoadPlan, slot: torch.Tensor) -> None:
             for copy in plan.copies:
                 integer = INTEGER[copy.target.element_size()]
                 expected = copy.region.view(slot).to(copy.target.dtype)
-                counts.append((copy.region, (expected.view(integer) != copy.target.view(integer)).sum()))
+                counts.append((copy, (expected.view(integer) != copy.target.view(integer)).sum()))
 
-        self._read_each(first, SegmentTimer(self.device), count)
+        self._read_each(first, count)
         wrong: dict[str, tuple[int, int]] = {}
-        for region, differing in counts:
-            for name in region.names if differing else ():
-                before = wrong.get(name, (0, 0))
-                wrong[name] = before[0] + int(differing), before[1] + torch.Size(region.shape).numel()
+        for copy, differing in counts:
+            if differing:
+                before = wrong.get(copy.region.name, (0, 0))
+                wrong[copy.region.name] = before[0] + int(differing), before[1] + copy.target.numel()
         for index, plan in enumerate(self.plans):
             for traced in plan.traces:
                 if traced.does_more:
@@ -213,15 +197,16 @@ class SlotReader:
         after = derived_tensors(self.model)
         return wrong, [name for name, tensor in derived.items() if not torch.equal(tensor, after[name])]
 
-    def _read_each(self, first: int, timer: SegmentTimer, work: Callable[[LoadPlan, torch.Tensor], None]) -> None:
-        if not self.addresses.still_hold(self.model):
+    def _read_each(self, first: int, work: Callable[[LoadPlan, torch.Tensor], None]) -> dict[str, float]:
+        if kept_copies(self.model) is None:
             self.make_plans()
-        stamps = []
+        timer, stamps = SegmentTimer(self.device), []
         for index, plan in enumerate(self.plans):
             slot = self.link.slots[index % SLOTS]
             with timer.measure("wait"):
                 self._await_filled(index)
-            work(plan, slot)
+            with timer.measure("load"):
+                work(plan, slot)
             stamps.append(stamp(slot).clone())
             self._say_read(index)
         for index, found in enumerate(stamps):
@@ -230,6 +215,7 @@ class SlotReader:
                     f"bucket {index} was not in its slot when the engine had read it: it was read too early, or"
                     f" overwritten ({apart:+d} buckets away)"
                 )
+        return timer.read()
 
     def _await_filled(self, index: int) -> None:
         received = self.link.receive()

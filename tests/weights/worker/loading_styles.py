@@ -35,6 +35,8 @@ class Case:
     model: Model
     sent: dict[str, torch.Tensor]
     only_copies: bool = True
+    followed: bool = True
+    """False: a part of what was joined or turned is taken."""
 
 
 @dataclass
@@ -137,7 +139,7 @@ def halves(axis: int, then_narrow: bool = False) -> Callable[[Sizes], Case]:
         )
         shape = list(torch.cat([one, other], axis).shape)
         shape[axis] -= then_narrow
-        return Case(s.model(load, both=tuple(shape)), {"one": one, "other": other}, only_copies=not then_narrow)
+        return Case(s.model(load, both=tuple(shape)), {"one": one, "other": other}, not then_narrow, not then_narrow)
 
     return case
 
@@ -159,7 +161,7 @@ def transposed_then_flat(s: Sizes) -> Case:
             model.held[name].data.copy_(loaded.T.contiguous().view(-1)[1:])
 
     rows, columns = s.rows + 1, s.columns + 1
-    return Case(s.model(load, a=(rows * columns - 1,)), {"a": s.random(rows, columns)}, only_copies=False)
+    return Case(s.model(load, a=(rows * columns - 1,)), {"a": s.random(rows, columns)}, False, False)
 
 
 def other_dtype(s: Sizes) -> Case:

@@ -155,8 +155,7 @@ def test_an_arrival_of_all_that_the_model_wants(tmp_path: Path) -> None:
         "q_and_kv_a": ["q_a", "kv_a"],
     }
     assert (found.unknown, found.errors, found.opaque, found.unfilled) == ([], {}, [], [])
-    assert found.by_own_loader == len(OWN)
-    regions = {name: region for bucket in found.regions for region in bucket for name in region.names}
+    regions = {region.name: region for bucket in found.regions for region in bucket}
     assert regions.keys() == SHAPES.keys()
     assert (regions["gate"].dtype, regions["gate"].target_dtype) == (torch.float32, torch.bfloat16)
     assert (regions["down"].shape, regions["down"].stride) == ((6, 4), (1, 6))
