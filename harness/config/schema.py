@@ -223,7 +223,7 @@ class Weights:
     """How the actor's weights reach the engines, and how far to trust that they did."""
 
     transport: Literal["auto", TransportName] = "auto"
-    """bucket: SGLang's own update call with one flattened buffer (0.5.1 and newer). tensor: the same call with a list of named tensors. stream: through two buffers that the engine keeps open, gathered and loaded side by side (0.4.8 and newer). distributed: broadcast from each engine's first rank. disk: through a checkpoint folder. auto: bucket where this sglang has it, else tensor; with parallel.colocate = false, distributed."""
+    """bucket: SGLang's own update call with one flattened buffer (0.5.6 and newer). tensor: the same call with a list of named tensors. stream: through two buffers that the engine keeps open, gathered and loaded side by side (0.4.8 and newer). distributed: broadcast from each engine's first rank (0.4.9 and newer). disk: through a checkpoint folder. auto: bucket where this sglang has it, else tensor; with parallel.colocate = false, distributed."""
     bucket_size_mib: int = 512
     """Bytes of one call or buffer, in MiB. The largest tensor, and tensors that fuse on arrival, stay whole even beyond it."""
     folder: str = ""

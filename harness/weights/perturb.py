@@ -25,9 +25,13 @@ def perturb(live: Mapping[str, torch.Tensor], seed: int) -> None:
     float16, of a DTensor this rank's shard; integers stay as they are. Raise ValueError for other types.
     """
     for name, tensor in live.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        local, shard = tensor.detach(), "whole"
+        if isinstance(tensor, DTensor):  # ranks with the same values must stay the same
+            local, coordinates = tensor.to_local(), tensor.device_mesh.get_coordinate() or ()
+            pairs = zip(tensor.placements, coordinates, strict=True)
+            shard = ",".join(str(at) for placement, at in pairs if isinstance(placement, Shard))
         if local.dtype in VIEWS:
-            _flip(local, f"{seed}/{name}/{_shard(tensor)}")
+            _flip(local, f"{seed}/{name}/{shard}")
         elif local.is_floating_point():
             raise ValueError(f"{name} must be float32, bfloat16 or float16 to be perturbed, got {local.dtype}")
 
@@ -44,11 +48,3 @@ def _flip(tensor: torch.Tensor, key: str) -> None:
         position = torch.arange(start, start + chunk.numel(), device=flat.device, dtype=torch.int64)
         coin = position.add_(offset).mul_(factor).bitwise_right_shift_(31).bitwise_and_(1)
         chunk.bitwise_xor_(coin.add_(1).mul_(1 << (bits - 6)).to(integer))
-
-
-def _shard(tensor: torch.Tensor) -> str:
-    """Return which shard this rank holds: the same for ranks with the same values, since those must stay the same."""
-    if not isinstance(tensor, DTensor):
-        return "whole"
-    pairs = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
-    return ",".join(str(coordinate) for placement, coordinate in pairs if isinstance(placement, Shard))

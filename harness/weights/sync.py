@@ -8,6 +8,7 @@ from torch import nn
 
 from harness.config import schema
 from harness.rollout.verl_engine import VerlEngine
+from harness.runtime.units import MIB
 from harness.trainer.model import named_tensors
 from harness.weights.gather import gather, plan_buckets
 from harness.weights.names import checkpoint_layout
@@ -23,10 +24,6 @@ from harness.weights.transports import (
 )
 from harness.weights.update_group import UpdateGroup
 from harness.weights.worker.reader import LoadCoverage
-
-MIB = 1 << 20
-GROUP_SECONDS = 600.0
-"""How long a broadcast to the engine's ranks may take."""
 
 
 class WeightSync:
@@ -66,7 +63,7 @@ class WeightSync:
         if self.transport_name in ("tensor", "bucket"):
             return TensorTransport(self.engine, flattened=self.transport_name == "bucket")
         if self.transport_name == "distributed":
-            return DistributedTransport(self.engine, UpdateGroup(self.engine, GROUP_SECONDS))
+            return DistributedTransport(self.engine, UpdateGroup(self.engine))
         # The target serves as source: of an empty folder no config or tokenizer is copied, and the engine has its own.
         return DiskTransport(self.engine, folder, lambda target: self.save(target, target, dist.get_rank()))
 
@@ -74,17 +71,12 @@ class WeightSync:
     def nbytes(self) -> int:
         return sum(entry.nbytes for bucket in self.buckets for entry in bucket.entries)
 
-    @property
-    def largest_bucket(self) -> int:
-        return max(bucket.nbytes for bucket in self.buckets)
-
     def link(self) -> WeightLink:
         """Return the slots beside the schedulers; the first call, a collective one of all ranks, opens them."""
-        if self._link is not None and self._link.broken:
+        if self._link is None or self._link.broken:
             self.close_link()
-        if self._link is None:
-            layout = tuple(bucket.entries for bucket in self.buckets)
-            self._link = WeightLink.open(self.engine, layout, self.largest_bucket)
+            layout, largest = (bucket.entries for bucket in self.buckets), max(each.nbytes for each in self.buckets)
+            self._link = WeightLink.open(self.engine, tuple(layout), largest)
             self.coverage = self._link.coverage
         return self._link
 

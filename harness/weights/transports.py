@@ -4,13 +4,13 @@ All but the stream take buckets one after the other, each gathered whole on ever
 bucket, and a bucket is one call of the engine.
 """
 
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.config.rules import check_transport
 from harness.config.schema import TransportName
-from harness.rollout import sglang_api
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.sglang_api import SGLangApi
 from harness.rollout.verl_engine import VerlEngine
@@ -28,13 +27,8 @@ from harness.weights.gather import Bucket, gather_into
 from harness.weights.stream.weight_link import WeightLink
 from harness.weights.update_group import UpdateGroup
 
-T = TypeVar("T")
-
-Gathered = list[tuple[str, torch.Tensor]]
-"""Full, contiguous tensors under their checkpoint names."""
-
-Gather = Callable[[Bucket], Gathered]
-"""A collective call of the trainer's ranks."""
+Gather = Callable[[Bucket], list[tuple[str, torch.Tensor]]]
+"""Return full, contiguous tensors under their checkpoint names; a collective call of the trainer's ranks."""
 
 
 class Transport(Protocol):
@@ -52,7 +46,7 @@ class Transport(Protocol):
 class TensorTransport(Transport):
     """SGLang's own update call, once for each bucket: each rank hands its own copies to the TP rank beside it.
 
-    A list of named tensors, or flattened into one buffer; one for each dtype where this sglang wants that (0.5.1 to 0.5.5).
+    A list of named tensors, or flattened into one buffer.
     """
 
     engine: VerlEngine
@@ -61,13 +55,9 @@ class TensorTransport(Transport):
     def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
         load_format = "flattened_bucket" if self.flattened else None
         with self.engine.weight_update():
-            for bucket, last in _with_last(buckets):
-                for tensors, last_part in _with_last(self._calls(gather(bucket))):
-                    self.engine.update_weights_from_tensor(tensors, load_format, flush_cache=last and last_part)
-
-    def _calls(self, tensors: Gathered) -> list[Gathered]:
-        split = self.flattened and not self.engine.api.bucket_mixes_dtypes
-        return split_by_dtype(tensors) if split else [tensors]
+            for bucket in buckets:
+                flush_cache = bucket is buckets[-1]
+                self.engine.update_weights_from_tensor(gather(bucket), load_format, flush_cache=flush_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +84,9 @@ class DistributedTransport(Transport):
     group: UpdateGroup
 
     def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
-        """Raise ConfigError, before anything is sent, for a model that this sglang cannot receive whole."""
-        if "name" in self.engine.api.distributed_update_parameters:
-            _check_one_tensor_a_call(self.engine.api, [entry.name for bucket in buckets for entry in bucket.entries])
         with self.engine.weight_update():
-            for bucket, last in _with_last(buckets):
-                self.group.broadcast(gather(bucket), flush_cache=last)
+            for bucket in buckets:
+                self.group.broadcast(gather(bucket), flush_cache=bucket is buckets[-1])
 
     def close(self) -> None:
         self.group.close()
@@ -120,90 +107,54 @@ class DiskTransport(Transport):
 
         A failure to write or load raises on every rank; what was written is deleted all the same.
         """
-        with ExitStack() as cleanup:
-            box = [""]
-            if dist.get_rank() == 0:
-                self.parent.mkdir(parents=True, exist_ok=True)
-                box = [tempfile.mkdtemp(prefix="weights-", dir=self.parent)]
-                cleanup.callback(shutil.rmtree, box[0], ignore_errors=True)
+        self.parent.mkdir(parents=True, exist_ok=True)
+        make = partial(tempfile.TemporaryDirectory, prefix="weights-", dir=self.parent, ignore_cleanup_errors=True)
+        with make() if dist.get_rank() == 0 else nullcontext("") as name:
+            box = [name]
             dist.broadcast_object_list(box, src=0)
-            folder = Path(box[0])
-            _together("writing the checkpoint", lambda: self.save(folder))
-            _together("loading the checkpoint", lambda: self.engine.update_weights_from_disk(str(folder)))
-
-
-class TransportChoice(NamedTuple):
-    """The transport of a run, and why it is this one."""
-
-    name: TransportName
-    reason: str
+            _together("writing the checkpoint", lambda: self.save(Path(box[0])))
+            _together("loading the checkpoint", lambda: self.engine.update_weights_from_disk(box[0]))
 
 
 def default_transport(api: SGLangApi) -> Literal["bucket", "tensor"]:
     """Return how SGLang's own update call takes weights: as a flattened bucket, in older releases as named tensors."""
-    return "bucket" if api.flattened_bucket else "tensor"
+    return "bucket" if api.bucket_mixes_dtypes else "tensor"
 
 
-def choose_transport(config: schema.Config, api: SGLangApi, device: Literal["cpu", "cuda"]) -> TransportChoice:
-    """Resolve weights.transport. "auto" is SGLang's own update call: bucket where this sglang has it, else tensor.
+def choose_transport(
+    config: schema.Config, api: SGLangApi, device: Literal["cpu", "cuda"]
+) -> tuple[TransportName, str]:
+    """Resolve weights.transport; return its name, and why it is this one. "auto" is SGLang's own update call.
 
     Raise ConfigError for a transport that the devices or this sglang do not allow.
     """
     check_transport(config, device)
-    name = config.weights.transport
+    name, reason = config.weights.transport, "set in the config"
     if config.parallel.pp > 1 and not api.custom_weight_loader and name != "disk":
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp} cannot work: sglang {api.version} hands the first stage's tensors to every"
             ' stage, and has no custom weight loaders (0.4.8) to mend that; use 1, or weights.transport = "disk".'
         )
-    if name == "auto":
-        if config.engine.implementation == "sglang":
-            return TransportChoice("tensor", "auto: sglang's own VerlEngine takes named tensors only")
-        if not config.parallel.colocate:
-            return TransportChoice("distributed", "auto: parallel.colocate is false")
-        has = "takes" if api.flattened_bucket else "has no"
-        return TransportChoice(default_transport(api), f"auto: sglang {api.version} {has} flattened buckets")
-    lacks = _what_is_lacking(name, api, device)
-    if lacks:
-        raise ConfigError(f'weights.transport = "{name}" cannot work: sglang {api.version} {lacks}.')
-    return TransportChoice(name, "set in the config")
-
-
-def split_by_dtype(tensors: Gathered) -> list[Gathered]:
-    """Return one list for each dtype, in order. What fuses has one dtype, so it stays together."""
-    lists: dict[torch.dtype, Gathered] = {}
-    for name, tensor in tensors:
-        lists.setdefault(tensor.dtype, []).append((name, tensor))
-    return list(lists.values())
-
-
-def _what_is_lacking(name: str, api: SGLangApi, device: str) -> str | None:
-    """Return why this sglang cannot do it and what can, as the end of a sentence; None where it can."""
-    if name == "stream" and not api.custom_weight_loader:
-        return 'has no custom weight loaders, which came with 0.4.8; use "tensor"'
-    if name == "bucket" and not api.flattened_bucket:
-        return 'has no flattened buckets, which came with 0.5.1; use "tensor"'
-    if name == "distributed" and not api.distributed_update_parameters:
-        return 'has no update_weights_from_distributed; use "tensor"'
-    if name == "distributed" and sglang_api.update_group_ends_in_barrier(api):
-        reason = "gloo refuses" if device == "cpu" else "GPUs the engine does not see"
-        return f'ends the start of an update group in a barrier for which it names GPUs ({reason}); use "disk"'
-    return None
-
-
-def _check_one_tensor_a_call(api: SGLangApi, names: Sequence[str]) -> None:
-    """Raise ConfigError for halves that fuse: until 0.4.8.post1 a tensor is a call, and SGLang drops a half without the other."""
-    halves = next((name for name in names if "kv_a_proj_with_mqa" in name), None)
-    if halves and any(name == halves.replace("kv_a_proj_with_mqa", "q_a_proj") for name in names):
-        raise ConfigError(
-            f'weights.transport = "distributed" cannot work: sglang {api.version} receives one tensor a call, and would'
-            f' drop {halves}, which it fuses with q_a_proj of the same call; use "tensor" or "disk".'
-        )
-
-
-def _with_last(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item, and whether it is the last."""
-    return ((item, index + 1 == len(items)) for index, item in enumerate(items))
+    if name == "auto" and config.engine.implementation == "sglang":
+        name, reason = "tensor", "auto: sglang's own VerlEngine takes named tensors only"
+    elif name == "auto" and not config.parallel.colocate:
+        name, reason = "distributed", "auto: parallel.colocate is false"
+    elif name == "auto":
+        name = default_transport(api)
+        has = "takes" if name == "bucket" else "has no"
+        reason = f"auto: sglang {api.version} {has} flattened buckets"
+    needs = {
+        "stream": (api.custom_weight_loader, 'custom weight loaders, which came with 0.4.8; use "tensor"'),
+        "bucket": (api.bucket_mixes_dtypes, 'flattened buckets of any dtypes, which came with 0.5.6; use "tensor"'),
+        "distributed": (
+            "names" in api.distributed_update_parameters,
+            'broadcasts of several tensors, which came with 0.4.9; use "disk"',
+        ),
+    }
+    has_it, what = needs.get(name, (True, ""))
+    if not has_it:
+        raise ConfigError(f'weights.transport = "{name}" cannot work: sglang {api.version} has no {what}.')
+    return name, reason
 
 
 def _together(what: str, work: Callable[[], None]) -> None:

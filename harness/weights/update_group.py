@@ -19,24 +19,24 @@ from harness.runtime.background import in_background
 
 T = TypeVar("T")
 
+TIMEOUT_SECONDS = 600.0
+"""For opening a group, and for each broadcast."""
 GRACE_SECONDS = 10.0
 """How long one side may run on after the other has failed, before it is left behind."""
-
 _NUMBERS = count()  # torch wants each group of a process to have a name of its own
 
 
 class UpdateGroup:
     """The group of one engine: opened with the first broadcast, kept for the next, opened anew after a failure."""
 
-    def __init__(self, engine: VerlEngine, timeout_seconds: float) -> None:
-        """timeout_seconds: for opening the group, and for each broadcast. Raise ValueError for pipeline stages."""
+    def __init__(self, engine: VerlEngine) -> None:
+        """Raise ValueError for pipeline stages."""
         if engine.group.pp > 1:
             raise ValueError(
                 f"parallel.pp must be 1 with an update group, got {engine.group.pp}: sglang gives every pipeline stage the"
                 " same ranks of it; use another transport."
             )
         self._engine = engine
-        self._seconds = timeout_seconds
         self._group: dist.ProcessGroup | None = None  # of the head alone
         self._name = ""
         self._backend = "gloo" if engine.device_type == "cpu" else "nccl"
@@ -44,8 +44,8 @@ class UpdateGroup:
     def broadcast(self, named_tensors: NamedTensors, flush_cache: bool) -> None:
         """Send contiguous tensors under their checkpoint names; a collective call of the engine's ranks, in a session.
 
-        Only the head's tensors are sent. One call of the engine for all of them, but before 0.4.9 one for each tensor.
-        Raise EngineRefused, or what the broadcast raised, on the head, and EngineFailed on the other ranks.
+        Only the head's tensors are sent, in one call of the engine. Raise EngineRefused, or what the broadcast raised, on
+        the head, and EngineFailed on the other ranks.
         """
         self._engine.on_head(lambda inner: self._exchange(inner, named_tensors, flush_cache))
 
@@ -63,7 +63,7 @@ class UpdateGroup:
         if self._backend == "nccl":
             torch.cuda.current_stream().synchronize()  # the broadcasting thread has another current stream
         # Only self keeps the group: gloo closes its connections, and so frees the engine, with the last reference.
-        self._both(inner, theirs, lambda: broadcast_all(self._group, tensors))
+        self._both(inner, theirs, lambda: _broadcast_all(self._group, tensors))
 
     def _open(self, inner: Any) -> None:
         """Let both sides join; the head waits where its engine's lease of ports says."""
@@ -72,7 +72,7 @@ class UpdateGroup:
         named: dict[str, Any] = {"address": address, "port": port, "world_size": self._engine.group.tp + 1}
         named |= {"group_name": self._name, "backend": self._backend}
         theirs = partial(sglang_api.init_weights_update_group, inner, rank_offset=1, **named)
-        ours = partial(sglang_api.open_update_group, self._engine.api, timeout_seconds=self._seconds, **named)
+        ours = partial(sglang_api.open_update_group, self._engine.api, timeout_seconds=TIMEOUT_SECONDS, **named)
         self._group = self._both(inner, theirs, ours)
 
     def _close(self, inner: Any) -> None:
@@ -97,10 +97,10 @@ class UpdateGroup:
                     group.abort()  # ends a broadcast that waits
                 dist.destroy_process_group(group)
 
-        return side_by_side(sglang_api.for_another_thread(inner, theirs), on_device, self._seconds, give_up)
+        return side_by_side(sglang_api.for_another_thread(inner, theirs), on_device, TIMEOUT_SECONDS, give_up)
 
 
-def broadcast_all(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> None:
+def _broadcast_all(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> None:
     """Send contiguous tensors from rank 0, in order; return when all have left."""
     works = []
     for tensor in tensors:  # no comprehension: the cell that it makes of `group` would outlive a failure
@@ -123,20 +123,24 @@ def side_by_side(
     Once one fails, or both have taken `seconds`, give_up() must free whichever still waits. Raise the first failure, with
     a note of what became of the other call, or TimeoutError; a thread that does not end in grace_seconds is left behind.
     """
-    engine, trainer = in_background(theirs, "update-group-engine"), in_background(ours, "update-group-trainer")
+    trainer = in_background(ours, "update-group-trainer")
+    engine = in_background(theirs, "update-group-engine")
     sides: dict[str, Future[Any]] = {"the engine's call": engine, "the trainer's side": trainer}
     wait(sides.values(), seconds, FIRST_EXCEPTION)
-    failed = [side for side in sides.values() if side.done() and side.exception()]
+    errors = [error for side in sides.values() if side.done() and (error := side.exception())]
     late = [name for name, side in sides.items() if not side.done()]
-    if not failed and not late:
+    if not errors and not late:
         return trainer.result()
     give_up()
     wait(sides.values(), grace_seconds)
-    first = failed[0].exception() if failed else None
-    error = first or TimeoutError(f"{' and '.join(late)} took more than {seconds:.0f} s in the update group")
+    first = (
+        errors[0]
+        if errors
+        else TimeoutError(f"{' and '.join(late)} took more than {seconds:.0f} s in the update group")
+    )
     for name, side in sides.items():
         if not side.done():
-            error.add_note(f"{name} is still running")
-        elif (other := side.exception()) and other is not error:
-            error.add_note(f"{name} failed too: {type(other).__name__}: {other}")
-    raise error
+            first.add_note(f"{name} is still running")
+        elif (other := side.exception()) and other is not first:
+            first.add_note(f"{name} failed too: {type(other).__name__}: {other}")
+    raise first

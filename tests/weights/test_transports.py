@@ -11,14 +11,8 @@ from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api import SGLangApi, SourceTree
-from harness.weights.gather import Bucket
-from harness.weights.stream.slots import SlotEntry
-from harness.weights.transports import DiskTransport, DistributedTransport, choose_transport, split_by_dtype
+from harness.weights.transports import DiskTransport, choose_transport
 from tests.cluster.gloo import on_ranks
-
-OLD_RUNNER = (
-    "class ModelRunner:\n    def init_weights_update_group(self):\n        dist.barrier(group=g, device_ids=[rank])\n"
-)
 
 
 @pytest.fixture
@@ -31,7 +25,6 @@ def new(tmp_path: Path) -> SGLangApi:
         sglang_api.probe(SourceTree(tmp_path)),
         version="0.9.9",
         custom_weight_loader=True,
-        flattened_bucket=True,
         bucket_mixes_dtypes=True,
         distributed_update_parameters=("names", "dtypes", "shapes", "group_name", "flush_cache"),
     )
@@ -47,7 +40,7 @@ def config_of(transport: Any = "auto", colocate: Any = True, implementation: Any
 
 def test_auto_is_the_update_call_of_sglang_and_the_reason_is_given(new: SGLangApi) -> None:
     assert choose_transport(config_of(), new, "cpu") == ("bucket", "auto: sglang 0.9.9 takes flattened buckets")
-    without = replace(new, flattened_bucket=False)
+    without = replace(new, bucket_mixes_dtypes=False)
     assert choose_transport(config_of(), without, "cpu") == ("tensor", "auto: sglang 0.9.9 has no flattened buckets")
 
 
@@ -64,7 +57,7 @@ def test_auto_is_the_update_call_of_sglang_and_the_reason_is_given(new: SGLangAp
     ],
 )
 def test_a_run_takes_what_its_devices_allow(config: schema.Config, device: Any, name: str, new: SGLangApi) -> None:
-    assert choose_transport(config, new, device).name == name
+    assert choose_transport(config, new, device)[0] == name
 
 
 @pytest.mark.parametrize(
@@ -108,15 +101,15 @@ def test_what_auto_makes_of_the_device_is_refused_too(
         ),
         (
             "bucket",
-            {"flattened_bucket": False},
-            'weights.transport = "bucket" cannot work: sglang 0.9.9 has no flattened buckets, which came with 0.5.1; use'
-            ' "tensor".',
+            {"bucket_mixes_dtypes": False},
+            'weights.transport = "bucket" cannot work: sglang 0.9.9 has no flattened buckets of any dtypes, which came with'
+            ' 0.5.6; use "tensor".',
         ),
         (
             "distributed",
-            {"distributed_update_parameters": ()},
-            'weights.transport = "distributed" cannot work: sglang 0.9.9 has no update_weights_from_distributed; use'
-            ' "tensor".',
+            {"distributed_update_parameters": ("name", "dtype", "shape")},
+            'weights.transport = "distributed" cannot work: sglang 0.9.9 has no broadcasts of several tensors, which came'
+            ' with 0.4.9; use "disk".',
         ),
     ],
 )
@@ -128,42 +121,6 @@ def test_what_a_version_lacks_is_one_sentence(
     with pytest.raises(ConfigError) as caught:
         choose_transport(config, replace(new, **absent), "cuda")
     assert str(caught.value) == sentence
-
-
-def test_a_group_that_starts_with_a_barrier_on_other_gpus_is_refused(new: SGLangApi) -> None:
-    runner = new.tree.root / "srt/model_executor/model_runner.py"
-    runner.parent.mkdir(parents=True)
-    runner.write_text(OLD_RUNNER)
-    with pytest.raises(ConfigError, match='ends the start of an update group in a barrier .* use "disk"'):
-        choose_transport(config_of("distributed", False), new, "cuda")
-
-
-@dataclass
-class OldEngine:
-    """Stands for an engine whose api alone is asked: what is refused must be refused before any call."""
-
-    api: SGLangApi
-
-
-def _bucket(*names: str) -> Bucket:
-    entries = tuple(
-        SlotEntry(name=name, dtype=torch.float32, shape=(1,), stride=(1,), offset=0, group=0) for name in names
-    )
-    return Bucket(pieces=(), entries=entries, nbytes=4)
-
-
-def test_one_tensor_a_call_cannot_carry_what_fuses(new: SGLangApi) -> None:
-    engine: Any = OldEngine(replace(new, distributed_update_parameters=("name", "dtype", "shape")))
-    attention = "model.layers.0.self_attn"
-    bucket = _bucket(f"{attention}.kv_a_proj_with_mqa.weight", f"{attention}.q_a_proj.weight")
-    nothing: Any = None
-    with pytest.raises(ConfigError, match="receives one tensor a call, and would drop model.layers.0.self_attn.kv_a"):
-        DistributedTransport(engine, nothing).push([bucket], nothing)
-
-
-def test_dtypes_part_in_order_where_a_bucket_holds_one() -> None:
-    tensors = [("a", torch.zeros(1)), ("b", torch.zeros(1, dtype=torch.bfloat16)), ("c", torch.ones(2))]
-    assert [[name for name, _ in part] for part in split_by_dtype(tensors)] == [["a", "c"], ["b"]]
 
 
 @dataclass

@@ -62,7 +62,7 @@ class SyncJob:
         asked = self.transports or (config.weights.transport,)
         configs = [replace(config, weights=replace(config.weights, transport=name)) for name in asked]
         chosen = [choose_transport(each, api, world.device_type) for each in configs]
-        config = replace(config, weights=replace(config.weights, transport=chosen[0].name))
+        config = replace(config, weights=replace(config.weights, transport=chosen[0][0]))
         run = replace(run, config=config)
         if world.rank == 0:
             write_config(folder, config, world.device_type)
@@ -167,11 +167,10 @@ def breakdown(row: BenchRow) -> dict[str, float]:
     parts = row.parts
     if not parts:
         return {}
-    own_time = "gpu_" if "gpu_fill" in parts else ""
     return {
-        "hand-over (the engine's call around the loads)": max(0.0, row.seconds - parts[f"{own_time}feed"]),
-        "gather (all-gathers, trainer side)": parts[f"{own_time}fill"],
-        "load (copies, scheduler side)": parts[f"scheduler_{own_time}load"],
+        "hand-over (the engine's call around the loads)": max(0.0, row.seconds - parts["feed"]),
+        "gather (all-gathers, trainer side)": parts["fill"],
+        "load (copies, scheduler side)": parts["scheduler_load"],
         "wait (trainer, for a slot to be read)": parts["wait"],
         "wait (scheduler, for a slot to be filled)": parts["scheduler_wait"],
     }

@@ -40,8 +40,7 @@ class WeightLink:
     broken: bool = False
     """A call failed: the connection may still hold messages of that call."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Parts of the last load: fill and wait on this rank, feed both together; scheduler_load and scheduler_wait in its
-    scheduler; with gpu_ before them where the GPU's own time is known."""
+    """Parts of the last load: fill and wait on this rank, feed both together; scheduler_load, scheduler_wait in its."""
 
     @classmethod
     def open(cls, engine: VerlEngine, layout: Layout, payload_bytes: int) -> "WeightLink":
@@ -75,35 +74,35 @@ class WeightLink:
         Every rank fills its slot with the same bytes, once its reader is done with the slot: on CUDA the current stream
         waits for the reader's event. The prefix cache is flushed. A collective call; raise EngineFailed.
         """
-        timer = SegmentTimer(self.device)
-        there = self._feed(reader.LOAD, fill, timer, flush_cache=True)
-        self.seconds = timer.read() | {f"scheduler_{name}": seconds for name, seconds in there.items()}
+        there, here = self._feed(reader.LOAD, fill, flush_cache=True)
+        self.seconds = here | {f"scheduler_{name}": seconds for name, seconds in there.items()}
 
     def compare(self, fill: Callable[[int, torch.Tensor], None]) -> tuple[dict[str, tuple[int, int]], list[str]]:
         """Call `fill` as load does; return what the scheduler of this rank holds otherwise (SlotReader.compare)."""
-        return self._feed(reader.COMPARE, fill, SegmentTimer(self.device))
+        found, _ = self._feed(reader.COMPARE, fill)
+        return found
 
-    def _feed(
-        self, what: str, fill: Callable[[int, torch.Tensor], None], timer: SegmentTimer, flush_cache: bool = False
-    ) -> Any:
+    def _feed(self, what: str, fill: Callable[[int, torch.Tensor], None], flush_cache: bool = False) -> Any:
+        """Return what the scheduler answers, and the seconds of the parts here."""
         first, self.stamped = self.stamped, self.stamped + len(self.layout)
+        timer = SegmentTimer(self.device)
 
         def feed(ended: Ended) -> Any:
             with timer.measure("feed"):
-                for index in range(len(self.layout)):
+                for index in range(len(self.layout) + SLOTS):
                     with timer.measure("wait"):
                         if index >= SLOTS:
                             self._await_read(index - SLOTS, ended)
-                    with timer.measure("fill"):
-                        slot = self.link.slots[index % SLOTS]
-                        stamp(slot).fill_(first + index)
-                        fill(index, slot)
-                    self._say_filled(index)
-                for index in range(max(0, len(self.layout) - SLOTS), len(self.layout)):
-                    self._await_read(index, ended)
+                    if index < len(self.layout):
+                        with timer.measure("fill"):
+                            slot = self.link.slots[index % SLOTS]
+                            stamp(slot).fill_(first + index)
+                            fill(index, slot)
+                        self._say_filled(index)
             return _answer(self.link, "done", ended)
 
-        return self._call(what, feed, flush_cache, first=first)
+        answer = self._call(what, feed, flush_cache, first=first)
+        return answer, timer.read()
 
     def close(self) -> None:
         """Give the slots back. A collective call of the engine's ranks."""
