@@ -62,7 +62,7 @@ def check_here(config: Config) -> list[str]:
         _check_sizes(config, fields, device)
     if is_hub_id(config.task.source):
         _of_hub(lambda: hub.look_up("dataset", config.task.source), "task.source", config.task.source)
-    return padded(fields, config) if fields and device == "cpu" else []
+    return list(padded(fields, config)) if device == "cpu" else []
 
 
 def check_started(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:

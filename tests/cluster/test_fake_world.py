@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.placement import RankLocation, gpu_of, parse_visible, place
-from harness.tools.plan.placement_plan import PlacementPlan, plan_placement
+from harness.tools.plan.dry_run import PlacementPlan, plan_placement
 
 NNODES, PER_HOST = 64, 8
 WORLD = NNODES * PER_HOST

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cluster.mesh import ParallelDims
+from harness.cluster.picture import picture
 from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, parse_visible, place
-from harness.tools.plan.placement_plan import plan_placement
+from harness.tools.plan.dry_run import plan_placement
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(64))
 
@@ -94,15 +95,15 @@ def test_the_plan_shows_both_gpus() -> None:
     plan = plan_placement(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, ("3,1,0,2",), False)
     assert [(rank.gpu, rank.engine_gpu) for rank in plan.ranks] == [("3", "0"), ("1", "2")]
     assert plan.engines[0].nodes[0].cuda_visible_devices == "0,2"
-    assert plan.as_lines()[1] == (
+    assert picture(plan.dims, plan.locations, plan.device)[1] == (
         "  host0  rank 0 dp0 tp0 pp0 GPU 3, engine's GPU 0 | rank 1 dp0 tp1 pp0 GPU 1, engine's GPU 2"
     )
-    assert '"engine_gpu": "0"' in plan.as_json()
+    assert '"engine_gpu": "0"' in plan.as_json({})
 
 
 def test_the_plan_with_uuids_stays_within_its_width() -> None:
     plan = plan_placement(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, (",".join(UUIDS[:4]),), False)
-    lines = plan.as_lines()
+    lines = picture(plan.dims, plan.locations, plan.device)
     assert max(map(len, lines)) <= 120
     assert all(uuid in "\n".join(lines) for uuid in UUIDS[:4])
 

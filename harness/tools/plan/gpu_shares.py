@@ -34,34 +34,22 @@ class EngineShare:
     kv_token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Bytes of an element of the trainer's models."""
-
-    master: int
-    """In shards, gradients and AdamW's moments."""
-    compute: int
-    """Gathered, and in activations."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerShare:
-    """One model on one rank. Parameters, gradients and AdamW's two moments are sharded, in the master dtype."""
+    """One model on one rank, in bytes. Parameters, gradients and AdamW's two moments are sharded, in the master dtype; each
+    moment, and what AdamW over lists of tensors needs for a while, is of the size of the gradients.
+
+    forward: the largest layer gathered, that is the flat buffer that all ranks' chunks arrive in and the parameters copied out
+    of it; this rank's chunk cast for it, where the master dtype is wider; and what lies outside of the layers, gathered from
+    the first of them to the last. backward: the same, the flat buffer being the next layer's; gradients of the layer and of
+    what lies outside, and the layer before's float32 ones until they are reduced.
+    """
 
     parameters: int
     gradients: int
-    optimizer: int
     forward: int
-    """Largest layer gathered: the flat buffer that all ranks' chunks arrive in, and the parameters copied out of it; this
-    rank's chunk cast for it, where the master dtype is wider; and what lies outside of the layers, gathered from the first of
-    them to the last."""
     backward: int
-    """The same, the flat buffer being the next layer's; gradients of the layer and of what lies outside, and the layer
-    before's float32 ones until they are reduced."""
-    outside: int
-    """What lies outside of the layers, gathered: it is there while logits are computed."""
-    optimizer_step: int
-    """What AdamW over lists of tensors needs for a while: one more of the size of the parameters."""
+    outside: int  # what lies outside of the layers, gathered: it is there while logits are computed
 
 
 def kv_element_bytes(dtype_bytes: int, arguments: Mapping[str, Any]) -> int:
@@ -118,31 +106,25 @@ def _engine_bytes(tensor: TensorShape, model: ModelShape, tp: int, weight_bytes:
     return numel * weight_bytes * (2 if tensor.name.endswith("kv_b_proj.weight") else 1)
 
 
-def trainer_share(model: ModelShape, ranks: int, precision: Precision, head: bool = True) -> TrainerShare:
-    """Return the share of a model with a language model's head, or else with a value head."""
-    groups = list(model.groups(head))
-    own = sum(_chunk(tensor, ranks) for group in groups for tensor in group if not tensor.is_buffer)
+def trainer_share(model: ModelShape, ranks: int, master: int, compute: int, head: bool = True) -> TrainerShare:
+    """Return the share of a model with a language model's head, or else with a value head.
+
+    master: bytes of an element in shards, gradients and moments; compute: gathered, and in activations.
+    """
+    groups = model.groups(head)
+    *layers, rest = ([tensor for tensor in group if not tensor.is_buffer] for group in groups)
+    own = sum(_chunk(tensor, ranks) for group in (*layers, rest) for tensor in group) * master
     buffers = sum(tensor.numel for group in groups for tensor in group if tensor.is_buffer) * FLOAT32_BYTES
-    *layers, rest = ([t for t in group if not t.is_buffer] for group in groups)
-    largest = max(layers, key=lambda group: _gathered(group, ranks))
-    padded, real = _gathered(largest, ranks), sum(tensor.numel for tensor in largest)
-    master, compute = precision.master, precision.compute
+    padded, real = max((_gathered(group, ranks), sum(tensor.numel for tensor in group)) for group in layers)
     outside = _gathered(rest, ranks) * compute
     cast = padded // ranks * compute if master != compute else 0
     return TrainerShare(
-        parameters=own * master + buffers,
-        gradients=own * master,
-        optimizer=2 * own * master,
+        parameters=own + buffers,
+        gradients=own,
         forward=2 * padded * compute + cast + outside,
         backward=(2 * padded + real) * compute + cast + padded * REDUCE_BYTES + 2 * outside,
         outside=outside,
-        optimizer_step=own * master,
     )
-
-
-def padding_factor(model: ModelShape, ranks: int) -> float:
-    """Return the elements that all ranks keep together, over those that the model has."""
-    return ranks * sum(_chunk(t, ranks) for t in model.tensors if not t.is_buffer) / model.parameters
 
 
 def largest_bucket(model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes: int) -> int:
@@ -159,7 +141,7 @@ def largest_bucket(model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes:
         first = group[0]
         if first.cut != "experts":
             sizes = (t.numel * FLOAT32_BYTES if t.is_buffer else _chunk(t, ranks) * ranks * dtype_bytes for t in group)
-            size = sum(map(aligned, sizes))
+            size = sum(map(_aligned, sizes))
             filled = size if filled and filled + size > limit_bytes else filled + size
             largest = max(largest, filled)
             continue
@@ -171,19 +153,17 @@ def largest_bucket(model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes:
                 filled = 0
                 continue
             taken = min(left, max(room, 1))
-            filled += aligned(taken * row)
-            left -= taken
+            filled, left = filled + _aligned(taken * row), left - taken
             largest = max(largest, filled)
     return largest
 
 
 def slots_bytes(bucket: int) -> int:
     """Return the bytes of the two buffers between trainer and scheduler."""
-    return SLOTS * (aligned(bucket) + ALIGNMENT)
+    return SLOTS * (_aligned(bucket) + ALIGNMENT)
 
 
-def aligned(nbytes: int) -> int:
-    """Round up to a whole number of ALIGNMENT."""
+def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

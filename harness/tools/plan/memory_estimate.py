@@ -3,7 +3,6 @@
 The order of a step is harness/ppo.py's; what stays on the GPU between stages is what memory.offload_* does not name.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from textwrap import wrap
@@ -14,12 +13,10 @@ from harness.rollout.defaults import engine_defaults
 from harness.runtime.units import GIB, MIB
 from harness.tools.plan.gpu_shares import (
     FLOAT32_BYTES,
-    Precision,
     TrainerShare,
     engine_shares,
     kv_element_bytes,
     largest_bucket,
-    padding_factor,
     slots_bytes,
     trainer_share,
 )
@@ -34,13 +31,20 @@ Of 14.6 GiB that were in use at the end of a step of configs/gpu/memory_7b.toml 
 neither parameters of critic and reference nor the sync's buffers.
 """
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-NOTABLE_PADDING = 1.05
-# Arguments that make SGLang cut or store weights in another way than is counted here.
+BESIDE, KV_CACHE, GATHERED = "CUDA, NCCL, SGLang", "engine: KV cache", "FSDP2: layers gathered"
 NOT_COUNTED = (
     "quantization", "enable_dp_attention", "dp_size", "speculative_algorithm", "cpu_offload_gb", "enable_lora",
     "ep_num_redundant_experts", "moe_dense_tp_size",
 )  # fmt: skip
-BESIDE, KV_CACHE, GATHERED = "CUDA, NCCL, SGLang", "engine: KV cache", "FSDP2: layers gathered"
+"""Arguments that make SGLang cut or store weights in another way than is counted here."""
+NOTES = (
+    "left out: layers' activations, fragments of torch's allocator, what SGLang computes with (1 - mem_fraction_static of the"
+    " GPU is meant for that), what weights.verify = bytes or full needs, other users of the GPU.",
+    f"{BESIDE}: contexts, buffers, what SGLang does not free when released; {BESIDE_BYTES / GIB:.1f} GiB in the one run of 4"
+    " H200 in which it was measured, more or less in others.",
+    "experts are counted as transformers 5 holds them, a layer's in two tensors, of which FSDP2 gives each rank at least one"
+    " row, and a bucket has one row of each rank, however small weights.bucket_size_mib is; SGLang as of 0.5.20.",
+)
 WIDTH = 120
 
 Role = Literal["actor", "critic", "reference"]
@@ -51,8 +55,7 @@ Parts = dict[str, int]
 class MemoryEstimate:
     """The GPU of the rank that has most, in bytes, for GPUs that no other process uses.
 
-    stages: the times of a step when memory is at its height. host_bytes: offloaded to host memory, a rank. problems: why it
-    does not fit. notes: what is special or not counted.
+    stages: the times of a step when memory is at its height. problems: why it does not fit. notes: what is not counted.
     """
 
     def __init__(self, config: Config, gpu_bytes: int) -> None:
@@ -60,9 +63,9 @@ class MemoryEstimate:
         parallel = config.parallel
         model = model_shape(model_fields(config.model.name, config.model.overrides, "cuda"))
         self.config, self.model, self.gpu_bytes = config, model, gpu_bytes
-        self.parameters, self.buffers = model.parameters, model.buffers
         self.arguments = {**engine_defaults("cuda", config.engine.defaults), **config.engine.args}
-        self.element = DTYPE_BYTES[config.model.dtype]
+        self.element, master = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.model.master_dtype]
+        self.casts = self.element != master
         self.ranks = parallel.dp * parallel.tp * parallel.pp
         processes = 2 if parallel.colocate else 1  # on one GPU
         self.beside = int(BESIDE_BYTES * processes / 2)
@@ -74,29 +77,20 @@ class MemoryEstimate:
         # The stage with least room decides for all, as SGLang has it; one without a layer caches nothing.
         room = min((self.static_bytes - each.weights) // each.kv_token for each in self.engine if each.kv_token)
         self.kv_tokens = max(0, min(room, int(self.arguments.get("max_total_tokens") or room)))
-        learns = Precision(master=DTYPE_BYTES[config.model.master_dtype], compute=self.element)
-        self.casts = learns.master != learns.compute
-        self.trainers: dict[Role, TrainerShare] = {"actor": trainer_share(model, self.ranks, learns)}
+        self.trainers: dict[Role, TrainerShare] = {"actor": trainer_share(model, self.ranks, master, self.element)}
         if config.algorithm.has_critic:
-            self.trainers["critic"] = trainer_share(model, self.ranks, learns, head=False)
+            self.trainers["critic"] = trainer_share(model, self.ranks, master, self.element, head=False)
         if config.algorithm.kl_placement != "none":
-            frozen = Precision(master=self.element, compute=self.element)
-            self.trainers["reference"] = trainer_share(model, self.ranks, frozen)
+            self.trainers["reference"] = trainer_share(model, self.ranks, self.element, self.element)
         self.bucket_bytes = largest_bucket(model, self.ranks, self.element, config.weights.bucket_size_mib * MIB)
+        self.tokens = config.task.max_prompt_tokens + config.rollout.max_response_tokens
         self.stages = dict(self._stages())
-        self.host_bytes = sum(
-            share.parameters * (role in config.memory.offload_parameters)
-            + share.optimizer * (role in config.memory.offload_optimizer)
-            + share.gradients * (role in config.memory.offload_gradients)
-            for role, share in self.trainers.items()
-        )
         self.problems = [*self._engine_problems(), *self._overfull()]
-        self.notes = list(self._notes())
-
-    @property
-    def fits(self) -> bool:
-        """Return whether there is no problem."""
-        return not self.problems
+        self.fits = not self.problems
+        arguments = {name: config.engine.args[name] for name in NOT_COUNTED if config.engine.args.get(name)}
+        self.notes = [f"engine.args.{name} = {value} is not counted here." for name, value in arguments.items()] + [
+            *NOTES
+        ]
 
     def _stages(self) -> Iterator[tuple[str, Parts]]:
         if self.config.parallel.colocate:
@@ -106,17 +100,16 @@ class MemoryEstimate:
             received = {"sync: bucket received": self.bucket_bytes}
             yield "engine's GPU", {BESIDE: self.beside} | self._engine(kv_cache=True) | received
             yield "sync", self._stage("sync")
-        tokens = self.config.task.max_prompt_tokens + self.config.rollout.max_response_tokens
         # Logits, their float32 copy at temperature, and for the entropy the softmax, another copy and their product.
-        size = self.config.actor.microbatch_size * tokens * self.model.vocab_size
+        size = self.config.actor.microbatch_size * self.tokens * self.model.vocab_size
         logits = size * (self.element + 4 * FLOAT32_BYTES)
         yield "log_probs", self._stage("log_probs", passing=self._forward("actor", logits))
         if "reference" in self.trainers:
             passing = self._forward("reference", logits)
             yield "reference", self._stage("reference", active=("reference",), passing=passing)
         if "critic" in self.trainers:
-            yield "update_critic", self._update("critic", 0, tokens)
-        yield "update_actor", self._update("actor", logits, tokens)
+            yield "update_critic", self._update("critic", 0)
+        yield "update_actor", self._update("actor", logits)
 
     def _stage(
         self,
@@ -131,21 +124,21 @@ class MemoryEstimate:
         active: roles whose parameters are there, offloaded or not. engine: what of it is resumed; without a memory saver all
         of it always is.
         """
+        memory, weights, colocate = self.config.memory, self.config.weights, self.config.parallel.colocate
         if engine is None:
-            saver = self.arguments.get("enable_memory_saver") or not self.config.parallel.colocate
+            saver = self.arguments.get("enable_memory_saver") or not colocate
             engine = {} if saver else self._engine(kv_cache=True)
-        memory, parts = self.config.memory, {BESIDE: self.beside, **engine}
+        parts = {BESIDE: self.beside, **engine}
         for role, share in self.trainers.items():
             if role in active or role not in memory.offload_parameters:
                 parts[f"{role}: parameters"] = share.parameters
             if role != "reference" and (role == learning or role not in memory.offload_optimizer):
-                parts[f"{role}: AdamW states"] = share.optimizer
+                parts[f"{role}: AdamW states"] = 2 * share.gradients
             if role == learning:
                 parts[f"{role}: gradients"] = share.gradients
-        colocate, transport = self.config.parallel.colocate, self.config.weights.transport
-        stays_open = transport == "stream" or self.config.weights.verify in ("bytes", "full")  # from the first sync on
+        stays_open = weights.transport == "stream" or weights.verify in ("bytes", "full")  # from the first sync on
         if name == "sync" or (stays_open and colocate):
-            size = slots_bytes(self.bucket_bytes) if colocate and transport != "disk" else self.bucket_bytes
+            size = slots_bytes(self.bucket_bytes) if colocate and weights.transport != "disk" else self.bucket_bytes
             parts["sync: its two buffers" if colocate else "sync: bucket gathered"] = size
         if self.casts and name == "sync":
             parts["sync: own rows, cast"] = self.bucket_bytes // self.ranks
@@ -161,35 +154,34 @@ class MemoryEstimate:
         share = self.trainers[role]
         return _larger({GATHERED: share.forward}, {GATHERED: share.outside, "logits": logits})
 
-    def _update(self, role: Literal["actor", "critic"], logits: int, tokens: int) -> Parts:
+    def _update(self, role: Literal["actor", "critic"], logits: int) -> Parts:
         share, section = self.trainers[role], getattr(self.config, role)
-        inputs = section.microbatch_size * tokens * self.model.hidden_size * self.model.layers * self.element
+        inputs = section.microbatch_size * self.tokens * self.model.hidden_size * self.model.layers * self.element
         kept = {"layers' inputs kept": inputs * section.gradient_checkpointing}
         passing = _larger(
             {GATHERED: share.backward, **kept},
             {GATHERED: share.outside, "logits": logits, **kept},
-            {"AdamW's temporaries": share.optimizer_step},
+            {"AdamW's temporaries": share.gradients},
         )
         return self._stage(f"update_{role}", active=(role,), learning=role, passing=passing)
 
     def _engine_problems(self) -> Iterator[str]:
         weights = max(share.weights for share in self.engine)
-        needed = self.config.task.max_prompt_tokens + self.config.rollout.max_response_tokens
-        if self.kv_tokens >= needed:
+        if self.kv_tokens >= self.tokens:
             return
-        least = max(share.weights + needed * share.kv_token for share in self.engine) / self.usable
-        remedy = f"at least {least:.3f} is needed"
-        if least >= 1:
-            remedy = "no share of this GPU is enough: raise parallel.tp or pp"
+        least = max(share.weights + self.tokens * share.kv_token for share in self.engine) / self.usable
+        enough = (
+            f"at least {least:.3f} is needed"
+            if least < 1
+            else "no share of this GPU is enough: raise parallel.tp or pp"
+        )
+        remedy = f"mem_fraction_static = {self.fraction:g} leaves it {gib(self.static_bytes)}; {enough}"
         if weights >= self.static_bytes:
-            yield (
-                f"the engine cannot start: its weights take {gib(weights)} GiB of each GPU, and mem_fraction_static ="
-                f" {self.fraction:g} leaves it {gib(self.static_bytes)}; {remedy}."
-            )
+            yield f"the engine cannot start: its weights take {gib(weights)} GiB of each GPU, and {remedy}."
         else:
             yield (
                 f"the engine's KV cache has room for {self.kv_tokens} tokens, and one prompt with its response may take"
-                f" {needed} (mem_fraction_static = {self.fraction:g}; {remedy})."
+                f" {self.tokens}: {remedy}."
             )
 
     def _overfull(self) -> Iterator[str]:
@@ -200,124 +192,78 @@ class MemoryEstimate:
             part, size = max(parts.items(), key=lambda item: item[1])
             remedy = ""
             if parts.get(KV_CACHE, 0) > over:
-                largest = math.floor((self.static_bytes - over) / self.usable * 1000) / 1000
+                largest = (self.static_bytes - over) / self.usable - 0.0005  # rounded down
                 remedy = f"; with mem_fraction_static up to {largest:.3f} it would fit"
-            elif part == GATHERED:
-                remedy = (
-                    f": FSDP2 has the whole of a layer on every GPU, up to {self.model.largest_layer / 1e9:.1f} B elements,"
-                    " however many GPUs there are"
-                )
             yield (
                 f"{name} needs {gib(self.gpu_bytes + over)} GiB, {gib(over)} more than there are; the largest part is"
                 f" {part}, {gib(size)}{remedy}."
             )
 
-    def _notes(self) -> Iterator[str]:
-        config, experts = self.config, self.model.experts
-        if (factor := padding_factor(self.model, self.ranks)) > NOTABLE_PADDING:
-            rows = f" ({experts} experts are {experts} rows)" if experts else ""
-            yield (
-                f"FSDP2 gives each of {self.ranks} ranks at least one row of every tensor: together they keep {factor:.2f}"
-                f" times the model's elements, and a layer is gathered with that padding{rows}."
-            )
-        if self.bucket_bytes > config.weights.bucket_size_mib * MIB:
-            yield (
-                f"the sync's largest bucket is {self.bucket_bytes // MIB} MiB, more than weights.bucket_size_mib ="
-                f" {config.weights.bucket_size_mib}: one row of each of the {self.ranks} ranks, a tensor of a dense layer, and"
-                " what fuses on arrival stay whole."
-            )
-        for name in filter(config.engine.args.get, NOT_COUNTED):
-            yield f"engine.args.{name} = {config.engine.args[name]} changes what the engine holds; that is not counted here."
-        checkpoints = config.actor.gradient_checkpointing
-        if "critic" in self.trainers:
-            checkpoints = checkpoints and config.critic.gradient_checkpointing
-        off = "" if checkpoints else " (gradient_checkpointing is off)"
-        yield (
-            f"left out: layers' activations{off}, fragments of torch's allocator, what SGLang computes with"
-            " (1 - mem_fraction_static of the GPU is meant for that), what weights.verify = bytes or full needs, other users"
-            " of the GPU."
-        )
-        yield (
-            f"{BESIDE}: contexts, buffers, what SGLang does not free when released; {gib(BESIDE_BYTES)} GiB in the one run of"
-            " 4 H200 in which it was measured, more or less in others."
-        )
-        yield "experts are counted as transformers 5 holds them, a layer's in two tensors; SGLang as of 0.5.20."
-
     def as_dict(self) -> dict[str, Any]:
         """Return what --json has; bytes."""
-        names = ("gpu_bytes", "parameters", "buffers", "fraction", "static_bytes", "kv_tokens", "bucket_bytes")
-        values = {name: getattr(self, name) for name in (*names, "host_bytes", "problems", "notes", "fits")}
-        stages = [{"name": name, "total": sum(parts.values()), "parts": parts} for name, parts in self.stages.items()]
-        engine = [asdict(share) for share in self.engine]
-        return values | {"dtype": self.config.model.dtype, "engine": engine, "stages": stages}
+        names = ("gpu_bytes", "fraction", "static_bytes", "kv_tokens", "bucket_bytes", "problems", "notes", "fits")
+        return {name: getattr(self, name) for name in names} | {
+            "parameters": self.model.parameters,
+            "buffers": self.model.buffers,
+            "dtype": self.config.model.dtype,
+            "engine": [asdict(share) for share in self.engine],
+            "stages": [{"name": n, "total": sum(parts.values()), "parts": parts} for n, parts in self.stages.items()],
+        }
 
-    def as_lines(self, ranks_per_host: int, source: str) -> list[str]:
+    def as_lines(self, source: str) -> list[str]:
         """Return a table with a column for each stage, the verdict and the notes, in at most WIDTH columns.
 
         source: where the GPU's size comes from, as the end of a sentence.
         """
-        buffers = f" and {self.buffers:,} in buffers" if self.buffers else ""
-        lines = [f"Memory of each GPU in GiB, estimated for {gib(self.gpu_bytes)} GiB ({source})"]
-        lines += _sentence(f"model: {self.parameters:,} parameters ({self.config.model.dtype}){buffers}")
-        lines += [*_sentence(self._engine_sentence()), "", *self._table(), ""]
-        if self.host_bytes:
-            lines += _sentence(
-                f"host memory: {gib(self.host_bytes)} GiB offloaded by each rank,"
-                f" {gib(self.host_bytes * ranks_per_host)} on a host of {ranks_per_host}, before CUDA rounds pinned blocks up"
-            )
-        if self.fits:
-            size, fullest = max((sum(parts.values()), name) for name, parts in self.stages.items())
-            lines.append(
-                f"VERDICT: it fits; {fullest} is the fullest stage and leaves {gib(self.gpu_bytes - size)} GiB"
-            )
-        else:
-            lines.append("VERDICT: it does NOT fit")
-        for number, problem in enumerate(self.problems, 1):
-            lines += _sentence(f"{number}. {problem}", "     ")
-        return lines + [line for note in self.notes for line in _sentence(f"- {note}")]
+        totals = {name: sum(parts.values()) for name, parts in self.stages.items()}
+        fullest = max(totals, key=lambda name: totals[name])
+        left = f"it fits; {fullest} is the fullest stage and leaves {gib(self.gpu_bytes - totals[fullest])} GiB"
+        buffers = f" and {self.model.buffers:,} in buffers" if self.model.buffers else ""
+        return [
+            f"Memory of each GPU in GiB, estimated for {gib(self.gpu_bytes)} GiB ({source})",
+            *_sentence(f"model: {self.model.parameters:,} parameters ({self.config.model.dtype}){buffers}"),
+            *_sentence(self._engine_sentence()),
+            "",
+            *self._table(totals),
+            "",
+            f"VERDICT: {left if self.fits else 'it does NOT fit'}",
+            *(line for number, each in enumerate(self.problems, 1) for line in _sentence(f"{number}. {each}", "     ")),
+            *(line for note in self.notes for line in _sentence(f"- {note}")),
+        ]
 
     def _engine_sentence(self) -> str:
         parts = [
             (f"stage {share.stage} (layers {share.first_layer}-{share.last_layer}): " if len(self.engine) > 1 else "")
-            + f"weights {_cell(share.weights)}, KV cache {share.kv_token:,} bytes a token"
+            + f"weights {gib(share.weights)}, KV cache {share.kv_token:,} bytes a token"
             for share in self.engine
         ]
-        room = f"room for {self.kv_tokens:,} tokens" if self.kv_tokens else "no room for a token"
-        return (
-            f"engine, each rank: {'; '.join(parts)}; mem_fraction_static = {self.fraction:g}"
-            f" is {gib(self.static_bytes)} for both, {room}"
-        )
+        room = f"mem_fraction_static = {self.fraction:g} is {gib(self.static_bytes)} for both"
+        return f"engine, each rank: {'; '.join(parts)}; {room}, room for {self.kv_tokens:,} tokens"
 
-    def _table(self) -> list[str]:
-        names = list(dict.fromkeys(name for parts in self.stages.values() for name in parts))
-        totals = [sum(parts.values()) for parts in self.stages.values()]
+    def _table(self, totals: Parts) -> list[str]:
+        names = dict.fromkeys(name for parts in self.stages.values() for name in parts)
         rows = [["", *self.stages]]
         rows += [
-            [name, *(_cell(each[name]) if name in each else "-" for each in self.stages.values())] for name in names
+            [name, *(gib(parts[name]) if name in parts else "-" for parts in self.stages.values())] for name in names
         ]
-        rows.append(["TOTAL", *map(gib, totals)])
-        rows.append([f"of {gib(self.gpu_bytes)}", *("fits" if t <= self.gpu_bytes else "DOES NOT" for t in totals)])
-        label = max(len(name) for name in (*names, "TOTAL"))
-        widths = [max(len(name), 8) for name in self.stages]
-        return [
-            f"  {name.ljust(label)}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-            for name, *cells in rows
-        ]
+        rows.append(["TOTAL", *map(gib, totals.values())])
+        fits = ("fits" if total <= self.gpu_bytes else "DOES NOT" for total in totals.values())
+        rows.append([f"of {gib(self.gpu_bytes)}", *fits])
+        label, widths = max(map(len, names)), [max(len(name), 8) for name in self.stages]
+        cells = ["".join(f"  {cell:>{wide}}" for cell, wide in zip(row[1:], widths, strict=True)) for row in rows]
+        return [f"  {row[0]:<{label}}{each}" for row, each in zip(rows, cells, strict=True)]
 
 
 def gib(nbytes: float) -> str:
-    """Format bytes as GiB with one digit, two below 1."""
-    return f"{nbytes / GIB:.1f}" if abs(nbytes) >= GIB else f"{nbytes / GIB:.2f}"
+    """Format bytes as GiB with one digit, two below 1; what would be 0.00 or 0.01 there, in MiB."""
+    if 0 < nbytes < 16 * MIB:
+        return f"{nbytes / MIB:.1f} MiB"
+    return f"{nbytes / GIB:.{1 if nbytes >= GIB else 2 if nbytes else 0}f}"
 
 
 def _larger(*alternatives: Parts) -> Parts:
     """Return the largest of parts that are never there at once."""
     return max(alternatives, key=lambda parts: sum(parts.values()))
-
-
-def _cell(nbytes: int) -> str:
-    """Format a cell of a column in GiB; what would be 0.00 or 0.01 there, in MiB."""
-    return "0" if nbytes == 0 else f"{nbytes / MIB:.1f} MiB" if nbytes < 16 * MIB else gib(nbytes)
 
 
 def _sentence(text: str, indent: str = "    ") -> list[str]:

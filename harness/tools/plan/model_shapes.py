@@ -1,8 +1,8 @@
 """Every tensor of a causal language model by name and shape, from the fields of its config.json.
 
-Names and shapes are those that transformers 5 gives the model in memory, where a layer's routed experts are two tensors; the
-order is that of its state_dict. Why not a model on the meta device: --dry-run answers for 512 ranks of DeepSeek-V3 671B in a
-third of a second, on a Python that has neither torch nor transformers. The tests compare with models on that device.
+As transformers 5 has them in memory, where a layer's routed experts are two tensors, in the order of its state_dict. Why not
+a model on the meta device: --dry-run answers for 512 ranks of DeepSeek-V3 671B in a third of a second, on a Python that has
+neither torch nor transformers. The tests compare with models on that device.
 """
 
 import json
@@ -46,7 +46,6 @@ class TensorShape:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
 
@@ -74,22 +73,14 @@ class ModelShape:
         """Return the elements of all persistent buffers."""
         return sum(tensor.numel for tensor in self.tensors if tensor.is_buffer)
 
-    @property
-    def largest_layer(self) -> int:
-        """Return the elements of the largest decoder layer."""
-        *layers, _ = self.groups()
-        return max(sum(tensor.numel for tensor in layer) for layer in layers)
-
-    def groups(self, head: bool = True) -> Iterator[tuple[TensorShape, ...]]:
-        """Yield what FSDP2 gathers at once: each decoder layer, then the rest; without the head, a value model's."""
+    def groups(self, head: bool = True) -> list[list[TensorShape]]:
+        """Return what FSDP2 gathers at once: each decoder layer, then the rest; without the head, a value model's."""
         by_layer: dict[int | None, list[TensorShape]] = {}
         for tensor in self.tensors:
             by_layer.setdefault(tensor.layer, []).append(tensor)
         rest = [tensor for tensor in by_layer.pop(None) if head or tensor.name != LM_HEAD]
-        if not head:
-            rest.append(TensorShape("value_head.weight", (1, self.hidden_size), "whole"))
-        yield from (tuple(tensors) for tensors in by_layer.values())
-        yield tuple(rest)
+        value_head = [] if head else [TensorShape("value_head.weight", (1, self.hidden_size), "whole")]
+        return [*by_layer.values(), rest + value_head]
 
 
 def model_fields(name: str, overrides: Fields, device: Device) -> Fields:
@@ -113,19 +104,18 @@ def model_shape(fields: Fields) -> ModelShape:
     if kind not in KINDS:
         raise UnknownShape(f'model_type must be one of {", ".join(KINDS)} to know its tensors, got "{kind}"')
     try:
+        for name in (*NEEDED_SIZES, *(name for name in OTHER_SIZES if fields.get(name) is not None)):
+            if not isinstance(fields[name], int) or fields[name] < 1:
+                raise TypeError(f"{name} = {fields[name]!r}")
         return _model_shape(fields)
     except KeyError as missing:
-        raise UnknownShape(
-            f"the config of a {kind} model has no {missing.args[0]}, so its shape is not known"
-        ) from None
+        problem = f"no {missing.args[0]}, so its shape is not known"
     except (TypeError, ZeroDivisionError) as error:
-        raise UnknownShape(f"the config of a {kind} model has sizes that no tensor can have ({error})") from None
+        problem = f"sizes that no tensor can have ({error})"
+    raise UnknownShape(f"the config of a {kind} model has {problem}")
 
 
 def _model_shape(fields: Fields) -> ModelShape:
-    for name in (*NEEDED_SIZES, *(name for name in OTHER_SIZES if fields.get(name) is not None)):
-        if not isinstance(fields[name], int) or fields[name] < 1:
-            raise TypeError(f"{name} = {fields[name]!r}")
     hidden, vocab, layers = fields["hidden_size"], fields["vocab_size"], fields["num_hidden_layers"]
     is_mla = fields["model_type"] == "deepseek_v3"
     tensors = [TensorShape("model.embed_tokens.weight", (vocab, hidden), "vocab")]
@@ -171,15 +161,16 @@ def _attention(fields: Fields) -> Iterator[Part]:
     kind, hidden, head_dim = fields["model_type"], fields["hidden_size"], _head_dim(fields)
     queries, keys = fields["num_attention_heads"] * head_dim, _kv_heads(fields) * head_dim
     bias = kind != "qwen2" and fields.get("attention_bias", False)
-    yield from _linear("self_attn.q_proj", queries, hidden, "heads", "heads" if bias or kind == "qwen2" else None)
-    for name in ("k_proj", "v_proj"):
-        yield from _linear(
-            f"self_attn.{name}", keys, hidden, "kv_heads", "kv_heads" if bias or kind == "qwen2" else None
-        )
+    projections: list[tuple[str, int, Cut]] = [
+        ("q", queries, "heads"),
+        ("k", keys, "kv_heads"),
+        ("v", keys, "kv_heads"),
+    ]
+    for name, rows, cut in projections:
+        yield from _linear(f"self_attn.{name}_proj", rows, hidden, cut, cut if bias or kind == "qwen2" else None)
     yield from _linear("self_attn.o_proj", hidden, queries, "heads", "whole" if bias else None)
-    if kind in ("qwen3", "qwen3_moe"):
-        yield "self_attn.q_norm.weight", (head_dim,), "whole"
-        yield "self_attn.k_norm.weight", (head_dim,), "whole"
+    for name in ("q_norm", "k_norm") if kind in ("qwen3", "qwen3_moe") else ():
+        yield f"self_attn.{name}.weight", (head_dim,), "whole"
 
 
 def _latent_attention(fields: Fields) -> Iterator[Part]:
@@ -201,25 +192,20 @@ def _latent_attention(fields: Fields) -> Iterator[Part]:
 
 
 def _mlp(fields: Fields, layer: int) -> Iterator[Part]:
-    hidden, experts = fields["hidden_size"], _experts(fields)
-    if not _is_sparse(fields, layer):
+    kind, hidden, experts = fields["model_type"], fields["hidden_size"], _experts(fields)
+    is_sparse = kind == "deepseek_v3" and layer >= fields["first_k_dense_replace"]
+    if kind == "qwen3_moe" and layer not in (fields.get("mlp_only_layers") or ()):
+        is_sparse = experts > 0 and (layer + 1) % fields["decoder_sparse_step"] == 0
+    if not is_sparse:
         yield from _gated(fields, "mlp", fields["intermediate_size"])
         return
     width = fields["moe_intermediate_size"]
     yield "mlp.experts.gate_up_proj", (experts, 2 * width, hidden), "experts"
     yield "mlp.experts.down_proj", (experts, hidden, width), "experts"
     yield "mlp.gate.weight", (experts, hidden), "whole"
-    if fields["model_type"] == "deepseek_v3":
+    if kind == "deepseek_v3":
         yield "mlp.gate.e_score_correction_bias", (experts,), "whole"
         yield from _gated(fields, "mlp.shared_experts", width * fields["n_shared_experts"])
-
-
-def _is_sparse(fields: Fields, layer: int) -> bool:
-    if fields["model_type"] == "deepseek_v3":
-        return bool(layer >= fields["first_k_dense_replace"])
-    if fields["model_type"] != "qwen3_moe" or layer in (fields.get("mlp_only_layers") or ()):
-        return False
-    return bool(_experts(fields) > 0 and (layer + 1) % fields["decoder_sparse_step"] == 0)
 
 
 def _gated(fields: Fields, module: str, width: int) -> Iterator[Part]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from harness.cluster.mesh import Coordinates, ParallelDims
 from harness.cluster.placement import RankLocation, parse_visible, place
 from harness.cluster.ports import PORTS_PER_ENGINE, planned_ports
-from harness.tools.plan.placement_plan import PlacementPlan, plan_placement
+from harness.tools.plan.dry_run import PlacementPlan, plan_placement
 
 UUIDS = ",".join(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(8))
 
@@ -66,8 +66,8 @@ def test_engine_nodes_of_a_host_have_different_blocks(plan: PlacementPlan) -> No
 @given(plans())
 def test_json_holds_every_field(plan: PlacementPlan) -> None:
     fields = asdict(plan)
-    del fields["locations"], fields["base_port"]
-    assert json.loads(plan.as_json()) == json.loads(json.dumps(fields))
+    del fields["locations"]
+    assert json.loads(plan.as_json({"fits": True})) == json.loads(json.dumps(fields)) | {"memory": {"fits": True}}
 
 
 def test_an_engine_over_two_hosts() -> None:
@@ -84,14 +84,6 @@ def test_an_engine_over_two_hosts() -> None:
     ("nnodes", "nproc", "visible", "message"),
     [
         (1, 4, (), r"2 \* 4 \* 1 = 8, but the world size is 4"),
-        (0, 8, (), "--nnodes must be 1 or more, got 0"),
-        (1, 0, (), "--nproc-per-node must be 1 or more, got 0"),
-        (
-            2,
-            4,
-            ("0,1,2,3", None, None),
-            "CUDA_VISIBLE_DEVICES must be given never, once, or once for each .* got 3 times",
-        ),
         (2, 4, ("0,1,0,1",), "'0,1,0,1' lists GPU 0 twice"),
         (2, 4, ("0,1,2",), "rank 3 on host host0 has local rank 3 but sees 3 GPUs"),
         (2, 4, ("0,1,2,3", "2"), "rank 4 and rank 5 .* both use GPU 2 of host host1"),
