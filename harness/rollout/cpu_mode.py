@@ -29,8 +29,6 @@ def cpu_environment(ranks_on_host: int) -> dict[str, str]:
     The cores this process may use are split evenly and in order, one entry a rank ("0-3|4-7"); with more ranks than
     cores the ranks go round the cores, one core each. Engines of several stages or hosts: see cores_by_tp_rank.
     """
-    if ranks_on_host < 1:
-        raise ValueError(f"ranks_on_host must be 1 or more, got {ranks_on_host}")
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // ranks_on_host
     entries = [
@@ -57,10 +55,10 @@ def cores_by_tp_rank(entries: Sequence[str], tp_ranks: Sequence[int], tp: int) -
 
     entries, tp_ranks: of each engine rank here.
     """
-    cores: list[list[str]] = [[] for _ in range(tp)]
-    for entry, index in zip(entries, tp_ranks, strict=True):
-        cores[index].append(entry)
-    return [",".join(dict.fromkeys(each)) or entries[0] for each in cores]
+    here = list(zip(tp_ranks, entries, strict=True))
+    return [
+        ",".join(dict.fromkeys(cores for rank, cores in here if rank == tp_rank)) or entries[0] for tp_rank in range(tp)
+    ]
 
 
 def require_absorbed_mla() -> None:

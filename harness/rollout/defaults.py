@@ -7,19 +7,6 @@ from typing import Any, Literal
 
 Defaults = Literal["harness", "sglang"]
 
-
-def engine_defaults(device: Literal["cpu", "cuda"], whose: Defaults = "harness") -> dict[str, Any]:
-    """Return engine arguments that do not depend on the run's shape. Raises ValueError for another device.
-
-    whose: "sglang" leaves attention and sampling backend, CUDA graphs and fusions on a GPU to SGLang, as it serves; what the
-    trainer beside the engine needs, memory saver and fraction, stays. SGLang's CPU mode has no other than these.
-    """
-    by_device = {"cpu": _CPU, "cuda": _SHARED_GPU if whose == "sglang" else _CUDA | _SHARED_GPU}
-    if device not in by_device:
-        raise ValueError(f"device must be one of {', '.join(by_device)}, got {device}.")
-    return {**_COMMON, **by_device[device]}
-
-
 _COMMON: dict[str, Any] = {
     # Code from a model's folder runs only where the user asks for it.
     "trust_remote_code": False,
@@ -27,7 +14,7 @@ _COMMON: dict[str, Any] = {
     "log_level": "warning",
 }
 
-_CPU: dict[str, Any] = {
+_CPU = {
     "device": "cpu",
     # The one attention backend in pure torch; the others need kernels that no CPU build on PyPI has.
     "attention_backend": "torch_native",
@@ -44,7 +31,7 @@ _CPU: dict[str, Any] = {
     "mem_fraction_static": 0.1,
 }
 
-_CUDA: dict[str, Any] = {
+_CUDA = {
     # Compiles its kernels for every GPU; FlashInfer and FA3 need wheels matched to torch and CUDA.
     "attention_backend": "triton",
     # The sampler that honours a seed; FlashInfer's does not.
@@ -59,10 +46,22 @@ _CUDA: dict[str, Any] = {
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
 
-_SHARED_GPU: dict[str, Any] = {
+_SHARED_GPU = {
     "device": "cuda",
     # Without it release and resume do nothing.
     "enable_memory_saver": True,
     # Share of the GPU memory free at start. The trainer's model, gradients and Adam states live on the same GPU.
     "mem_fraction_static": 0.4,
 }
+
+
+def engine_defaults(device: Literal["cpu", "cuda"], whose: Defaults = "harness") -> dict[str, Any]:
+    """Return engine arguments that do not depend on the run's shape. Raises ValueError for another device.
+
+    whose: "sglang" leaves attention and sampling backend, CUDA graphs and fusions on a GPU to SGLang, as it serves; what the
+    trainer beside the engine needs, memory saver and fraction, stays. SGLang's CPU mode has no other than these.
+    """
+    by_device = {"cpu": _CPU, "cuda": _SHARED_GPU if whose == "sglang" else _CUDA | _SHARED_GPU}
+    if device not in by_device:
+        raise ValueError(f"device must be one of {', '.join(by_device)}, got {device}.")
+    return _COMMON | by_device[device]

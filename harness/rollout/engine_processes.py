@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,35 +42,29 @@ _CRASH_LINE = re.compile(r"^(?:Fatal Python error: .*|terminate called after thr
 
 @contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """While open, file descriptors 1 and 2 are the file, for this process and for every child it starts.
+    """While open, file descriptors 1 and 2 are the file, emptied first, for this process and for every child it starts.
 
-    The file starts empty: what an earlier run left there is not this one's. Children keep writing there after it
-    closes. Python's own streams are flushed at both ends, so no line moves.
+    Children keep writing there after it closes. Python's own streams are flushed at both ends, so no line moves.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-    saved = os.dup(1), os.dup(2)
-    try:
-        os.dup2(target, 1)
-        os.dup2(target, 2)
+    path.write_bytes(b"")
+    streams = {1: sys.stdout, 2: sys.stderr}
+    with ExitStack() as after, path.open("ab") as file:
+        for descriptor, stream in streams.items():
+            stream.flush()
+            saved = os.dup(descriptor)
+            after.callback(os.close, saved)
+            after.callback(os.dup2, saved, descriptor)
+            after.callback(stream.flush)
+            os.dup2(file.fileno(), descriptor)
         yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(saved[0], 1)
-        os.dup2(saved[1], 2)
-        for descriptor in (*saved, target):
-            os.close(descriptor)
 
 
 def log_errors(log: str) -> Iterator[tuple[list[str], str]]:
     """Yield each traceback of a log, with the line that ends it; a crash below Python has no traceback.
 
-    In a log that several processes share, the first one is the cause; what follows are consequences. Of chained
-    exceptions Python prints the cause first. Errors that Python ignored do not count, and lines that another process
-    wrote between are left out: those of a traceback are indented.
+    The first one is the cause: of chained exceptions Python prints it first. Errors that Python ignored do not count,
+    and lines that another process wrote between are left out: those of a traceback are indented.
     """
     lines = [line.rstrip() for line in log.splitlines()]
     found: list[str] = []
@@ -88,10 +82,7 @@ def log_errors(log: str) -> Iterator[tuple[list[str], str]]:
 
 
 def _is_error(line: str) -> bool:
-    """Return whether it begins with the class of an exception, as a traceback ends, with its module or of Python.
-
-    Otherwise it is what another process printed between, such as "Loading: 50%".
-    """
+    """Return whether it begins with the class of an exception, unlike "Loading: 50%" of another process."""
     name = line.partition(":")[0]
     own = getattr(builtins, name, None)
     is_own = isinstance(own, type) and issubclass(own, BaseException) and not issubclass(own, Warning)
@@ -112,9 +103,7 @@ class EngineLog:
 
     def start_failure(self, error: Exception, started: Collection[BaseProcess]) -> str:
         """Return why the engine did not start: the exception, or the log's error where one of its processes failed."""
-        failed = any(
-            process.exitcode is not None and ending_signal(process) not in ENDING_SIGNALS for process in started
-        )
+        failed = any(each.exitcode is not None and ending_signal(each) not in ENDING_SIGNALS for each in started)
         logged = self._error() if failed or isinstance(error, ChildProcessError) else ""
         return f"{logged or in_one_line(error)} (whole log: {self.path})"
 
@@ -161,10 +150,7 @@ def started_processes() -> Iterator[list[BaseProcess]]:
 def watch_processes(
     watched: Mapping[int, psutil.Process], on_death: Callable[[str, int, str], None]
 ) -> threading.Event:
-    """Call on_death(name, pid, signal) once, on a thread, when one of these processes is gone; set the event to stop.
-
-    The signal is as from ending_signal, where multiprocessing started that process.
-    """
+    """Call on_death(name, pid, ending_signal) once, on a thread, when one of these is gone; set the event to stop."""
     stop = threading.Event()
     started = {child.pid: child for child in multiprocessing.active_children()}
 
@@ -208,8 +194,8 @@ def restore_handlers(own: Mapping[signal.Signals, Any], engine_serves: bool) -> 
 def sigquit_raises() -> Iterator[None]:
     """While open, a handler that is set for SIGQUIT is replaced by one that raises ChildProcessError in the main thread.
 
-    For releases without custom_sigquit_handler (before 0.5.7): their handler SIGKILLs this process silently when a
-    scheduler fails at start; without any handler they would wait for it for ever.
+    For releases without custom_sigquit_handler (before 0.5.7), which would SIGKILL this process silently when a
+    scheduler fails at start.
     """
     real = signal.signal
 

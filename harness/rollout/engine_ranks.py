@@ -84,7 +84,7 @@ def locate_ranks(
     locations = group.all_gather(own_location(device == "cpu", colocate))
     # Numbered as a mesh of one engine numbers them: tp major, then pp.
     order = [group.ranks[stage * group.tp + index] for index in range(group.tp) for stage in range(group.pp)]
-    numbered = tuple(replace(locations[rank], rank=position) for position, rank in enumerate(order))
+    numbered = [replace(locations[rank], rank=position) for position, rank in enumerate(order)]
     placement = place(ParallelDims(dp=1, tp=group.tp, pp=group.pp), numbered, device)[0]
     if nnodes is not None and nnodes != placement.nnodes:
         raise ValueError(

@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 
 from harness.rollout.verl_engine import VerlEngine
+from harness.runtime.units import MIB
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 ALL = "all"
 """The one tag where this sglang frees and takes all memory at once (before 0.4.8)."""
 
-MIB = 1 << 20
 SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.05
 STABLE_SECONDS = 0.1  # a first release has ended when the free bytes stay the same this long
 POLL_SECONDS = 0.01
@@ -108,26 +108,17 @@ class MemoryStages:
         Raises WrongStage for a tag that is released or that this sglang does not have, MemoryDidNotMove on every rank of
         the engine if one rank's GPU did not get the bytes back.
         """
-        if not self._is_possible(tags):
-            return
-        if released := [tag for tag in tags if tag in self.released]:
-            raise WrongStage(
-                f"release of {', '.join(tags)}: {released[0]} is released; resume it before it is released again."
-            )
-        for tag in tags:
+        for tag in tags if self._is_possible("release", tags) else ():
             known = self._freed.get(tag)
             moved = self._measured("release", (tag,), known)
             self.released[tag] = self._freed[tag] = moved if known is None else min(moved, known)
 
     def resume(self, *tags: str) -> None:
         """Take these tags back in one call; raise as `release`."""
-        if not self._is_possible(tags):
-            return
-        if resumed := [tag for tag in tags if tag not in self.released]:
-            raise WrongStage(f"resume of {', '.join(tags)}: {resumed[0]} is resumed; release it before it is resumed.")
-        self._measured("resume", tags, sum(self.released[tag] for tag in tags))
-        for tag in tags:
-            del self.released[tag]
+        if self._is_possible("resume", tags):
+            self._measured("resume", tags, sum(self.released[tag] for tag in tags))
+            for tag in tags:
+                del self.released[tag]
 
     def free_trainer_cache(self) -> None:
         """Give the GPU what torch's allocator of this process only keeps for later, on every rank."""
@@ -139,17 +130,28 @@ class MemoryStages:
     def _has_tags(self) -> bool:
         return self.engine.api.memory_tags is not None
 
-    def _is_possible(self, tags: tuple[str, ...]) -> bool:
-        """Whether there is a memory saver to ask; raises WrongStage for tags that it does not know."""
+    def _is_possible(self, action: Action, tags: tuple[str, ...]) -> bool:
+        """Whether there is a memory saver to ask; raises WrongStage for tags that cannot be released, or resumed, now."""
         known = self.engine.api.memory_tags or (ALL,)
         if not tags or len(set(tags)) < len(tags) or any(tag not in known for tag in tags):
+            has = ", ".join(known)
             raise WrongStage(
-                f"tags = {list(tags)}: sglang {self.engine.api.version} has {', '.join(known)}; name one or more, each once."
+                f"tags = {list(tags)}: sglang {self.engine.api.version} has {has}; name one or more, each once."
             )
-        if not self.engine.has_memory_saver and not self._has_said:
-            self.say("no torch_memory_saver: release and resume are no-ops, the engine keeps its memory")
+        if not self.engine.has_memory_saver:
+            if not self._has_said:
+                self.say("no torch_memory_saver: release and resume are no-ops, the engine keeps its memory")
             self._has_said = True
-        return self.engine.has_memory_saver
+            return False
+        for tag in tags:
+            if action == "release" and tag in self.released:
+                wrong = f"{tag} is released; resume it before it is released again"
+            elif action == "resume" and tag not in self.released:
+                wrong = f"{tag} is resumed; release it before it is resumed"
+            else:
+                continue
+            raise WrongStage(f"{action} of {', '.join(tags)}: {wrong}.")
+        return True
 
     def _resume_released(self, stage: tuple[str, ...]) -> None:
         if tags := tuple(tag for tag in stage if tag in self.released):
@@ -164,26 +166,21 @@ class MemoryStages:
         engine.group.barrier()  # every rank has read
         ask = engine.release_memory_occupation if action == "release" else engine.resume_memory_occupation
         ask(tags if self._has_tags else None)
-        moved, wrong = self._settled(action, tags, expected, before)
+        sign = 1 if action == "release" else -1
+        started = changed = time.monotonic()
+        last: int | None = None
+        while True:  # until it is as expected, or stays the same, or patience ends
+            now, moved = time.monotonic(), sign * (self.free_bytes() - before)
+            if moved != last:
+                last, changed = moved, now
+            wrong = wrong_move(action, tags, engine.group.rank, expected, moved)
+            is_stable = expected is not None or now - changed >= STABLE_SECONDS
+            if (not wrong and is_stable) or now - started >= self.patience_seconds:
+                break
+            time.sleep(POLL_SECONDS)
         problems = [each for each in engine.group.all_gather(wrong).values() if each]
         self.fact("memory_moved", action=action, tags=tags, expected=expected, moved=moved)
         if problems:
             others = f"; {len(problems) - 1} other ranks failed too" if len(problems) > 1 else ""
             raise MemoryDidNotMove(f"{problems[0]}{others}.")
         return moved
-
-    def _settled(self, action: Action, tags: Sequence[str], expected: int | None, before: int) -> tuple[int, str]:
-        """Return what moved on this rank, and what is wrong: once it is as expected, or stays the same, or patience ends."""
-        assert self.free_bytes is not None
-        sign = 1 if action == "release" else -1
-        started = changed = time.monotonic()
-        last: int | None = None
-        while True:
-            now, moved = time.monotonic(), sign * (self.free_bytes() - before)
-            if moved != last:
-                last, changed = moved, now
-            wrong = wrong_move(action, tags, self.engine.group.rank, expected, moved)
-            is_stable = expected is not None or now - changed >= STABLE_SECONDS
-            if (not wrong and is_stable) or now - started >= self.patience_seconds:
-                return moved, wrong
-            time.sleep(POLL_SECONDS)

@@ -26,14 +26,10 @@ def read_responses(answers: Sequence[Mapping[str, Any]]) -> list[Response]:
     """
     responses = []
     for number, answer in enumerate(answers):
-        reason, tokens = answer["meta_info"].get("finish_reason"), answer["meta_info"]["output_token_logprobs"]
-        # A dict since 0.4.3; {"type": "abort", "message": ..., "status_code": ...} says what went wrong.
-        kind = reason.get("type") if isinstance(reason, Mapping) else reason
-        if kind == "abort":
-            message = reason.get("message") if isinstance(reason, Mapping) else None
+        reason, tokens = answer["meta_info"]["finish_reason"], answer["meta_info"]["output_token_logprobs"]
+        if reason["type"] == "abort":
             raise EngineFailed(
-                f"response {number} of this rank was aborted by SGLang after {len(tokens)} tokens:"
-                f" {message or 'it gives no message'}"
+                f"response {number} of this rank was aborted by SGLang after {len(tokens)} tokens: {reason.get('message')}"
             )
         if not tokens:
             raise EngineFailed(
@@ -41,5 +37,5 @@ def read_responses(answers: Sequence[Mapping[str, Any]]) -> list[Response]:
                 " needs at least one token to learn from"
             )
         log_probs, token_ids = zip(*((float(entry[0]), int(entry[1])) for entry in tokens), strict=True)
-        responses.append(Response(list(token_ids), list(log_probs), truncated=kind == "length"))
+        responses.append(Response(list(token_ids), list(log_probs), truncated=reason["type"] == "length"))
     return responses

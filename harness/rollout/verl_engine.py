@@ -1,7 +1,7 @@
 """VerlEngine: the SPMD face of one SGLang engine. Every rank of its group makes the same call, with its own tensors.
 
 One rank of each host builds the sglang.Engine there; the first rank of the group (tp 0, pp 0) calls it and broadcasts
-the answer. The interface is that of the VerlEngine which sglang shipped from 0.4.3.post3 to 0.4.7.post1.
+the answer. The interface is that of the VerlEngine which sglang shipped until 0.4.7.post1.
 """
 
 import asyncio
@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from tempfile import mkdtemp
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -24,17 +25,17 @@ from torch.distributed.tensor import DTensor
 
 from harness.cluster.network import bracketed, own_address
 from harness.cluster.ports import PortLease
-from harness.cluster.world import child_environment
+from harness.cluster.world import child_environment, hard_exit
 from harness.rollout import engine_processes, sglang_api
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
 from harness.rollout.defaults import Defaults, engine_defaults
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_processes import EngineLog, in_one_line, output_to, restore_handlers, started_processes
 from harness.rollout.engine_ranks import Group, locate_ranks
-from harness.rollout.pipeline_stages import await_stages, update_stages
-from harness.rollout.schedulers import LOADER
+from harness.rollout.schedulers import LOADER, await_stages, update_stages
 from harness.runtime import scratch
 from harness.runtime.cpu_standins import activate
+from harness.runtime.errors import say
 from harness.runtime.processes import STOP_SECONDS, descendants, end_processes, is_resource_tracker
 
 T = TypeVar("T")
@@ -61,32 +62,28 @@ class VerlEngine:
     ) -> None:
         """Build the engine; return on every rank when it serves.
 
-        nnodes: hosts of this group; None counts them. log_dir: for what the engine's processes print; None makes a new
-        folder for temporary files, which shutdown removes and a failure names. defaults: see defaults.py. colocate:
-        whether an engine rank runs on its trainer rank's GPU, or on a GPU of its own (see cluster/placement.py).
-        on_death(message) is called once, from a thread, when a process of the engine dies; by default this process
-        prints the message and exits with 1. engine_args: for sglang.Engine, as this sglang names them; they override
-        the harness's defaults, of which `dropped_defaults` are those that this sglang does not have.
-        Raises UnknownEngineArgument for one that it does not have, ValueError for a placement that cannot work, and
-        EngineFailed on every rank when the engine does not start.
+        The arguments are in README.md; of the harness's defaults, `dropped_defaults` are those that this sglang does not
+        have. Raises UnknownEngineArgument for an argument that it does not have, ValueError for a placement that cannot
+        work, and EngineFailed on every rank when the engine does not start.
         """
         self.api = sglang_api.probe()
-        self.device_type = _device_type(engine_args)
+        auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device_type: Literal["cpu", "cuda"] = engine_args.get("device") or auto
         self._cpu = self.device_type == "cpu"
         if self._cpu:
             activate()
         checked = sglang_api.check_arguments(self.api, engine_args, engine_defaults(self.device_type, defaults))
-        engine_args, self.dropped_defaults = checked
-        self.engine_args = dict(engine_args)
-        self.has_memory_saver = not self._cpu and bool(engine_args.get("enable_memory_saver"))
+        self.engine_args, self.dropped_defaults = checked
+        self.has_memory_saver = not self._cpu and bool(self.engine_args.get("enable_memory_saver"))
         self.group = Group.of(device_mesh_cpu)
-        located = locate_ranks(self.group, self.device_type, colocate, nnodes)
-        self._locations, self.node, self.nnodes = located
+        self._locations, self.node, self.nnodes = locate_ranks(self.group, self.device_type, colocate, nnodes)
         self.device = torch.device("cpu")
         if not self._cpu:  # the GPU, as this process sees it, that its engine rank runs on
             offset = self._locations[self.group.rank].engine_offset
             self.device = torch.device("cuda", torch.cuda.current_device() + offset)
-        self._own_log_dir = Path(mkdtemp(prefix="harness-engine-")) if log_dir is None and self.is_builder else None
+        self._own_log_dir = (
+            Path(tempfile.mkdtemp(prefix="harness-engine-")) if log_dir is None and self.is_builder else None
+        )
         self.log = (log_dir or self._own_log_dir or Path()) / f"engine-rank{self.node.builder}.log"
         self._engine: Any = None
         self._in_update = False
@@ -99,19 +96,18 @@ class VerlEngine:
         # One key for all ranks: a scheduler fetches tensors in host memory from each trainer rank, which asks for it.
         key = self.group.broadcast(bytes(multiprocessing.current_process().authkey))
         multiprocessing.current_process().authkey = key
-        if not self._cpu and self.api.patches_reductions:
-            # Handles then name GPUs by UUID: each rank may number them its own way.
+        if not self._cpu:
             sglang_api.patch_reductions(self.api)
-        arguments = engine_args | self._placement_arguments(base_port)
-        failure, cause = None, None
+        arguments = self.engine_args | self._placement_arguments(base_port)
+        failure: Exception | None = None
         try:
             if self.is_builder or self._every_rank_builds:
                 self._build(arguments)
         except Exception as error:
-            failure, cause = in_one_line(error), error
-        for rank, message in self.group.all_gather(failure).items():
+            failure = error
+        for rank, message in self.group.all_gather(failure and in_one_line(failure)).items():
             if message:
-                raise EngineFailed(f"engine start failed on rank {rank}: {message}") from cause
+                raise EngineFailed(f"engine start failed on rank {rank}: {message}") from failure
 
     @property
     def is_head(self) -> bool:
@@ -148,11 +144,12 @@ class VerlEngine:
         answer is a list of dicts with output_ids, meta_info and, with a tokenizer, text. arguments: as this sglang
         names them. Repeat a prompt for several samples: sampling_params n > 1 makes them depend on timing.
         """
-        given = {"prompt": prompt, "input_ids": input_ids, "return_logprob": return_logprob} | arguments
-        return self._generate({"sampling_params": sampling_params or {}} | given)
+        arguments |= {"sampling_params": dict(sampling_params or {}), "return_logprob": return_logprob}
+        arguments |= {"prompt": prompt} if input_ids is None else {"input_ids": [list(ids) for ids in input_ids]}
+        return self._generate(arguments)
 
     def _generate(self, arguments: dict[str, Any]) -> Any:
-        return self.on_head(lambda engine: sglang_api.generate(engine, **arguments))
+        return self.on_head(lambda engine: engine.generate(**arguments))
 
     async def async_generate(self, *arguments: Any, **named: Any) -> Any:
         """Generate without blocking the caller's event loop. One call at a time: ranks must call in the same order."""
@@ -202,19 +199,20 @@ class VerlEngine:
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Free the GPU memory of "kv_cache", "weights" or both; their contents are lost. None: all."""
-        self.on_head(lambda engine: sglang_api.release_memory_occupation(self.api, engine, tags))
+        self._move_memory("release_memory_occupation", tags)
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back. The weights must be updated before the engine generates again."""
-        self.on_head(lambda engine: sglang_api.resume_memory_occupation(self.api, engine, tags))
+        self._move_memory("resume_memory_occupation", tags)
 
     def flush_cache(self) -> None:
         """Forget the prefix cache, whose keys and values are of the old weights."""
-        self.on_head(lambda engine: sglang_api.flush_cache(self.api, engine))
+        self.on_head(lambda engine: sglang_api.call(engine, "flush_cache"))
 
     def update_weights_from_disk(self, path: str) -> None:
         """Load a checkpoint folder that every host of the engine can read; it may go when this returns."""
-        self.on_head(lambda engine: sglang_api.update_weights_from_disk(engine, path))
+        # By default the format is the engine's own, and "dummy" would refuse.
+        self.on_head(lambda engine: sglang_api.call(engine, "update_weights_from_disk", path, "auto"))
         await_stages(self)
 
     def shutdown(self) -> None:
@@ -234,9 +232,13 @@ class VerlEngine:
                 for named in zip(*payloads, strict=True)
             ]
         with nullcontext() if self._in_update else sglang_api.update_session(self.api, engine):
-            sglang_api.update_weights_from_tensor(
-                self.api, engine, update, load_format=load_format, flush_cache=flush_cache
+            sglang_api.call(
+                engine, "update_weights_from_tensor", update, load_format=load_format, flush_cache=flush_cache
             )
+
+    def _move_memory(self, method: str, tags: Sequence[str] | None) -> None:
+        arguments = sglang_api.memory_arguments(self.api, tags)
+        self.on_head(lambda engine: sglang_api.call(engine, method, **arguments))
 
     def on_head(self, call: Callable[[Any], T]) -> T:
         """Run call(engine) on the head; return its value, or raise its failure, on every rank."""
@@ -263,13 +265,11 @@ class VerlEngine:
         sigquit = nullcontext() if self.api.custom_sigquit_handler else engine_processes.sigquit_raises()
         with started_processes() as started:
             try:
-                temporary_files = scratch.temporary_files_in(Path(self._scratch.name))
+                temporary_files = patch.object(tempfile, "tempdir", self._scratch.name)
                 with child_environment(self._environment()), temporary_files, output_to(self.log), sigquit:
                     self._engine = self._start(arguments)
                     if self.is_head:
-                        # SGLang's own signal handlers are set with its first call: make that now, then take them back.
-                        sglang_api.start_loop(self.inner)
-                        sglang_api.remove_signal_handlers(self.inner, engine_processes.TAKEN)
+                        sglang_api.start_loop(self.inner, engine_processes.TAKEN)
                         sglang_api.unlink_shared_memory(self.inner)
             except Exception as error:
                 failure = self._log.start_failure(error, started)
@@ -279,7 +279,9 @@ class VerlEngine:
             finally:
                 restore_handlers(self._handlers, engine_serves=self._engine is not None)
         if self.inner is not None:
-            sglang_api.cancel_shutdown_at_exit(self.inner)
+            atexit.unregister(
+                self.inner.shutdown
+            )  # which would end more than the engine's processes: see sglang_api.close
         atexit.register(self._stop)
         self._stop_watching = engine_processes.watch_processes(_children(before), self._report_death)
 
@@ -292,13 +294,12 @@ class VerlEngine:
         if self._on_death:
             self._on_death(message)
         else:
-            sys.stderr.write(message + "\n")
-            sys.stderr.flush()
+            say(message + "\n")
         end_processes(_children(), patience_seconds=0)  # of no use without one of them, and they hold a GPU
         self._scratch.cleanup()
         if not self._on_death:
             scratch.remove_what_exit_would()
-            os._exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes
+            hard_exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes
 
     def _stop(self) -> None:
         self._stop_watching.set()
@@ -341,11 +342,10 @@ class VerlEngine:
         """Return what this engine's processes see beside the parent's environment; None removes."""
         changes: dict[str, str | None] = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # log-probs at the sampling temperature, as the trainer's
+            "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # else Engine(node_rank >= 1) never returns
             **sglang_api.memory_imbalance_environment(self.api),
             **scratch.variables(Path(self._scratch.name)),
         }
-        if self.api.nonblocking_variable:
-            changes[self.api.nonblocking_variable] = "0"
         if self.node.visible_devices is not None:
             changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.node.visible_devices)
         if self._cpu:
@@ -358,14 +358,6 @@ class VerlEngine:
                 mine = cores_by_tp_rank(mine, tp_ranks, self.group.tp)
             changes |= shared | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(mine)}
         return changes
-
-
-def _device_type(engine_args: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
-    """Return the device argument, or CUDA where there is a GPU. Raises ValueError for another one."""
-    device = engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {device!r}.")
-    return cast(Literal["cpu", "cuda"], device)
 
 
 def _children(before: Collection[int] = ()) -> dict[int, psutil.Process]:

@@ -98,8 +98,7 @@ def greedy_outputs(engine: VerlEngine, prompts: Sequence[Sequence[int]]) -> list
 
     A collective call of the engine's ranks; the same on each.
     """
-    if engine.api.engine_flushes_cache:
-        engine.flush_cache()  # a prompt whose prefix is cached is computed in another order
+    engine.flush_cache()  # a prompt whose prefix is cached is computed in another order
     answers = [
         engine.generate(input_ids=[list(prompt)], sampling_params=GREEDY, return_logprob=True)[0] for prompt in prompts
     ]

@@ -56,10 +56,10 @@ class UpdateGroup:
     def _exchange(self, inner: Any, named_tensors: NamedTensors, flush_cache: bool) -> None:
         if self._group is None:
             self._open(inner)
-        shapes = [(name, str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in named_tensors]
-        receive = partial(sglang_api.update_weights_from_distributed, self._engine.api, inner, shapes)
-        theirs = partial(receive, group_name=self._name, flush_cache=flush_cache)
-        tensors = [tensor for _, tensor in named_tensors]
+        names, tensors = [name for name, _ in named_tensors], [tensor for _, tensor in named_tensors]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        receive = partial(sglang_api.call, inner, "update_weights_from_distributed", names, dtypes)
+        theirs = partial(receive, [list(tensor.shape) for tensor in tensors], self._name, flush_cache)
         if self._backend == "nccl":
             torch.cuda.current_stream().synchronize()  # the broadcasting thread has another current stream
         # Only self keeps the group: gloo closes its connections, and so frees the engine, with the last reference.
@@ -69,17 +69,21 @@ class UpdateGroup:
         """Let both sides join; the head waits where its engine's lease of ports says."""
         self._name = f"harness_update_{next(_NUMBERS)}"
         address, port = self._engine.update_group_address
-        named: dict[str, Any] = {"address": address, "port": port, "world_size": self._engine.group.tp + 1}
-        named |= {"group_name": self._name, "backend": self._backend}
-        theirs = partial(sglang_api.init_weights_update_group, inner, rank_offset=1, **named)
-        ours = partial(sglang_api.open_update_group, self._engine.api, timeout_seconds=TIMEOUT_SECONDS, **named)
+        rest: dict[str, Any] = {
+            "world_size": self._engine.group.tp + 1,
+            "group_name": self._name,
+            "backend": self._backend,
+        }
+        theirs = partial(sglang_api.call, inner, "init_weights_update_group", address, port, rank_offset=1, **rest)
+        ours = partial(sglang_api.open_update_group, address, port, timeout_seconds=TIMEOUT_SECONDS, **rest)
         self._group = self._both(inner, theirs, ours)
 
     def _close(self, inner: Any) -> None:
         group, self._group = self._group, None
         if group is not None and inner is not None:
-            theirs = partial(sglang_api.destroy_weights_update_group, self._engine.api, inner, self._name)
-            self._both(inner, theirs, partial(dist.destroy_process_group, group))
+            destroys = self._engine.api.destroys_update_group  # else it lives as long as the engine
+            theirs = partial(sglang_api.call, inner, "destroy_weights_update_group", self._name)
+            self._both(inner, theirs if destroys else lambda: None, partial(dist.destroy_process_group, group))
 
     def _both(self, inner: Any, theirs: Callable[[], object], ours: Callable[[], T]) -> T:
         """Run the engine's call and ours at once; return what ours returned. After a failure the group is destroyed."""

@@ -33,11 +33,6 @@ def test_cores_are_split_among_ranks(monkeypatch: pytest.MonkeyPatch, cores: set
     }
 
 
-def test_no_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="ranks_on_host must be 1 or more, got 0"):
-        cpu_environment(0)
-
-
 def test_mla_is_refused_on_a_sglang_without_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_absorbed_mla()
     (tmp_path / "sglang" / "srt").mkdir(parents=True)

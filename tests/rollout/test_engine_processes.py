@@ -304,10 +304,9 @@ def test_a_handler_set_in_the_loop_is_removed_for_every_later_call(
     policy: type[asyncio.AbstractEventLoopPolicy], own: dict[signal.Signals, Any]
 ) -> None:
     loop = policy().new_event_loop()
-    engine = SimpleNamespace(loop=loop)
     called: list[str] = []
 
-    async def start() -> None:
+    def start() -> None:
         for number in TAKEN:
             loop.add_signal_handler(number, called.append, "SGLang's")
 
@@ -315,19 +314,12 @@ def test_a_handler_set_in_the_loop_is_removed_for_every_later_call(
         os.kill(os.getpid(), signal.SIGQUIT)
         await asyncio.sleep(0.05)
 
-    loop.run_until_complete(start())
-    sglang_api.remove_signal_handlers(engine, TAKEN)
+    manager = SimpleNamespace(auto_create_handle_loop=start)
+    sglang_api.start_loop(SimpleNamespace(loop=loop, tokenizer_manager=manager), TAKEN)
     restore_handlers(own, engine_serves=True)
     loop.run_until_complete(serve())
     loop.close()
     assert called == []
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_loop_without_handlers_has_nothing_to_remove(policy: type[asyncio.AbstractEventLoopPolicy]) -> None:
-    loop = policy().new_event_loop()
-    sglang_api.remove_signal_handlers(SimpleNamespace(loop=loop), TAKEN)
-    loop.close()
 
 
 def test_handlers_are_as_before_once_the_engine_has_ended(own: dict[signal.Signals, Any]) -> None:

@@ -36,17 +36,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 def test_the_source_tells_the_truth_about_the_imported_package(seen: Seen) -> None:
     api, head = sglang_api.probe(), seen[0]
     assert sorted(api.engine_arguments) == head["arguments"]
-    assert tuple(head["parameters"]["update_weights_from_tensor"]) == api.tensor_update_parameters
-    assert tuple(head["parameters"]["update_weights_from_distributed"]) == api.distributed_update_parameters
+    assert tuple(head["parameters"]) == api.distributed_update_parameters
     assert head["foretold"] and head["foretold"].items() <= head["environment"].items()
-    assert bool(head["checksum"]) == api.checksum_needs_cuda and head["compare"].startswith("EngineRefused")
 
 
 def test_every_way_of_updating_restores_every_tensor(seen: Seen) -> None:
     start = seen[0]["at start"]
-    for differs in ("after tensors of another model", "after reset"):
+    for differs in ("after tensors of another model", "after disk of another model"):
         assert [name for name in start if seen[0][differs][name] == start[name]] == [], differs
-    for same in ("after bucket", "after reset and tensors", "after reset and disk"):
+    for same in ("after bucket", "after tensors"):
         assert seen[0][same] == start, same
 
 

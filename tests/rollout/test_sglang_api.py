@@ -5,7 +5,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,17 +27,12 @@ class Engine:
     def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True): ...
     def update_weights_from_distributed(self, name, dtype, shape): ...
     def release_memory_occupation(self): ...
-    def flush_cache(self): ...
 def _set_envs_and_config(server_args):
     os.environ["NCCL_CUMEM_ENABLE"] = "0"
     os.environ["NCCL_NVLS_ENABLE"] = str(int(server_args.enable_nccl_nvls))
     def handler(): os.environ["NCCL_INSIDE_A_HANDLER"] = "1"
-    if os.getenv("SGLANG_BLOCK_NONZERO_RANK_CHILDREN") == "0": ...
 """,
     "srt/entrypoints/verl_engine.py": "class VerlEngine: update = self._engine.tokenizer_manager.flush_cache()\n",
-    "srt/managers/tokenizer_manager.py": "class TokenizerManager:\n    async def flush_cache(self): ...\n",
-    "srt/managers/io_struct.py": "class U:\n    serialized_named_tensors: List[bytes]\n",
-    "srt/model_executor/model_runner.py": 'if get_bool_env_var("SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"): ...\n',
     "srt/server_args.py": """
 class ServerArgs:
     model_path: str
@@ -56,34 +51,16 @@ class Engine(EngineBase):
     def update_weights_from_distributed(self, names, dtypes, shapes, group_name="g", flush_cache=1, load_format=0): ...
     def destroy_weights_update_group(self, group_name): ...
     def release_memory_occupation(self, tags=None): ...
-    def flush_cache(self): ...
 def _set_envs_and_config(server_args):
     cfg = view(server_args)
     if cfg.nnodes > 1 and on_fabric():
-        os.environ.setdefault("NCCL_MNNVL_ENABLE", "1")
+        os.environ["NCCL_MNNVL_ENABLE"] = "1"
     if "NCCL_CUMEM_ENABLE" not in os.environ or cfg.enable_symm_mem:
         os.environ["NCCL_CUMEM_ENABLE"] = str(int(cfg.enable_symm_mem))
     if not cfg.enable_symm_mem:
         os.environ["NCCL_NVLS_ENABLE"] = str(int(cfg.enable_nccl_nvls or cfg.enable_symm_mem))
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     os.environ["SGLANG_RUN_ID"] = f"run-{time.time()}"
-""",
-    "srt/managers/tokenizer_manager.py": """
-class TokenizerManager:
-    async def flush_cache(self): ...
-""",
-    "srt/managers/io_struct.py": """
-class U:
-    serialized_named_tensors: Annotated[List[bytes], X()]
-""",
-    "srt/managers/scheduler_components/weight_updater.py": "def check_weights():\n    dist.all_gather_object(a)\n",
-    "srt/utils/weight_checker.py": """
-class WeightChecker:
-    def handle(self, action):
-        if action == "snapshot": return 1
-        elif action == "checksum": return 2
-    def _compute_checksum(self):
-        torch.cuda.synchronize()
 """,
     "srt/utils/numa_utils.py": "def init_threads_binding(*, numa_index, world_size): ...\n",
     "srt/weight_sync/tensor_bucket.py": "class FlattenedTensorBucket:\n    supports_multi_dtypes = True\n",
@@ -137,16 +114,9 @@ def engine(**answers: Any) -> RecordingEngine:
 def test_probe_of_an_old_tree(old: SGLangApi) -> None:
     assert (old.version, old.engine_arguments) == ("0.4.7.old", {"model_path", "tp_size"})
     assert old.own_verl_engine
-    assert old.nonblocking_variable == "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"
-    assert old.memory_tags is None and old.weight_check_actions == ()
+    assert old.memory_tags is None
     assert old.distributed_update_parameters == ("name", "dtype", "shape")
-    assert old.engine_flushes_cache
-    for absent in (
-        "update_session",
-        "flattened_bucket",
-        "custom_weight_loader",
-        "cores_by_device",
-    ):
+    for absent in ("update_session", "bucket_mixes_dtypes", "custom_weight_loader", "cores_by_device"):
         assert getattr(old, absent) is False
 
 
@@ -154,16 +124,8 @@ def test_probe_of_a_new_tree(new: SGLangApi) -> None:
     assert new.version == "0.9.9.new"
     assert new.engine_arguments == {"model_path", "custom_weight_loader", "pp_size", "tp_size"}
     assert new.memory_tags == ("kv_cache", "weights")
-    assert new.weight_check_actions == ("snapshot", "checksum")
     for present in (
-        "update_session",
-        "update_session_selector",
-        "flattened_bucket",
-        "bucket_mixes_dtypes",
-    ):
-        assert getattr(new, present) is True
-    for present in (
-        "custom_weight_loader", "checksum_covers_tp_ranks", "checksum_needs_cuda", "cores_by_device",
+        "update_session", "bucket_mixes_dtypes", "custom_weight_loader", "cores_by_device",
     ):  # fmt: skip
         assert getattr(new, present) is True
     assert new.destroys_update_group and not new.own_verl_engine
@@ -190,25 +152,24 @@ def test_an_unknown_user_argument_names_the_version_and_the_nearest(new: SGLangA
 @pytest.mark.parametrize(
     "result", [None, True, (True, "Success"), (True, "ok", 0), SimpleNamespace(success=True, message="")]
 )
-def test_check_result_passes_success_through(result: object) -> None:
-    assert sglang_api.check_result("call", result) is result
+def test_a_call_that_succeeded_returns(result: object) -> None:
+    recording = engine(update=result)
+    sglang_api.call(recording, "update", 1, a=2)
+    assert recording.calls == [("update", (1,), {"a": 2})]
 
 
 @pytest.mark.parametrize(
     "result", [(False, "why"), (False, "why", None, None), SimpleNamespace(success=False, message="why")]
 )
-def test_check_result_raises_on_failure(result: object) -> None:
-    with pytest.raises(EngineRefused, match="update: the engine refused: why") as raised:
-        sglang_api.check_result("update", result)
-    assert (raised.value.call, raised.value.message) == ("update", "why")
-    with pytest.raises(EngineRefused, match="no reason given"):
-        sglang_api.check_result("flush_cache", False)
+def test_a_call_that_failed_raises(result: object) -> None:
+    with pytest.raises(EngineRefused, match="update: the engine refused: why"):
+        sglang_api.call(engine(update=result), "update")
 
 
-@pytest.mark.parametrize("result", [(), ("Success", True), 1, "Success", {"success": True}])
-def test_check_result_rejects_what_it_cannot_read(result: object) -> None:
-    with pytest.raises(TypeError, match="call returned"):
-        sglang_api.check_result("call", result)
+@pytest.mark.parametrize("result", [False, (), 1, "Success", {"success": True}])
+def test_a_result_that_cannot_be_read_is_a_failure(result: object) -> None:
+    with pytest.raises(EngineRefused, match="update: the engine refused: it returned"):
+        sglang_api.call(engine(update=result), "update")
 
 
 def test_memory_tags(old: SGLangApi, new: SGLangApi) -> None:
@@ -218,14 +179,14 @@ def test_memory_tags(old: SGLangApi, new: SGLangApi) -> None:
         sglang_api.memory_arguments(new, ("weight",))
     with pytest.raises(ValueError, match="has kv_cache, weights"):
         sglang_api.memory_arguments(new, ())
-    with pytest.raises(ValueError, match="all memory at once"):
+    with pytest.raises(ValueError, match="has no tags; or None for all memory at once"):
         sglang_api.memory_arguments(old, ("weights",))
 
 
 def test_session_opens_and_closes(old: SGLangApi, new: SGLangApi) -> None:
     recording = engine(begin_weight_update=(True, ""), end_weight_update=(True, ""))
     with sglang_api.update_session(new, recording):
-        assert recording.calls == [("begin_weight_update", (), {"selector": "all"})]
+        assert recording.calls == [("begin_weight_update", (), {})]
     assert recording.called() == ["begin_weight_update", "end_weight_update"]
     without = engine()
     with sglang_api.update_session(old, without):
@@ -251,52 +212,9 @@ def test_a_session_that_does_not_open_or_close_is_a_failure(new: SGLangApi) -> N
         pass
 
 
-def test_distributed_update_is_one_call_or_one_a_tensor(old: SGLangApi, new: SGLangApi) -> None:
-    shapes = [("a", "bfloat16", (2, 3)), ("b", "float32", (4,))]
-    recording = engine(update_weights_from_distributed=(True, ""))
-    sglang_api.update_weights_from_distributed(old, recording, shapes, group_name="g", flush_cache=False)
-    assert [args for _, args, _ in recording.calls] == [("a", "bfloat16", [2, 3]), ("b", "float32", [4])]
-    recording = engine(update_weights_from_distributed=(True, ""))
-    sglang_api.update_weights_from_distributed(new, recording, shapes, group_name="g", flush_cache=False)
-    ((_, _, sent),) = recording.calls
-    assert sent["names"] == ["a", "b"] and sent["shapes"] == [[2, 3], [4]] and sent["flush_cache"] is False
-
-
-def test_what_a_release_lacks_is_said_before_the_engine_is_called(old: SGLangApi) -> None:
-    recording = engine()
-    for load_format in ("flattened_bucket", "package.loader"):
-        with pytest.raises(ValueError, match=r"sglang 0\.4\.7\.old has no"):
-            sglang_api.update_weights_from_tensor(old, recording, [], load_format=load_format, flush_cache=True)
-    with pytest.raises(ValueError, match="has none"):
-        sglang_api.check_weights(old, recording, "checksum")
-    with pytest.raises(ValueError, match="no patch_torch"):
-        sglang_api.patch_reductions(old)
-    with pytest.raises(ValueError, match="no flattened buckets"):
+def test_buckets_are_refused_where_there_are_none(old: SGLangApi) -> None:
+    with pytest.raises(ValueError, match=r"sglang 0\.4\.7\.old has no buckets of any dtypes"):
         sglang_api.flattened_bucket(old, [])
-    assert sglang_api.destroy_weights_update_group(old, recording, "g") is False
-    assert recording.calls == []
-
-
-def test_own_verl_engine_is_refused_where_there_is_none_and_for_its_own_arguments(
-    old: SGLangApi, new: SGLangApi
-) -> None:
-    with pytest.raises(ValueError, match=r"0\.4\.3\.post3 to 0\.4\.7\.post1"):
-        sglang_api.build_own_verl_engine(new, None, 1, {})
-    with pytest.raises(ValueError, match=r"engine\.args\.tp_size = 2"):
-        sglang_api.build_own_verl_engine(old, None, 1, {"tp_size": 2})
-
-
-def test_several_dtypes_need_a_bucket_that_mixes_them(new: SGLangApi) -> None:
-    tensors = [("a", SimpleNamespace(dtype="float32")), ("b", SimpleNamespace(dtype="bfloat16"))]
-    with pytest.raises(ValueError, match="bfloat16, float32.*one dtype a bucket"):
-        sglang_api.flattened_bucket(replace(new, bucket_mixes_dtypes=False), tensors)
-
-
-def test_generate_refuses_what_would_not_be_one_batch() -> None:
-    with pytest.raises(ValueError, match="n = 2"):
-        sglang_api.generate(engine(), input_ids=[[1]], sampling_params={"n": 2})
-    with pytest.raises(ValueError, match="some of them empty"):
-        sglang_api.generate(engine(), input_ids=[[1], []], sampling_params={})
 
 
 def test_environment_of_an_old_engine_is_fixed(old: SGLangApi) -> None:
@@ -320,15 +238,11 @@ def test_an_engine_whose_environment_cannot_be_read_is_an_error(tmp_path: Path) 
         sglang_api.common_environment(api, {}, {})
 
 
-def test_memory_balance_check_is_turned_off_by_the_name_that_is_read(
-    old: SGLangApi, new: SGLangApi, tmp_path: Path
-) -> None:
+def test_memory_balance_check_is_turned_off_by_the_name_that_is_read(old: SGLangApi, new: SGLangApi) -> None:
     assert sglang_api.memory_imbalance_environment(old) == {"SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
     change = sglang_api.memory_imbalance_environment(new)
     assert change["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
     assert change["SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"] is None
-    neither = {path: text for path, text in OLD.items() if "model_runner" not in path}
-    assert sglang_api.memory_imbalance_environment(probed(tmp_path / "neither", neither)) == {}
 
 
 def test_defaults_name_their_device_and_no_other() -> None:
@@ -380,13 +294,13 @@ def test_probing_the_installed_sglang_imports_neither_it_nor_torch() -> None:
 @needs_sglang
 def test_no_default_of_this_sglang_is_refused() -> None:
     """Of every argument whose default is a constant: types and choices are read rightly."""
-    from harness.rollout.sglang_api.probe import argument_classes
-
     api = sglang_api.probe()
+    fields = (api.tree.root / "srt/arg_groups/fields").glob("*.py")
+    files = ["srt/server_args.py", *(f"srt/arg_groups/fields/{each.name}" for each in fields)]
+    nodes = [node for file in files for node in ast.walk(api.tree.module(file))]
     defaults = {
         node.target.id: node.value.value
-        for each in argument_classes(api.tree)
-        for node in each.body
+        for node in nodes
         if isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
         and isinstance(node.value, ast.Constant)

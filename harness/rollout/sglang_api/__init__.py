@@ -8,39 +8,22 @@ from harness.rollout.sglang_api.engine_arguments import UnknownEngineArgument, c
 from harness.rollout.sglang_api.engine_calls import (
     EngineRefused,
     build_engine,
-    build_own_verl_engine,
-    cancel_shutdown_at_exit,
-    check_result,
-    check_weights,
+    call,
     close,
-    destroy_weights_update_group,
-    flush_cache,
-    for_another_thread,
-    generate,
-    import_engine,
-    init_weights_update_group,
-    memory_arguments,
-    open_update_group,
-    release_memory_occupation,
-    remove_signal_handlers,
-    resume_memory_occupation,
-    start_loop,
-    unlink_shared_memory,
-    update_group_ends_in_barrier,
-    update_session,
-    update_weights_from_disk,
-    update_weights_from_distributed,
-    update_weights_from_tensor,
-)
-from harness.rollout.sglang_api.engine_environment import common_environment, memory_imbalance_environment
-from harness.rollout.sglang_api.payload import (
     deserialize,
     flattened_bucket,
+    for_another_thread,
+    import_engine,
     local_serialized_tensor,
+    memory_arguments,
+    open_update_group,
     patch_reductions,
     serialize,
-    serialize_by_value,
+    start_loop,
     tensors_of_bucket,
+    unlink_shared_memory,
+    update_session,
 )
+from harness.rollout.sglang_api.engine_environment import common_environment, memory_imbalance_environment
 from harness.rollout.sglang_api.probe import SGLangApi, probe
 from harness.rollout.sglang_api.source import SourceTree

@@ -39,13 +39,14 @@ class TinyEngine:
     def update(self, tensors: list[tuple[str, Any]], *, flush_cache: bool = True) -> None:
         """Call update_weights_from_tensor, in a session where this sglang needs one."""
         with sglang_api.update_session(self.api, self.engine):
-            sglang_api.update_weights_from_tensor(self.api, self.engine, tensors, flush_cache=flush_cache)
+            sglang_api.call(self.engine, "update_weights_from_tensor", tensors, flush_cache=flush_cache)
 
     def release(self) -> None:
-        sglang_api.release_memory_occupation(self.api, self.engine, None)
+        sglang_api.call(self.engine, "release_memory_occupation")
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
-        sglang_api.resume_memory_occupation(self.api, self.engine, tags)
+        arguments = sglang_api.memory_arguments(self.api, tags)
+        sglang_api.call(self.engine, "resume_memory_occupation", **arguments)
 
     def generate(self) -> dict[str, Any]:
         """Return the engine's greedy answer to PROMPT, with log-probs."""

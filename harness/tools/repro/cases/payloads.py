@@ -134,7 +134,7 @@ def pp_payload_opened_twice(broken: bool) -> None:
         if broken:
             engine.update(checkpoint_tensors(engine.trainer(seed=1)))
         else:
-            sglang_api.update_weights_from_disk(engine.engine, str(engine.folder))
+            sglang_api.call(engine.engine, "update_weights_from_disk", str(engine.folder), "auto")
         print("the update answered success", flush=True)
         time.sleep(2)  # stage 1 has tried to open it by then
         engine.engine.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 4, "ignore_eos": True})
