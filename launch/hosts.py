@@ -1,7 +1,7 @@
 """Emulate hosts on one machine, with torchrun in each, and faults on purpose.
 
     python launch/hosts.py --hosts 2 --ranks-per-host 2 -- launch/ppo.py configs/cpu/quickstart.toml --parallel.tp 4
-    python launch/hosts.py --hosts 2 --gpus-per-host 1 --ipv6 -- launch/ppo.py CONFIG.toml --parallel.tp 2
+    python launch/hosts.py --hosts 2 --gpus-per-host 1 --network ipv6 -- launch/ppo.py CONFIG.toml --parallel.tp 2
     python launch/hosts.py --hosts 2 --latency 20ms --loss 1% --cut host1@sync:1 -- launch/ppo.py CONFIG.toml
 
 As root each host is a set of namespaces: own network, hostname, boot id, processes, /proc and /dev/shm; the hosts reach

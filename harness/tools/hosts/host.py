@@ -1,13 +1,13 @@
 """The process that is one host: it makes the host's namespaces, is their process 1, and runs torchrun in them.
 
-Without namespaces it runs torchrun as the ancestor of all that torchrun starts. Either way it ends all of it when the
-launcher's end of the control socket closes, which a killed launcher's does too.
+Without namespaces it runs torchrun as the ancestor of all that torchrun starts. Either way it ends all of it, and removes
+the host's folder, when the launcher's end of the control socket closes, which a killed launcher's does too.
 """
 
 import contextlib
-import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from harness.runtime.processes import descendants
+from harness.runtime.processes import descendants, name_and_pid
 from harness.tools.hosts import kernel
 
 POLL_SECONDS = 0.1
@@ -27,7 +27,7 @@ LINGER_SECONDS = 2.0
 """How long what torchrun started may outlive it before it counts as left behind."""
 MESSAGE_BYTES = 1 << 20
 LAUNCHER_GONE = 1
-GO, END, KILL = b"go", b"end", b"kill"
+UP, GO, END, KILL = b"up", b"go", b"end", b"kill"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,6 @@ class HostSpec:
     interfaces: dict[str, tuple[str, ...]]
     """Name -> addresses with prefix, such as 10.77.0.1/24."""
     mtu: int
-    ipv6: bool
     folder: str
     """The host's own; holds "hosts", which becomes /etc/hosts, "boot_id" and "tmp"."""
     command: tuple[str, ...]
@@ -48,43 +47,46 @@ class HostSpec:
     working_folder: str
 
 
-def main(control: socket.socket, launcher: int) -> int:
+def main(control: socket.socket) -> int:
     """Run as the host until its command exits; return the command's exit code."""
-    if os.getppid() != launcher:
-        return LAUNCHER_GONE
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    spec = msgspec.json.decode(control.recv(MESSAGE_BYTES), type=HostSpec)
-    if not spec.namespaces:
+    message = control.recv(MESSAGE_BYTES)
+    if not message:
+        return LAUNCHER_GONE
+    spec = msgspec.json.decode(message, type=HostSpec)
+    try:
+        if spec.namespaces:
+            return _run_in_namespaces(spec, control)
         kernel.adopt_orphans()
-        control.send(json.dumps({"init": os.getpid()}).encode())
-        return supervise(spec, control)
-    kernel.die_with_parent(signal.SIGKILL)
+        control.send(UP)
+        return _supervise(spec, control)
+    finally:
+        shutil.rmtree(spec.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another host's is still there
+            Path(spec.folder).parent.rmdir()
+
+
+def _run_in_namespaces(spec: HostSpec, control: socket.socket) -> int:
     kernel.unshare(kernel.HOST_NAMESPACES)
     child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = first_process(spec, control)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    control.send(json.dumps({"init": child}).encode())
-    control.close()
-    return exit_code(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    if child:
+        control.close()
+        return exit_code(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    code = 1
+    try:  # as process 1, with which the kernel ends every other
+        kernel.die_with_parent(signal.SIGKILL)
+        descriptors = _furnish(spec)
+        socket.send_fds(control, [UP], descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        code = _supervise(spec, control)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def first_process(spec: HostSpec, control: socket.socket) -> int:
-    """Run as process 1 of the host, with which the kernel ends every other."""
-    kernel.die_with_parent(signal.SIGKILL)
-    descriptors = furnish(spec)
-    socket.send_fds(control, [b"network"], descriptors)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return supervise(spec, control)
-
-
-def furnish(spec: HostSpec) -> list[int]:
+def _furnish(spec: HostSpec) -> list[int]:
     """Set up name, boot id, /proc, /sys, /dev/shm, /etc/hosts and interfaces; return the interfaces' descriptors."""
     folder, aside = Path(spec.folder), Path(spec.folder) / "cgroup"
     socket.sethostname(spec.name)
@@ -104,14 +106,14 @@ def furnish(spec: HostSpec) -> list[int]:
     for name, addresses in spec.interfaces.items():
         descriptors.append(kernel.open_tun(name))
         switch = Path(f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6")
-        if not spec.ipv6 and switch.exists():
+        if switch.exists() and not any(":" in each for each in addresses):
             switch.write_text("1", encoding="ascii")
         kernel.bring_up(name, addresses, spec.mtu)
     return descriptors
 
 
-def supervise(spec: HostSpec, control: socket.socket) -> int:
-    """Run the command on GO, end it on END; report how it ended and what it left; return its exit code."""
+def _supervise(spec: HostSpec, control: socket.socket) -> int:
+    """Run the command on GO, end it on END; print what outlived it, end that, return its exit code."""
     if control.recv(MESSAGE_BYTES) != GO:
         return LAUNCHER_GONE
     command = subprocess.Popen(
@@ -124,15 +126,18 @@ def supervise(spec: HostSpec, control: socket.socket) -> int:
                 end_descendants()
                 return exit_code(-signal.SIGKILL)
             os.kill(command.pid, signal.SIGTERM)
-        code = reap(command.pid)
-    left = linger()
+        code = _reap(command.pid)
+    deadline = time.monotonic() + LINGER_SECONDS
+    while (left := descendants()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS / 2)
+        _reap(0)
+    if left:
+        print(f"outlived torchrun and were ended: {', '.join(map(name_and_pid, left.values()))}", flush=True)
     end_descendants()
-    with contextlib.suppress(BrokenPipeError):  # the launcher is gone
-        control.send(json.dumps({"ended": code, "left": left}).encode())
     return code
 
 
-def reap(wanted: int) -> int | None:
+def _reap(wanted: int) -> int | None:
     """Reap every child that has ended, adopted ones too; return the exit code of the wanted one if it is among them."""
     code = None
     with contextlib.suppress(ChildProcessError):
@@ -142,33 +147,15 @@ def reap(wanted: int) -> int | None:
     return code
 
 
-def linger() -> list[str]:
-    """Wait for all descendants to end; return names and pids of those that do not."""
-    deadline = time.monotonic() + LINGER_SECONDS
-    while True:
-        reap(0)
-        left = descendants()
-        if not left or time.monotonic() > deadline:
-            return [f"{_name(process)} ({pid})" for pid, process in left.items()]
-        time.sleep(POLL_SECONDS / 2)
-
-
-def end_descendants(spare: int = 0) -> None:
-    """SIGKILL them all but one; first stop them, so that none sees another's end. Return when all are gone."""
-    while left := [process for pid, process in descendants().items() if pid != spare]:
+def end_descendants() -> None:
+    """SIGKILL them all; first stop them, so that none sees another's end. Return when all are gone."""
+    while left := list(descendants().values()):
         for signum in (signal.SIGSTOP, signal.SIGKILL):
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, which is what was wanted
                     process.send_signal(signum)
-        reap(0)
+        _reap(0)
         time.sleep(POLL_SECONDS / 10)
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "ended just now"
 
 
 def exit_code(code: int) -> int:
@@ -177,4 +164,4 @@ def exit_code(code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])))
+    sys.exit(main(socket.socket(fileno=int(sys.argv[1]))))

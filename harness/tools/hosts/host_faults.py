@@ -1,10 +1,10 @@
 """What may be done to emulated hosts, as the command line writes it: "20ms", "1%", "1gbit", "host1@sync:1", "host1=+90s"."""
 
+import importlib.util
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,6 @@ QUANTITIES = {
     "--bandwidth": (BITS, 1.0, math.inf, "a rate of at least 1bit in bit, kbit, mbit or gbit, such as 1gbit"),
 }
 """Option -> units, least and largest value, and what it must be in words."""
-_PHASE = re.compile(r"([A-Za-z_]\w*)(?::(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +50,12 @@ class HostFault:
     @property
     def when(self) -> str:
         """The time in words."""
-        return at(self.phase, self.step) if self.phase else f"{self.seconds:g} s after the start"
+        step = "" if self.step is None else f" of step {self.step}"
+        return f"at {self.phase}{step}" if self.phase else f"{self.seconds:g} s after the start"
 
     def matches(self, host: str, phase: str, step: int | None) -> bool:
         """Return whether this phase of this host is meant."""
         return (host, phase) == (self.host, self.phase) and self.step in (None, step)
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.host} {self.when}"
-
-
-def at(phase: str, step: int | None) -> str:
-    """Return "at sync of step 1" or "at sync"."""
-    return f"at {phase}" + ("" if step is None else f" of step {step}")
 
 
 def quantity(option: str, text: str) -> float:
@@ -82,11 +74,10 @@ def _with_unit(text: str, units: Mapping[str, float]) -> float | None:
 
 def host_fault(kind: Literal["cut", "kill"], text: str, hosts: Sequence[str]) -> HostFault:
     """Parse "host1@sync", "host1@sync:1" or "host1@12s". Raise ValueError that names the option."""
-    host, _, when = text.partition("@")
-    _check_host(f"--{kind}", text, host, hosts)
+    host, when = _of_host(f"--{kind}", text, "@", hosts)
     if (seconds := _with_unit(when, SECONDS)) is not None:
         return HostFault(kind, host, seconds=seconds)
-    if match := _PHASE.fullmatch(when):
+    if match := re.fullmatch(r"([A-Za-z_]\w*)(?::(\d+))?", when):
         return HostFault(kind, host, match[1], None if match[2] is None else int(match[2]))
     raise ValueError(
         f"--{kind} must be {host}@PHASE, {host}@PHASE:STEP or {host}@SECONDSs, such as {host}@sync:1 or {host}@12s,"
@@ -96,17 +87,18 @@ def host_fault(kind: Literal["cut", "kill"], text: str, hosts: Sequence[str]) ->
 
 def skew(text: str, hosts: Sequence[str]) -> tuple[str, float]:
     """Return host and seconds of "host1=+90s" or "host1=-5min". Raise ValueError that names the option."""
-    host, _, offset = text.partition("=")
-    _check_host("--skew", text, host, hosts)
+    host, offset = _of_host("--skew", text, "=", hosts)
     seconds = _with_unit(offset[1:], SECONDS)
     if seconds is None or offset[0] not in "+-":
         raise ValueError(f'--skew must have an offset with a sign, {host}=+90s or {host}=-90s, got "{text}".')
     return host, seconds if offset[0] == "+" else -seconds
 
 
-def _check_host(option: str, text: str, host: str, hosts: Sequence[str]) -> None:
+def _of_host(option: str, text: str, separator: str, hosts: Sequence[str]) -> tuple[str, str]:
+    host, _, rest = text.partition(separator)
     if host not in hosts:
         raise ValueError(f'{option} must name one of the hosts {", ".join(hosts)}, got "{text}".')
+    return host, rest
 
 
 def skewed_clock(seconds: float, current: Mapping[str, str]) -> dict[str, str]:
@@ -127,11 +119,11 @@ def skewed_clock(seconds: float, current: Mapping[str, str]) -> dict[str, str]:
 
 def faketime_library() -> Path:
     """Return the path of libfaketime's shared object. Raise UnsupportedEnvironment if it is not installed."""
-    try:
-        files = metadata.files("libfaketime") or []
-    except metadata.PackageNotFoundError:
-        raise UnsupportedEnvironment("--skew needs the package libfaketime, which is not installed.") from None
-    for file in files:
-        if file.name == "libfaketime.so.1" and (found := Path(str(file.locate()))).exists():
-            return found
-    raise UnsupportedEnvironment("--skew needs libfaketime.so.1, which the package libfaketime lacks for this machine.")
+    spec = importlib.util.find_spec("libfaketime")
+    folders = spec.submodule_search_locations if spec else None
+    found = next((file for folder in folders or () for file in Path(folder).rglob("libfaketime.so.1")), None)
+    if found is None:
+        raise UnsupportedEnvironment(
+            "--skew needs libfaketime.so.1 of the package libfaketime, which is not installed."
+        )
+    return found

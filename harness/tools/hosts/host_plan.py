@@ -9,16 +9,14 @@ from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.hosts.host_faults import HostFault, LinkConditions, host_fault, quantity, skew
 from harness.tools.hosts.phase_gate import PHASE_SOCKET
 
-IpVersion = Literal["ipv4", "ipv6", "both"]
-
 MASTER_PORT = 29500
 RANGES = {
     "hosts": (1, 250),
-    "gpus-per-host": (0, None),
-    "ranks-per-host": (0, None),
+    "gpus-per-host": (0, 64),
+    "ranks-per-host": (0, 1024),
     "interfaces": (1, 8),
     "mtu": (1280, 65535),  # the least that IPv6 allows, and the most that a packet's length field does
-    "patience": (0, None),
+    "patience": (0, 86400),
 }
 """Option -> least and largest value."""
 
@@ -37,10 +35,8 @@ class HostsOptions:
     """Given once for each host, such as 0,1 and then 3,2; else the visible GPUs are split in order."""
     isolation: Literal["namespaces", "processes", "auto"] = "auto"
     """namespaces: own network, hostname, boot id, /proc and /dev/shm, which takes root. processes: loopback only. auto: what this machine allows."""
-    network: IpVersion = "ipv4"
+    network: Literal["ipv4", "ipv6", "both"] = "ipv4"
     """Which addresses the hosts have."""
-    ipv6: bool = False
-    """The same as --network ipv6."""
     rendezvous: Literal["c10d", "static"] = "c10d"
     """How torchrun's agents meet: --rdzv-backend=c10d, or --node-rank and --master-addr."""
     master: Literal["address", "hostname"] = "address"
@@ -74,10 +70,8 @@ class HostPlan:
     """One host to be."""
 
     index: int
-    addresses: tuple[str, ...]
-    """On the network that joins the hosts."""
     interfaces: dict[str, tuple[str, ...]]
-    """Name -> addresses with prefix."""
+    """Name -> addresses with prefix; the last one's are on the network that joins the hosts."""
     visible: str | None
     """CUDA_VISIBLE_DEVICES; None leaves it alone."""
     skew_seconds: float = 0.0
@@ -87,6 +81,11 @@ class HostPlan:
         """host0, host1, ..."""
         return f"host{self.index}"
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """On the network that joins the hosts."""
+        return tuple(each.partition("/")[0] for each in list(self.interfaces.values())[-1])
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationPlan:
@@ -94,7 +93,6 @@ class EmulationPlan:
 
     options: HostsOptions
     namespaces: bool
-    network: IpVersion
     hosts: tuple[HostPlan, ...]
     ranks_per_host: int
     conditions: LinkConditions
@@ -115,25 +113,18 @@ def make_plan(options: HostsOptions, script: Sequence[str], refusal: str, visibl
     """
     for name, (least, most) in RANGES.items():
         value = getattr(options, name.replace("-", "_"))
-        if value < least or (most is not None and value > most):
-            allowed = f"at least {least}" if most is None else f"{least} to {most}"
-            raise ValueError(f"--{name} must be {allowed}, got {value}.")
-    if options.ipv6 and options.network == "both":
-        raise ValueError("--ipv6 means --network ipv6, got --network both too; give one of the two.")
+        if not least <= value <= most:
+            raise ValueError(f"--{name} must be {least} to {most}, got {value}.")
     if not script:
         raise ValueError("there is nothing to run; give a script after --, as in -- launch/ppo.py CONFIG.toml.")
     if not Path(script[0]).is_file():
         raise ValueError(f'the script after -- must be the path of a Python file, got "{script[0]}".')
     names = [f"host{index}" for index in range(options.hosts)]
-    faults = [host_fault("cut", text, names) for text in options.cut]
-    faults += [host_fault("kill", text, names) for text in options.kill]
+    cuts = [host_fault("cut", text, names) for text in options.cut]
+    kills = [host_fault("kill", text, names) for text in options.kill]
     skews = dict(skew(text, names) for text in options.skew)
-    conditions = LinkConditions(
-        latency=quantity("--latency", options.latency) if options.latency else 0.0,
-        loss=quantity("--loss", options.loss) if options.loss else 0.0,
-        bandwidth=quantity("--bandwidth", options.bandwidth) if options.bandwidth else 0.0,
-        seed=options.seed,
-    )
+    asked = {"latency": options.latency, "loss": options.loss, "bandwidth": options.bandwidth}
+    limits = {name: quantity(f"--{name}", text) for name, text in asked.items() if text}
     if options.isolation == "namespaces" and refusal:
         raise UnsupportedEnvironment(
             f"--isolation namespaces needs root and /dev/net/tun, which this machine refuses ({refusal})."
@@ -141,26 +132,22 @@ def make_plan(options: HostsOptions, script: Sequence[str], refusal: str, visibl
     namespaces = options.isolation != "processes" and not refusal
     if not namespaces:
         _check_without_namespaces(options, refusal)
-    network: IpVersion = "ipv6" if options.ipv6 else options.network
     split = split_gpus(options, visible)
-    least_gpus = min(len(each.split(",")) if each else 0 for each in split)
     return EmulationPlan(
         options=options,
         namespaces=namespaces,
-        network=network,
         hosts=tuple(
             HostPlan(
                 index=index,
-                addresses=host_addresses(index, network, namespaces),
-                interfaces=interfaces(index, options.interfaces, network) if namespaces else {},
+                interfaces=interfaces(index, options, namespaces),
                 visible=split[index],
                 skew_seconds=skews.get(name, 0.0),
             )
             for index, name in enumerate(names)
         ),
-        ranks_per_host=options.ranks_per_host or options.gpus_per_host or max(1, least_gpus),
-        conditions=conditions,
-        faults=tuple(faults),
+        ranks_per_host=options.ranks_per_host or max(1, min(len(each.split(",")) if each else 0 for each in split)),
+        conditions=LinkConditions(**limits, seed=options.seed),
+        faults=(*cuts, *kills),
         script=tuple(script),
     )
 
@@ -187,44 +174,30 @@ def split_gpus(options: HostsOptions, visible: Sequence[str]) -> tuple[str | Non
                 f"{options.hosts} hosts of {count} GPUs need {options.hosts * count}, but {len(visible)} are visible here;"
                 " give fewer --hosts or --gpus-per-host."
             )
-        if not visible:
-            return (None,) * options.hosts
-        return tuple(",".join(visible[index * count : (index + 1) * count]) for index in range(options.hosts))
+        starts = range(0, options.hosts * count, count) if count else [0] * options.hosts
+        return tuple(",".join(visible[at : at + count]) if visible else None for at in starts)
     if len(lists) != options.hosts:
         raise ValueError(f"{option} must be given once for each of {options.hosts} hosts, got {len(lists)} lists.")
-    owners: dict[str, int] = {}
-    for index, text in enumerate(lists):
-        names = text.split(",")
-        if len(names) < count:
-            raise ValueError(
-                f'{option} must have at least --gpus-per-host = {count} GPUs for each host, got "{text}" for host{index}.'
-            )
-        for name in names:
-            if name not in visible:
-                there = ", ".join(visible) or "none"
-                raise ValueError(f'{option} must name visible GPUs ({there}), got "{name}" for host{index}.')
-            if name in owners:
-                raise ValueError(
-                    f'{option} must give each GPU once, got "{name}" for host{owners[name]} and host{index}.'
-                )
-            owners[name] = index
+    names = [name for text in lists for name in text.split(",")]
+    for name in names:
+        if name not in visible or names.count(name) > 1:
+            there = ", ".join(visible) or "none"
+            raise ValueError(f'{option} must name each visible GPU ({there}) at most once, got "{name}" in {lists}.')
     return lists
 
 
-def host_addresses(index: int, network: IpVersion, namespaces: bool) -> tuple[str, ...]:
-    """Return IPv4 before IPv6. Without namespaces: loopback, of which IPv6 has only one for all."""
-    four = f"10.77.0.{index + 1}" if namespaces else f"127.0.0.{index + 1}"
-    six = f"fd77::{index + 1:x}" if namespaces else "::1"
-    return {"ipv4": (four,), "ipv6": (six,), "both": (four, six)}[network]
+def interfaces(index: int, options: HostsOptions, namespaces: bool) -> dict[str, tuple[str, ...]]:
+    """Return eth0, eth1, ...: the last is on the network that joins the hosts (77), the decoys on networks of their own.
 
-
-def interfaces(index: int, count: int, network: IpVersion) -> dict[str, tuple[str, ...]]:
-    """Return eth0, eth1, ...: the last is on the network that joins the hosts (77), the decoys on networks of their own."""
-    found = {}
-    for number, away in enumerate(reversed(range(count))):
-        four, six = f"10.{77 + away}.0.{index + 1}/24", f"fd{77 + away}::{index + 1:x}/64"
-        found[f"eth{number}"] = {"ipv4": (four,), "ipv6": (six,), "both": (four, six)}[network]
-    return found
+    Without namespaces: loopback, of which IPv6 has only one address for all.
+    """
+    found: dict[str, tuple[str, ...]] = {"lo": (f"127.0.0.{index + 1}", "::1")}
+    if namespaces:
+        networks = range(76 + options.interfaces, 76, -1)
+        both = [(f"10.{number}.0.{index + 1}/24", f"fd{number}::{index + 1:x}/64") for number in networks]
+        found = {f"eth{number}": pair for number, pair in enumerate(both)}
+    wanted = {"ipv4": slice(0, 1), "ipv6": slice(1, 2), "both": slice(0, 2)}[options.network]
+    return {name: pair[wanted] for name, pair in found.items()}
 
 
 def hosts_file(plan: EmulationPlan, own: HostPlan) -> str:

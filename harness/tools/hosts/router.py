@@ -7,7 +7,6 @@ lost, as on a network without a router.
 import errno
 import heapq
 import itertools
-import json
 import os
 import random
 import select
@@ -21,7 +20,6 @@ from ipaddress import ip_address
 
 import msgspec
 
-from harness.tools.hosts import kernel
 from harness.tools.hosts.host_faults import LinkConditions
 
 PACKET_BYTES = 65536
@@ -55,16 +53,15 @@ class PacketSwitch:
     def forward(self, source: str, packet: bytes, now: float) -> str | None:
         """Return the host that gets this packet of `source` at once; None if it is lost, or waits until it is due."""
         target = self._routes.get(destination(packet))
+        asked = self.conditions
         if target is None or source in self.cut or target in self.cut:
             return None
-        asked = self.conditions
         if not (asked.latency or asked.loss or asked.bandwidth):
             return target
-        if asked.loss and self._chance.random() < asked.loss:
-            return None
-        at = self._through(source, target, len(packet), now)
-        if at is not None:
-            heapq.heappush(self._waiting, (at + asked.latency, next(self._order), source, target, packet))
+        if not (asked.loss and self._chance.random() < asked.loss):
+            at = self._through(source, target, len(packet), now)
+            if at is not None:
+                heapq.heappush(self._waiting, (at + asked.latency, next(self._order), source, target, packet))
         return None
 
     def due(self, now: float) -> Iterator[tuple[str, bytes]]:
@@ -96,7 +93,7 @@ class PacketSwitch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Router:
-    """The switch at its descriptors; on the command line of its process as JSON."""
+    """The switch at its descriptors; its process gets it as JSON."""
 
     conditions: LinkConditions
     addresses: dict[str, tuple[str, ...]]
@@ -105,7 +102,7 @@ class Router:
     """By host: its interfaces' descriptors; the last is the one that joins the hosts, the others are decoys."""
 
     def serve(self, control: socket.socket) -> None:
-        """Forward until the other end of the control socket closes. Each message there is {"cut": host}."""
+        """Forward until the other end of the control socket closes. Each message there is a host to cut off."""
         switch = PacketSwitch(self.addresses, self.conditions)
         hosts = {descriptor: host for host, own in self.ports.items() for descriptor in own}
         poll = select.epoll()
@@ -115,14 +112,24 @@ class Router:
             next_due = switch.next_due()
             for descriptor, _ in poll.poll(None if next_due is None else max(0.0, next_due - time.monotonic())):
                 if descriptor != control.fileno():
-                    for target, packet in _forward(switch, hosts[descriptor], descriptor):
-                        self._deliver(target, packet)
+                    self._forward(switch, hosts[descriptor], descriptor)
                 elif message := control.recv(PACKET_BYTES):
-                    switch.cut.add(json.loads(message)["cut"])
+                    switch.cut.add(message.decode())
                     control.send(b"done")
                 else:
                     return
             for target, packet in switch.due(time.monotonic()):
+                self._deliver(target, packet)
+
+    def _forward(self, switch: PacketSwitch, source: str, descriptor: int) -> None:
+        """Read a burst of packets; deliver those that arrive at once."""
+        now = time.monotonic()
+        for _ in range(BURST_PACKETS):
+            try:
+                packet = os.read(descriptor, PACKET_BYTES)
+            except BlockingIOError:
+                return
+            if target := switch.forward(source, packet, now):
                 self._deliver(target, packet)
 
     def _deliver(self, host: str, packet: bytes) -> None:
@@ -133,19 +140,7 @@ class Router:
                 raise
 
 
-def _forward(switch: PacketSwitch, source: str, descriptor: int) -> Iterator[tuple[str, bytes]]:
-    """Yield host and packet of a burst of packets that arrive at once."""
-    now = time.monotonic()
-    for _ in range(BURST_PACKETS):
-        try:
-            packet = os.read(descriptor, PACKET_BYTES)
-        except BlockingIOError:
-            return
-        if target := switch.forward(source, packet, now):
-            yield target, packet
-
-
 if __name__ == "__main__":
-    kernel.die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends it, after the hosts
-    msgspec.json.decode(sys.argv[2], type=Router).serve(socket.socket(fileno=int(sys.argv[1])))
+    control = socket.socket(fileno=int(sys.argv[1]))
+    msgspec.json.decode(control.recv(PACKET_BYTES), type=Router).serve(control)

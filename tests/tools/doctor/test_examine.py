@@ -164,7 +164,7 @@ def test_a_rank_that_dies_in_the_measurements_does_not_hang_the_others(
 @on_cpu
 def test_two_emulated_hosts_with_one_clock_wrong() -> None:
     """IPv6, a Debian /etc/hosts and torchrun given the name of host0: the addresses are right all the same."""
-    options = ["--hosts", "2", "--ranks-per-host", "2", "--ipv6", "--debian-hosts", "--master", "hostname"]
+    options = ["--hosts", "2", "--ranks-per-host", "2", "--network", "ipv6", "--debian-hosts", "--master", "hostname"]
     run = subprocess.run(
         [sys.executable, "launch/hosts.py", *options, "--skew", "host1=+90s", "--", "launch/doctor.py"],
         cwd=REPOSITORY,

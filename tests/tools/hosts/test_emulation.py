@@ -112,8 +112,7 @@ def test_when_one_fails_the_others_end_after_their_patience(isolation: str) -> N
 def test_what_outlives_torchrun_is_named_and_ended(isolation: str) -> None:
     answer = run("--isolation", isolation, "--", ON_HOST, "leave", "x")
     assert answer.code == 0
-    (line,) = [line for line in answer.console if "outlived" in line]
-    assert line.startswith("hosts: host1: outlived torchrun and were ended: sleep (")
+    assert "host1 | outlived torchrun and were ended: sleep (pid " in answer.output
 
 
 def test_a_host_without_namespaces_can_be_killed(tmp_path: Path) -> None:
@@ -129,7 +128,7 @@ def test_a_host_without_namespaces_can_be_killed(tmp_path: Path) -> None:
 def test_a_time_that_never_came_is_a_mistake() -> None:
     answer = run("--isolation", "processes", "--kill", "host1@600s", "--", ON_HOST, "clock")
     assert answer.code == 2
-    assert "kill host1 600 s after the start never happened; host1 had ended" in answer.console[-1]
+    assert "kill host1 600 s after the start never happened" in answer.console[-1]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from harness.tools.hosts.host_output import HostConsole, RootCause
+from harness.tools.hosts.host_output import RootCause
 
 # As torch 2.13's torchrun prints it.
 LAST_WORDS = """\
@@ -28,13 +28,3 @@ def test_the_root_cause_is_the_rank_that_failed_first(code: int) -> None:
     for line in LAST_WORDS.format(code=code).splitlines():
         cause.read(line)
     assert cause.code == code
-
-
-def test_each_line_has_its_hosts_name(capsys: pytest.CaptureFixture[str]) -> None:
-    console = HostConsole(width=6)
-    console.line("host1", 1, "hello")
-    console.line("host10", 10, "[bold]hello[/bold]")
-    console.say("cut host1")
-    first, second, third = capsys.readouterr().out.splitlines()
-    assert (first, second) == ("host1  | hello", "host10 | [bold]hello[/bold]")
-    assert third.startswith("hosts: cut host1 (0.") and third.endswith(" s)")

@@ -36,10 +36,11 @@ def test_a_rank_that_died_while_it_waited_does_not_hinder_the_next(tmp_path: Pat
     selector = selectors.DefaultSelector()
     heard: list[str] = []
     PhaseServer(tmp_path / "phases", selector, lambda phase, step: heard.append(phase))
-    for words in (b"", b'{"rank": 0, "phase": "syn', b'{"rank": 0, "host": "x", "phase": "sync", "step": 1}\n'):
-        with socket.socket(socket.AF_UNIX) as dead:
+    for words in (b"", b'["sync", 1]'):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
             dead.connect(str(tmp_path / "phases"))
-            dead.sendall(words)
+            if words:
+                dead.send(words)
     for _ in range(10):
         turn(selector)
     assert heard == ["sync"]
@@ -47,7 +48,7 @@ def test_a_rank_that_died_while_it_waited_does_not_hinder_the_next(tmp_path: Pat
 
 
 def test_a_launcher_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "phases"))
         listener.listen()
         begins = EmulatedHost(str(tmp_path / "phases"), lambda: None).phase_begins

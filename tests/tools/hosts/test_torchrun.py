@@ -14,7 +14,7 @@ WORKER = str(Path(__file__).resolve().parent / "worker_all_reduce.py")
     [
         pytest.param((), marks=needs_namespaces),
         pytest.param(
-            ("--ipv6", "--rendezvous", "static", "--master", "hostname", "--interfaces", "2"),
+            ("--network", "ipv6", "--rendezvous", "static", "--master", "hostname", "--interfaces", "2"),
             marks=(needs_namespaces, pytest.mark.long),
         ),
         pytest.param(("--isolation", "processes"), marks=pytest.mark.long),
