@@ -6,10 +6,12 @@ Each trial is a whole `torchrun ... launch/ppo.py CONFIG` on this host. Exit cod
 does, 2 the command line is wrong, in one sentence, 125 this machine has no GPU.
 """
 
+import json
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -59,7 +61,7 @@ def main(arguments: list[str]) -> int:
         if not words:
             raise ValueError("there is no config to try; give it after --, as in -- configs/gpu/memory_7b.toml.")
         command = parse(words)
-        memory_search.candidates(options.low, options.high, options.resolution)
+        fractions = memory_search.candidates(options.low, options.high, options.resolution)
         if reason := preflight.no_gpu():
             raise UnsupportedEnvironment(f"{reason}, and without one there is no memory to release: nothing to search.")
         preflight.check_here(command.config)
@@ -71,24 +73,19 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does: what runs is ended first
     print(f"logs and run directories: {folder}", flush=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     search = memory_search.MemorySearch(
-        command=memory_search.torchrun_command(ranks, Path(__file__).with_name("ppo.py"), words),
+        command=[*torchrun, str(Path(__file__).with_name("ppo.py")), *words],
         timeout_seconds=options.timeout,
         folder=folder,
-        begins=lambda resume, fraction: print(f"{resume:<8} {fraction:.3f}  running", flush=True),
-        ends=lambda trial: print(line(trial), flush=True),
+        say=partial(print, flush=True),
     )
-    found = search.find(options.low, options.high, options.resolution, options.resume)
+    found = search.find(fractions, options.resume)
     if options.json:
-        Path(options.json).write_text(memory_search.as_json(found, search.trials), encoding="utf-8")
+        runs = [asdict(trial) for trial in search.trials]
+        Path(options.json).write_text(json.dumps({"largest": found, "runs": runs}, indent=1), encoding="utf-8")
     show(found, search.trials)
     return 0 if all(fraction is not None for fraction in found.values()) else 1
-
-
-def line(trial: "Trial") -> str:
-    """Return one trial as a line."""
-    verdict = "passed" if trial.passed else f"failed: {trial.reason}"
-    return f"{trial.resume:<8} {trial.fraction:.3f}  {trial.seconds:6.1f} s  {verdict}"
 
 
 def show(found: dict[str, float | None], trials: "list[Trial]") -> None:

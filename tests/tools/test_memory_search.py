@@ -1,6 +1,5 @@
 """The search as a pure function, and its runs with a stand-in for torchrun."""
 
-import json
 import math
 import os
 import signal
@@ -16,11 +15,9 @@ from hypothesis import strategies as st
 
 from harness.tools.memory_search import (
     MemorySearch,
-    as_json,
     candidates,
     first_error,
     largest_passing,
-    torchrun_command,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,7 +35,7 @@ def test_the_largest_that_passes_is_found_in_few_trials(bounds: tuple[float, flo
 
     fractions = candidates(*bounds)
     expected = max((fraction for fraction in fractions if fraction <= threshold), default=None)
-    assert largest_passing(passes, *bounds) == expected
+    assert largest_passing(passes, fractions) == expected
     assert len(tried) == len(set(tried)) <= 3 + math.log2(len(fractions))
 
 
@@ -51,7 +48,7 @@ def test_whatever_passes_it_ends_at_one_that_did(bounds: tuple[float, float, flo
         return answers.setdefault(fraction, data.draw(st.booleans()))
 
     fractions = candidates(*bounds)
-    found = largest_passing(passes, *bounds)
+    found = largest_passing(passes, fractions)
     if found is None:
         assert answers == {fractions[0]: False}
     else:
@@ -75,28 +72,26 @@ def gone(file: Path) -> bool:
 @pytest.mark.long
 def test_both_ways_are_searched_by_real_runs_that_leave_nothing(tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    ended: list[float] = []
+    said: list[str] = []
     search = MemorySearch(
         command=[*STAND_IN, str(file), "0.55", "0.85", "2"],
         timeout_seconds=60,
         folder=tmp_path,
-        ends=lambda trial: ended.append(trial.fraction),
+        say=said.append,
     )
-    found = search.find(0.4, 0.9, 0.1)
+    found = search.find(candidates(0.4, 0.9, 0.1), ("all", "staged"))
     assert found == {"all": 0.5, "staged": 0.8}
     assert gone(file)
-    assert ended == [trial.fraction for trial in search.trials]
+    assert said[1::2] == [str(trial) for trial in search.trials]
     failed = [outcome for outcome in search.trials if not outcome.passed]
     assert failed and all(outcome.reason == "CUresult error: 2 (out of memory)" for outcome in failed)
-    kept = json.loads(as_json(found, search.trials))
-    assert kept["largest"]["staged"] == 0.8 and len(kept["runs"]) == len(search.trials)
 
 
 def test_a_run_that_hangs_is_ended_and_has_failed(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     search = MemorySearch(command=[*STAND_IN, str(file), "0.9", "0.9", "0"], timeout_seconds=1, folder=tmp_path)
-    outcome = search.try_one(0.4, "staged")
-    assert (outcome.passed, outcome.reason) == (False, "no end after 1 s")
+    assert not search.passes("staged", 0.4)
+    assert search.trials[0].reason == "no end after 1 s" and "failed: no end after 1 s" in str(search.trials[0])
     assert gone(file)
 
 
@@ -111,7 +106,7 @@ def test_a_search_that_is_interrupted_leaves_nothing(tmp_path: Path, number: sig
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"command = {[*STAND_IN, str(file), '1', '1', '0']!r}\n"
-        f"MemorySearch(command=command, timeout_seconds=300, folder=Path({str(tmp_path)!r})).find(0.4, 0.9, 0.1)\n"
+        f'MemorySearch(command=command, timeout_seconds=300, folder=Path({str(tmp_path)!r})).find([0.4, 0.9], ["all"])\n'
     )
     process = subprocess.Popen(
         [sys.executable, str(script)], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stderr=subprocess.DEVNULL
@@ -139,12 +134,6 @@ def test_a_search_that_is_interrupted_leaves_nothing(tmp_path: Path, number: sig
 )
 def test_the_first_line_that_says_why(log: str, line: str) -> None:
     assert first_error(log) == line
-
-
-def test_the_command_is_torchrun_of_this_python() -> None:
-    command = torchrun_command(4, Path("launch/ppo.py"), ["a.toml", "--run.steps", "2"])
-    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    assert command[-5:] == ["--nproc-per-node=4", "launch/ppo.py", "a.toml", "--run.steps", "2"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.rollout.engine_ranks import Group
 from harness.rollout.verl_engine import NamedTensors
-from harness.tools.sync.bench import push_one_by_one
+from harness.tools.sync.job import push_one_by_one
 from harness.weights.gather import Bucket, full_tensor, gather, gather_into
 from harness.weights.names import CheckpointTensor, checkpoint_layout
 from harness.weights.stream import weight_link

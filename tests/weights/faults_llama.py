@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from harness.tools.sync.bench import push_one_by_one
+from harness.tools.sync.job import push_one_by_one
 from harness.weights.fingerprint import FingerprintComparison
 from harness.weights.gather import gather, gather_into
 from harness.weights.stream.slots import SLOTS

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.tools.sync.bench import BenchRow, all_gather_limit, bench, push_one_by_one
+from harness.tools.sync.job import bench, push_one_by_one
 from harness.weights.names import CheckpointTensor
 from tests.cluster.gloo import on_ranks
 
@@ -18,7 +18,7 @@ WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
 SLOW_RANK, SLOW_SECONDS = 1, 0.06
 
 
-def _bench(rank: int) -> tuple[list[dict[str, Any]], list[float], list[list[str]], int]:
+def _bench(rank: int) -> tuple[list[dict[str, Any]], list[list[str]], int]:
     """A push that takes one rank longer than the other, in place of one to an engine."""
     mesh = init_device_mesh("cpu", (2,))
     live = {"a": distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)]), "b": torch.ones(3)}
@@ -56,10 +56,9 @@ def _bench(rank: int) -> tuple[list[dict[str, Any]], list[float], list[list[str]
         engine=Notes(),
     )
     rows = bench(sync, WORLD, repeats=3, one_by_one=True)
-    limit = all_gather_limit(sync, WORLD, repeats=2)
     calls.clear()
     push_one_by_one(sync)
-    return [asdict(row) for row in rows], limit, calls, flushes[-1]
+    return [asdict(row) for row in rows], calls, flushes[-1]
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +67,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_every_rank_has_the_same_rows_which_are_the_slowest_ones(ranks: list[Any]) -> None:
-    (rows, limit, *_), (others, other_limit, *_) = ranks
-    assert limit == other_limit and len(limit) == 2 and min(limit) > 0
+    (rows, *_), (others, *_) = ranks
+    assert rows[0]["fastest"] > 0
     for one, other in zip(rows, others, strict=True):
         assert (one["seconds"], one["fastest"], one["parts"]) == (other["seconds"], other["fastest"], other["parts"])
     assert [row["way"] for row in rows] == [
@@ -82,10 +81,6 @@ def test_every_rank_has_the_same_rows_which_are_the_slowest_ones(ranks: list[Any
 
 
 def test_one_tensor_a_call_is_that(ranks: list[Any]) -> None:
-    for _, _, calls, flushed_after in ranks:
+    for _, calls, flushed_after in ranks:
         assert calls == [["left"], ["right"], ["b"]]
         assert flushed_after == 3
-
-
-def test_gigabytes_are_of_ten_to_the_ninth() -> None:
-    assert BenchRow(way="any", seconds=0.5, fastest=0.4, nbytes=3 * 10**9).gigabytes_per_second == 6.0

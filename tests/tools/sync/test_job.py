@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from harness.tools.sync.bench import BenchRow
-from harness.tools.sync.job import as_table, breakdown
+from harness.tools.sync.job import BenchRow, as_table, breakdown
 from tests.end_to_end.launching import run_script
 
 SECONDS = 3.0
 PARTS = {"feed": 0.7, "fill": 0.3, "wait": 0.2, "scheduler_load": 0.4, "scheduler_wait": 0.1}
 
 
-def row(parts: dict[str, float], seconds: float = 1.0, **rest: Any) -> BenchRow:
-    return BenchRow(way="transport stream", seconds=seconds, fastest=0.9, nbytes=2 * 10**9, parts=parts, **rest)
+def row(parts: dict[str, float], seconds: float = 1.0, peak: int | None = None) -> BenchRow:
+    return BenchRow("transport stream", seconds, 0.9, 2 * 10**9, parts, peak)
 
 
 def test_the_breakdown_is_of_the_parts_that_were_measured() -> None:
@@ -30,8 +29,8 @@ def test_a_transport_without_parts_has_no_breakdown_and_none_is_negative() -> No
 
 def test_the_table_has_a_line_for_each_way_and_each_part() -> None:
     sync: Any = SimpleNamespace(nbytes=2 * 10**9, layout=range(339), buckets=range(30))
-    limit = BenchRow(way="all-gather of the same bytes", seconds=0.038, fastest=0.037, nbytes=2 * 10**9)
-    text = as_table([limit, row(PARTS, peak_extra_bytes=300 << 20)], sync)
+    limit = BenchRow("all-gather of the same bytes", 0.038, 0.037, 2 * 10**9, {}, None)
+    text = as_table([limit, row(PARTS, peak=300 << 20)], sync)
     assert "2.000 GB, 339 tensors, 30 buckets" in text
     lines = {
         name: line.split() for line in text.splitlines() for name in (limit.way, "transport stream") if name in line
