@@ -1,8 +1,7 @@
 """Mistakes that can be known without other ranks, found before any starts: by --check and --dry-run, by the quickstart, and
 by the first rank of each host before torch is imported.
 
-Reads config.json, rows and the source of installed packages; imports no torch, no transformers and no SGLang. On a Python
-without these packages what needs their source is not checked.
+Reads config.json, rows and the source of installed packages, but imports none; what is not installed is not checked.
 """
 
 import difflib
@@ -46,7 +45,7 @@ def check_plan(config: Config) -> None:
 
     engine.device = "auto" counts as CUDA, which refuses more. Without network: a hub id is not looked up.
     """
-    _check(config, "cpu" if config.engine.device == "cpu" else "cuda")
+    _check(config, "cpu" if config.engine.device == "cpu" else "cuda", on_hub=False)
 
 
 def check_here(config: Config) -> list[str]:
@@ -55,13 +54,7 @@ def check_here(config: Config) -> list[str]:
     """
     device = device_here(config)
     check_transport(config, device)
-    fields = _check(config, device)
-    if is_hub_model(config.model.name):
-        fields = _of_hub(lambda: hub.model_fields(config.model.name), "model.name", config.model.name)
-        _check_cpu(config, fields, device)
-        _check_sizes(config, fields, device)
-    if is_hub_id(config.task.source):
-        _of_hub(lambda: hub.look_up("dataset", config.task.source), "task.source", config.task.source)
+    fields = _check(config, device, on_hub=True)
     return list(padded(fields, config)) if device == "cpu" else []
 
 
@@ -69,8 +62,9 @@ def check_started(config: Config, script: str, arguments: Sequence[str], environ
     """Before a rank imports torch: torchrun started it, with as many ranks as the mesh has. Raise ValueError."""
     dims = ParallelDims.of(config.parallel)
     if "RANK" not in environment:
-        command = torchrun_line(dims.world_size, script, arguments)
-        raise ConfigError(f"RANK is not in the environment; start this with: {command}")
+        torchrun = environments.torchrun(environments.made() or Path(sys.executable))
+        words = [*torchrun, "--nnodes=1", f"--nproc-per-node={dims.world_size}", script, *arguments]
+        raise ConfigError(f"RANK is not in the environment; start this with: {shlex.join(words)}")
     world_size = environment.get("WORLD_SIZE", "")
     if world_size.isdecimal() and environment.get("LOCAL_RANK", "0") == "0":
         dims.validate(int(world_size))
@@ -87,27 +81,13 @@ def check_rank(config: Config, script: str, arguments: Sequence[str], environmen
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
-def torchrun_line(ranks: int, script: str, arguments: Sequence[str]) -> str:
-    """Return the command that starts so many ranks on this host, to paste; that of this Python, or of the checkout's .venv."""
-    python = environments.made() or Path(sys.executable)
-    start = [
-        str(Path(word).relative_to(Path.cwd())) if word.startswith(f"{Path.cwd()}/") else word
-        for word in environments.torchrun(python)
-    ]
-    words = [*start, "--nnodes=1", f"--nproc-per-node={ranks}", script, *arguments]
-    return shlex.join(words)
-
-
 def device_here(config: Config, environment: Mapping[str, str] = os.environ) -> Device:
     """Return what engine.device means on this host. Raise ConfigError where it asks for a GPU that is not there.
 
     Looks at device files and at torch's build; what a driver refuses shows once torch is imported.
     """
-    wanted = config.engine.device
-    if wanted == "cpu":
-        return "cpu"
-    reason = no_gpu(environment)
-    if wanted == "cuda" and reason:
+    reason = "it is set" if config.engine.device == "cpu" else no_gpu(environment)
+    if config.engine.device == "cuda" and reason:
         raise ConfigError(f'engine.device = "cuda", but {reason}; set engine.device = "cpu".')
     return "cpu" if reason else "cuda"
 
@@ -121,82 +101,65 @@ def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
     return "the torch that is installed here is built for the CPU" if torch_is_for_cpu() else ""
 
 
-def is_hub_model(name: str) -> bool:
-    """Whether a model's name is neither a tiny model's nor a folder here, but can be a hub's OWNER/NAME."""
-    return not is_tiny(name) and not Path(name).exists() and HUB_ID.fullmatch(name) is not None
-
-
-def _check(config: Config, device: Device) -> Fields:
-    """Check what needs neither this host's devices nor a network. Return the fields of the model's config; none of a hub's."""
-    _check_engine_arguments(config)
-    fields = _model_fields(config, device)
-    _check_cpu(config, fields, device)
-    if fields:
-        _check_sizes(config, fields, device)
-    check_template(config.task.template)
-    rows = check_rows(config.task.source, config.task.split, config.task.rows)
-    prompts = config.rollout.prompts_per_step
-    if rows is not None and rows < prompts:
-        raise ConfigError(
-            f"rollout.prompts_per_step = {prompts} is more than the {rows} rows of task.source ="
-            f' "{config.task.source}": a step takes no prompt twice.'
-        )
-    return fields
-
-
-def _check_engine_arguments(config: Config) -> None:
+def _check(config: Config, device: Device, on_hub: bool) -> Fields:
+    """Return the fields of the model's config; none of a hub's that is neither in the cache nor to be looked up."""
+    task, prompts = config.task, config.rollout.prompts_per_step
     if config.engine.args:
         with suppress(ModuleNotFoundError):  # without SGLang: --check on a laptop
             sglang_api.check_arguments(sglang_api.probe(), config.engine.args, {})
+    fields = _model_fields(config, device, on_hub)
+    for sentence in cpu_refusals(fields.get("model_type"), config.engine.args) if device == "cpu" else ():
+        raise UnsupportedEnvironment(sentence)
+    if fields:
+        check_unquantized(fields, config.model.name)
+        for sentence in refusals(fields, config, device):
+            raise ConfigError(sentence)
+    check_template(task.template)
+    rows = check_rows(task.source, task.split, task.rows)
+    if rows is not None and rows < prompts:
+        raise ConfigError(
+            f"rollout.prompts_per_step = {prompts} is more than the {rows} rows of task.source ="
+            f' "{task.source}": a step takes no prompt twice.'
+        )
+    if on_hub and is_hub_id(task.source):
+        _of_hub(lambda: hub.look_up("dataset", task.source), "task.source", task.source)
+    return fields
 
 
-def _model_fields(config: Config, device: Device) -> Fields:
-    name = config.model.name
+def _model_fields(config: Config, device: Device, on_hub: bool) -> Fields:
+    name, folder = config.model.name, Path(config.model.name)
     if is_tiny(name):
-        _check_shape_fields(config)
+        known = shape_fields(name) if config.model.overrides else set()
+        for key, value in config.model.overrides.items() if known else ():
+            if key not in known:
+                nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
+                where = f"is no field of {name}'s config: did you mean {nearest}?"
+                raise ConfigError(f"model.overrides.{key} = {value!r} {where}")
         fields = model_fields(name, config.model.overrides, device)
         try:
             model_shape(fields)
         except UnknownShape as error:
             raise ConfigError(f"model.overrides cannot work: {error}.") from error
         return fields
-    folder = Path(name)
-    if is_hub_model(name):
-        found = hub.cached_config(name)
-        return _read(found) if found else {}
+    if not folder.exists() and HUB_ID.fullmatch(name):
+        if on_hub:
+            return _of_hub(lambda: hub.model_fields(name), "model.name", name)
+        file = hub.cached_config(name)
+        return json.loads(file.read_text(encoding="utf-8")) if file else {}
     if not folder.is_dir():
         nearest = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)[0]
         hint = f"nor a hub id (OWNER/NAME), nor a tiny model; the nearest of these is {nearest}"
         raise ConfigError(f'model.name = "{name}" is no folder here{"" if "/" in name else ", " + hint}.')
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f'model.name = "{name}" has no config.json: give the folder of a model as transformers saves it.'
-        )
-    needed = [("tokenizer", TOKENIZERS)] + ([("weights", WEIGHTS)] if config.model.weights == "checkpoint" else [])
-    for what, patterns in needed:
+    needed = {"config.json": ("config.json",), "tokenizer": TOKENIZERS}
+    if config.model.weights == "checkpoint":
+        needed["weights"] = WEIGHTS
+    for what, patterns in needed.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
             raise ConfigError(f'model.name = "{name}" has no {what}: none of {", ".join(patterns)} is in this folder.')
-    return _read(folder / "config.json")
-
-
-def _read(file: Path) -> Fields:
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}.") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{file} is a JSON {type(fields).__name__}; it must be an object.")
-    return fields
-
-
-def _check_shape_fields(config: Config) -> None:
-    known = shape_fields(config.model.name) if config.model.overrides else set()
-    for key, value in config.model.overrides.items() if known else ():
-        if key not in known:
-            nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"model.overrides.{key} = {value!r} is no field of {config.model.name}'s config: did you mean {nearest}?"
-            )
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} is not JSON, or no object: {error}.") from error
 
 
 def shape_fields(name: str) -> set[str]:
@@ -212,18 +175,6 @@ def shape_fields(name: str) -> set[str]:
     for each in (own, base):
         found |= set(source.annotations(each)) | set(source.methods(each).get("__init__", ()))
     return found - NOT_OVERRIDABLE
-
-
-def _check_sizes(config: Config, fields: Fields, device: Device) -> None:
-    check_unquantized(fields, config.model.name)
-    for sentence in refusals(fields, config, device):
-        raise ConfigError(sentence)
-
-
-def _check_cpu(config: Config, fields: Fields, device: Device) -> None:
-    """Raise UnsupportedEnvironment for what SGLang's CPU mode cannot serve."""
-    for sentence in cpu_refusals(fields.get("model_type"), config.engine.args) if device == "cpu" else ():
-        raise UnsupportedEnvironment(sentence)
 
 
 def _of_hub(ask: Callable[[], Any], key: str, name: str) -> Any:
