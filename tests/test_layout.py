@@ -40,7 +40,7 @@ TOOLS = {
     "report": {"diagnose", "export"},
     "repro": {"diagnose", "hosts", "process_tree"},
     "sync": set(),
-    "watchdog": {"diagnose"},
+    "watchdog": {"diagnose", "process_tree"},
 }
 """Tools -> the other tools that each may import; the reference is open to all."""
 ONLY_THESE_IMPORT_SGLANG = ("harness/rollout/sglang_api", "harness/runtime/standins/harness_sglang_cpu.py")

@@ -6,7 +6,7 @@ from harness.config.schema import Config
 from harness.runtime.observer import Observer
 from harness.tools.hosts.phase_gate import PHASE_SOCKET, EmulatedHost
 from harness.tools.report.report_writer import ReportWriter
-from harness.tools.watchdog.watchdog_observer import WatchdogObserver
+from harness.tools.watchdog.client import WatchdogObserver
 
 
 def standard_observers(config: Config) -> list[Observer]:

@@ -1,7 +1,7 @@
 """The channel from the ranks of a host to their watchdog: a private Unix socket, and the messages that may come over it.
 
 The socket is in a folder that no other user can enter, and the kernel's credentials are checked at both ends. A message is
-a JSON object in one line; it is checked field by field, and a line that is not one of a rank's messages is rejected.
+a packet with a JSON object, which is checked field by field.
 """
 
 import os
@@ -9,18 +9,32 @@ import socket
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from harness.tools.watchdog.failures import Node
 
+BASE = Path("/dev/shm")  # every host has it, and it is no disk that may be full
 FILE = "ranks"
-BACKLOG = 64
-LONGEST_LINE = 4 << 20  # bytes: room for the locations of thousands of hosts
+LONGEST_MESSAGE = 1 << 18  # bytes: more than what the kernel lets an unprivileged process send in one packet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchdogSettings:
+    """What a watchdog must know of the run; the same for all ranks of a torchrun."""
+
+    host: str  # name for people
+    world_size: int
+    local_world_size: int
+    idle_seconds: float  # a rank may be so long between two phases
+    heartbeat_timeout: float
+    name: str = ""  # of the watchdog
+    launcher: int = 0  # pid of what started the ranks, usually torchrun
+    is_torchrun: bool = False  # whether the watchdog may end it
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="say"):
@@ -54,18 +68,12 @@ class Injected(Message, tag="injected"):
     fault: str
 
 
-class Interrupted(Message, tag="interrupted"):
-    """The name of the signal that is about to end the rank."""
-
-    signal: str
-
-
 class Failed(Message, tag="failed"):
-    """The error that is about to end the rank; echo: whether it may follow from another rank's."""
+    """What is about to end the rank: an error, one that may follow from another rank's, or SIGINT."""
 
+    kind: Literal["exception", "echo", "told"]
     error: str
-    echo: bool
-    trace: tuple[str, ...]
+    trace: tuple[str, ...] = ()
 
 
 class Exits(Message, tag="bye"):
@@ -83,56 +91,52 @@ class Met(Message, tag="peers"):
 
     nodes: tuple[Node, ...]
     own: int
-    key: str
+    key: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})+$")]
     folder: str
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.own < len(self.nodes):
+            raise ValueError("own is out of range")
 
-_DECODER = msgspec.json.Decoder(
-    Hello | PhaseBegins | PhaseEnds | Injected | Interrupted | Failed | Exits | Flush | Met,
-)
+
+_DECODER = msgspec.json.Decoder(Hello | PhaseBegins | PhaseEnds | Injected | Failed | Exits | Flush | Met)
 
 
 class MalformedError(ValueError):
-    """A line is not a valid message of a rank."""
+    """A packet is not a valid message of a rank."""
+
+
+def parse(packet: bytes) -> Message:
+    """Return the message of a rank. Raise MalformedError."""
+    try:
+        return _DECODER.decode(packet)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise MalformedError(f"a malformed message ({error})") from error
 
 
 def listen(name: str) -> tuple[socket.socket, Path]:
     """Return a listening socket, and its folder, which the caller removes. name: the same for all ranks that connect.
 
     The name of the folder ends at random, so that nothing that another user made under a predictable name is in the way.
-    Raise OSError if no folder for temporary files can hold it.
     """
-    problems = []
-    for base in _bases():
-        try:
-            folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=base))  # 0700
-        except OSError as error:
-            problems.append(str(error))
-            continue
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with _short_path(folder) as path:
-                listener.bind(f"{path}/{FILE}")
-            listener.listen(BACKLOG)
-            return listener, folder
-        except OSError as error:
-            problems.append(f"{folder}: {error}")
-            listener.close()
-            remove(folder)
-    raise OSError(f"the watchdog's socket must be in TMPDIR or /dev/shm, got: {'; '.join(problems)}")
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=BASE))  # 0700
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(folder / FILE))
+    listener.listen()
+    return listener, folder
 
 
 def connect(name: str) -> socket.socket | None:
     """Return a connection to the process of this user that listens under this name; None if there is none yet."""
-    for base in _bases():
-        with suppress(OSError), os.scandir(base) as entries:
-            for folder in [Path(entry.path) for entry in entries if entry.name.startswith(f"{name}-")]:
-                line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                with suppress(OSError), _short_path(folder) as path:
-                    line.connect(f"{path}/{FILE}")
-                    if peer_of(line)[1] == os.geteuid():
-                        return line
-                line.close()
+    for folder in BASE.glob(f"{name}-*"):
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with suppress(OSError):
+            found = folder.lstat()
+            if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode):
+                line.connect(str(folder / FILE))
+                if peer_of(line)[1] == os.geteuid():
+                    return line
+        line.close()
     return None
 
 
@@ -147,55 +151,4 @@ def remove(folder: Path) -> None:
     """Remove the folder of a socket; open connections stay."""
     with suppress(FileNotFoundError):
         (folder / FILE).unlink()
-    with suppress(FileNotFoundError):
         folder.rmdir()
-
-
-def _bases() -> list[Path]:
-    bases = [Path("/dev/shm")]
-    with suppress(FileNotFoundError):  # no writable folder for temporary files
-        bases.insert(0, Path(tempfile.gettempdir()))
-    return bases
-
-
-@contextmanager
-def _short_path(folder: Path) -> Iterator[str]:
-    """Yield a path of this very folder, not of a link, that fits into the 108 bytes of a socket's address.
-
-    Raise OSError if it is another user's, or open to others.
-    """
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise PermissionError(f"{folder} is open to other users")
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
-@dataclass(slots=True)
-class LineBuffer:
-    """Split incoming data into lines of bounded length."""
-
-    _data: bytes = b""
-
-    def add(self, data: bytes) -> list[bytes]:
-        """Return the complete lines; an empty one, which is no message, in the place of one that is too long."""
-        *lines, self._data = (self._data + data).split(b"\n")
-        if len(self._data) > LONGEST_LINE:
-            lines, self._data = [*lines, b""], b""
-        return [line if len(line) <= LONGEST_LINE else b"" for line in lines]
-
-
-def parse(line: bytes) -> Message:
-    """Return the message of a rank. Raise MalformedError."""
-    try:
-        message = _DECODER.decode(line)
-        if isinstance(message, Met):
-            bytes.fromhex(message.key)
-            if not 0 <= message.own < len(message.nodes):
-                raise ValueError("own is out of range")
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise MalformedError(f"a malformed message ({error})") from error
-    return message

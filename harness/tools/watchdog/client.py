@@ -1,9 +1,11 @@
-"""A rank's connection to the watchdog of its host: what the rank reports, and the order to exit that it obeys."""
+"""A rank's observer, connected to the watchdog of its host: what the rank reports, and the order to exit that it obeys.
+
+Without torch until a run launches: stand-ins of ranks start at once.
+"""
 
 import json
 import os
 import secrets
-import select
 import socket
 import subprocess
 import sys
@@ -11,40 +13,33 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import psutil
 
+from harness.runtime import scratch
 from harness.runtime.errors import say
-from harness.runtime.observer import Observer
-from harness.runtime.processes import descendants, end_processes, is_alive, is_stopped, started_at
+from harness.runtime.observer import Observer, RunContext
+from harness.runtime.phases import deadline
+from harness.runtime.processes import descendants, end_processes, started_at
 from harness.tools.watchdog import channel
-from harness.tools.watchdog.failures import ERROR_LENGTH, Node, Place, RunFailure, is_echo, trace_end
-from harness.tools.watchdog.heartbeat import BEAT_SECONDS, open_heartbeat_socket
-from harness.tools.watchdog.host_processes import MARK, SilenceCounter, find_launcher
+from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings
+from harness.tools.watchdog.failures import ERROR_LENGTH, Node, is_echo, trace_end
+from harness.tools.watchdog.heartbeat import open_heartbeat_socket
+from harness.tools.watchdog.host_processes import MARK, find_launcher
 from harness.tools.watchdog.stacks import offer_own_stack
+
+if TYPE_CHECKING:  # these import torch
+    from harness.cluster.world import Launch
+    from harness.config.schema import Config
 
 JOIN_SECONDS = 60.0  # a rank looks for so long for the watchdog that the first rank of its host starts
 ORDER_SECONDS = 15.0  # beyond heartbeat_timeout: a rank that failed waits for so long for the order to exit
-# How many beats a watchdog that is stopped, and any other, may miss before its ranks end: more than its standby waits.
-STOPPED_BEATS, SILENT_BEATS = 10, 90
-KEEP_SECONDS = 2.0
-GONE = "is gone"
 FAILED = 1
+FLIGHT_RECORDS = "2000"  # collectives that torch's flight recorder keeps
 _ROOT = Path(__file__).resolve().parents[3]
-
-
-class WatchdogSettings(TypedDict):
-    """What a watchdog must know of the run."""
-
-    host: str  # name for people
-    world_size: int
-    local_world_size: int
-    idle_seconds: float  # a rank may be so long between two phases
-    heartbeat_timeout: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,37 +54,60 @@ class WatchdogAddress:
     address: str = ""  # of this host, as the other hosts reach it
 
 
-class WatchdogClient(Observer):
+class WatchdogObserver(Observer):
     """Reports a rank's phases and failures. Calls are cheap, thread-safe, and do nothing if there is no watchdog."""
 
     def __init__(self) -> None:
         self.own: WatchdogAddress
-        self.folder: Path | None = None  # the run directory, once all ranks have met
-        self.on_exit: list[Callable[[], None]] = []  # called before this process exits by order, to flush
-        self.on_deadline: list[Callable[[Path], None]] = []
-        """Called on a thread, with the run directory, when a deadline has passed on any rank, to write evidence there."""
         self._deadline: Callable[[str], float | None] = lambda phase: None
-        self._heartbeat_timeout = 0.0
-        self._place: tuple[str, int | None] = ("", None)  # the phase and step that began last
-        self._watchdogs: list[psutil.Process] = []  # the watchdog and its standby
+        self._order_seconds = ORDER_SECONDS
+        self._run: RunContext | None = None
         self._line: socket.socket | None = None
         self._finished = False
         self._answered = threading.Event()
         self._lock = threading.Lock()
+
+    def launched(self, config: "Config", launch: "Launch") -> None:
+        """Connect to the watchdog, whose name is that of the run's temporary folder on this host."""
+        import torch
+
+        from harness.cluster.placement import host_name
+        from harness.cluster.world import host_identity
+
+        limits = config.run
+        settings = WatchdogSettings(
+            host=host_name(host_identity()),
+            world_size=launch.world_size,
+            local_world_size=launch.local_world_size,
+            idle_seconds=limits.timeout_seconds,
+            heartbeat_timeout=limits.heartbeat_timeout,
+        )
+        timeouts, otherwise = limits.phase_timeouts, limits.timeout_seconds
+        self.connect(launch.rank, launch.local_rank, lambda phase: deadline(phase, timeouts, otherwise), settings)
+        scratch.enter(self.own.watchdog)
+        os.environ.setdefault(flight_recorder_variable(torch.__version__), FLIGHT_RECORDS)  # before any communicator
+
+    def met(self, run: RunContext) -> None:
+        """Let the watchdogs of all hosts find each other. A collective call of all ranks."""
+        from harness.cluster.network import own_address
+        from harness.cluster.world import all_gather
+
+        self._run = run
+        self.meet(all_gather(self.at(own_address(os.environ))), run.folder)
 
     def connect(
         self, rank: int, local_rank: int, deadline: Callable[[str], float | None], settings: WatchdogSettings
     ) -> None:
         """Connect to the watchdog; the first rank of a torchrun starts it.
 
-        deadline: seconds that a phase may take, None for no limit. settings: the same for all ranks of a torchrun.
+        deadline: seconds that a phase may take, None for no limit.
         """
-        self._deadline, self._heartbeat_timeout = deadline, settings["heartbeat_timeout"]
-        launcher, host = find_launcher(), settings["host"]
+        self._deadline, self._order_seconds = deadline, settings.heartbeat_timeout + ORDER_SECONDS
+        pid, host, is_torchrun = find_launcher().pid, settings.host, "TORCHELASTIC_RUN_ID" in os.environ
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        name = f"harness-{os.getuid()}-{launcher.pid}-{started_at(launcher.pid)}-{restart}"
-        process = {"launcher": launcher.pid, "is_torchrun": "TORCHELASTIC_RUN_ID" in os.environ, "name": name}
-        port = _start_watchdog({**settings, **process}) if local_rank == 0 else 0
+        name = f"harness-{os.getuid()}-{pid}-{started_at(pid)}-{restart}"
+        settings = replace(settings, name=name, launcher=pid, is_torchrun=is_torchrun)
+        port = _start_watchdog(settings) if local_rank == 0 else 0
         os.environ[MARK] = name  # in the environment of the processes that this one starts
         self.own = WatchdogAddress(rank=rank, host=host, watchdog=name, port=port, secret=secrets.token_hex(32))
         given_up = time.monotonic() + JOIN_SECONDS
@@ -100,21 +118,7 @@ class WatchdogClient(Observer):
             time.sleep(0.05)
         self._line = line
         self._send(channel.Hello(rank, offer_own_stack()))
-        threading.Thread(target=self._obey, name="watchdog-client", daemon=True).start()
-
-    def phase_begins(self, phase: str, step: int | None = None) -> None:
-        self._place = (phase, step)
-        self._send(channel.PhaseBegins(phase, step, self._deadline(phase)))
-
-    def phase_ends(self, phase: str, step: int | None = None) -> None:
-        self._send(channel.PhaseEnds(phase))
-
-    def injected(self, fault: str) -> None:
-        """Report a fault that was asked for, before it happens to this rank in its present phase."""
-        self._send(channel.Injected(fault))
-
-    def interrupted(self, signal_name: str) -> None:
-        self._send(channel.Interrupted(signal_name))
+        threading.Thread(target=self._obey, args=[line], name="watchdog-client", daemon=True).start()
 
     def at(self, address: str) -> WatchdogAddress:
         """Return this rank's watchdog with this host's address, to be gathered from all ranks."""
@@ -138,126 +142,105 @@ class WatchdogClient(Observer):
             for together in by_watchdog.values()
         )
         own = list(by_watchdog).index((self.own.host, self.own.watchdog))
-        self.folder = folder
-        self._send(channel.Met(nodes, own, addresses[0].secret, str(folder)))
-        self._wait_for_answer()
+        self._ask(channel.Met(nodes, own, addresses[0].secret, str(folder)))
 
     def flush(self) -> None:
         """Return once the watchdogs of the other hosts know this rank's phase."""
-        self._answered.clear()
-        self._send(channel.Flush())
-        self._wait_for_answer()
+        self._ask(channel.Flush())
+
+    def phase_begins(self, phase: str, step: int | None = None) -> None:
+        self._send(channel.PhaseBegins(phase, step, self._deadline(phase)))
+
+    def phase_ends(self, phase: str, step: int | None = None) -> None:
+        self._send(channel.PhaseEnds(phase))
+
+    def injected(self, fault: str) -> None:
+        """Report a fault that was asked for, before it happens to this rank in its present phase."""
+        self._send(channel.Injected(fault))
+
+    def interrupted(self, signal_name: str) -> None:
+        self._send(channel.Failed("told", f"got {signal_name}, as from Ctrl-C or a job scheduler,"))
 
     def failed(self, error: str, traceback: str = "") -> None:
         """Report the error that is about to end this rank, and wait for the order to exit.
 
         Return if there is no watchdog, or no order in time.
         """
-        if self._finished or self._line is None:
-            return
         line = " ".join(error.split())
-        self._send(channel.Failed(line[:ERROR_LENGTH], is_echo(line, self.own.rank), trace_end(traceback)))
-        time.sleep(self._heartbeat_timeout + ORDER_SECONDS)
+        echo = self._line is not None and is_echo(line, self.own.rank)
+        if self._send(channel.Failed("echo" if echo else "exception", line[:ERROR_LENGTH], trace_end(traceback))):
+            time.sleep(self._order_seconds)
 
     def finished(self, code: int) -> None:
         """Report that this rank is about to exit on its own, with this code."""
         self._send(channel.Exits(code))
         self._finished = True
 
-    def _wait_for_answer(self) -> None:
-        if self._line is not None and not self._finished:
+    def _ask(self, message: channel.Message) -> None:
+        """Send it, and wait until the watchdog has done what it asks for."""
+        self._answered.clear()
+        if self._send(message):
             self._answered.wait(JOIN_SECONDS)
 
-    def _send(self, message: channel.Message) -> None:
-        if self._line is not None and not self._finished:
-            # On an OSError the watchdog has gone, which _obey is about to see.
-            with suppress(OSError), self._lock:
-                self._line.sendall(msgspec.json.encode(message) + b"\n")
+    def _send(self, message: channel.Message) -> bool:
+        """Return whether there is a watchdog to send it to."""
+        if self._line is None or self._finished:
+            return False
+        # On an OSError the watchdog has gone, which _obey is about to see.
+        with suppress(OSError), self._lock:
+            self._line.send(msgspec.json.encode(message))
+        return True
 
-    def _obey(self) -> None:
+    def _obey(self, line: socket.socket) -> None:
         """Wait on a thread for the order to exit, as the main thread may be stuck in a collective."""
-        code, wrong = self._order()
+        code = None
+        with suppress(OSError):
+            while code is None and (data := line.recv(LONGEST_MESSAGE)):
+                order = json.loads(data)
+                code = order.get("leave")
+                if "done" in order:
+                    self._answered.set()
+                elif "dump" in order and self._run and self._run.world.device.type == "cuda":
+                    dump_flight_records(self._run.folder, self._run.world.rank)
         if self._finished:
             return
         if code is None:
             # Without a watchdog nothing notices that this run hangs, and the other hosts hear nothing from this one.
-            say(f"rank {self.own.rank} FAILED: the watchdog of {self.own.host} {wrong}, so this rank exits too\n")
+            say(f"rank {self.own.rank} FAILED: the watchdog of {self.own.host} is gone, so this rank exits too\n")
             end_processes(descendants(), patience_seconds=0)
-            self._end_watchdogs(wrong)
-        for flush in self.on_exit:
+        if self._run:
             with suppress(OSError):  # a full disk, which may be the failure
-                flush()
+                self._run.events.close()
         os._exit(FAILED if code is None else code)
 
-    def _order(self) -> tuple[int | None, str]:
-        """Return the exit code that the watchdog orders; or None, and why, if there is no watchdog any more."""
-        assert self._line is not None
-        silence, data = SilenceCounter(0, STOPPED_BEATS, SILENT_BEATS), b""
-        poll = select.poll()
-        poll.register(self._line, select.POLLIN)
-        with suppress(OSError):
-            while True:
-                if not poll.poll(BEAT_SECONDS * 1000):
-                    silence.pid = self._watchdogs[0].pid if self._watchdogs else 0
-                    if wrong := silence.miss():
-                        return None, wrong
-                    continue
-                if not (more := self._line.recv(1 << 16)):
-                    break
-                silence.missed = 0
-                *lines, data = (data + more).split(b"\n")
-                for message in map(json.loads, lines):
-                    if "leave" in message:
-                        return int(message["leave"]), ""
-                    self._take(message)
-        return None, GONE
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if "watchdogs" in message:
-            with suppress(psutil.NoSuchProcess):  # it has just ended, as will be seen
-                self._watchdogs = [psutil.Process(pid) for pid in message["watchdogs"]]
-        elif "dump" in message:
-            for dump in self.on_deadline:
-                dump(Path(message["dump"]))
-        elif "done" in message:
-            self._answered.set()
-
-    def _end_watchdogs(self, wrong: str) -> None:
-        """Leave the rest to the standby; if that does nothing either, end both, and keep the reason."""
-        if wrong == GONE and any(is_alive(each) and not is_stopped(each.pid) for each in self._watchdogs[1:]):
-            return
-        for each in self._watchdogs:
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-        if self.folder and self._watchdogs:
-            detail = f"(pid {self._watchdogs[0].pid}) {wrong}"
-            thread = threading.Thread(target=self._keep_failure, args=[self.folder, detail], daemon=True)
-            thread.start()
-            thread.join(KEEP_SECONDS)  # the folder may not answer
-
-    def _keep_failure(self, folder: Path, detail: str) -> None:
-        """Write the failure file of this host, unless another rank has."""
-        from harness.tools.watchdog.verdict import JobView, RunVerdict  # a rank that ends well needs none of it
-
-        rank, host, now = self.own.rank, self.own.host, time.time()
-        if not (folder / f"failure-{host}.json").exists():
-            place = Place(0, *self._place, inside=True)
-            failure = RunFailure(kind="watchdog", time=now, host=host, ranks=(rank,), place=place, detail=detail)
-            view = JobView(now=now, world_size=0, places={rank: place}, hosts={rank: host})
-            RunVerdict(host, folder, [failure], view).keep()
+def flight_recorder_variable(version: str) -> str:
+    """Return the variable of FLIGHT_RECORDS in this torch; since 2.8 it warns of the older name, on every rank."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    return "TORCH_FR_BUFFER_SIZE" if release >= (2, 8) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
-def _start_watchdog(settings: dict[str, Any]) -> int:
-    """Start the standby, which starts the watchdog, with its sockets; return the port for heartbeats, 0 on one host."""
-    listener, folder = channel.listen(settings["name"])
-    other_hosts = settings["world_size"] > settings["local_world_size"]
-    sockets = [listener, *([open_heartbeat_socket()] if other_hosts else [])]
-    passed = [each.fileno() for each in sockets]
-    port = int(sockets[1].getsockname()[1]) if other_hosts else 0
+def dump_flight_records(folder: Path, rank: int) -> None:
+    """Write NCCL's last collectives on this rank, as torch keeps them: read by torch's `torchfrtrace`."""
+    import torch
+
+    dump: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # only in a torch built with NCCL
+    if dump:
+        with suppress(OSError):  # a full disk
+            (folder / f"flight-record-rank{rank}.pickle").write_bytes(dump())
+
+
+def _start_watchdog(settings: WatchdogSettings) -> int:
+    """Start the watchdog and its standby, with their sockets; return the port for heartbeats, 0 on one host."""
+    listener, folder = channel.listen(settings.name)
+    hosts = [open_heartbeat_socket()] if settings.world_size > settings.local_world_size else []
+    passed = [each.fileno() for each in (listener, *hosts)]
+    port = int(hosts[0].getsockname()[1]) if hosts else 0
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    words = json.dumps(settings | {"sockets": passed, "socket_folder": str(folder)})
+    words = [json.dumps(asdict(settings)), str(folder), *map(str, passed)]
     subprocess.run(
-        [sys.executable, "-m", "harness.tools.watchdog.standby", words],
+        # The shell leaves it behind at once: it is no child of this rank, which ends its children when it exits.
+        ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", "harness.tools.watchdog.standby", *words],
         env=os.environ | {"PYTHONPATH": path},
         pass_fds=passed,
         stdin=subprocess.DEVNULL,
@@ -265,6 +248,6 @@ def _start_watchdog(settings: dict[str, Any]) -> int:
         start_new_session=True,
         check=True,
     )
-    for each in sockets:
+    for each in (listener, *hosts):
         each.close()
     return port

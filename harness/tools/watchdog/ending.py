@@ -5,11 +5,11 @@ Ending waits for no screen and no run directory: what may block is done on threa
 
 import os
 import pickle
-import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTimeError
 from contextlib import suppress
@@ -21,21 +21,27 @@ import psutil
 
 from harness.runtime import scratch
 from harness.runtime.errors import say
-from harness.runtime.processes import end_processes, is_alive, shared_memory_files, started_at
+from harness.runtime.processes import end_processes, is_alive, started_at
+from harness.tools.process_tree import SharedFiles
+from harness.tools.watchdog.channel import WatchdogSettings
 from harness.tools.watchdog.failures import Place, RunFailure
 from harness.tools.watchdog.host_processes import Descendants
-from harness.tools.watchdog.launcher import RankLauncher, Wait
 from harness.tools.watchdog.verdict import RunVerdict
 
 LEAVE_SECONDS = 2.0  # from the order to exit to SIGKILL
 WRITE_SECONDS = 1.0  # a terminal, or a full pipe without a reader, may delay the verdict for so long
 KEEP_SECONDS = 3.0  # the run directory, which may be a dead mount, may delay it for so long once all has ended
 REPORT_SECONDS = 5.0  # reports take seconds on a busy machine; all of a run must be gone within 15
+IDLE_SECONDS = 4.0  # torchrun may do nothing for so long once its ranks are gone: its store may hang
+STAY_SECONDS = 20.0  # it may stay for so long in any case: on a busy machine its report takes seconds
+AT_WORK = 0.05  # share of the time that a process which works runs, or waits for a core; polling needs less
+SAMPLE_SECONDS = 0.5
 NO_REPORT = "no-report.txt"
-SHARED_MEMORY = Path("/dev/shm")
-_TORCH_FILE = re.compile(r"torch_(\d+)_")  # torch puts the pid of the process that made a file into its name
 STANDARD_ERROR = 2
 ROOT = Path(__file__).resolve().parents[3]
+
+Wait = Callable[[Callable[[], bool], float], None]
+"""Return once the condition holds, or these seconds have passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Snapshot:
     folder: Path | None = None  # the run directory
     ranks: Mapping[int, tuple[int, Place]] = field(default_factory=dict)  # pid and place of the ranks that are alive
     started: Mapping[int, int] = field(default_factory=dict)  # pid -> start time: with it, no other process's
-    shared: Mapping[str, int] = field(default_factory=dict)  # name -> inode of the files in /dev/shm
+    shared: Set[tuple[str, int]] = frozenset()  # the run's files in /dev/shm
     failures: Sequence[RunFailure] = ()
 
     def send(self, line: socket.socket) -> None:
@@ -64,80 +70,15 @@ class Snapshot:
         return found
 
 
-def _inodes() -> dict[str, int]:
-    with os.scandir(SHARED_MEMORY) as files:
-        return {file.name: file.inode() for file in files}
-
-
-def _used_by(pids: Iterable[int]) -> set[str]:
-    """Return the names of the files that these processes map or have open, as far as that can be read."""
-    pids = set(pids)
-    names = {file.name for file in shared_memory_files(pids)}
-    for pid in pids:
-        with suppress(OSError):  # it has ended, or is another user's
-            for link in os.scandir(f"/proc/{pid}/fd"):
-                with suppress(OSError):  # closed in the meantime
-                    folder, _, name = os.readlink(link.path).rpartition("/")
-                    names |= {name} if folder == str(SHARED_MEMORY) else set()
-    return names
-
-
-@dataclass(slots=True)
-class SharedMemoryFiles:
-    """The files in /dev/shm that appeared since this was made and are used by, or named after, a process of ours.
-
-    They are noted while their processes are alive: a process that is killed removes none of its own.
-    """
-
-    before: dict[str, int] = field(default_factory=_inodes)  # name -> inode: never ours while the inode is the same
-    ours: dict[str, int] = field(default_factory=dict)
-    theirs: dict[str, int] = field(default_factory=dict)  # not used by us when new: its maker maps a file at once
-    pids: set[int] = field(default_factory=set)  # of all processes of ours that were ever seen
-    _seen_once: dict[str, int] = field(default_factory=dict)
-
-    def look(self, pids: Iterable[int]) -> None:
-        """Note what these processes of ours map; read their maps only if there is a file of unknown owner."""
-        pids = set(pids)
-        self.pids |= pids
-        known = set((self.before | self.theirs | self.ours).items())
-        if unknown := set(_inodes().items()) - known:
-            mapped = _used_by(pids)
-            for name, inode in unknown:
-                if name in mapped or self._is_of_torch(name):
-                    self.ours[name] = inode
-                elif self._seen_once.get(name) == inode:
-                    self.theirs[name] = inode
-                else:  # it may be a moment old, and not mapped yet
-                    self._seen_once[name] = inode
-
-    def remove(self) -> list[str]:
-        """Unlink, once our processes are dead, what no other process uses; return the names."""
-        left = {
-            name
-            for name, inode in _inodes().items()
-            if inode != self.before.get(name) and (self.ours.get(name) == inode or self._is_of_torch(name))
-        }
-        left -= _used_by(set(psutil.pids()) - self.pids) if left else set()
-        for name in left:
-            with suppress(FileNotFoundError):
-                (SHARED_MEMORY / name).unlink()
-        return sorted(left)
-
-    def _is_of_torch(self, name: str) -> bool:
-        match = _TORCH_FILE.match(name)
-        return match is not None and int(match[1]) in self.pids
-
-
 @dataclass(slots=True)
 class HostCleanup:
     """What must be ended on this host, and how."""
 
-    name: str  # of the watchdog, which all that a rank starts has in its environment
-    host: str
-    launcher: RankLauncher
+    settings: WatchdogSettings
+    launcher: psutil.Process
     wait: Wait
     descendants: Descendants = field(default_factory=Descendants)
-    shared: SharedMemoryFiles = field(default_factory=SharedMemoryFiles)
+    shared: SharedFiles = field(default_factory=SharedFiles)
     _folder_answers: bool = True
     _screen: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "screen"))
     _folder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "folder"))
@@ -157,21 +98,17 @@ class HostCleanup:
         for pid in [*(pid for pid, _ in ranks.values()), *self.descendants.known]:
             with suppress(IndexError):  # it has just ended
                 started[pid] = started_at(pid)
-        return Snapshot(folder, ranks, started, dict(self.shared.ours), tuple(failures))
+        return Snapshot(folder, ranks, started, self.shared.ours, failures)
 
     def end_and_report(
-        self, verdict: RunVerdict, screen: int, ranks: Iterable[psutil.Process], all_gone: Callable[[], bool]
+        self, verdict: RunVerdict, screen: int, ranks: Sequence[psutil.Process], all_gone: Callable[[], bool]
     ) -> None:
-        """Print the verdict, end all, and print it again on screen, torchrun's, if that wrote anything; keep it."""
-        ranks = list(ranks)
-        torchrun_reports = self.launcher.is_torchrun and self.launcher.is_alive()
-        quiet = not any(map(is_alive, [*ranks, *self.descendants.known.values()]))
-        _wait_for(self._folder.submit(verdict.look_at_folder), WRITE_SECONDS)
+        """Print the verdict, end all, and print it again on screen, torchrun's, below torchrun's report; keep it."""
+        torchrun_reports = self.settings.is_torchrun and is_alive(self.launcher)
         _wait_for(self.say(verdict.text()), WRITE_SECONDS)
-        written = self.launcher.bytes_written()
         kept = self._folder.submit(verdict.keep)
         self._end_all(ranks, all_gone)
-        if torchrun_reports and not (quiet and self.launcher.wrote_nothing_since(written)):
+        if torchrun_reports:
             _wait_for(self.say(verdict.text(), screen), WRITE_SECONDS)
         self._folder_answers = _wait_for(kept, KEEP_SECONDS)
         if not self._folder_answers:
@@ -190,16 +127,16 @@ class HostCleanup:
         alive()
         self.wait(all_gone, LEAVE_SECONDS)
         stubborn = alive()
-        self.descendants.look_for_orphans(self.name)
-        stubborn = {pid: process for pid, process in stubborn.items() if is_alive(process)}
+        self.descendants.look_for_orphans(self.settings.name)
         end_processes(stubborn | self.descendants.known, patience_seconds=0)
         self.remove_files()
-        self.launcher.end(self.host, self.say, self.wait)
+        if self.settings.is_torchrun:
+            end_torchrun(self.launcher, self.settings.host, self.say, self.wait)
 
     def remove_files(self) -> None:
         """Remove, once all have ended, what they left in /dev/shm and in their temporary folders."""
         self.shared.remove()
-        scratch.remove(self.name)
+        scratch.remove(self.settings.name)
 
     def write_reports(self, folder: Path) -> None:
         """Write the reports of a run that failed, if its run directory answers."""
@@ -213,6 +150,33 @@ def _wait_for(work: Future[Any], seconds: float) -> bool:
         work.result(seconds)
         return True
     return False
+
+
+def end_torchrun(torchrun: psutil.Process, host: str, say: Callable[[str], object], wait: Wait) -> None:
+    """Wait, once its ranks are gone, while it works, within limits; end it if it stays."""
+    worked, work = time.monotonic(), _work_of(torchrun.pid)
+
+    def stays() -> bool:
+        nonlocal worked, work
+        now, total = time.monotonic(), _work_of(torchrun.pid)
+        if now - worked > SAMPLE_SECONDS and total - work > AT_WORK * (now - worked):
+            worked, work = now, total
+        return is_alive(torchrun) and now - worked < IDLE_SECONDS
+
+    wait(lambda: not stays(), STAY_SECONDS)
+    if is_alive(torchrun) and not any(map(is_alive, torchrun.children())):
+        say(f"torchrun on {host} (pid {torchrun.pid}) is still there after its ranks, and idle: terminating it\n")
+        end_processes({torchrun.pid: torchrun}, patience_seconds=1.0)
+
+
+def _work_of(pid: int) -> float:
+    """Return the seconds that its threads ran, or waited for a core, which a busy machine makes long."""
+    nanoseconds = 0
+    with suppress(OSError, ValueError):  # it ends, or this kernel has no such statistics
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            ran, waited, *_ = (thread / "schedstat").read_text(encoding="ascii").split()
+            nanoseconds += int(ran) + int(waited)
+    return nanoseconds / 1e9
 
 
 def stderr_of(pid: int) -> int:
@@ -234,11 +198,10 @@ def report_failed_run(folder: Path, seconds: float = REPORT_SECONDS) -> None:
     command = [sys.executable, str(ROOT / "launch" / "report.py"), str(folder)]
     # It is no rank: with this variable it would print an error again below torchrun's report.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
+    pipes: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(command, env=environment, text=True, errors="replace", timeout=seconds, **pipes)
-        ended = f"launch/report.py ended with {done.returncode}\n"
-        problem = (done.stderr or ended) if done.returncode else ""
+        done = subprocess.run(command, env=environment, timeout=seconds, **pipes)
+        problem = (done.stderr or f"launch/report.py ended with {done.returncode}\n") if done.returncode else ""
     except (OSError, subprocess.SubprocessError) as error:
         problem = f"{type(error).__name__}: {error}\n"
     if problem:

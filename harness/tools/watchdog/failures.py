@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -13,11 +13,11 @@ from harness.runtime.phases import phase_of_step
 Kind = Literal[
     "exception",  # a rank reported an exception
     "echo",  # the same, but of a kind that may be the consequence of a failure elsewhere
-    "ended",  # a rank got a signal that torchrun, a job scheduler or Ctrl-C sends
+    "ended",  # a rank got a signal that torchrun, a job scheduler or kill sends
+    "told",  # a rank got SIGINT, which torchrun passes on and never sends by itself
     "vanished",  # a rank's process is gone, and only torchrun knows how it ended
     "died",  # a rank's process ended without a report
     "launcher",  # torchrun is gone
-    "told",  # torchrun got a signal, and passed it on
     "watchdog",  # the watchdog of a host ended, or is stopped
     "deadline",  # a phase of a rank took too long
     "stopped",  # the same, and the rank's process, or the one of its engine that detail names, is stopped
@@ -66,10 +66,8 @@ def blamed_ranks(error: str) -> list[int]:
 class Place:
     """How far a rank has come."""
 
-    progress: int = 0
-    """Number of phases begun and ended: all ranks go through the same ones, so the smallest number is furthest behind."""
-    phase: str = ""
-    """The innermost phase that has begun; between phases, the one that ended last; "" before the first."""
+    progress: int = 0  # phases begun and ended: all ranks go through the same ones, so the least is furthest behind
+    phase: str = ""  # the innermost that has begun; between phases, the one that ended last; "" before the first
     step: int | None = None
     inside: bool = False
 
@@ -106,9 +104,6 @@ class RunFailure:
     code: int = 1  # exit code of the run
     trace: tuple[str, ...] = ()  # last lines of the traceback, if any
     asked: str = ""  # the fault of run.inject that caused it, if any
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def trace_end(trace: str) -> tuple[str, ...]:

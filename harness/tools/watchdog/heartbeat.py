@@ -1,6 +1,6 @@
 """Heartbeats between the hosts of a job over UDP: which host is silent, where its ranks were, and its clock's offset.
 
-Any process on the network can send a datagram here: one is parsed only if it carries the HMAC of the run's key, names this
+Any process on the network can send a datagram here: one is heard only if it carries the HMAC of the run's key, names this
 host as its receiver, and is newer than the last one of its sender.
 """
 
@@ -29,7 +29,6 @@ class Beat(msgspec.Struct, frozen=True):
     node: int  # index of the sender
     count: int
     sent: float  # UNIX seconds on the sender's clock
-    echo: tuple[float, float] | None  # when the receiver's last beat was sent, on its clock, and received
     places: dict[int, Place]
     failures: tuple[RunFailure, ...]
     left: bool
@@ -48,31 +47,19 @@ class Peer:
     lost: bool = False
     places: dict[int, Place] = field(default_factory=dict)
     failures: list[RunFailure] = field(default_factory=list)
-    echo: tuple[float, float] | None = None  # when its last beat was sent, on its clock, and received, on ours
     count: int = 0  # number of its last beat
-    _samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=16))
-    """Round trip and offset, in seconds, of the last beats that carried an echo of ours."""
-
-    @property
-    def clock_ahead(self) -> float:
-        """Return the seconds by which its clock is ahead of ours, from the quickest round trip, as in NTP."""
-        if self._samples:
-            return min(self._samples)[1]
-        return self.echo[0] - self.echo[1] if self.echo else 0.0
+    ahead: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    """Seconds by which its clock was ahead of ours, less the way here, at each of its last beats."""
 
     def hear(self, beat: Beat, now: float) -> None:
         """Process its beat, unless it is older than the last one or repeats it."""
         if beat.count <= self.count:
             return
-        self.count = beat.count
-        if beat.echo is not None:
-            ours_sent, they_heard = beat.echo
-            offset = ((they_heard - ours_sent) + (beat.sent - now)) / 2
-            self._samples.append(((now - ours_sent) - (beat.sent - they_heard), offset))
-        self.heard, self.echo = now, (beat.sent, now)
+        self.heard, self.count = now, beat.count
+        self.ahead.append(beat.sent - now)
         self.places, self.left = beat.places, self.left or beat.left
         if len(beat.failures) > len(self.failures):
-            self.failures = [replace(each, time=each.time - self.clock_ahead) for each in beat.failures]
+            self.failures = [replace(each, time=each.time - max(self.ahead)) for each in beat.failures]
 
 
 @dataclass(slots=True)
@@ -97,7 +84,7 @@ class Heartbeats:
         shown = tuple(failures[:FAILURES_IN_BEAT])
         for index, peer in self.peers.items():
             if not peer.left and (target := peer.node.address):
-                beat = Beat(index, self.own, self._count, self.now(), peer.echo, dict(places), shown, left)
+                beat = Beat(index, self.own, self._count, self.now(), dict(places), shown, left)
                 data = msgspec.json.encode(beat)
                 if self.socket.family == socket.AF_INET6 and ":" not in target:
                     target = f"::ffff:{target}"
@@ -145,11 +132,10 @@ class Heartbeats:
 
 def open_heartbeat_socket() -> socket.socket:
     """Open a UDP socket on every address of this host, IPv4 and IPv6 if the kernel has both."""
-    if socket.has_dualstack_ipv6():
-        beats = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    beats = socket.socket(family, socket.SOCK_DGRAM)
+    if family == socket.AF_INET6:
         beats.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    else:
-        beats = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     beats.bind(("", 0))
     beats.setblocking(False)
     return beats

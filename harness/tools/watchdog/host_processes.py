@@ -1,14 +1,10 @@
-"""Processes of this host that are not our children: who started whom, how each ended, which are stopped or hang."""
+"""Processes of this host that are not our children: who started whom, how each ended, which the kernel killed."""
 
-import fcntl
 import os
-import re
 import select
-import struct
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,21 +13,15 @@ from signal import Signals
 import psutil
 
 from harness.runtime.errors import SPEAKS_LAST
-from harness.runtime.processes import is_alive, is_stopped, stat_fields
+from harness.runtime.processes import is_alive, stat_fields
 
 MARK = "HARNESS_WATCHDOG"
 """Variable that every process which a rank starts inherits: the name of its watchdog."""
 STOPPED = "is stopped (SIGSTOP, or a debugger)"
 NO_MESSAGE = ", without an error message"
+COUNTS = 4  # how many looks, one a second, before a death was noticed its cgroup may have counted it
 
 _STATE, _PARENT, _EXIT_CODE = 0, 1, 49  # fields of /proc/PID/stat, counted from 0 after the name
-# struct pidfd_info, its first version: mask, cgroup, eleven numbers of 4 bytes of which the last is the exit code.
-_SIZE, _EXIT_CODE_AT = 64, 60
-_PIDFD_GET_INFO = (3 << 30) | (_SIZE << 16) | (0xFF << 8) | 11
-_PIDFD_INFO_EXIT = 1 << 3
-TOGETHER_SECONDS = 3.0  # how long before a death was noticed its cgroup may have counted it
-FIRST_PID_NAMESPACE = "pid:[4026531836]"  # that of the pids in the kernel's log
-_RECORD = re.compile(r"\bKilled process (\d+) ")
 
 
 @dataclass(slots=True)
@@ -52,13 +42,12 @@ class Descendants:
         seen = set(waiting)
         while waiting:
             parent = waiting.pop()
-            for pid in children.get(parent, []):
-                if pid not in seen:
-                    seen.add(pid)
-                    waiting.append(pid)
-                    with suppress(psutil.NoSuchProcess):
-                        self.known[pid] = psutil.Process(pid)
-                        self.rank_of[pid] = self.rank_of.get(parent, parent)
+            for pid in set(children.get(parent, [])) - seen:
+                seen.add(pid)
+                waiting.append(pid)
+                with suppress(psutil.NoSuchProcess):
+                    self.known[pid] = psutil.Process(pid)
+                    self.rank_of[pid] = self.rank_of.get(parent, parent)
 
     def look_for_orphans(self, name: str) -> None:
         """Note what a rank of this watchdog started just before it died; forget what outlives the run on purpose."""
@@ -72,41 +61,24 @@ class Descendants:
                     self.known[pid] = psutil.Process(pid)
 
 
-@dataclass(slots=True)
 class ExitWatch:
     """Notes how a process ends, at that moment: torchrun reaps ten times a second, and /proc forgets."""
 
-    pid: int
-    how: str | None = None  # as from how_it_ended; None while it is alive, or if that was not seen
-    over: threading.Event = field(default_factory=threading.Event)  # set at its end, and if it cannot be watched
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.how: str | None = None  # as from how_it_ended; None while it is alive, or if that was not seen
+        self.over = threading.Event()  # set at its end, and if it cannot be watched
+        threading.Thread(target=self._wait, name=f"exit of {pid}", daemon=True).start()
 
-    def start(self) -> "ExitWatch":
-        try:
+    def _wait(self) -> None:
+        with suppress(OSError):  # it has ended, or this kernel has no pidfd
             descriptor = os.pidfd_open(self.pid)
-        except OSError:  # it has ended, or this kernel has no pidfd
-            self.over.set()
-            return self
-        threading.Thread(target=self._wait, args=[descriptor], name=f"exit of {self.pid}", daemon=True).start()
-        return self
-
-    def _wait(self, descriptor: int) -> None:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        poll.poll()
-        self.how = how_it_ended(self.pid) or _status_from_kernel(descriptor)
-        os.close(descriptor)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.poll()
+            self.how = how_it_ended(self.pid)
+            os.close(descriptor)
         self.over.set()
-
-
-def _status_from_kernel(descriptor: int) -> str | None:
-    """Return how a process ended that has been reaped, which Linux reports since 6.15; else None."""
-    answer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT) + bytes(_SIZE - 8))
-    with suppress(OSError):
-        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, answer)
-        (mask,), (status,) = struct.unpack_from("Q", answer), struct.unpack_from("i", answer, _EXIT_CODE_AT)
-        if mask & _PIDFD_INFO_EXIT:
-            return describe_status(status)
-    return None
 
 
 def how_it_ended(pid: int) -> str | None:
@@ -126,84 +98,46 @@ def describe_status(status: int) -> str:
 class MemoryKills:
     """Evidence that the kernel's out-of-memory killer sent a process SIGKILL, as any process may.
 
-    Either the count of the process's cgroup, which must be seen while it is alive, rose at its death, or the kernel's
-    log names its pid.
+    That is: the count of the process's cgroup, which must be found while it is alive, rose at its death.
     """
 
     root: Path = Path("/")
-    now: Callable[[], float] = time.monotonic
-    _groups: dict[int, str] = field(default_factory=dict)  # the memory cgroup of each process that was seen
-    _counts: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
-    """When each cgroup's count was read, and the count; the oldest is from before TOGETHER_SECONDS."""
-    _files: dict[str, Path | None] = field(default_factory=dict)
-    """Where each cgroup's count is; found once, as the search would find another's after its removal."""
-    _log: int | None = None  # descriptor of the kernel's log from now on, if it may be read and its pids are ours
-    _killed: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        with suppress(OSError):
-            if os.readlink(self.root / "proc/self/ns/pid") == FIRST_PID_NAMESPACE:
-                self._log = os.open(self.root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                os.lseek(self._log, 0, os.SEEK_END)  # earlier records are not of our processes
+    _files: dict[int, Path | None] = field(default_factory=dict)  # pid -> where its cgroup's count is
+    _counts: dict[Path, deque[int]] = field(default_factory=dict)  # the last ones
 
     def look(self, pids: Iterable[int]) -> None:
         """Note the cgroups of these processes, and what they count."""
-        for pid in pids:
-            if group := _memory_group(self.root, pid):
-                self._groups[pid] = group
-        for group in set(self._groups.values()):
-            self._read_count(group)
+        for pid in set(pids) - set(self._files):
+            self._files[pid] = _count_file(self.root, pid)
+        for file in {file for file in self._files.values() if file}:
+            self._counts.setdefault(file, deque(maxlen=COUNTS)).append(_count(file))
 
     def killed(self, pid: int) -> str:
         """Return the evidence, in words, that the kernel killed this process, which has just died; "" if none."""
-        if self._log is not None:
-            with suppress(OSError):  # no more records, or none that can be read
-                while record := os.read(self._log, 1 << 13):
-                    self._killed |= {int(each) for each in _RECORD.findall(record.decode(errors="replace"))}
-        if pid in self._killed:
-            return f"the kernel's log says that its out-of-memory killer ended pid {pid}"
-        group = self._groups.get(pid)
-        counts = self._counts.get(group) if group else None
-        before = counts[0][1] if counts else None
-        count = self._read_count(group) if group else None
-        if group is None or before is None or count is None or count <= before:
+        file = self._files.get(pid)
+        if file is None or _count(file) <= self._counts[file][0]:
             return ""
-        self._counts[group] = deque([(self.now(), before + 1)])  # each kill explains one death
-        return f"the out-of-memory killer has just struck in its cgroup {group}"
-
-    def _read_count(self, group: str) -> int | None:
-        """Return how many processes of the cgroup were killed, and keep it."""
-        file = self._files.setdefault(group, _count_file(self.root, group))
-        lines = (line.partition(" ") for line in (_lines(file) if file else ()))
-        count = next((int(value) for key, _, value in lines if key == "oom_kill" and value.strip().isdecimal()), None)
-        if count is not None:
-            counts, now = self._counts.setdefault(group, deque()), self.now()
-            counts.append((now, count))
-            while len(counts) > 1 and counts[1][0] <= now - TOGETHER_SECONDS:
-                counts.popleft()
-        return count
+        self._counts[file] = deque([self._counts[file][0] + 1], maxlen=COUNTS)  # each kill explains one death
+        return f"the out-of-memory killer has just struck in its cgroup (see {file})"
 
 
-def _memory_group(root: Path, pid: int) -> str | None:
-    """Return the innermost cgroup of a process that accounts its memory; None if there is none."""
-    found = None
-    for line in _lines(root / "proc" / str(pid) / "cgroup"):
+def _count_file(root: Path, pid: int) -> Path | None:
+    """Return where the innermost cgroup that accounts this process's memory counts kills; None if there is none."""
+    group, top, name = "", "", "memory.events"
+    for line in _lines(root / f"proc/{pid}/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            return path  # cgroup v1, which alone accounts memory then
+        if "memory" in controllers.split(","):  # cgroup v1, which alone accounts memory then
+            group, top, name = path, "memory", "memory.oom_control"
+            break
         if controllers == "":
-            found = path
-    return found
+            group = path
+    base = root / "sys/fs/cgroup" / top
+    # In a container the path may be the host's, of which only the innermost part is mounted.
+    return next((folder / name for folder in (base / group.lstrip("/"), base) if (folder / name).exists()), None)
 
 
-def _count_file(root: Path, group: str) -> Path | None:
-    for top, name in (("memory", "memory.oom_control"), ("", "memory.events")):
-        base = root / "sys/fs/cgroup" / top
-        # In a container the path may be the host's, of which only the innermost part is mounted.
-        for folder in (base / group.lstrip("/"), base):
-            if (folder / name).exists():
-                return folder / name
-    return None
+def _count(file: Path) -> int:
+    return next((int(line.split()[1]) for line in _lines(file) if line.startswith("oom_kill ")), 0)
 
 
 def _lines(file: Path) -> list[str]:
@@ -223,20 +157,3 @@ def find_launcher() -> psutil.Process:
         except psutil.Error:
             return process  # another user's, so no rank of ours
     return ancestors[-1] if ancestors else psutil.Process()
-
-
-@dataclass(slots=True)
-class SilenceCounter:
-    """Counts missed beats, not seconds: a listener that was itself stopped in the meantime missed none."""
-
-    pid: int
-    stopped_beats: int  # how many may be missed while the process is stopped
-    silent_beats: int  # how many may be missed at all: a busy machine, or a lock in the kernel, takes time
-    missed: int = 0
-
-    def miss(self) -> str:
-        """Count a second without a beat; return what is wrong, in words, or ""."""
-        self.missed += 1
-        if self.missed >= self.stopped_beats and is_stopped(self.pid):
-            return STOPPED
-        return f"was silent for {self.missed} s" if self.missed >= self.silent_beats else ""

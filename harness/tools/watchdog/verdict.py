@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -18,25 +18,17 @@ from harness.rollout.engine_processes import ENDING_SIGNALS, log_errors
 from harness.runtime.background import in_background
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
-from harness.tools.diagnose.entries import catalogue
-from harness.tools.watchdog import stacks as evidence
-from harness.tools.watchdog.failures import (
-    Kind,
-    Place,
-    RunFailure,
-    blamed_ranks,
-    first_failure,
-    format_ranks,
-    format_time,
-    trace_end,
-)
+from harness.tools.watchdog.failures import Kind, Place, RunFailure, first_failure, format_ranks, format_time, trace_end
+from harness.tools.watchdog.stacks import Stack, describe_stacks, gpu_memory, take_stacks
 
-EXPLANATION_SECONDS = 2.0  # how long the verdict waits for the explanation
 KINDS_WITH_A_TEXT = ("exception", "echo", "died", "deadline", "stopped")
 READ_BYTES = 64 << 20  # of one engine's log, from its start: the first failure counts
 
+Explanation = tuple[list[str], str | None]
+"""Lines, and the slug of the catalogue entry, if any."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(kw_only=True, slots=True)
 class JobView:
     """What a host knows of the whole job when it reports a failure."""
 
@@ -56,39 +48,31 @@ class RunVerdict:
     folder: Path | None  # the run directory; None before the ranks have met
     failures: list[RunFailure]
     view: JobView
-    stacks: dict[str, evidence.Stack] = field(default_factory=dict)
+    stacks: list[Stack] = field(default_factory=list)
     gpus: str = ""
-    idle: list[str] = field(default_factory=list)  # a line about processes of the engine that do not move
-    report_follows: bool = False  # whether the run directory has enough for a report: see look_at_folder
-    explanation: "Future[tuple[list[str], str | None]] | None" = None
+    explanation: "Future[Explanation]" = field(init=False)
+
+    def __post_init__(self) -> None:
+        cause, folder = self.cause, self.folder
+        self.explanation = in_background(lambda: explain(cause, folder), "explanation")  # a disk may hang
 
     @property
     def cause(self) -> RunFailure:
         return first_failure(self.failures)
 
-    def begin_to_explain(self) -> "Future[tuple[list[str], str | None]]":
-        """Look for an explanation on a thread, as a disk may hang."""
-        cause, folder = self.cause, self.folder
-        self.explanation = in_background(lambda: explain(cause, folder), "explanation")
-        return self.explanation
-
-    def begin_to_collect(
-        self, ranks: Sequence[evidence.StackRequest], descendants: Mapping[int, psutil.Process]
-    ) -> "Future[None]":
+    def begin_to_collect(self, ranks: Sequence[Stack], descendants: Mapping[int, psutil.Process]) -> "Future[None]":
         """Take the stacks of ranks and of what they started, and look at the GPUs, on a thread."""
 
         def collect() -> None:
-            idle = evidence.idle_processes(descendants)
-            found = evidence.take_stacks([*ranks, *_stack_requests(descendants)])
-            self.gpus = evidence.gpu_memory()
-            self.idle = evidence.describe_idle(idle, descendants, found)
-            self.stacks = {stack.name: stack for stack in found}
+            wanted = list(ranks)
+            for pid, process in descendants.items():
+                with suppress(psutil.NoSuchProcess):
+                    name = re.sub(r"\W+", "-", process.name()).strip("-")
+                    wanted.append(Stack(name=f"{name}-{pid}", pid=pid))
+            take_stacks(wanted)
+            self.gpus, self.stacks = gpu_memory(), wanted
 
         return in_background(collect, "stacks")
-
-    def look_at_folder(self) -> None:
-        """See whether the run directory has what a report needs; block as long as the folder does."""
-        self.report_follows = self.folder is not None and (self.folder / "config.toml").is_file()
 
     def text(self) -> str:
         """Return all that is known now, for the screen."""
@@ -97,46 +81,32 @@ class RunVerdict:
 
     def lines(self) -> list[str]:
         """Return the verdict without its last line."""
-        ranks = {int(name[4:]): stack for name, stack in self.stacks.items() if re.fullmatch(r"rank\d+", name)}
-        waiting = {rank: stack.waits for rank, stack in ranks.items() if stack.frames}
-        explanation = evidence.describe_stacks(ranks)
+        ranks = {int(stack.name[4:]): stack for stack in self.stacks if re.fullmatch(r"rank\d+", stack.name)}
+        self.view.waiting = {rank: stack.waits for rank, stack in ranks.items() if stack.frames}
+        explanation = describe_stacks(ranks)
         if self.stacks and self.folder:
             explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
-        explanation += [*self.idle, *self._explained()[0]]
-        lines = report_lines(self.failures, replace(self.view, waiting=waiting), explanation)
-        if self.folder:
-            soon = ", with report.md in a moment" if self.report_follows else ""
-            lines.append(f"  run directory{soon}: {self.folder}")
-        return lines
+        lines = report_lines(self.failures, self.view, [*explanation, *self._explained()[0]])
+        return [*lines, f"  run directory: {self.folder}"] if self.folder else lines
 
     def keep(self) -> None:
         """Write it to the run directory; block as long as the folder does."""
         if not self.folder:
             return
         kept = {"host": self.host, "code": self.cause.code, "said": self.lines(), "slug": self._explained()[1]}
-        kept |= {"first": self.cause.as_json(), "failures": [each.as_json() for each in self.failures]}
-        kept["places"] = {rank: str(place) for rank, place in self.view.places.items()}
-        files = {f"stacks-{self.host}-{name}.txt": stack.text for name, stack in self.stacks.items()}
+        kept |= {"first": asdict(self.cause), "failures": [asdict(each) for each in self.failures]}
+        files = {f"failure-{self.host}.json": json.dumps(kept, indent=1)}
+        files |= {f"stacks-{self.host}-{stack.name}.txt": stack.text for stack in self.stacks}
         files |= {f"gpus-{self.host}.txt": self.gpus} if self.gpus else {}
         with suppress(OSError):  # a full disk, or a folder on a lost host: the screen has it
-            (self.folder / f"failure-{self.host}.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
             for name, text in files.items():
                 (self.folder / name).write_text(text, encoding="utf-8")
 
-    def _explained(self) -> tuple[list[str], str | None]:
-        if self.explanation is None or not self.explanation.done():
+    def _explained(self) -> Explanation:
+        if not self.explanation.done():
             return [], None
         error = self.explanation.exception()
         return ([f"no explanation: {error}"], None) if error else self.explanation.result()
-
-
-def _stack_requests(processes: Mapping[int, psutil.Process]) -> list[evidence.StackRequest]:
-    requests = []
-    for pid, process in processes.items():
-        with suppress(psutil.NoSuchProcess):
-            name = re.sub(r"\W+", "-", process.name()).strip("-")
-            requests.append(evidence.StackRequest(name=f"{name}-{pid}", pid=pid))
-    return requests
 
 
 def explain(failure: RunFailure, folder: Path | None) -> tuple[list[str], str | None]:
@@ -181,55 +151,50 @@ def _scheduler_trace(failure: RunFailure, logs: Sequence[Path]) -> list[str]:
     return []
 
 
-def load_catalogue() -> None:
-    """Read the catalogue on a thread, while it is not known yet whether there is an earlier cause."""
-    in_background(catalogue, "catalogue")
-
-
 def report_lines(failures: Sequence[RunFailure], view: JobView, explanation: Sequence[str] = ()) -> list[str]:
     """Return the first failure, its traceback and explanation, and its consequences in a line for each kind."""
     cause = first_failure(failures)
-    rest = sorted((each for each in failures if each is not cause), key=lambda each: each.time)
     lines = [f"FIRST FAILURE: {sentence(cause, view)}", *(f"  | {line}" for line in cause.trace)]
     if cause.kind == "echo":
         lines.append("  no earlier failure of a rank or host is known: a peer vanished, or the network to it did")
     lines += [f"  {line}" for line in explanation]
-    kinds: dict[tuple[object, ...], list[RunFailure]] = {}
-    for failure in rest:
+    kinds: dict[tuple[str, str], list[RunFailure]] = {}
+    for failure in sorted((each for each in failures if each is not cause), key=lambda each: each.time):
         kinds.setdefault((failure.kind, failure.detail if failure.kind == "died" else ""), []).append(failure)
-    return lines + [f"  {_consequences(same, cause, view)}" for same in kinds.values()]
+    return lines + [f"  {_consequences(same, cause)}" for same in kinds.values()]
 
 
-_SENTENCES: Mapping[Kind, str] = {
+_CAUSES: Mapping[Kind, str] = {
     "exception": "{who} failed {place} at {time}: {detail}",
     "mistake": "{who} failed {place} at {time}: {detail}",
     "echo": "{lost_peer}; {who} lost a peer {place} at {time}: {detail}",
-    "ended": "{who} {detail} {place} at {time}: terminated from outside (job scheduler, time limit, kill or Ctrl-C)",
-    "vanished": "{who} died {place} at {time}: how is unknown here; torchrun's report may have its exit code",
+    "ended": "{who} {detail} {place} at {time}: terminated from outside (job scheduler, time limit or kill)",
+    "told": "{who} {detail} {place} at {time}",
+    "vanished": "{who} {detail} {place} at {time}: how is unknown here; torchrun's report may have its exit code",
     "died": "{who} {detail} {place} at {time}",
     "launcher": "torchrun of {who} {detail} at {time}, when {where}",
-    "told": "torchrun of {who} {detail} at {time}, when {where}",
     "watchdog": "the watchdog of {host} {detail} at {time}{when}",
     "deadline": "deadline of {seconds:g} s passed {place}: {waited_for}",
     "stopped": "{what} was stopped {place} (SIGSTOP, or a debugger): its deadline of {seconds:g} s passed at {time}",
     "lost": "{host} ({ranks}) is gone: last heard {time}, {ago:.1f} s ago, when {where}",
 }
-# Consequences: one of a kind, and several.
-_ONE: Mapping[Kind, str] = {"ended": "{who} {detail} {place}", "deadline": "{who} passed its deadline {place} too"}
-_SEVERAL: Mapping[Kind, str] = {
+_CONSEQUENCES: Mapping[Kind, str] = {
+    "exception": "{who} failed too {place}: {detail}",
+    "mistake": "{who} failed too {place}: {detail}",
+    "echo": "{who} failed too {place}: {detail}",
+    "launcher": "torchrun of {who} {detail}",
+    "watchdog": "the watchdog of {hosts} {detail}",
     "deadline": "{who} passed a deadline too",
-    "lost": "{hosts} ({ranks}) are gone too",
-    "vanished": "{who} died too",
-    "died": "{who} {detail}",
-    "ended": "{who} {detail}",
+    "stopped": "{who} or its engine was stopped {place}",
+    "lost": "{hosts} ({ranks}) is gone too",
 }
 
 
-def sentence(failure: RunFailure, view: JobView, texts: Mapping[Kind, str] = _SENTENCES) -> str:
+def sentence(failure: RunFailure, view: JobView) -> str:
     """Return what happened, to which rank or host, where and when, and whether fault injection caused it."""
-    kind, ranks = failure.kind, format_ranks(failure.ranks)
+    ranks = format_ranks(failure.ranks)
     who, where = f"{ranks} on {failure.host}", _where(failure.ranks, view)
-    text = texts[kind].format(
+    text = _CAUSES[failure.kind].format(
         who=who,
         what=f"{failure.detail} of {who}" if failure.detail else who,
         host=failure.host,
@@ -241,34 +206,25 @@ def sentence(failure: RunFailure, view: JobView, texts: Mapping[Kind, str] = _SE
         detail=failure.detail,
         where=where,
         when=f", when {where}" if failure.ranks else "",
-        lost_peer=_lost_peer(failure, view) if kind == "echo" else "",
-        waited_for=_waited_for(failure, view) if kind == "deadline" else "",
+        lost_peer=_lost_peer(failure, view),
+        waited_for=_waited_for(failure, view),
     )
-    injected = texts is _SENTENCES and failure.asked and failure.asked not in failure.detail
+    injected = failure.asked and failure.asked not in failure.detail
     return f"{text}, as asked: --inject {failure.asked}" if injected else text
 
 
-def _consequences(same: Sequence[RunFailure], cause: RunFailure, view: JobView) -> str:
+def _consequences(same: Sequence[RunFailure], cause: RunFailure) -> str:
     """Return consequences of one kind in a line, with the seconds since the cause."""
-    first, kind = same[0], same[0].kind
+    first = same[0]
     earliest, latest = (f"{round(each.time - cause.time, 1) + 0.0:+.1f}" for each in (first, same[-1]))  # never -0.0
-    when = f"{earliest} s" if len(same) == 1 else f"{earliest} to {latest} s"
-    ranks = sorted({rank for failure in same for rank in failure.ranks})
-    if kind == "echo":
-        who = f"{format_ranks(ranks)} on {first.host}"
-        if blamed_ranks(first.detail):
-            return f"{when}: {who} failed with it {first.place}"
-        return f"{when}: {who} lost a peer {first.place}: {first.detail}"
-    if len(same) == 1:
-        return f"{when}: {sentence(first, view, _ONE if kind in _ONE else _SENTENCES)}"
+    ranks = format_ranks(sorted({rank for failure in same for rank in failure.ranks}))
     hosts = ", ".join(dict.fromkeys(each.host for each in same))
-    text = _SEVERAL.get(kind, "{who} failed too: {detail}").format(
-        who=f"{format_ranks(ranks)} on {hosts}",
-        hosts=hosts,
-        ranks=format_ranks(ranks),
-        detail=first.detail.replace("was ", "were ") if kind in ("died", "ended") else first.detail,
+    text = _CONSEQUENCES.get(first.kind, "{who} {detail} {place}").format(
+        who=f"{ranks} on {hosts}", hosts=hosts, ranks=ranks, place=first.place, detail=first.detail
     )
-    return f"{when}: {text}"
+    if len(same) == 1:
+        return f"{earliest} s: {text}"
+    return f"{earliest} to {latest} s: {text.replace(' was ', ' were ')}"
 
 
 def _lost_peer(failure: RunFailure, view: JobView) -> str:

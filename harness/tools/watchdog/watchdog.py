@@ -1,21 +1,15 @@
 """The watchdog of one host, in a process of its own, which a rank that is stopped, hung or killed cannot stop.
 
-`python -m harness.tools.watchdog.watchdog SETTINGS`, as standby.py starts it for the first rank of each torchrun. It hears
-from the ranks of its host which phase they are in, and once a second from the watchdogs of the other hosts. Once a second
-it sends a beat to its ranks and to its standby, which ends the run if the watchdog does not.
-
-At the first failure anywhere it waits until it can know the cause, reports it, and ends the ranks of its host, what they
-started, and torchrun if that hangs. It reports again after torchrun's own report, so that the verdict is the last thing on
-the screen. Then it exits.
+It hears from the ranks of its host which phase they are in, and once a second from the watchdogs of the other hosts. At the
+first failure anywhere it waits until it can know the cause, reports it, and ends the ranks of its host, what they started,
+and torchrun if that hangs. It reports again below torchrun's own report, and exits.
 """
 
 import json
 import os
 import re
 import selectors
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,20 +22,17 @@ import psutil
 from harness.runtime.phases import RUN, phase_of_step
 from harness.runtime.processes import is_alive, is_stopped, name_and_pid
 from harness.tools.watchdog import channel
-from harness.tools.watchdog.channel import LineBuffer, MalformedError, parse
+from harness.tools.watchdog.channel import LONGEST_MESSAGE, MalformedError, WatchdogSettings, parse
 from harness.tools.watchdog.ending import HostCleanup, stderr_of
 from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
 from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, MemoryKills, how_it_ended
-from harness.tools.watchdog.launcher import RankLauncher
-from harness.tools.watchdog.stacks import StackRequest
-from harness.tools.watchdog.verdict import EXPLANATION_SECONDS, JobView, RunVerdict, load_catalogue
+from harness.tools.watchdog.stacks import Stack
+from harness.tools.watchdog.verdict import JobView, RunVerdict
 
 TICK_SECONDS = 0.25
 QUICK_SECONDS = 0.02  # between ticks while a rank waits for an answer, or has ended and torchrun is about to
-SETTLE_SECONDS = (
-    0.5  # from the first failure to the verdict, at least: the cause may be a moment behind its consequence
-)
+SETTLE_SECONDS = 0.5  # from the first failure to the verdict, at least: the cause may be noticed after a consequence
 ORPHANED_SECONDS = 1.5  # the same at most, once all ranks are gone
 BETTER_CAUSE_SECONDS = 2.0  # beyond heartbeat_timeout: how long to wait for the cause of what can only be a consequence
 MISTAKE_SECONDS = 5.0  # ranks may take so long to exit on their own after one of them reported a user error
@@ -51,6 +42,7 @@ COLLECT_SECONDS = 8.0  # ranks stay so long after a deadline, at most, for their
 LATE_SECONDS = 3.0  # a rank that comes so long after all others of its host to a phase of a step is reported
 STOPPED_BEATS = 10  # seconds for which a process is seen stopped before that is reported
 FAREWELLS = 5  # last beats, of which one must arrive, or the other hosts take this one for lost
+EXPLANATION_SECONDS = 3.0  # how long the verdict waits for its explanation
 TIMED_OUT = 124
 _PID = re.compile(r"\(pid (\d+)\)")
 
@@ -83,45 +75,29 @@ class LocalRank:
     meets: bool = False  # it waits for the hosts to hear each other
     open: list[OpenPhase] = field(default_factory=list)
     place: Place = field(default_factory=Place)
-    _lines: LineBuffer = field(default_factory=LineBuffer)
-
-    def hear(self) -> list[bytes]:
-        """Return the lines that have come; mark the connection closed at its end."""
-        try:
-            data = self.line.recv(1 << 16)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data = b""
-        self.closed = self.closed or not data
-        return self._lines.add(data)
 
     def send(self, **message: Any) -> None:
         with suppress(OSError):
-            self.line.sendall((json.dumps(message) + "\n").encode())
+            self.line.send(json.dumps(message).encode())
 
     def begin(self, name: str, step: int | None, deadline: float | None, now: float) -> None:
-        self.injected = ""
         self.open.append(OpenPhase(name, step, now, deadline))
         self._move(now)
 
     def end(self, name: str, now: float) -> None:
         """Note that it ended a phase, and with it any that failed inside and was caught."""
-        self.injected = ""
-        names = [each.name for each in self.open]
-        if name in names:
-            index = len(names) - 1 - names[::-1].index(name)
-            ended = self.open[index]
-            del self.open[index:]
+        if ended := [index for index, each in enumerate(self.open) if each.name == name]:
+            step = self.open[ended[-1]].step
+            del self.open[ended[-1] :]
             if name != RUN:
-                self.place = Place(self.place.progress, ended.name, ended.step, False)
+                self.place = Place(self.place.progress, name, step, False)
         self._move(now)
 
     def _move(self, now: float) -> None:
         inside = next((each for each in reversed(self.open) if each.name != RUN), None)
         name, step = (inside.name, inside.step) if inside else (self.place.phase, self.place.step)
         self.place = Place(self.place.progress + 1, name, step, inside is not None)
-        self.moved = now
+        self.moved, self.injected = now, ""
 
     def overdue(self, now: float, idle_seconds: float) -> float | None:
         """Return the length of the deadline that it has passed; None if none."""
@@ -132,13 +108,6 @@ class LocalRank:
                 return each.deadline
         between = not self.open or self.open[-1].name == RUN
         return idle_seconds if between and now - self.moved > idle_seconds else None
-
-    def came_after(self, ranks: list["LocalRank"], now: float) -> float:
-        """Return the seconds that all others have waited at its place; 0 while some are elsewhere."""
-        others = [each for each in ranks if each is not self]
-        if not others or any(each.place != self.place for each in others):
-            return 0.0
-        return now - max(each.moved for each in others)
 
     def ended(self) -> str | None:
         """Return how it ended, in words, or "" if that is not known; None while it is alive."""
@@ -151,21 +120,16 @@ class LocalRank:
         return not self.gone and self.process is not None and is_alive(self.process)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Watchdog:
     """See the module. One thread: all waiting is done in serve(), which keeps hearing ranks and hosts."""
 
+    settings: WatchdogSettings
+    launcher: psutil.Process
     listener: socket.socket
     socket_folder: Path  # of the listener; removed once all ranks of this host have come
-    standby: socket.socket
     hosts_socket: socket.socket | None
-    launcher: RankLauncher
-    name: str
-    host: str
-    world_size: int
-    local_world_size: int
-    idle_seconds: float
-    heartbeat_timeout: float
+    standby: socket.socket
     ranks: list[LocalRank] = field(default_factory=list)
     nodes: tuple[Node, ...] = ()
     beats: Heartbeats | None = None
@@ -185,7 +149,7 @@ class Watchdog:
     _met: float = 0.0
 
     def __post_init__(self) -> None:
-        self.ending = HostCleanup(self.name, self.host, self.launcher, self.serve)
+        self.ending = HostCleanup(self.settings, self.launcher, self.serve)
         self._selector.register(self.listener, selectors.EVENT_READ)
 
     def watch(self) -> None:
@@ -207,27 +171,24 @@ class Watchdog:
         Return False if a rank reported a user error, and all ranks have exited on their own.
         """
         self._noticed = time.monotonic()
-        load_catalogue()
         self.serve(self._is_decided)
-        cause = first_failure(self._failures())
-        if cause.kind == "mistake":  # its rank has printed it
+        if first_failure(self._failures()).kind == "mistake":  # its rank has printed it
             self.serve(self._all_gone, MISTAKE_SECONDS)
             if self._all_gone():
                 return False
-        verdict = RunVerdict(self.host, self.folder, self._failures(), self._view())
-        explanation = verdict.begin_to_explain()
-        if cause.code == TIMED_OUT:  # take stacks and other evidence before anything is ended
-            for each in self.ranks if self.folder else ():
-                each.send(dump=str(self.folder))
+        verdict = RunVerdict(self.settings.host, self.folder, self._failures(), self._view())
+        if verdict.cause.code == TIMED_OUT:  # take stacks and other evidence before anything is ended
+            for each in self.ranks:
+                each.send(dump=True)
             self._look_at_processes()
             alive = [each for each in self.ranks if each.is_alive()]
-            requests = [StackRequest(name=f"rank{each.rank}", pid=each.pid, handler=each.handler) for each in alive]
-            collected = verdict.begin_to_collect(requests, self.ending.descendants.known)
+            stacks = [Stack(name=f"rank{each.rank}", pid=each.pid, handler=each.handler) for each in alive]
+            collected = verdict.begin_to_collect(stacks, self.ending.descendants.known)
             self.serve(collected.done, COLLECT_SECONDS)
-        self.serve(explanation.done, EXPLANATION_SECONDS)
+        self.serve(verdict.explanation.done, EXPLANATION_SECONDS)
         self._look_at_processes()
         for each in self.ranks:
-            each.send(leave=cause.code)
+            each.send(leave=verdict.cause.code)
         processes = [each.process for each in self.ranks if each.process]
         self.ending.end_and_report(verdict, screen, processes, self._all_gone)
         return True
@@ -246,6 +207,9 @@ class Watchdog:
                     self._hear(key.data)
             self._look()
 
+    def _say(self, text: str) -> None:
+        self.ending.say(f"{text}\n")
+
     def _now(self) -> float:
         """Return UNIX seconds that advance evenly, even if the machine's clock is set in the meantime."""
         return self._started + time.monotonic()
@@ -260,8 +224,8 @@ class Watchdog:
 
     def _is_over(self) -> bool:
         """Return whether every rank has exited on its own, or none will come any more."""
-        all_came = len(self.ranks) >= self.local_world_size
-        none_comes = time.monotonic() - self._last_came > JOIN_SECONDS or not self.launcher.is_alive()
+        all_came = len(self.ranks) >= self.settings.local_world_size
+        none_comes = time.monotonic() - self._last_came > JOIN_SECONDS or not is_alive(self.launcher)
         return self._all_gone() and (all_came or none_comes)
 
     def _all_gone(self) -> bool:
@@ -270,12 +234,12 @@ class Watchdog:
     def _is_decided(self) -> bool:
         """Return whether the first failure that is known will remain the first."""
         cause, waited = first_failure(self._failures()), time.monotonic() - self._noticed
-        elsewhere = self.heartbeat_timeout if self.beats else 0.0
+        elsewhere = self.settings.heartbeat_timeout if self.beats else 0.0
         if waited < SETTLE_SECONDS:
             return False
         if waited > elsewhere + BETTER_CAUSE_SECONDS:
             return True
-        if self._all_gone() and not self.launcher.is_alive():
+        if self._all_gone() and not is_alive(self.launcher):
             return waited > ORPHANED_SECONDS or not names_no_cause(cause)
         # A host that is about to be found lost was lost before its consequences.
         return not names_no_cause(cause) and (self.beats is None or self.beats.all_heard_since(cause.time))
@@ -285,8 +249,8 @@ class Watchdog:
         for peer in self.beats.peers.values() if self.beats else ():
             places |= peer.places
         hosts = {rank: node.host for node in self.nodes for rank in node.ranks}
-        hosts |= {each.rank: self.host for each in self.ranks}
-        return JobView(now=self._now(), world_size=self.world_size, places=places, hosts=hosts)
+        hosts |= {each.rank: self.settings.host for each in self.ranks}
+        return JobView(now=self._now(), world_size=self.settings.world_size, places=places, hosts=hosts)
 
     def _accept(self) -> None:
         """Take a new connection of a process of this user; it is not known as a rank yet."""
@@ -302,20 +266,24 @@ class Watchdog:
 
     def _hear(self, rank: LocalRank) -> None:
         """Process the messages of a rank; a malformed one closes a connection that has not reported its rank yet."""
-        for line in rank.hear():
+        while not rank.closed:
             try:
-                self._take(rank, parse(line))
+                packet = rank.line.recv(LONGEST_MESSAGE)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            try:
+                rank.closed = not packet or self._take(rank, parse(packet))
             except MalformedError as error:
-                rank.closed = rank.closed or rank.rank < 0
-                self.ending.say(f"warning: the watchdog of {self.host} ignores {error} from process {rank.pid}\n")
-        if rank.closed:
-            self._selector.unregister(rank.line)
-            if rank.rank < 0:
-                rank.line.close()
-            elif rank.left is None and not rank.failed:
-                self.launcher.look_for_signal()
+                rank.closed = rank.rank < 0
+                self._say(f"warning: the watchdog of {self.settings.host} ignores {error} from process {rank.pid}")
+        self._selector.unregister(rank.line)
+        if rank.rank < 0:
+            rank.line.close()
 
-    def _take(self, rank: LocalRank, message: channel.Message) -> None:
+    def _take(self, rank: LocalRank, message: channel.Message) -> bool:
+        """Act on it; return False: the connection stays open."""
         now = time.monotonic()
         if isinstance(message, channel.Hello) == (rank.rank >= 0):
             raise MalformedError("a message out of turn")
@@ -324,24 +292,20 @@ class Watchdog:
                 self._admit(rank, number, handler)
             case channel.PhaseBegins(phase, step, deadline):
                 rank.begin(phase, step, deadline, now)
-                if step is not None and (seconds := rank.came_after(self.ranks, now)) > LATE_SECONDS:
-                    where = f"on {self.host} to {phase_of_step(rank.place.phase, rank.place.step)}"
-                    self.ending.say(f"slow: rank {rank.rank} came {seconds:.1f} s after the others {where}\n")
+                if step is not None:
+                    self._compare_arrival(rank, now)
             case channel.PhaseEnds(phase):
                 rank.end(phase, now)
             case channel.Injected(fault):
                 rank.injected = fault
-            case channel.Interrupted(name):
-                self.launcher.look_for_signal()
-                self._fail(rank, "ended", f"was interrupted by {name}")
-            case channel.Failed(error, echo, trace):
+            case channel.Failed(kind, error, trace):
                 named = _PID.search(error)
                 error += self._memory_kill(error, int(named[1]) if named else 0)
-                self._fail(rank, "echo" if echo else "exception", error, trace=trace)
+                self._fail(rank, kind, error, trace=trace)
             case channel.Exits(code):
                 rank.left = code
-                if rank.left:
-                    self._fail(rank, "mistake", f"ended with exit code {rank.left}", code=rank.left)
+                if code:
+                    self._fail(rank, "mistake", f"ended with exit code {code}", code=code)
             case channel.Flush():
                 if self.beats:
                     self._beat()
@@ -352,34 +316,37 @@ class Watchdog:
                 if self.beats is None and self.hosts_socket is not None:
                     self._meet(self.hosts_socket, message)
         self._news = True
+        return False
 
     def _admit(self, rank: LocalRank, number: int, handler: int | None) -> None:
         """Note which rank it is. Raise MalformedError if it cannot be that, or is no process of this torchrun."""
-        if not 0 <= number < self.world_size or any(each.rank == number for each in self.ranks):
+        if not 0 <= number < self.settings.world_size or any(each.rank == number for each in self.ranks):
             raise MalformedError(f"rank {number}, which is not expected")
         with suppress(psutil.NoSuchProcess):  # it has died already, which is about to be seen
             rank.process = psutil.Process(rank.pid)
-            ancestors = {each.pid for each in rank.process.parents()}
-            if self.launcher.is_alive() and self.launcher.pid not in ancestors:
+            if is_alive(self.launcher) and self.launcher not in rank.process.parents():
                 raise MalformedError("a process that torchrun did not start")
         rank.rank, rank.handler = number, handler
-        rank.exit = ExitWatch(rank.pid).start()
+        rank.exit = ExitWatch(rank.pid)
         self.ranks.append(rank)
-        rank.send(watchdogs=[os.getpid(), os.getppid()])
-        if len(self.ranks) == self.local_world_size:
+        if len(self.ranks) == self.settings.local_world_size:
             channel.remove(self.socket_folder)
+
+    def _compare_arrival(self, rank: LocalRank, now: float) -> None:
+        """Report a rank that comes long after all others of its host to a phase of a step."""
+        others = [each for each in self.ranks if each is not rank]
+        if others and all(each.place == rank.place for each in others):
+            late = now - max(each.moved for each in others)
+            if late > LATE_SECONDS:
+                place = phase_of_step(rank.place.phase, rank.place.step)
+                self._say(
+                    f"slow: rank {rank.rank} came {late:.1f} s after the others on {self.settings.host} to {place}"
+                )
 
     def _meet(self, hosts_socket: socket.socket, message: channel.Met) -> None:
         self._selector.register(hosts_socket, selectors.EVENT_READ)
-        self.nodes = message.nodes
-        self.beats = Heartbeats(
-            socket=hosts_socket,
-            nodes=self.nodes,
-            own=message.own,
-            key=bytes.fromhex(message.key),
-            lost_seconds=self.heartbeat_timeout,
-            now=self._now,
-        )
+        self.nodes, key = message.nodes, bytes.fromhex(message.key)
+        self.beats = Heartbeats(hosts_socket, self.nodes, message.own, key, self.settings.heartbeat_timeout, self._now)
         self._met = time.monotonic()
 
     def _look(self) -> None:
@@ -387,23 +354,23 @@ class Watchdog:
         now = time.monotonic()
         for rank in [each for each in self.ranks if not each.gone]:
             if (how := rank.ended()) is not None:
-                self._note_end(rank, how or ("" if self.launcher.is_torchrun else "died, for an unknown reason,"))
-            elif (seconds := rank.overdue(now, self.idle_seconds)) is not None:
+                self._note_end(rank, how)
+            elif (seconds := rank.overdue(now, self.settings.idle_seconds)) is not None:
                 self._pass_deadline(rank, seconds)
         for peer in self.beats.newly_lost() if self.beats else ():
             place = max(peer.places.values(), key=lambda each: each.progress, default=Place())
             self._note("lost", peer.node.ranks, place, time=peer.heard, host=peer.node.host)
-        if self.launcher.got_signal:
-            self._note_launcher("told", f"got {self.launcher.got_signal}, as from Ctrl-C, kill or a job scheduler,")
         self.ending.look_at_memory(each.pid for each in self.ranks)
         if now - self._looked > BEAT_SECONDS:
             self._looked = now
             self._look_at_processes()
-            self._send_beats_on_host()
-            if not self.launcher.is_alive():
-                self._note_launcher("launcher", "is gone")
-            self._warn_of_silence()
+            self._look_at_launcher()
+            ranks = {each.rank: (each.pid, each.place) for each in self.ranks if not each.gone and each.left is None}
+            self.ending.snapshot(self.folder, ranks, self.own).send(self.standby)
         silent = self.beats.silent() if self.beats else []
+        if silent and not self._warned and now - self._met > self.settings.heartbeat_timeout:
+            self._warned = True
+            self._warn_of_silence(silent)
         waits_for_beats = bool(silent) and now - self._met <= MEET_SECONDS
         every = QUICK_SECONDS if waits_for_beats else BEAT_SECONDS
         if self.beats and (self._news or now - self._beaten > every):
@@ -417,14 +384,6 @@ class Watchdog:
     def _beat(self, left: bool = False) -> None:
         assert self.beats is not None
         self.beats.beat({each.rank: each.place for each in self.ranks}, self.own, left)
-
-    def _send_beats_on_host(self) -> None:
-        """Send a beat to our ranks, and a snapshot to the standby."""
-        for each in self.ranks:
-            if not (each.closed or each.gone):
-                each.send()
-        ranks = {each.rank: (each.pid, each.place) for each in self.ranks if not each.gone and each.left is None}
-        self.ending.snapshot(self.folder, ranks, self.own).send(self.standby)
 
     def _pass_deadline(self, rank: LocalRank, seconds: float) -> None:
         """Report what is stopped, of this rank or of any on this host, or else the deadline."""
@@ -445,7 +404,7 @@ class Watchdog:
             from_outside = any(name in how for name in ("SIGTERM", "SIGINT", "SIGHUP"))
             if not rank.injected and (kill := self._memory_kill(how, rank.pid)):
                 how += f"{kill},"
-            self._fail(rank, "ended" if from_outside else "died" if how else "vanished", how)
+            self._fail(rank, "ended" if from_outside else "died" if how else "vanished", how or "died")
 
     def _memory_kill(self, how: str, pid: int) -> str:
         """Return what to add if the kernel's out-of-memory killer ended a rank, or a process of its engine."""
@@ -461,16 +420,16 @@ class Watchdog:
             self._note(kind, (rank.rank,), rank.place, detail=detail, asked=asked, **details)
 
     def _note(self, kind: Kind, ranks: tuple[int, ...], place: Place, **details: Any) -> None:
-        values: dict[str, Any] = {"time": self._now(), "host": self.host} | details
+        values: dict[str, Any] = {"time": self._now(), "host": self.settings.host} | details
         self.own.append(RunFailure(kind=kind, ranks=ranks, place=place, **values))
         self._news = True
 
-    def _note_launcher(self, kind: Kind, what: str) -> None:
-        """Note it once, and only while the launcher has ranks."""
-        staying = [each for each in self.ranks if each.left is None and not (each.gone and kind == "launcher")]
-        if staying and not any(each.kind in ("launcher", "told") for each in self.own):
-            detail = f"(pid {self.launcher.pid}) {what}"
-            self._note(kind, tuple(each.rank for each in staying), staying[0].place, detail=detail)
+    def _look_at_launcher(self) -> None:
+        """Note its end once, and only while it has ranks."""
+        staying = [each for each in self.ranks if each.left is None and not each.gone]
+        if staying and not is_alive(self.launcher) and not any(each.kind == "launcher" for each in self.own):
+            ranks = tuple(each.rank for each in staying)
+            self._note("launcher", ranks, staying[0].place, detail=f"(pid {self.launcher.pid}) is gone")
 
     def _look_at_processes(self) -> None:
         ranks = [each.process for each in self.ranks if each.process and not each.gone]
@@ -481,34 +440,10 @@ class Watchdog:
         self._stopped = {each.pid: self._stopped.get(each.pid, 0) + 1 for each in stopped}
         for each in stopped:
             if self._stopped[each.pid] == STOPPED_BEATS:
-                self.ending.say(f"slow: {name_and_pid(each)} on {self.host} {STOPPED}\n")
+                self._say(f"slow: {name_and_pid(each)} on {self.settings.host} {STOPPED}")
 
-    def _warn_of_silence(self) -> None:
-        if self.beats and not self._warned and time.monotonic() - self._met > self.heartbeat_timeout:
-            if there := ", ".join(f"{node} at {node.address} port {node.port}" for node in self.beats.silent()):
-                silence = f"{self.host} has not heard {there} in {self.heartbeat_timeout:g} s"
-                advice = "UDP between the hosts may be blocked; a lost host will only show by errors of the others"
-                self.ending.say(f"warning: {silence}; {advice}\n")
-            self._warned = bool(there)
-
-
-def main(settings: dict[str, Any]) -> None:
-    """Watch. settings: as standby.py gives them."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the run, whose end is noticed
-    listener, standby, *hosts = (socket.socket(fileno=each) for each in settings.pop("sockets"))
-    Watchdog(
-        listener=listener,
-        socket_folder=Path(settings.pop("socket_folder")),
-        standby=standby,
-        hosts_socket=hosts[0] if hosts else None,
-        launcher=RankLauncher(psutil.Process(settings.pop("launcher")), settings.pop("is_torchrun")),
-        **settings,
-    ).watch()
-    if is_stopped(os.getppid()):  # otherwise the standby would stay
-        os.kill(os.getppid(), signal.SIGKILL)
-    os._exit(0)  # without waiting for threads
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    def _warn_of_silence(self, silent: list[Node]) -> None:
+        there = ", ".join(f"{node} at {node.address} port {node.port}" for node in silent)
+        silence = f"{self.settings.host} has not heard {there} in {self.settings.heartbeat_timeout:g} s"
+        advice = "UDP between the hosts may be blocked; a lost host will only show by errors of the others"
+        self._say(f"warning: {silence}; {advice}")

@@ -78,19 +78,25 @@ class Hosts:
             try:
                 environment = process.environ()
                 ours = environment.get(MARK) == self.mark and (host is None or environment["HOST_OF_TEST"] == host)
-                if ours and is_alive(process) and any(kind in word for word in process.cmdline()):
+                if ours and is_alive(process) and kind in ("", self._kind(process)):
                     found.append(process)
             except psutil.Error:
                 continue  # it ended while we looked, or is not ours
         return found
 
+    def _kind(self, process: psutil.Process) -> str:
+        """Its script; "watchdog" or "standby" for these two, of which the first is the other's child."""
+        words = process.cmdline()
+        if "harness.tools.watchdog.standby" not in words:
+            return Path(words[1]).stem if len(words) > 1 else ""
+        parent = process.parent()
+        return "watchdog" if parent and parent.cmdline() == words else "standby"
+
     def harm(self, number: signal.Signals, host: str, kind: str = "") -> None:
         if not kind:
             time.sleep(1.2)  # a host that goes in mid-phase has told where it is: hosts beat once a second
         # The watchdog first: a host that goes tells nobody of its ranks.
-        for process in sorted(
-            self.processes(host, kind), key=lambda each: "harness.tools.watchdog.watchdog" not in each.cmdline()
-        ):
+        for process in sorted(self.processes(host, kind), key=lambda each: self._kind(each) != "watchdog"):
             process.send_signal(number)
 
     def wait(self, *hosts: str, seconds: float = 40) -> float:
@@ -102,7 +108,7 @@ class Hosts:
                 agent for agent in agents if agent.poll() is None
             ]  # just started, its environment is still empty
             left = [process for host in hosts or (None,) for process in self.processes(host)]
-            if not running and not left:
+            if not running and not left and (hosts or not list(Path("/dev/shm").glob(f"{self.mark}*"))):
                 return time.monotonic() - started
             if time.monotonic() - started > seconds:
                 said = {host: self.said(host) for host in self.ranks_by_host}

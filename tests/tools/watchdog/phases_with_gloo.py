@@ -4,9 +4,6 @@ hangs where it should have left the phase, alone."""
 
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from harness.config.cli import parse
 from harness.runtime.observer import RunContext

@@ -8,14 +8,11 @@ the results: exit code, seconds and output of each, and what was left of it.
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import psutil
 import torch
@@ -28,6 +25,7 @@ from harness.runtime.phases import MEET, PHASES, RUN, STEP_PHASES
 from harness.runtime.processes import is_alive
 from harness.tools.hosts import kernel
 from harness.tools.observers import standard_observers
+from tests.free_port import free_port
 
 RANKS, AT_ONCE = 2, 4
 GIVEN_UP_SECONDS, LINGER_SECONDS = 60.0, 8.0  # a report of the failed run may take 5 s
@@ -66,10 +64,7 @@ def be_rank(cell: dict[str, Any], rank: int, port: int) -> None:
 
 def agent(cell: dict[str, Any]) -> int:
     """As torchrun: starts the ranks, looks after them, ends all at the first that fails, whose exit code it returns."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
+    ranks, port = [], free_port()
     for rank in range(RANKS):
         if not (pid := os.fork()):
             be_rank(cell, rank, port)

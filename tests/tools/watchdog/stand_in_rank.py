@@ -1,7 +1,7 @@
-"""A stand-in for a rank, without torch: speaks to its watchdog through the real WatchdogClient, and does as it is told.
+"""A stand-in for a rank, without torch: speaks to its watchdog through the real WatchdogObserver, and does as it is told.
 
 Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, meet (all ranks), child (start a
-process that would outlive us), raise:TEXT, injected:FAULT (as the injector says it), kill:SIGNAL, exit:CODE, mistake, wait:SECONDS, hang, bye.
+process that would outlive us, and so would its file in /dev/shm), raise:TEXT, injected:FAULT (as the injector says it), kill:SIGNAL, exit:CODE, mistake, wait:SECONDS, hang, bye.
 """
 
 import json
@@ -12,14 +12,20 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from harness.tools.watchdog.channel import WatchdogSettings
+from harness.tools.watchdog.client import WatchdogObserver
 
-from harness.tools.watchdog.client import WatchdogClient, WatchdogSettings
+CHILD = """
+import mmap, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(sys.argv[1], "wb+") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+    time.sleep(600)
+"""
 
-SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 
-
-def meet(client: WatchdogClient, folder: Path, world_size: int, address: str) -> None:
+def meet(client: WatchdogObserver, folder: Path, world_size: int, address: str) -> None:
     """Gather the addresses of all ranks' watchdogs, as all_gather would."""
     part = folder / f"address-{client.own.rank}.part"
     part.write_bytes(pickle.dumps(client.at(address)))
@@ -33,14 +39,14 @@ def meet(client: WatchdogClient, folder: Path, world_size: int, address: str) ->
 def main() -> None:
     said, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
     folder, phase_timeouts = Path(said["folder"]), said.get("phase_timeouts", {})
-    client = WatchdogClient()
-    settings: WatchdogSettings = {
-        "host": said["host"],
-        "world_size": said["world_size"],
-        "local_world_size": len(said["ranks"]),
-        "idle_seconds": said.get("idle_seconds", 600.0),
-        "heartbeat_timeout": said.get("heartbeat_timeout", 2.5),
-    }
+    client = WatchdogObserver()
+    settings = WatchdogSettings(
+        host=said["host"],
+        world_size=said["world_size"],
+        local_world_size=len(said["ranks"]),
+        idle_seconds=said.get("idle_seconds", 600.0),
+        heartbeat_timeout=said.get("heartbeat_timeout", 2.5),
+    )
     client.connect(rank, int(os.environ["LOCAL_RANK"]), lambda phase: phase_timeouts.get(phase, 600.0), settings)
     for word in said["orders"][str(rank)].split():
         name, _, argument = word.partition(":")
@@ -52,7 +58,8 @@ def main() -> None:
         elif name == "meet":
             meet(client, folder, said["world_size"], said.get("address", "127.0.0.1"))
         elif name == "child":
-            child = subprocess.Popen(SLEEP, start_new_session=True)
+            words = [sys.executable, "-S", "-c", CHILD, f"/dev/shm/{os.environ['HARNESS_TEST_JOB']}-{rank}"]
+            child = subprocess.Popen(words, start_new_session=True)
             (folder / f"child-{rank}").write_text(str(child.pid))
         elif name == "raise":
             client.failed(argument.replace("_", " "))

@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.tools.watchdog import channel
-from harness.tools.watchdog.channel import LONGEST_LINE, LineBuffer, MalformedError, Message, Met, parse
-from harness.tools.watchdog.launcher import RankLauncher
+from harness.tools.watchdog.channel import MalformedError, Message, Met, WatchdogSettings, parse
 from harness.tools.watchdog.watchdog import Watchdog
 
 NOT_US = 65534
@@ -29,9 +28,9 @@ INTRUDER = """
 import os, socket, sys
 os.setgid({user}); os.setuid({user})
 try:
-    line = socket.socket(socket.AF_UNIX)
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(sys.argv[1])
-    line.sendall(b'{{"say": "hello", "rank": 0, "handler": null}}\\n')
+    line.sendall(b'{{"say": "hello", "rank": 0, "handler": null}}')
     print("connected")
 except OSError as error:
     print(type(error).__name__)
@@ -58,12 +57,12 @@ def watched(listener: tuple[socket.socket, Path, str]) -> Iterator[Callable[[int
     made, folder, name = listener
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
+    settings = WatchdogSettings(
+        host="host0", world_size=2, local_world_size=2, idle_seconds=600.0, heartbeat_timeout=10.0, name=name
+    )
+
     def make(launcher: int) -> Watchdog:
-        return Watchdog(
-            **{"listener": made, "socket_folder": folder, "standby": ours, "hosts_socket": None, "name": name},
-            **{"launcher": RankLauncher(psutil.Process(launcher), is_torchrun=False), "host": "host0"},
-            **{"world_size": 2, "local_world_size": 2, "idle_seconds": 600.0, "heartbeat_timeout": 10.0},
-        )
+        return Watchdog(settings, psutil.Process(launcher), made, folder, None, ours)
 
     yield make
     ours.close()
@@ -71,7 +70,7 @@ def watched(listener: tuple[socket.socket, Path, str]) -> Iterator[Callable[[int
 
 
 def hello(rank: int) -> bytes:
-    return json.dumps({"say": "hello", "rank": rank, "handler": None}).encode() + b"\n"
+    return json.dumps({"say": "hello", "rank": rank, "handler": None}).encode()
 
 
 @as_root
@@ -143,7 +142,7 @@ GARBAGE = [
 ]
 
 
-def test_a_rank_is_known_by_its_kernel_pid_and_what_is_malformed_costs_its_own_line_alone(
+def test_a_rank_is_known_by_its_kernel_pid_and_what_is_malformed_costs_its_own_packet_alone(
     listener: tuple[socket.socket, Path, str], watched: Callable[[int], Watchdog]
 ) -> None:
     name, watchdog = listener[2], watched(os.getppid())
@@ -153,8 +152,9 @@ def test_a_rank_is_known_by_its_kernel_pid_and_what_is_malformed_costs_its_own_l
     watchdog.serve(lambda: bool(watchdog.ranks), 10)
     others = [other for _ in GARBAGE if (other := channel.connect(name))]
     for other, sent in zip(others, GARBAGE, strict=True):
-        other.sendall(sent + b"\n")
-    rank.sendall(b"garbage\n" + b'{"say": "begins", "phase": "sync", "step": 1, "deadline": null}\n')
+        other.sendall(sent)
+    rank.sendall(b"garbage")
+    rank.sendall(b'{"say": "begins", "phase": "sync", "step": 1, "deadline": null}')
     open_lines = list(others)
 
     def all_heard() -> bool:
@@ -166,7 +166,6 @@ def test_a_rank_is_known_by_its_kernel_pid_and_what_is_malformed_costs_its_own_l
     assert [(each.rank, each.pid, str(each.place)) for each in watchdog.ranks] == [
         (0, os.getpid(), "in sync of step 1")
     ]
-    assert json.loads(rank.recv(1000).splitlines()[0]) == {"watchdogs": [os.getpid(), os.getppid()]}
     for each in (rank, *others):
         each.close()
 
@@ -182,7 +181,7 @@ def peers(port: int = 1, own: int = 0, key: str = "00") -> bytes:
     return json.dumps({"say": "peers", "nodes": nodes, "own": own, "key": key, "folder": "runs/a"}).encode()
 
 
-SAYS = ("hello", "begins", "ends", "injected", "interrupted", "failed", "bye", "flush", "peers", "nothing")
+SAYS = ("hello", "begins", "ends", "injected", "failed", "bye", "flush", "peers", "nothing")
 NAMES = (
     "rank",
     "handler",
@@ -191,7 +190,7 @@ NAMES = (
     "deadline",
     "fault",
     "error",
-    "echo",
+    "kind",
     "trace",
     "code",
     "nodes",
@@ -225,18 +224,3 @@ def test_these_are_malformed(line: bytes) -> None:
 def test_that_all_have_met_is_a_message() -> None:
     message = parse(peers())
     assert isinstance(message, Met) and message.nodes[0].host == "host0"
-
-
-@given(st.lists(st.binary(max_size=50), max_size=20))
-def test_lines_come_whole_however_they_are_cut(pieces: list[bytes]) -> None:
-    lines = LineBuffer()
-    found = [line for piece in pieces for line in lines.add(piece)]
-    assert found == b"".join(pieces).split(b"\n")[:-1]
-
-
-def test_a_line_without_an_end_is_given_up() -> None:
-    lines = LineBuffer()
-    pieces = [bytes(1 << 20)] * (LONGEST_LINE // (1 << 20) + 1)
-    assert [line for piece in pieces for line in lines.add(piece)] == [b""]
-    assert lines.add(b"next\n") == [b"next"]
-    assert lines.add(bytes(LONGEST_LINE + 1) + b"\nnext\n") == [b"", b"next"]

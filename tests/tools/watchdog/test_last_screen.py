@@ -78,9 +78,8 @@ def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.S
     told = time.monotonic()
     first, *_ = last(screen(job))
     assert time.monotonic() - told < 30
-    rank = rf"ranks? \d on \S+ (was (killed|interrupted) by {number.name}|died) (in|after) "
-    assert re.match(rf"FIRST FAILURE: (torchrun of ranks 0, 1 on \S+ \(pid \d+\) got {number.name}, |{rank})", first), (
-        first
+    assert re.match(
+        rf"FIRST FAILURE: ranks? \d on \S+ (got {number.name}, .*|was killed by {number.name}) (in|after) ", first
     )
 
 
@@ -101,7 +100,7 @@ def test_without_its_launcher_all_ends(tmp_path: Path) -> None:
     ("read_until", "folder_line"),
     [
         ("", None),  # before the ranks met, who agree on a run directory
-        ("mesh dp=", "  run directory, with report.md in a moment: {}"),
+        ("mesh dp=", "  run directory: {}"),
     ],
 )
 def test_a_console_that_nobody_reads_is_named(tmp_path: Path, read_until: str, folder_line: str | None) -> None:

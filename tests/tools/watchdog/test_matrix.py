@@ -68,9 +68,14 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             disk = "size=16m" if kind == "full-disk" else ""
             cells.append({"name": name, "folder": str(folder / name), "words": words_of(kind, phase), "disk": disk})
     (folder / "cells.json").write_text(json.dumps(cells))
-    script = Path(__file__).with_name("run_cells.py")
     subprocess.run(
-        [sys.executable, str(script), str(folder / "cells.json"), str(folder / "results.json")],
+        [
+            sys.executable,
+            "-m",
+            "tests.tools.watchdog.run_cells",
+            str(folder / "cells.json"),
+            str(folder / "results.json"),
+        ],
         cwd=REPOSITORY,
         check=True,
         timeout=60 + 12 * len(cells),

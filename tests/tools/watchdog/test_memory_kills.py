@@ -1,11 +1,10 @@
 """Evidence that the kernel's out-of-memory killer ended a process; files as kernels write them."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from harness.tools.watchdog.host_processes import FIRST_PID_NAMESPACE, MemoryKills
+from harness.tools.watchdog.host_processes import COUNTS, MemoryKills
 
 RANK, OTHER = 555, 777
 
@@ -34,7 +33,7 @@ def test_a_kill_in_the_cgroup_explains_one_death_of_it(job: Path) -> None:
     kills.look([RANK])
     assert kills.killed(RANK) == ""
     count(job, "job7", 1)
-    assert kills.killed(RANK) == "the out-of-memory killer has just struck in its cgroup /slurm/job7"
+    assert "the out-of-memory killer has just struck" in kills.killed(RANK)
     assert kills.killed(RANK) == ""
 
 
@@ -48,12 +47,10 @@ def test_a_kill_elsewhere_on_the_machine_explains_nothing(job: Path) -> None:
 
 
 def test_a_kill_of_long_ago_explains_nothing(job: Path) -> None:
-    now = [100.0]
-    kills = MemoryKills(job, now=lambda: now[0])
+    kills = MemoryKills(job)
     kills.look([RANK])
     count(job, "job7", 1)
-    for _ in range(3):
-        now[0] += 4
+    for _ in range(COUNTS):
         kills.look([RANK])
     assert kills.killed(RANK) == ""
 
@@ -73,21 +70,7 @@ def test_in_a_container_of_the_first_version_its_own_group_is_at_the_top(tmp_pat
     kills = MemoryKills(tmp_path)
     kills.look([RANK])
     write(control, "oom_kill 3\n")
-    assert "/docker/abc" in kills.killed(RANK)
-
-
-@pytest.mark.parametrize(("namespace", "is_ours"), [(FIRST_PID_NAMESPACE, True), ("pid:[4026532999]", False)])
-def test_the_kernels_log_counts_where_its_pids_are_ours(tmp_path: Path, namespace: str, is_ours: bool) -> None:
-    (tmp_path / "proc/self/ns").mkdir(parents=True)
-    os.symlink(namespace, tmp_path / "proc/self/ns/pid")
-    record = "3,1,2,-;Memory cgroup out of memory: Killed process {} (python) total-vm:1kB\n"
-    write(tmp_path / "dev/kmsg", record.format(RANK))
-    kills = MemoryKills(tmp_path)
-    assert kills.killed(RANK) == ""  # an earlier process of that pid
-    with (tmp_path / "dev/kmsg").open("a") as log:
-        log.write(record.format(RANK))
-    assert (str(RANK) in kills.killed(RANK)) == is_ours
-    assert kills.killed(OTHER) == ""
+    assert str(control) in kills.killed(RANK)
 
 
 def test_what_cannot_be_read_is_not_counted(tmp_path: Path) -> None:

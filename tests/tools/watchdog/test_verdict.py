@@ -47,10 +47,14 @@ def failed(**values: object) -> RunFailure:
             "rank 1 on host0 was killed by SIGKILL in sync of step 1 at 12:00:00 UTC, as asked: --inject kill@sync:1:1",
         ),
         (
-            failed(kind="told", ranks=(0, 1), detail="(pid 7) got SIGINT, as from Ctrl-C,"),
+            failed(kind="told", ranks=(1,), detail="got SIGINT, as from Ctrl-C,"),
             [IN_SYNC] * 4,
-            "torchrun of ranks 0, 1 on host0 (pid 7) got SIGINT, as from Ctrl-C, at 12:00:00 UTC, when its ranks were in"
-            " sync of step 1",
+            "rank 1 on host0 got SIGINT, as from Ctrl-C, in sync of step 1 at 12:00:00 UTC",
+        ),
+        (
+            failed(kind="launcher", ranks=(0, 1), detail="(pid 7) is gone"),
+            [IN_SYNC] * 4,
+            "torchrun of ranks 0, 1 on host0 (pid 7) is gone at 12:00:00 UTC, when its ranks were in sync of step 1",
         ),
         (
             failed(kind="stopped", ranks=(0,), detail="engine process sglang::scheduler_TP1 (pid 7)"),
@@ -108,7 +112,7 @@ def test_consequences_follow_the_cause_and_are_folded() -> None:
     first, *rest = report_lines([*echoes, cause], view(*[IN_SYNC] * 4))
     assert first == "FIRST FAILURE: rank 3 on host1 failed in sync of step 1 at 12:00:00 UTC: ValueError: no"
     assert rest == [
-        "  +0.5 to +5.5 s: ranks 0, 1, 2, 3, 4, 5 on host0 lost a peer in sync of step 1: Connection closed by peer"
+        "  +0.5 to +5.5 s: ranks 0, 1, 2, 3, 4, 5 on host0 failed too in sync of step 1: Connection closed by peer"
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.watchdog.ending import SharedMemoryFiles
+from harness.tools.process_tree import SharedFiles
 
 SCRIPT = """
 import mmap, os, sys
@@ -43,47 +43,51 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("how", ["mapped", "open"])
 def test_a_killed_process_leaves_no_file(name: str, how: str) -> None:
-    memory = SharedMemoryFiles()
+    memory = SharedFiles()
     process = owner(name, how)
     memory.look([process.pid])
     end(process)
-    assert name in memory.remove()
+    memory.remove()
     assert not Path("/dev/shm", name).exists()
 
 
 def test_what_others_made_or_still_use_stays(name: str) -> None:
-    memory = SharedMemoryFiles()
+    memory = SharedFiles()
     theirs = owner(name, "mapped")
     memory.look([])
     memory.look([])
-    assert name not in memory.remove()
+    memory.remove()
+    assert Path("/dev/shm", name).exists()
     mine = owner(name, "mapped")  # the same file, which is theirs
     memory.look([mine.pid])
     end(mine)
-    assert name not in memory.remove()
+    memory.remove()
+    assert Path("/dev/shm", name).exists()
     end(theirs)
 
 
 def test_what_was_there_before_stays_even_if_we_use_it(name: str) -> None:
     end(owner(name, "mapped"))
-    memory = SharedMemoryFiles()
+    memory = SharedFiles()
     mine = owner(name, "mapped")
     memory.look([mine.pid])
     end(mine)
-    assert name not in memory.remove()
+    memory.remove()
+    assert Path("/dev/shm", name).exists()
 
 
 def test_a_file_that_two_of_ours_map_goes(name: str) -> None:
-    memory = SharedMemoryFiles()
+    memory = SharedFiles()
     first, second = owner(name, "mapped"), owner(name, "mapped")
     memory.look([first.pid, second.pid])
     end(first)
     end(second)
-    assert name in memory.remove()
+    memory.remove()
+    assert not Path("/dev/shm", name).exists()
 
 
 def test_torch_names_its_files_after_their_makers(name: str) -> None:
-    memory = SharedMemoryFiles()
+    memory = SharedFiles()
     process = owner(name, "mapped")
     memory.look([process.pid])
     file, other = Path(f"/dev/shm/torch_{process.pid}_{name}_0"), Path(f"/dev/shm/torch_1_{name}_0")
@@ -91,8 +95,8 @@ def test_torch_names_its_files_after_their_makers(name: str) -> None:
     other.touch()
     try:
         end(process)
-        assert file.name in memory.remove()
-        assert other.exists()
+        memory.remove()
+        assert not file.exists() and other.exists()
     finally:
         file.unlink(missing_ok=True)
         other.unlink()
