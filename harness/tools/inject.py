@@ -1,20 +1,19 @@
 """The faults of run.inject: one rank fails on purpose when it begins a phase, as real ranks have failed.
 
-Kinds that need only a process act on this one. Those that act on weights or gradients reach only into what the trainer and
-the sync have anyway: a gradient after its backward, the tensors that a sync is about to gather, the line to a scheduler.
+Those that act on weights or gradients reach only into what the trainer and the sync have anyway.
 """
 
 import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import Launch, all_gather
 from harness.config.fault_spec import Fault, parse_fault
@@ -22,21 +21,12 @@ from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.observer import Observer, RunContext
-from harness.runtime.phases import MEET
 from harness.trainer.offload import local
 
-if TYPE_CHECKING:  # these import transformers
-    from harness.weights.gather import Bucket
-    from harness.weights.sync import WeightSync
-    from harness.weights.transports import Gather, Transport
-
-SLOW_SECONDS = 4.0
-"""How late the slow rank comes."""
-BALLAST_BYTES = 256 << 20
-"""Memory by which oom lets a rank grow on a CPU, and which it then takes."""
+SLOW_SECONDS = 4.0  # how late the slow rank comes
+BALLAST_BYTES = 256 << 20  # by which oom lets a rank grow on a CPU, and which it then takes
 CHUNK_BYTES = 32 << 20
-LARGEST_DISK = 1 << 30
-"""Free bytes of a disk that may be filled on purpose."""
+LARGEST_DISK = 1 << 30  # free bytes of a disk that may be filled on purpose
 
 
 class InjectedFault(RuntimeError):
@@ -46,18 +36,16 @@ class InjectedFault(RuntimeError):
 class Injector(Observer):
     """Cause the faults of run.inject that are meant for this rank, each once."""
 
-    def __init__(self, flush: Callable[[], None], announce: Callable[[str], None]) -> None:
-        """flush: returns once the other hosts know this rank's phase. announce: called with each fault before it happens."""
-        self.flush, self.announce = flush, announce
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        """announce: is called with each fault before it happens; returns once the other hosts know this rank's phase."""
+        self.announce = announce
         self.pending: list[Fault] = []
         self.run: RunContext | None = None
-        self.parts: dict[str, Any] = {}
-        """What the run has built: "sync", "actor", "critic"."""
+        self.parts: dict[str, Any] = {}  # what the run has built: "sync", "actor", "critic"
         self._undo: list[Callable[[], None]] = []
         self._held: list[Any] = []
 
     def launched(self, config: Config, launch: Launch) -> None:
-        """Read the faults of this rank."""
         self.pending = [fault for fault in map(parse_fault, config.run.inject) if fault.rank == launch.rank]
 
     def met(self, run: RunContext) -> None:
@@ -72,25 +60,14 @@ class Injector(Observer):
             )
 
     def built(self, name: str, part: Any) -> None:
-        """Keep the part, into which a fault may reach."""
         self.parts[name] = part
 
-    def come_late(self, phase: str, step: int | None) -> None:
-        """Begin a phase later than the other ranks."""
-        for fault in self._due(phase, step, "slow"):
-            self._happens(fault)
-            time.sleep(SLOW_SECONDS)
-
     def phase_begins(self, phase: str, step: int | None) -> None:
-        """Cause the faults of this phase."""
-        for fault in self._due(phase, step):
+        for fault in self.due(phase, step):
             self.announce(str(fault))
-            self.flush()
-            self._happens(fault)
             getattr(self, "_" + fault.kind.replace("-", "_"))(fault)
 
     def phase_ends(self, phase: str, step: int | None) -> None:
-        """Undo what was changed for one phase."""
         while self._undo:
             self._undo.pop()()
 
@@ -100,14 +77,14 @@ class Injector(Observer):
         if never:
             raise ConfigError(f"run.inject: {', '.join(never)} never happened, because this run has no such phase.")
 
-    def _due(self, phase: str, step: int | None, kind: str = "") -> list[Fault]:
-        due = [fault for fault in self.pending if fault.matches(phase, step) and kind in ("", fault.kind)]
+    def due(self, phase: str, step: int | None, slow: bool = False) -> list[Fault]:
+        """Return this rank's faults of the phase, each once: those that make it slow, or the others."""
+        due = [each for each in self.pending if each.matches(phase, step) and (each.kind == "slow") == slow]
         self.pending = [fault for fault in self.pending if fault not in due]
+        for fault in due:
+            if self.run:
+                self.run.events.fact("injected", fault=str(fault))
         return due
-
-    def _happens(self, fault: Fault) -> None:
-        if self.run:
-            self.run.events.fact("injected", fault=str(fault))
 
     def _exception(self, fault: Fault) -> None:
         raise InjectedFault(f"{fault} was asked for")
@@ -119,11 +96,7 @@ class Injector(Observer):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _hang(self, fault: Fault) -> None:
-        while True:
-            time.sleep(3600)
-
-    def _slow(self, fault: Fault) -> None:
-        time.sleep(SLOW_SECONDS)  # in meet, which LateRank leaves out
+        time.sleep(1 << 30)
 
     def _oom(self, fault: Fault) -> None:
         """Take all memory: on a GPU, what is free; on a CPU, what a limit leaves, so that the kernel kills no process."""
@@ -131,12 +104,11 @@ class Injector(Observer):
             free, _ = torch.cuda.mem_get_info()
             self._held.append(torch.empty(max(0, free - CHUNK_BYTES), dtype=torch.uint8, device="cuda"))
             return
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        before = resource.getrlimit(resource.RLIMIT_AS)
+        pages, before = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(resource.RLIMIT_AS)
         ballast: list[bytearray] = []
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BALLAST_BYTES, before[1]))
         try:
-            for _ in range(1 + BALLAST_BYTES // CHUNK_BYTES):
+            while True:
                 ballast.append(bytearray(CHUNK_BYTES))
         except MemoryError as error:
             raise MemoryError(f"{len(ballast) * CHUNK_BYTES >> 20} MiB of ballast took all memory") from error
@@ -162,7 +134,9 @@ class Injector(Observer):
 
         def spoil() -> None:
             learner.after_backward.clear()
-            parameter = next(each for each in learner.model.parameters() if each.grad is not None and _holds(each))
+            parameter = next(
+                each for each in learner.model.parameters() if each.grad is not None and local(each).numel()
+            )
             local(parameter.grad).view(-1)[0] = float("nan")
 
         learner.after_backward.append(spoil)
@@ -180,31 +154,35 @@ class Injector(Observer):
 
     def _dropped_bucket(self, fault: Fault) -> None:
         """Send zeros for this rank's rows of the last bucket, in every sync: a search for the cause finds it again."""
-        sync: WeightSync = self.parts["sync"]
-        sync.transport = _DroppingTransport(sync.transport, sync.live)
+        sync = self.parts["sync"]
+        real, live = sync.transport, sync.live
+
+        def push(buckets: Any, gather: Any) -> None:
+            lost = {piece.live_name: live[piece.live_name] for piece in buckets[-1].pieces}
+            live.update({name: torch.zeros_like(tensor) for name, tensor in lost.items()})
+            try:
+                real.push(buckets, gather)
+            finally:
+                live.update(lost)
+
+        sync.transport = SimpleNamespace(push=push, close=real.close)
 
     def _lost_message(self, fault: Fault) -> None:
         """Lose the next message to the scheduler beside this rank, which announces a bucket in its slot."""
-        from harness.weights.transports import StreamTransport
-
-        sync: WeightSync = self.parts["sync"]
-        opened = sync.transport
-        if not isinstance(opened, StreamTransport):
-            raise UnsupportedEnvironment(
-                f"run.inject = {fault} needs weights.transport = stream, which this sglang lacks."
-            )
+        sync = self.parts["sync"]
+        transport = sync.transport
 
         def link() -> Any:
-            real: Any = opened.link()
-            real.link = _LosingLine(real.link)
-            return real
+            opened = transport.link()
+            opened.link = _LosingLine(opened.link)
+            return opened
 
-        sync.transport = replace(opened, link=link)
+        sync.transport = replace(transport, link=link)
 
     def _first_sent(self) -> tuple[str, torch.Tensor]:
         """Return name and tensor of the first that a sync gathers, and of which this rank has a part."""
         live = self.parts["sync"].live
-        return next((name, each) for name, each in live.items() if each.is_floating_point() and _holds(each))
+        return next((name, each) for name, each in live.items() if each.is_floating_point() and local(each).numel())
 
 
 class LateRank(Observer):
@@ -214,27 +192,8 @@ class LateRank(Observer):
         self.injector = injector
 
     def phase_begins(self, phase: str, step: int | None) -> None:
-        if phase != MEET:  # in which no observer follows another rank yet
-            self.injector.come_late(phase, step)
-
-
-@dataclass(frozen=True, slots=True)
-class _DroppingTransport:
-    """A transport that loses the last bucket."""
-
-    transport: "Transport"
-    live: dict[str, torch.Tensor]
-
-    def push(self, buckets: "Sequence[Bucket]", gather: "Gather") -> None:
-        lost = {piece.live_name: self.live[piece.live_name] for piece in buckets[-1].pieces}
-        self.live.update({name: torch.zeros_like(tensor) for name, tensor in lost.items()})
-        try:
-            self.transport.push(buckets, gather)
-        finally:
-            self.live.update(lost)
-
-    def close(self) -> None:
-        self.transport.close()
+        if self.injector.due(phase, step, slow=True):
+            time.sleep(SLOW_SECONDS)
 
 
 class _LosingLine:
@@ -251,8 +210,3 @@ class _LosingLine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._line, name)
-
-
-def _holds(tensor: torch.Tensor) -> bool:
-    """Return whether this rank has elements of it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() > 0

@@ -22,5 +22,5 @@ def standard_observers(config: Config) -> list[Observer]:
         return [ReportWriter(), watchdog, *emulated]
     from harness.tools.inject import Injector, LateRank
 
-    injector = Injector(watchdog.flush, watchdog.injected)
+    injector = Injector(watchdog.injected)
     return [ReportWriter(), LateRank(injector), watchdog, *emulated, injector]

@@ -62,12 +62,6 @@ class PhaseEnds(Message, tag="ends"):
     phase: str
 
 
-class Injected(Message, tag="injected"):
-    """The fault that is about to happen because it was asked for."""
-
-    fault: str
-
-
 class Failed(Message, tag="failed"):
     """What is about to end the rank: an error, one that may follow from another rank's, or SIGINT."""
 
@@ -83,7 +77,9 @@ class Exits(Message, tag="bye"):
 
 
 class Flush(Message, tag="flush"):
-    """Ask for an answer once the other hosts have been sent a beat."""
+    """Ask for an answer once the other hosts have been sent a beat. injected: the fault that is then to happen, if any."""
+
+    injected: str = ""
 
 
 class Met(Message, tag="peers"):
@@ -99,7 +95,7 @@ class Met(Message, tag="peers"):
             raise ValueError("own is out of range")
 
 
-_DECODER = msgspec.json.Decoder(Hello | PhaseBegins | PhaseEnds | Injected | Failed | Exits | Flush | Met)
+_DECODER = msgspec.json.Decoder(Hello | PhaseBegins | PhaseEnds | Failed | Exits | Flush | Met)
 
 
 class MalformedError(ValueError):

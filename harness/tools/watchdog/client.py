@@ -155,8 +155,8 @@ class WatchdogObserver(Observer):
         self._send(channel.PhaseEnds(phase))
 
     def injected(self, fault: str) -> None:
-        """Report a fault that was asked for, before it happens to this rank in its present phase."""
-        self._send(channel.Injected(fault))
+        """Report a fault that is about to happen to this rank; return once the other hosts know its phase."""
+        self._ask(channel.Flush(fault))
 
     def interrupted(self, signal_name: str) -> None:
         self._send(channel.Failed("told", f"got {signal_name}, as from Ctrl-C or a job scheduler,"))

@@ -296,8 +296,6 @@ class Watchdog:
                     self._compare_arrival(rank, now)
             case channel.PhaseEnds(phase):
                 rank.end(phase, now)
-            case channel.Injected(fault):
-                rank.injected = fault
             case channel.Failed(kind, error, trace):
                 named = _PID.search(error)
                 error += self._memory_kill(error, int(named[1]) if named else 0)
@@ -306,7 +304,8 @@ class Watchdog:
                 rank.left = code
                 if code:
                     self._fail(rank, "mistake", f"ended with exit code {code}", code=code)
-            case channel.Flush():
+            case channel.Flush(injected):
+                rank.injected = injected
                 if self.beats:
                     self._beat()
                 rank.send(done=True)

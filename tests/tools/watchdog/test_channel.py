@@ -181,14 +181,14 @@ def peers(port: int = 1, own: int = 0, key: str = "00") -> bytes:
     return json.dumps({"say": "peers", "nodes": nodes, "own": own, "key": key, "folder": "runs/a"}).encode()
 
 
-SAYS = ("hello", "begins", "ends", "injected", "failed", "bye", "flush", "peers", "nothing")
+SAYS = ("hello", "begins", "ends", "failed", "bye", "flush", "peers", "nothing")
 NAMES = (
     "rank",
     "handler",
     "phase",
     "step",
     "deadline",
-    "fault",
+    "injected",
     "error",
     "kind",
     "trace",
