@@ -74,7 +74,7 @@ def _say_below_torchrun(sentence: str) -> None:
     """
     with suppress(OSError):  # no memory, or no /proc: it stands above torchrun's report then
         subprocess.run(
-            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-S", "-E", __file__, str(_launcher()), sentence],
+            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-S", "-E", __file__, str(launcher_pid()), sentence],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=os.environ | {SPEAKS_LAST: "1"},
@@ -83,11 +83,12 @@ def _say_below_torchrun(sentence: str) -> None:
         )
 
 
-def _launcher() -> int:
-    """Pid of the nearest ancestor that is no rank and no wrapper of one: torchrun."""
+def launcher_pid() -> int:
+    """Return the pid of the nearest ancestor that is no rank and no wrapper of one: torchrun."""
     pid = os.getppid()
-    while pid > 1 and b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-        pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    with suppress(PermissionError):  # another user's, so no rank of ours
+        while pid > 1 and b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     return pid
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from harness.runtime import scratch
-from harness.runtime.errors import say
+from harness.runtime.errors import launcher_pid, say
 from harness.runtime.observer import Observer, RunContext
 from harness.runtime.phases import deadline
 from harness.runtime.processes import descendants, end_processes, started_at
@@ -28,7 +28,7 @@ from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings
 from harness.tools.watchdog.failures import ERROR_LENGTH, Node, is_echo, trace_end
 from harness.tools.watchdog.heartbeat import open_heartbeat_socket
-from harness.tools.watchdog.host_processes import MARK, find_launcher
+from harness.tools.watchdog.host_processes import MARK
 from harness.tools.watchdog.stacks import offer_own_stack
 
 if TYPE_CHECKING:  # these import torch
@@ -85,7 +85,9 @@ class WatchdogObserver(Observer):
         timeouts, otherwise = limits.phase_timeouts, limits.timeout_seconds
         self.connect(launch.rank, launch.local_rank, lambda phase: deadline(phase, timeouts, otherwise), settings)
         scratch.enter(self.own.watchdog)
-        os.environ.setdefault(flight_recorder_variable(torch.__version__), FLIGHT_RECORDS)  # before any communicator
+        # Before any communicator; since 2.8 torch warns of the older name, on every rank.
+        is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_RECORDS)
 
     def met(self, run: RunContext) -> None:
         """Let the watchdogs of all hosts find each other. A collective call of all ranks."""
@@ -93,7 +95,7 @@ class WatchdogObserver(Observer):
         from harness.cluster.world import all_gather
 
         self._run = run
-        self.meet(all_gather(self.at(own_address(os.environ))), run.folder)
+        self.meet(all_gather(replace(self.own, address=own_address(os.environ))), run.folder)
 
     def connect(
         self, rank: int, local_rank: int, deadline: Callable[[str], float | None], settings: WatchdogSettings
@@ -103,7 +105,7 @@ class WatchdogObserver(Observer):
         deadline: seconds that a phase may take, None for no limit.
         """
         self._deadline, self._order_seconds = deadline, settings.heartbeat_timeout + ORDER_SECONDS
-        pid, host, is_torchrun = find_launcher().pid, settings.host, "TORCHELASTIC_RUN_ID" in os.environ
+        pid, host, is_torchrun = launcher_pid(), settings.host, "TORCHELASTIC_RUN_ID" in os.environ
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         name = f"harness-{os.getuid()}-{pid}-{started_at(pid)}-{restart}"
         settings = replace(settings, name=name, launcher=pid, is_torchrun=is_torchrun)
@@ -120,10 +122,6 @@ class WatchdogObserver(Observer):
         self._send(channel.Hello(rank, offer_own_stack()))
         threading.Thread(target=self._obey, args=[line], name="watchdog-client", daemon=True).start()
 
-    def at(self, address: str) -> WatchdogAddress:
-        """Return this rank's watchdog with this host's address, to be gathered from all ranks."""
-        return replace(self.own, address=address)
-
     def meet(self, addresses: Sequence[WatchdogAddress], folder: Path) -> None:
         """Let the watchdogs listen to each other, and wait for their first beats. addresses: of all ranks.
 
@@ -133,13 +131,8 @@ class WatchdogObserver(Observer):
         for each in addresses:
             by_watchdog.setdefault((each.host, each.watchdog), []).append(each)
         nodes = tuple(
-            Node(
-                host=together[0].host,
-                ranks=tuple(each.rank for each in together),
-                address=together[0].address,
-                port=max(each.port for each in together),
-            )
-            for together in by_watchdog.values()
+            Node(host=host, ranks=tuple(e.rank for e in some), address=some[0].address, port=max(e.port for e in some))
+            for (host, _), some in by_watchdog.items()
         )
         own = list(by_watchdog).index((self.own.host, self.own.watchdog))
         self._ask(channel.Met(nodes, own, addresses[0].secret, str(folder)))
@@ -212,12 +205,6 @@ class WatchdogObserver(Observer):
             with suppress(OSError):  # a full disk, which may be the failure
                 self._run.events.close()
         os._exit(FAILED if code is None else code)
-
-
-def flight_recorder_variable(version: str) -> str:
-    """Return the variable of FLIGHT_RECORDS in this torch; since 2.8 it warns of the older name, on every rank."""
-    release = tuple(int(part) for part in version.split(".")[:2])
-    return "TORCH_FR_BUFFER_SIZE" if release >= (2, 8) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 def dump_flight_records(folder: Path, rank: int) -> None:

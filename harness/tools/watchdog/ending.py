@@ -54,11 +54,6 @@ class Snapshot:
     shared: Set[tuple[str, int]] = frozenset()  # the run's files in /dev/shm
     failures: Sequence[RunFailure] = ()
 
-    def send(self, line: socket.socket) -> None:
-        """Send it to the standby, without blocking."""
-        with suppress(OSError):  # it is gone or stopped, and ends nothing
-            line.send(pickle.dumps(self), socket.MSG_DONTWAIT)
-
     def processes(self) -> dict[int, psutil.Process]:
         """Return the processes that are still there, ranks included, by pid."""
         found = {}
@@ -90,15 +85,21 @@ class HostCleanup:
     def look_at_memory(self, ranks: Iterable[int]) -> None:
         self.shared.look([*ranks, *self.descendants.known])
 
-    def snapshot(
-        self, folder: Path | None, ranks: Mapping[int, tuple[int, Place]], failures: Sequence[RunFailure]
-    ) -> Snapshot:
-        """Return what a standby would have to end and report now. ranks: pid and place of each."""
+    def send_snapshot(
+        self,
+        line: socket.socket,
+        folder: Path | None,
+        ranks: Mapping[int, tuple[int, Place]],
+        failures: Sequence[RunFailure],
+    ) -> None:
+        """Send the standby what it would have to end and report now. ranks: pid and place of each."""
         started = {}
         for pid in [*(pid for pid, _ in ranks.values()), *self.descendants.known]:
             with suppress(IndexError):  # it has just ended
                 started[pid] = started_at(pid)
-        return Snapshot(folder, ranks, started, self.shared.ours, failures)
+        snapshot = Snapshot(folder, ranks, started, self.shared.ours, failures)
+        with suppress(OSError):  # it is gone or stopped, and ends nothing
+            line.send(pickle.dumps(snapshot), socket.MSG_DONTWAIT)
 
     def end_and_report(
         self, verdict: RunVerdict, screen: int, ranks: Sequence[psutil.Process], all_gone: Callable[[], bool]

@@ -52,14 +52,8 @@ _AHEAD: Mapping[Kind, float] = {
 
 def is_echo(error: str, rank: int) -> bool:
     """Return whether an error of this rank, in one line, may be the consequence of a failure of another rank or host."""
-    blamed = blamed_ranks(error)
-    return bool(blamed and rank not in blamed) or _ECHO.search(error) is not None
-
-
-def blamed_ranks(error: str) -> list[int]:
-    """Return the ranks that an error which all ranks raise together blames; none for a rank's own error."""
-    match = _FAILED_ON.match(error)
-    return [int(rank) for rank in match[1].split(", ")] if match else []
+    blamed = _FAILED_ON.match(error)
+    return (blamed is not None and str(rank) not in blamed[1].split(", ")) or _ECHO.search(error) is not None
 
 
 @dataclass(frozen=True, slots=True)

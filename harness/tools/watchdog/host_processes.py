@@ -145,15 +145,3 @@ def _lines(file: Path) -> list[str]:
         return file.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-
-
-def find_launcher() -> psutil.Process:
-    """Return what started the ranks of this host, usually torchrun: the nearest ancestor without LOCAL_RANK."""
-    ancestors = psutil.Process().parents()
-    for process in ancestors:
-        try:
-            if "LOCAL_RANK" not in process.environ():
-                return process
-        except psutil.Error:
-            return process  # another user's, so no rank of ours
-    return ancestors[-1] if ancestors else psutil.Process()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -109,11 +109,8 @@ class RunVerdict:
         return ([f"no explanation: {error}"], None) if error else self.explanation.result()
 
 
-def explain(failure: RunFailure, folder: Path | None) -> tuple[list[str], str | None]:
-    """Return what is known of a failure, and the slug of its catalogue entry, if any.
-
-    That is the traceback of the scheduler that raised it, and the entry with cause and fix. Raise OSError.
-    """
+def explain(failure: RunFailure, folder: Path | None) -> Explanation:
+    """Return the traceback of the scheduler that raised it, and its catalogue entry with cause and fix. Raise OSError."""
     logs = sorted(folder.glob("engines/*.log")) if folder else []
     lines = []
     if "engine process" in failure.detail or "EngineFailed" in failure.detail:
@@ -144,10 +141,8 @@ def _scheduler_trace(failure: RunFailure, logs: Sequence[Path]) -> list[str]:
         found = [each for each in log_errors(text) if each[0]]
         if found:
             lines, _ = next((each for each in found if each[1] in failure.detail), found[0])
-            return [
-                f"{log.name}{', what followed' if ended else ''}:",
-                *(f"| {line}" for line in trace_end("\n".join(lines))),
-            ]
+            title = f"{log.name}{', what followed' if ended else ''}:"
+            return [title, *(f"| {line}" for line in trace_end("\n".join(lines)))]
     return []
 
 
@@ -155,8 +150,6 @@ def report_lines(failures: Sequence[RunFailure], view: JobView, explanation: Seq
     """Return the first failure, its traceback and explanation, and its consequences in a line for each kind."""
     cause = first_failure(failures)
     lines = [f"FIRST FAILURE: {sentence(cause, view)}", *(f"  | {line}" for line in cause.trace)]
-    if cause.kind == "echo":
-        lines.append("  no earlier failure of a rank or host is known: a peer vanished, or the network to it did")
     lines += [f"  {line}" for line in explanation]
     kinds: dict[tuple[str, str], list[RunFailure]] = {}
     for failure in sorted((each for each in failures if each is not cause), key=lambda each: each.time):
@@ -260,10 +253,9 @@ def _waited_for(failure: RunFailure, view: JobView) -> str:
             return f"{stuck}; waited for by {format_ranks(waiting)}"
         return f"all ranks ({', '.join(map(str, behind))}) are in it, and none makes progress"
     by = f"(waited for by {format_ranks(ahead)})"
-    place = view.places[behind[0]]
-    if (place.phase, place.step, place.inside) == (failure.place.phase, failure.place.step, failure.place.inside):
-        return f"{_on_hosts(behind, view)} {_were(behind)} still there {by}"
-    return f"{_on_hosts(behind, view)} had not arrived, but {_were(behind)} {place} {by}"
+    place = replace(view.places[behind[0]], progress=failure.place.progress)
+    there = "still there" if place == failure.place else f"{place}, and had not arrived"
+    return f"{_on_hosts(behind, view)} {_were(behind)} {there} {by}"
 
 
 def _behind(places: Mapping[int, Place]) -> list[int]:

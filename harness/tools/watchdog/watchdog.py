@@ -6,6 +6,7 @@ and torchrun if that hangs. It reports again below torchrun's own report, and ex
 """
 
 import json
+import math
 import os
 import re
 import selectors
@@ -15,14 +16,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
 from harness.runtime.phases import RUN, phase_of_step
 from harness.runtime.processes import is_alive, is_stopped, name_and_pid
 from harness.tools.watchdog import channel
-from harness.tools.watchdog.channel import LONGEST_MESSAGE, MalformedError, WatchdogSettings, parse
+from harness.tools.watchdog.channel import LONGEST_MESSAGE, MalformedError, PhaseBegins, WatchdogSettings, parse
 from harness.tools.watchdog.ending import HostCleanup, stderr_of
 from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
@@ -33,7 +34,6 @@ from harness.tools.watchdog.verdict import JobView, RunVerdict
 TICK_SECONDS = 0.25
 QUICK_SECONDS = 0.02  # between ticks while a rank waits for an answer, or has ended and torchrun is about to
 SETTLE_SECONDS = 0.5  # from the first failure to the verdict, at least: the cause may be noticed after a consequence
-ORPHANED_SECONDS = 1.5  # the same at most, once all ranks are gone
 BETTER_CAUSE_SECONDS = 2.0  # beyond heartbeat_timeout: how long to wait for the cause of what can only be a consequence
 MISTAKE_SECONDS = 5.0  # ranks may take so long to exit on their own after one of them reported a user error
 JOIN_SECONDS = 60.0  # a rank of this host may come so long after the one before it
@@ -45,15 +45,6 @@ FAREWELLS = 5  # last beats, of which one must arrive, or the other hosts take t
 EXPLANATION_SECONDS = 3.0  # how long the verdict waits for its explanation
 TIMED_OUT = 124
 _PID = re.compile(r"\(pid (\d+)\)")
-
-
-class OpenPhase(NamedTuple):
-    """A phase that a rank is in."""
-
-    name: str
-    step: int | None
-    since: float  # time.monotonic()
-    deadline: float | None
 
 
 @dataclass(slots=True)
@@ -73,29 +64,29 @@ class LocalRank:
     closed: bool = False  # its connection is closed: it has died, or is about to
     gone: bool = False
     meets: bool = False  # it waits for the hosts to hear each other
-    open: list[OpenPhase] = field(default_factory=list)
+    open: list[tuple[PhaseBegins, float]] = field(default_factory=list)  # the phases that it is in, and since when
     place: Place = field(default_factory=Place)
 
     def send(self, **message: Any) -> None:
         with suppress(OSError):
             self.line.send(json.dumps(message).encode())
 
-    def begin(self, name: str, step: int | None, deadline: float | None, now: float) -> None:
-        self.open.append(OpenPhase(name, step, now, deadline))
+    def begin(self, message: PhaseBegins, now: float) -> None:
+        self.open.append((message, now))
         self._move(now)
 
     def end(self, name: str, now: float) -> None:
         """Note that it ended a phase, and with it any that failed inside and was caught."""
-        if ended := [index for index, each in enumerate(self.open) if each.name == name]:
-            step = self.open[ended[-1]].step
+        if ended := [index for index, (begun, _) in enumerate(self.open) if begun.phase == name]:
+            step = self.open[ended[-1]][0].step
             del self.open[ended[-1] :]
             if name != RUN:
                 self.place = Place(self.place.progress, name, step, False)
         self._move(now)
 
     def _move(self, now: float) -> None:
-        inside = next((each for each in reversed(self.open) if each.name != RUN), None)
-        name, step = (inside.name, inside.step) if inside else (self.place.phase, self.place.step)
+        inside = next((begun for begun, _ in reversed(self.open) if begun.phase != RUN), None)
+        name, step = (inside.phase, inside.step) if inside else (self.place.phase, self.place.step)
         self.place = Place(self.place.progress + 1, name, step, inside is not None)
         self.moved, self.injected = now, ""
 
@@ -103,10 +94,10 @@ class LocalRank:
         """Return the length of the deadline that it has passed; None if none."""
         if self.failed or self.gone or self.left is not None:
             return None
-        for each in self.open:
-            if each.deadline is not None and now - each.since > each.deadline:
-                return each.deadline
-        between = not self.open or self.open[-1].name == RUN
+        for begun, since in self.open:
+            if begun.deadline is not None and now - since > begun.deadline:
+                return begun.deadline
+        between = not self.open or self.open[-1][0].phase == RUN
         return idle_seconds if between and now - self.moved > idle_seconds else None
 
     def ended(self) -> str | None:
@@ -131,7 +122,6 @@ class Watchdog:
     hosts_socket: socket.socket | None
     standby: socket.socket
     ranks: list[LocalRank] = field(default_factory=list)
-    nodes: tuple[Node, ...] = ()
     beats: Heartbeats | None = None
     folder: Path | None = None  # the run directory
     own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
@@ -143,10 +133,10 @@ class Watchdog:
     _last_came: float = field(default_factory=time.monotonic)  # when a rank connected last
     _beaten: float = 0.0
     _looked: float = 0.0
-    _warned: bool = False
     _news: bool = False
     _noticed: float = 0.0
     _met: float = 0.0
+    _warn_at: float = math.inf  # when to warn of hosts that were never heard
 
     def __post_init__(self) -> None:
         self.ending = HostCleanup(self.settings, self.launcher, self.serve)
@@ -193,7 +183,7 @@ class Watchdog:
         self.ending.end_and_report(verdict, screen, processes, self._all_gone)
         return True
 
-    def serve(self, until: Callable[[], bool], seconds: float = float("inf")) -> None:
+    def serve(self, until: Callable[[], bool], seconds: float = math.inf) -> None:
         """Hear ranks and hosts, and look after them, until the condition holds or the time has passed."""
         given_up = time.monotonic() + seconds
         while not until() and time.monotonic() < given_up:
@@ -239,17 +229,15 @@ class Watchdog:
             return False
         if waited > elsewhere + BETTER_CAUSE_SECONDS:
             return True
-        if self._all_gone() and not is_alive(self.launcher):
-            return waited > ORPHANED_SECONDS or not names_no_cause(cause)
         # A host that is about to be found lost was lost before its consequences.
         return not names_no_cause(cause) and (self.beats is None or self.beats.all_heard_since(cause.time))
 
     def _view(self) -> JobView:
         places = {each.rank: each.place for each in self.ranks}
+        hosts = {each.rank: self.settings.host for each in self.ranks}
         for peer in self.beats.peers.values() if self.beats else ():
             places |= peer.places
-        hosts = {rank: node.host for node in self.nodes for rank in node.ranks}
-        hosts |= {each.rank: self.settings.host for each in self.ranks}
+            hosts |= dict.fromkeys(peer.node.ranks, peer.node.host)
         return JobView(now=self._now(), world_size=self.settings.world_size, places=places, hosts=hosts)
 
     def _accept(self) -> None:
@@ -290,9 +278,9 @@ class Watchdog:
         match message:
             case channel.Hello(number, handler):
                 self._admit(rank, number, handler)
-            case channel.PhaseBegins(phase, step, deadline):
-                rank.begin(phase, step, deadline, now)
-                if step is not None:
+            case PhaseBegins():
+                rank.begin(message, now)
+                if message.step is not None:
                     self._compare_arrival(rank, now)
             case channel.PhaseEnds(phase):
                 rank.end(phase, now)
@@ -309,11 +297,13 @@ class Watchdog:
                 if self.beats:
                     self._beat()
                 rank.send(done=True)
-            case channel.Met():
-                rank.meets = True
-                self.folder = Path(message.folder)
+            case channel.Met(nodes, own, key, folder):
+                rank.meets, self.folder = True, Path(folder)
                 if self.beats is None and self.hosts_socket is not None:
-                    self._meet(self.hosts_socket, message)
+                    self._selector.register(self.hosts_socket, selectors.EVENT_READ)
+                    seconds = self.settings.heartbeat_timeout
+                    self.beats = Heartbeats(self.hosts_socket, nodes, own, bytes.fromhex(key), seconds, self._now)
+                    self._met, self._warn_at = now, now + seconds
         self._news = True
         return False
 
@@ -335,18 +325,10 @@ class Watchdog:
         """Report a rank that comes long after all others of its host to a phase of a step."""
         others = [each for each in self.ranks if each is not rank]
         if others and all(each.place == rank.place for each in others):
-            late = now - max(each.moved for each in others)
+            late, place = now - max(each.moved for each in others), phase_of_step(rank.place.phase, rank.place.step)
             if late > LATE_SECONDS:
-                place = phase_of_step(rank.place.phase, rank.place.step)
-                self._say(
-                    f"slow: rank {rank.rank} came {late:.1f} s after the others on {self.settings.host} to {place}"
-                )
-
-    def _meet(self, hosts_socket: socket.socket, message: channel.Met) -> None:
-        self._selector.register(hosts_socket, selectors.EVENT_READ)
-        self.nodes, key = message.nodes, bytes.fromhex(message.key)
-        self.beats = Heartbeats(hosts_socket, self.nodes, message.own, key, self.settings.heartbeat_timeout, self._now)
-        self._met = time.monotonic()
+                others_there = f"the others on {self.settings.host} to {place}"
+                self._say(f"slow: rank {rank.rank} came {late:.1f} s after {others_there}")
 
     def _look(self) -> None:
         """See which rank died or hangs and which host is silent; send beats."""
@@ -365,10 +347,10 @@ class Watchdog:
             self._look_at_processes()
             self._look_at_launcher()
             ranks = {each.rank: (each.pid, each.place) for each in self.ranks if not each.gone and each.left is None}
-            self.ending.snapshot(self.folder, ranks, self.own).send(self.standby)
+            self.ending.send_snapshot(self.standby, self.folder, ranks, self.own)
         silent = self.beats.silent() if self.beats else []
-        if silent and not self._warned and now - self._met > self.settings.heartbeat_timeout:
-            self._warned = True
+        if silent and now > self._warn_at:
+            self._warn_at = math.inf
             self._warn_of_silence(silent)
         waits_for_beats = bool(silent) and now - self._met <= MEET_SECONDS
         every = QUICK_SECONDS if waits_for_beats else BEAT_SECONDS

@@ -4,6 +4,7 @@ Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PH
 process that would outlive us, and so would its file in /dev/shm), raise:TEXT, injected:FAULT (as the injector says it), kill:SIGNAL, exit:CODE, mistake, wait:SECONDS, hang, bye.
 """
 
+import dataclasses
 import json
 import os
 import pickle
@@ -28,7 +29,7 @@ with open(sys.argv[1], "wb+") as file:
 def meet(client: WatchdogObserver, folder: Path, world_size: int, address: str) -> None:
     """Gather the addresses of all ranks' watchdogs, as all_gather would."""
     part = folder / f"address-{client.own.rank}.part"
-    part.write_bytes(pickle.dumps(client.at(address)))
+    part.write_bytes(pickle.dumps(dataclasses.replace(client.own, address=address)))
     part.rename(folder / f"address-{client.own.rank}")
     files = [folder / f"address-{rank}" for rank in range(world_size)]
     while not all(file.exists() for file in files):

@@ -65,8 +65,8 @@ def failed(**values: object) -> RunFailure:
         (
             failed(),
             [IN_SYNC, IN_SYNC, EARLIER, IN_SYNC],
-            "deadline of 60 s passed in sync of step 1: rank 2 on host1 had not arrived, but was after resume_weights of step 1"
-            " (waited for by ranks 0, 1, 3)",
+            "deadline of 60 s passed in sync of step 1: rank 2 on host1 was after resume_weights of step 1, and had not"
+            " arrived (waited for by ranks 0, 1, 3)",
         ),
         (
             failed(),

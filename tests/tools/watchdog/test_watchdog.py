@@ -115,8 +115,8 @@ def whom_the_others_wait_for_is_named_at_the_deadline(start: Start) -> None:
     hosts.wait()
     for host in TWO:
         assert hosts.verdict(host) == (
-            "FIRST FAILURE: deadline of 2 s passed in sync of step 1: rank 2 on host1 had not arrived, but was after sleep of"
-            " step 1 (waited for by ranks 0, 1, 3)"
+            "FIRST FAILURE: deadline of 2 s passed in sync of step 1: rank 2 on host1 was after sleep of step 1, and had not"
+            " arrived (waited for by ranks 0, 1, 3)"
         )
     assert json.loads((hosts.folder / "failure-host1.json").read_text())["code"] == 124
 
