@@ -1,7 +1,9 @@
 """Processes of this host that are not our children: who started whom, how each ended, which the kernel killed."""
 
+import fcntl
 import os
 import select
+import struct
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -22,6 +24,9 @@ NO_MESSAGE = ", without an error message"
 COUNTS = 4  # how many looks, one a second, before a death was noticed its cgroup may have counted it
 
 _STATE, _PARENT, _EXIT_CODE = 0, 1, 49  # fields of /proc/PID/stat, counted from 0 after the name
+# Of struct pidfd_info, 64 bytes in its first version: a mask, and last the exit code.
+_PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
+_PIDFD_INFO_EXIT = 1 << 3
 
 
 @dataclass(slots=True)
@@ -76,9 +81,19 @@ class ExitWatch:
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
             poll.poll()
-            self.how = how_it_ended(self.pid)
+            self.how = how_it_ended(self.pid) or _how_by_kernel(descriptor)
             os.close(descriptor)
         self.over.set()
+
+
+def _how_by_kernel(descriptor: int) -> str | None:
+    """Return how a process ended that has been reaped already, which Linux reports since 6.15; else None."""
+    info = bytearray(struct.pack("Q56x", _PIDFD_INFO_EXIT))
+    with suppress(OSError):
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
+        mask, status = struct.unpack_from("Q52xi", info)
+        return describe_status(status) if mask & _PIDFD_INFO_EXIT else None
+    return None
 
 
 def how_it_ended(pid: int) -> str | None:
