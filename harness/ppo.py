@@ -21,7 +21,7 @@ from harness.rollout.responses import read_responses
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
 from harness.task.data import Prompt, PromptSampler
-from harness.task.rewards import score
+from harness.task.rewards import REWARDS
 from harness.trainer import advantages
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
@@ -73,12 +73,12 @@ class Ppo:
             return
         waiting = "rollouts on the model's own checkpoint; kernels compile"
         with self.verification.timed("baseline", waiting_for=waiting):
-            batches = [self.generate(0)[0]]
+            batches = [self.generate(0)]
             tokens = self.all_sum(batches[0].response_mask.sum())
-            batches += [self.generate(index)[0] for index in range(1, -(-BASELINE_TOKENS // int(tokens)))]
+            batches += [self.generate(index) for index in range(1, -(-BASELINE_TOKENS // int(tokens)))]
             self.memory.release_all()
             with self.actor.on_device():
-                log_probs = [self.actor.log_probs(batch, self.config.actor.microbatch_size)[0] for batch in batches]
+                log_probs = [self.actor.log_probs(batch)[0] for batch in batches]
         self.verification.set_baseline(merge([self.difference(*each) for each in zip(batches, log_probs, strict=True)]))
 
     def rollout(self, index: int) -> tuple[Batch, Metrics]:
@@ -96,23 +96,20 @@ class Ppo:
         with phase("resume_kv_cache", index, "the engine to take its KV cache's memory back"):
             self.memory.resume_kv_cache()
         with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
-            batch, scores = self.generate(index)
+            batch = self.generate(index)
         self.first_token_at = self.first_token_at or time.time()
-        self.show_sample(index, batch, float(scores[0]))
+        self.show_sample(index, batch)
         with phase("release", index, "the engine to free its memory"):
             self.memory.release_all()
         with self.actor.on_device():
             with phase("old_log_probs", index, "the actor's log-probs of the responses"):
-                old, entropy = self.actor.log_probs(batch, self.config.actor.microbatch_size)
+                old, entropy = self.actor.log_probs(batch)
             difference = self.difference(batch, old)
             self.verification.check_log_probs(index, difference)
-        batch = batch.replace(old_log_probs=old)
-        lengths = batch.response_mask.sum(-1).float()
-        truncated = batch.require("truncated").float()
-        return batch, {
-            "reward_mean": self.mean(scores),
-            "response_tokens_mean": self.mean(lengths),
-            "truncated_share": self.mean(truncated),
+        return batch.replace(old_log_probs=old), {
+            "reward_mean": self.mean(batch.require("scores")),
+            "response_tokens_mean": self.mean(batch.response_mask.sum(-1).float()),
+            "truncated_share": self.mean(batch.require("truncated").float()),
             "rollout_entropy": self.token_mean(entropy, batch),
             **difference.metrics(),
             **self.verification.sync_metrics(),
@@ -126,12 +123,10 @@ class Ppo:
         if self.reference:
             waiting = "the reference's log-probs of the responses"
             with phase("reference_log_probs", index, waiting), self.reference.on_device():
-                reference = self.reference.log_probs(batch, self.config.actor.microbatch_size)
-            batch = batch.replace(reference_log_probs=reference)
+                batch = batch.replace(reference_log_probs=self.reference.log_probs(batch)[0])
         if self.critic:
             with phase("values", index, "the critic's values of the responses"), self.critic.on_device():
-                values = self.critic.values(batch, self.config.critic.microbatch_size)
-            batch = batch.replace(old_values=values)
+                batch = batch.replace(old_values=self.critic.values(batch))
         with phase("advantages", index):
             batch, reward_metrics = self.estimate_advantages(batch)
             batch = self.masked(batch)
@@ -153,23 +148,20 @@ class Ppo:
         if not self.verification.reaches("log_probs"):
             yield
             return
-        size = self.config.actor.microbatch_size
-        responses = [
-            ids[mask.bool()].tolist()
-            for ids, mask in zip(rollout.input_ids, rollout.response_mask[:size], strict=False)
-        ]
+        few = rollout.select(slice(self.config.actor.microbatch_size))
+        responses = [ids[mask.bool()].tolist() for ids, mask in zip(few.input_ids, few.response_mask, strict=True)]
         prompts = itertools.cycle(prompt.input_ids for prompt in self.engine_prompts(index + 1))
         unseen = from_sequences(list(itertools.islice(prompts, len(responses))), responses, 0)
         waiting = "the actor's log-probs of a few responses, before and after its update"
         with self.verification.timed("movement", index, waiting):
-            before = self.actor.log_probs(unseen, size)[0]
+            before = self.actor.log_probs(unseen)[0]
         yield
         with self.verification.timed("movement", index, waiting):
-            moved = self.actor.log_probs(unseen, size)[0] - before
+            moved = self.actor.log_probs(unseen)[0] - before
             self.verification.movement = self.token_mean(moved.abs(), unseen)
 
-    def generate(self, index: int) -> tuple[Batch, torch.Tensor]:
-        """Return responses to this rank's share of its engine's prompts, and their scores [B]."""
+    def generate(self, index: int) -> Batch:
+        """Return responses to this rank's share of its engine's prompts, and their scores."""
         config = self.config.rollout
         prompts = self.engine_prompts(index)
         repeated = [prompt for prompt in prompts for _ in range(config.responses_per_prompt)]
@@ -186,28 +178,24 @@ class Ppo:
         )
         size = len(repeated) // self.dims.engine_size
         start = self.dims.engine_rank(self.world.rank) * size
-        own, answers = repeated[start : start + size], answers[start : start + size]
-        responses = read_responses(answers)
+        own, responses = repeated[start : start + size], read_responses(answers[start : start + size])
         texts = self.tokenizer.batch_decode([each.token_ids for each in responses], skip_special_tokens=True)
-        scores = torch.tensor(
-            [score(self.config.task.reward, text, prompt.answer) for text, prompt in zip(texts, own, strict=True)],
-            dtype=torch.float32,
-        )
+        reward = REWARDS[self.config.task.reward]
+        scores = [reward(text, prompt.answer) for text, prompt in zip(texts, own, strict=True)]
         pad_id = self.tokenizer.pad_token_id or 0
         batch = from_sequences([prompt.input_ids for prompt in own], [each.token_ids for each in responses], pad_id)
         return batch.replace(
             group=torch.tensor([prompt.index for prompt in own]),
-            scores=scores,
+            scores=torch.tensor(scores, dtype=torch.float32),
             truncated=torch.tensor([each.truncated for each in responses]),
             rollout_log_probs=scatter_responses([each.log_probs for each in responses], batch),
-        ), scores
+        )
 
     def masked(self, batch: Batch) -> Batch:
         """Return the batch for the updates: truncated responses without tokens, where rollout.truncated says so."""
         if self.config.rollout.truncated == "train":
             return batch
-        kept = ~batch.require("truncated")
-        return batch.replace(response_mask=batch.response_mask * kept[:, None])
+        return batch.replace(response_mask=batch.response_mask * ~batch.require("truncated")[:, None])
 
     def engine_prompts(self, index: int) -> list[Prompt]:
         """Return the prompts of this rank's engine: its share of the step's, by dp index."""
@@ -220,18 +208,16 @@ class Ppo:
         """Return the batch with advantages of token rewards less the KL: whitened (GAE) or compared (GRPO, RLOO) over all ranks."""
         algorithm, mask = self.config.algorithm, batch.response_mask
         metrics: Metrics = {}
-        kl = None
+        coefficient, in_reward = self.kl_control.coefficient, None
         if self.reference:
-            kl = advantages.kl(
-                batch.require("old_log_probs"), batch.require("reference_log_probs"), algorithm.estimator
-            )
-            metrics["reference_kl"] = self.sequence_mean(kl, batch)
-            metrics["kl_coefficient"] = self.kl_control.coefficient
-        in_reward = kl if algorithm.kl_placement == "reward" else None
-        rewards = advantages.token_rewards(batch.require("scores"), mask, in_reward, self.kl_control.coefficient)
-        if in_reward is not None:
-            sequences = self.config.rollout.prompts_per_step * self.config.rollout.responses_per_prompt
-            self.kl_control.update(metrics["reference_kl"], sequences)
+            old, reference = batch.require("old_log_probs"), batch.require("reference_log_probs")
+            kl = advantages.kl(old, reference, algorithm.estimator)
+            metrics = {"reference_kl": self.sequence_mean(kl, batch), "kl_coefficient": coefficient}
+            if algorithm.kl_placement == "reward":
+                in_reward = kl
+                sequences = self.config.rollout.prompts_per_step * self.config.rollout.responses_per_prompt
+                self.kl_control.update(metrics["reference_kl"], sequences)
+        rewards = advantages.token_rewards(batch.require("scores"), mask, in_reward, coefficient)
         if self.critic:
             raw, returns = advantages.gae(rewards, batch.require("old_values"), mask, algorithm.gamma, algorithm.lam)
             whitened = advantages.masked_whiten(raw, mask, all_sum=self.all_sum) * mask
@@ -239,13 +225,12 @@ class Ppo:
         # The responses of one prompt may lie on several ranks: compare sequence scores of all of them.
         gathered = all_gather((rewards.sum(-1), batch.require("group")))
         scores, groups = (torch.cat(parts) for parts in zip(*gathered, strict=True))
-        everywhere = torch.ones_like(scores)[:, None]
+        column, everywhere = scores[:, None], torch.ones_like(scores)[:, None]
         if algorithm.advantage == "rloo":
-            compared = advantages.rloo(scores[:, None], everywhere, groups)
+            compared = advantages.rloo(column, everywhere, groups)
         else:
-            compared = advantages.grpo(scores[:, None], everywhere, groups, algorithm.normalize_by_std)
-        start = sum(len(each[0]) for each in gathered[: self.world.rank])
-        mine = compared[start : start + len(batch)]
+            compared = advantages.grpo(column, everywhere, groups, algorithm.normalize_by_std)
+        mine = compared.split([len(each[0]) for each in gathered])[self.world.rank]
         return batch.replace(advantages=mine * mask), metrics
 
     def difference(self, batch: Batch, log_probs: torch.Tensor) -> LogProbDifference:
@@ -255,18 +240,15 @@ class Ppo:
 
     def final_check(self, index: int) -> Metrics:
         """Sync the last update too, and check it by one more rollout, without an update."""
-        _, metrics = self.rollout(index)
-        return {
-            name: value
-            for name, value in metrics.items()
-            if name.startswith(("log_prob", "reward", "sync_", "verify/"))
-        }
+        kept = ("log_prob", "reward", "sync_", "verify/")
+        return {name: value for name, value in self.rollout(index)[1].items() if name.startswith(kept)}
 
-    def show_sample(self, index: int, batch: Batch, reward: float) -> None:
+    def show_sample(self, index: int, batch: Batch) -> None:
         """Write this rank's first prompt and response of a step to its events."""
         ids, is_response = batch.input_ids[0], batch.response_mask[0].bool()
         prompt = ids[batch.attention_mask[0].bool() & ~is_response]
         text, response = self.tokenizer.batch_decode([prompt, ids[is_response]], skip_special_tokens=True)
+        reward = float(batch.require("scores")[0])
         self.events.fact("sample", step=index, prompt=text, response=response, reward=reward)
 
     def all_sum(self, total: torch.Tensor) -> torch.Tensor:

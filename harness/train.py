@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from harness.cluster.mesh import build_meshes
 from harness.cluster.placement import place
-from harness.cluster.world import World, all_gather, hard_exit
+from harness.cluster.world import all_gather, hard_exit
 from harness.config.layers import ConfigError
 from harness.config.rules import warnings
 from harness.config.run_folder import write_config
@@ -37,14 +37,12 @@ from harness.runtime.events import EventLog
 from harness.runtime.observer import RunContext
 from harness.runtime.processes import descendants, end_processes
 from harness.runtime.run_record import RunRecord, Stage, step_line
-from harness.task.architectures import ARCHITECTURES, is_tiny
 from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
-from harness.task.tiny_models import save_tiny_model
+from harness.task.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
-from harness.trainer.model import Attention, choose_attention, load_causal_lm, load_value_model
-from harness.trainer.offload import Offloaded
+from harness.trainer.model import Attention, choose_attention, load_causal_lm
 from harness.weights.reload import Reload, check_shared
 from harness.weights.snapshot import check_gpus
 from harness.weights.sync import WeightSync
@@ -99,30 +97,25 @@ def gather_stages(events: EventLog, step: int) -> list[Stage]:
 
 def build(run: RunContext, record: RunRecord) -> Ppo:
     """Return every part of the run on this rank. On CPU the trainer's models are built while the engine's schedulers start."""
-    config, world, events, folder = run.config, run.world, run.events, run.folder
+    config, world, events, task = run.config, run.world, run.events, run.config.task
     api = sglang_api.probe()
     with as_config_error(), events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"):
         sglang_api.check_arguments(api, config.engine.args, {})
         check_level(config, api)
         transport, reason = choose_transport(config, api, world.device_type)
         checkpoints = checkpoint_folder(run)
-        rows = load_rows(config.task.source, config.task.split, config.task.rows)
+        rows = load_rows(task.source, task.split, task.rows)
         model_folder = make_model_folder(run, rows)
         tokenizer = load_tokenizer(model_folder)
         attention = trainer_attention(config, model_folder, world.device_type, events.say)
-        prompts = PromptSampler(
-            tokenize_prompts(
-                rows, tokenizer, config.task.template, config.task.max_prompt_tokens, config.task.long_prompts
-            ),
-            config.rollout.prompts_per_step,
-            config.run.seed,
-        )
-    events.say(f"{len(prompts.prompts)} prompts of {len(rows)} rows ({config.task.source})")
+        usable = tokenize_prompts(rows, tokenizer, task.template, task.max_prompt_tokens, task.long_prompts)
+        prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
+    events.say(f"{len(usable)} prompts of {len(rows)} rows ({task.source})")
     config = replace(config, weights=replace(config.weights, transport=transport))
     run = replace(run, config=config)
     events.say(f'weights.transport = "{transport}" ({reason})')
     if world.rank == 0:
-        write_config(folder, config, world.device_type)
+        write_config(run.folder, config, world.device_type)
     if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
         events.say("engine starts with dummy weights, so tensors missing from the first sync are detected")
     meshes = build_meshes(run.dims, world.device.type)
@@ -139,15 +132,30 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         if shipped and trainer:
             trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
         engine = start_engine(run, meshes.engines, model_folder)
-    memory = make_memory_stages(run, engine)
+    memory = MemoryStages(
+        engine,
+        gpu_free_bytes(world.engine_gpu) if engine.has_memory_saver and world.engine_gpu is not None else None,
+        config.memory.resume,
+        events.say,
+        events.fact,
+    )
     if engine.has_memory_saver and config.engine.initial_weights == "dummy":
         with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):
             memory.release_all()
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = (trainer or start_trainer()).result()
-    sync = WeightSync(engine, actor.model, config.weights, folder, getattr(torch, config.model.dtype))
+    sync = WeightSync(engine, actor.model, config.weights, run.folder, getattr(torch, config.model.dtype))
     for name, part in (("sync", sync), ("actor", actor), *([("critic", critic)] if critic else [])):
         events.observer.built(name, part)
+    verification = Verification(
+        config=config,
+        world=world,
+        events=events,
+        memory=memory,
+        sync=sync,
+        reload=Reload(sync=sync, world=world, source=model_folder, folder=checkpoints),
+        prompts=[prompt.input_ids for prompt in prompts.prompts[:4]],
+    )
     return Ppo(
         config=config,
         world=world,
@@ -156,15 +164,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         engine=engine,
         memory=memory,
         sync=sync,
-        verification=Verification(
-            config=config,
-            world=world,
-            events=events,
-            memory=memory,
-            sync=sync,
-            reload=Reload(sync=sync, world=world, source=model_folder, folder=checkpoints),
-            prompts=[prompt.input_ids for prompt in prompts.prompts[:4]],
-        ),
+        verification=verification,
         actor=actor,
         critic=critic,
         reference=reference,
@@ -175,40 +175,36 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
 
 
 def build_trainer(
-    run: RunContext, ranks_mesh: DeviceMesh, model_folder: Path, attention: Attention, record: RunRecord
+    run: RunContext, mesh: DeviceMesh, model_folder: Path, attention: Attention, record: RunRecord
 ) -> tuple[Actor, Critic | None, Reference | None]:
     """Return the actor, the critic where GAE needs one, the reference where the KL counts. A collective call of all ranks."""
-    config, world = run.config, run.world
+    config, device = run.config, run.world.device
     compute, master = getattr(torch, config.model.dtype), getattr(torch, config.model.master_dtype)
 
-    def load(load_model: Callable[..., nn.Module], checkpointing: bool, dtype: torch.dtype = master) -> nn.Module:
-        return load_model(
+    def load(dtype: torch.dtype, checkpointing: bool = False, value_head: bool = False) -> nn.Module:
+        return load_causal_lm(
             str(model_folder),
             dtype,
-            world.device,
-            ranks_mesh,
+            device,
+            mesh,
             weights=config.model.weights,
             seed=config.run.seed,
             attention=attention,
             gradient_checkpointing=checkpointing,
             compute_dtype=compute,
+            value_head=value_head,
         )
 
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)  # the current device is each thread's own
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # the current device is each thread's own
+    critic = reference = None
     with record.timed("models"):
-        model = load(load_causal_lm, config.actor.gradient_checkpointing)
-        offloaded = Offloaded.of(config.memory, "actor")
-        actor = Actor(model, config.actor, config.algorithm, config.rollout, ranks_mesh, world.device, offloaded)
-        critic = reference = None
+        actor = Actor(load(master, config.actor.gradient_checkpointing), config, mesh, device)
         if config.algorithm.has_critic:
-            value_model = load(load_value_model, config.critic.gradient_checkpointing)
-            offloaded = Offloaded.of(config.memory, "critic")
-            critic = Critic(value_model, config.critic, config.rollout, ranks_mesh, world.device, offloaded)
+            critic = Critic(load(master, config.critic.gradient_checkpointing, value_head=True), config, mesh, device)
         if config.algorithm.kl_placement != "none":
-            frozen = load(load_causal_lm, False, compute)  # without updates there is nothing that rounding could lose
-            offloaded = Offloaded.of(config.memory, "reference")
-            reference = Reference(frozen, config.rollout.temperature, ranks_mesh, world.device, offloaded)
+            # Without updates there is nothing that rounding to the compute dtype could lose.
+            reference = Reference(load(compute), config, mesh, device)
     return actor, critic, reference
 
 
@@ -217,9 +213,17 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> VerlE
 
     Raise EngineFailed where it does not start, ValueError where it runs on another GPU than planned.
     """
-    config, world, events = run.config, run.world, run.events
+    config, world, events, parallel = run.config, run.world, run.events, run.config.parallel
     shipped = config.engine.implementation == "sglang"
-    parallel = config.parallel
+    arguments = {
+        "device": world.device_type,
+        "dtype": config.model.dtype,
+        # Engines of one run must not sample alike.
+        "random_seed": config.run.seed * 1009 + world.rank // (parallel.tp * parallel.pp),
+        "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
+        # Prompts leave and responses arrive as token ids; no tokenizer or detokenizer can then differ or fail.
+        "skip_tokenizer_init": True,
+    }
     waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
     with events.phase("start_engine", waiting_for=waiting):
         engine = (ShippedVerlEngine if shipped else VerlEngine)(
@@ -230,7 +234,7 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> VerlE
             defaults=config.engine.defaults,
             on_death=lambda message: _end_with(message, events),
             model_path=str(model_folder),
-            **engine_arguments(config, world),
+            **arguments | config.engine.args,
         )
     version = engine.api.version
     maker = "sglang's own VerlEngine" if shipped else "the harness's VerlEngine"
@@ -258,20 +262,6 @@ def _end_with(message: str, events: EventLog) -> NoReturn:
     hard_exit(1)
 
 
-def engine_arguments(config: Config, world: World) -> dict[str, Any]:
-    """Return the arguments of this rank's engine, the user's own last."""
-    dp_index = world.rank // (config.parallel.tp * config.parallel.pp)
-    return {
-        "device": world.device_type,
-        "dtype": config.model.dtype,
-        # Engines of one run must not sample alike.
-        "random_seed": config.run.seed * 1009 + dp_index,
-        "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
-        # Prompts leave and responses arrive as token ids; no tokenizer or detokenizer can then differ or fail.
-        "skip_tokenizer_init": True,
-    } | config.engine.args
-
-
 def import_sglang(run: RunContext, transports: Sequence[TransportName]) -> None:
     """Import what an engine needs: it takes as long as starting it, and no other thread may import meanwhile.
 
@@ -279,24 +269,11 @@ def import_sglang(run: RunContext, transports: Sequence[TransportName]) -> None:
     """
     config, world = run.config, run.world
     with run.events.phase("import_sglang", waiting_for="SGLang's import"):
-        placements = place(run.dims, world.locations, world.device_type)
-        builds = any(world.rank == node.builder for placement in placements for node in placement.nodes)
+        nodes = [node for each in place(run.dims, world.locations, world.device_type) for node in each.nodes]
         shipped = config.engine.implementation == "sglang"
-        if builds or shipped or world.device_type == "cuda" or "bucket" in transports:
+        if shipped or world.device_type == "cuda" or "bucket" in transports or world.rank in {n.builder for n in nodes}:
             sglang_api.import_engine()
     faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python
-
-
-def make_memory_stages(run: RunContext, engine: VerlEngine) -> MemoryStages:
-    """Return the engine's release and resume, measured on the GPU of this rank's engine rank."""
-    gpu = run.world.engine_gpu if engine.has_memory_saver else None
-    return MemoryStages(
-        engine,
-        free_bytes=None if gpu is None else gpu_free_bytes(gpu),
-        resume_mode=run.config.memory.resume,
-        say=run.events.say,
-        fact=run.events.fact,
-    )
 
 
 def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
@@ -304,42 +281,26 @@ def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
 
     Raise UnsupportedEnvironment for a model that this sglang's CPU mode cannot serve.
     """
-    config, world, folder = run.config, run.world, run.folder
-    if not is_tiny(config.model.name):
-        target = Path(config.model.name)
-        _check_mla(target, world)
-        return target
-    target = folder / f"model-host{world.hosts.index(world.host)}"
-    first_on_host = next(location.rank for location in world.locations if location.host == world.host)
-    if world.rank == first_on_host:
-        texts = [row.question + row.answer for row in rows]
-        save_tiny_model(
-            config.model.name,
-            target,
-            config.run.seed,
-            config.model.dtype,
-            world.device_type,
-            config.model.overrides,
-            texts=texts,
-            weights=config.model.weights == "checkpoint",
-        )
-    dist.barrier()
-    _check_mla(target, world)
+    config, world = run.config, run.world
+    target = Path(config.model.name)
+    if is_tiny(config.model.name):
+        target = run.folder / f"model-host{world.hosts.index(world.host)}"
+        if world.rank == next(location.rank for location in world.locations if location.host == world.host):
+            save_tiny_model(
+                config.model.name,
+                target,
+                config.run.seed,
+                config.model.dtype,
+                world.device_type,
+                config.model.overrides,
+                texts=[row.question + row.answer for row in rows],
+                weights=config.model.weights == "checkpoint",
+            )
+        dist.barrier()
+    description = target / "config.json"
+    if world.device.type == "cpu" and description.is_file() and "kv_lora_rank" in json.loads(description.read_text()):
+        require_absorbed_mla()
     return target
-
-
-def _check_mla(model_folder: Path, world: World) -> None:
-    """Raise UnsupportedEnvironment for a model with MLA (DeepSeek) where this sglang's CPU mode cannot serve it."""
-    config = model_folder / "config.json"
-    if (
-        world.device.type == "cpu"
-        and config.is_file()
-        and "kv_lora_rank" in json.loads(config.read_text(encoding="utf-8"))
-    ):
-        try:
-            require_absorbed_mla()
-        except NotImplementedError as error:
-            raise UnsupportedEnvironment(str(error)) from error
 
 
 def trainer_attention(config: Config, model_folder: Path, device: str, say: Callable[[str], None]) -> Attention:
@@ -348,15 +309,12 @@ def trainer_attention(config: Config, model_folder: Path, device: str, say: Call
     Raise ValueError where the model cannot have what was asked, UnsupportedEnvironment where SGLang's CPU mode does not
     compute the model's attention.
     """
-    model_config = AutoConfig.from_pretrained(str(model_folder))
-    attention, why = choose_attention(model_config, config.model.attention)
+    attention, why = choose_attention(AutoConfig.from_pretrained(str(model_folder)), config.model.attention)
     if why:
         say(f'model.attention = "{attention}": {why}')
-    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    if capped and device == "cpu" and "attention_backend" not in config.engine.args:
+    if "attn_logit_softcapping" in why and device == "cpu" and "attention_backend" not in config.engine.args:
         raise UnsupportedEnvironment(
-            f"{model_config.model_type} caps attention logits (attn_logit_softcapping), which SGLang's torch_native attention on"
-            " the CPU leaves out: it would compute another model."
+            f"{why}; so does SGLang's torch_native attention on the CPU: it would compute another model."
         )
     return attention
 

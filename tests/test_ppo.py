@@ -70,7 +70,7 @@ def test_truncated_responses_are_masked_where_that_is_asked_for(words: str, toke
 def test_movement_is_measured_on_text_that_the_update_does_not_train_on() -> None:
     seen: list[Batch] = []
 
-    def log_probs(given: Batch, size: int) -> tuple[torch.Tensor, None]:
+    def log_probs(given: Batch) -> tuple[torch.Tensor, None]:
         seen.append(given)
         return torch.full(given.response_mask.shape, -float(len(seen))), None
 

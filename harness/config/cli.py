@@ -10,22 +10,15 @@ import ast
 import difflib
 import inspect
 import json
+import math
 import shutil
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
-from harness.config.layers import (
-    COMMAND_LINE,
-    KINDS,
-    ConfigError,
-    build_config,
-    free_tables,
-    override_layer,
-    read_layer,
-)
+from harness.config.layers import COMMAND_LINE, KINDS, ConfigError, build_config, override_layer, read_layer
 from harness.config.rules import check
 from harness.config.schema import Config
 
@@ -55,8 +48,7 @@ class RunOptions:
     """A fault to inject, KIND@PHASE[:rank][:step]; may be given more than once. Replaces run.inject."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """A parsed command line, its config checked."""
 
     config: Config
@@ -71,13 +63,12 @@ def parse(arguments: Sequence[str]) -> Command:
     while rest:
         word = rest.pop(0)
         key, has_value, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
-            if not word.endswith(".toml"):
-                raise ConfigError(
-                    f'"{word}" ({COMMAND_LINE}) must be a TOML file or an option; write --section.key VALUE, or FILE.toml.'
-                )
+        if word.endswith(".toml") and not word.startswith("--"):
             files.append(word)
             continue
+        if not word.startswith("--"):
+            what = f'"{word}" ({COMMAND_LINE}) must be a TOML file or an option'
+            raise ConfigError(f"{what}; write --section.key VALUE, or FILE.toml.")
         if "." not in key:
             raise _unknown_option(RunOptions, word, "config keys are written --section.key VALUE")
         if not has_value:
@@ -88,18 +79,17 @@ def parse(arguments: Sequence[str]) -> Command:
     if options.inject:
         overrides = [pair for pair in overrides if pair[0] != "run.inject"]
         overrides.append(("run.inject", json.dumps(options.inject)))
-    config = build_config([*(read_layer(file) for file in files), override_layer(overrides)])
+    config = build_config([*map(read_layer, files), override_layer(overrides)])
     check(config)
     _check_options(options, config)
-    return Command(config=config, options=options)
+    return Command(config, options)
 
 
 def print_help(prog: str, description: str) -> None:
-    """Print all options and keys with type, default and meaning."""
-    tables = ", ".join(f"--{key}.NAME VALUE" for key in free_tables())
+    """Print all options and keys of a run with type, default and meaning."""
     sections = {each.name: type(getattr(Config(), each.name)) for each in fields(Config)}
-    text = help_text(prog, f"{description}\nFree tables: {tables}.", {"options": RunOptions, **sections})
-    print(text.replace("[OPTION ...]", "[FILE.toml ...] [--section.key VALUE ...] [OPTION ...]", 1))
+    usage = "[FILE.toml ...] [--section.key VALUE ...] [OPTION ...]"
+    print(_help_text(prog, description, {"options": RunOptions, **sections}, usage))
 
 
 def read_options(kind: type[T], prog: str, description: str, words: Sequence[str]) -> T:
@@ -116,7 +106,7 @@ def read_options(kind: type[T], prog: str, description: str, words: Sequence[str
 def read_known_options(kind: type[T], prog: str, description: str, words: Sequence[str]) -> tuple[T, list[str]]:
     """Read as read_options does, and return the words that are none of these options too."""
     if {"-h", "--help"} & set(words):
-        print(help_text(prog, description, {"options": kind}))
+        print(_help_text(prog, description, {"options": kind}))
         raise SystemExit(0)
     return _parse_known(kind, words)
 
@@ -129,16 +119,18 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument ").replace(": must be", " must be") + ".")
 
 
-def help_text(prog: str, description: str, sections: dict[str, type]) -> str:
+def _help_text(prog: str, description: str, sections: dict[str, type], usage: str = "[OPTION ...]") -> str:
     """List every field of each section with type, default and meaning; a section's options are SECTION.FIELD."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
-    lines = [f"usage: {prog} [OPTION ...]", "", description.strip(), ""]
+    lines = [f"usage: {prog} {usage}", "", description.strip(), ""]
     for title, kind in sections.items():
         lines += [f"{title}: {inspect.getdoc(kind) or ''}", ""]
-        docs = _docs(kind)
+        docs = dict(pair for each in reversed(kind.__mro__[:-1]) for pair in _docs_of(each))
         for each in fields(kind):
-            name = _option(each) if title == "options" else f"--{title}.{each.name}"
-            lines.append(f"  {name}{_shown(each)}")
+            name = _option(each.name) if title == "options" else f"--{title}.{each.name}"
+            default = each.default_factory() if each.default_factory is not MISSING else each.default
+            value = "" if default in ("", (), {}, [], None, False) else f"  (default: {default!r})"
+            lines.append(f"  {name}{_value_name(each.type)}{value}")
             lines += textwrap.wrap(docs.get(each.name, ""), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")
     return "\n".join(lines).rstrip()
@@ -147,51 +139,42 @@ def help_text(prog: str, description: str, sections: dict[str, type]) -> str:
 def _parse_known(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for each in fields(kind):  # type: ignore[arg-type]
-        parser.add_argument(_option(each), dest=each.name, **_argument(each.type))
-    given, rest = parser.parse_known_args([_with_hyphens(word) for word in words])
+        parser.add_argument(_option(each.name), dest=each.name, **_argument(each.type))
+    given, rest = parser.parse_known_args(list(words))
     tuples = {each.name for each in fields(kind) if get_origin(each.type) is tuple}  # type: ignore[arg-type]
     return kind(**{name: tuple(value) if name in tuples else value for name, value in vars(given).items()}), rest
 
 
 def _unknown_option(kind: type, word: str, otherwise: str) -> ConfigError:
     name = word.partition("=")[0]
-    close = difflib.get_close_matches(name.lstrip("-"), [_option(each)[2:] for each in fields(kind)], n=1)
-    hint = f"the nearest is --{close[0]}" if close else otherwise
+    close = difflib.get_close_matches(name, [_option(each.name) for each in fields(kind)], n=1)
+    hint = f"the nearest is {close[0]}" if close else otherwise
     return ConfigError(f"{name} ({COMMAND_LINE}) is not an option; {hint}.")
 
 
 def _check_options(options: RunOptions, config: Config) -> None:
     """Check combinations of options, and set nproc_per_node where it is to be derived."""
-    for name in ("json", "gpu_memory_gib"):
-        if getattr(options, name) and not options.dry_run:
-            raise ConfigError(f"--{name.replace('_', '-')} ({COMMAND_LINE}) is for --dry-run; add it.")
-    for name, least in (("nnodes", 1), ("nproc_per_node", 0)):
-        if getattr(options, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}.")
-    if not 0 <= options.gpu_memory_gib < float("inf"):
-        raise ConfigError(f"--gpu-memory-gib must be above 0, such as 80, got {options.gpu_memory_gib}.")
-    lists = len(options.cuda_visible_devices)
-    if lists > 1 and lists != options.nnodes:
-        raise ConfigError(
-            f"--cuda-visible-devices must be given once, or once for each of --nnodes {options.nnodes}, got {lists}."
-        )
+    hosts, memory, lists = options.nnodes, options.gpu_memory_gib, len(options.cuda_visible_devices)
     ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
-    if options.nproc_per_node == 0:
-        if ranks % options.nnodes:
-            raise ConfigError(
-                f"--nnodes must divide the mesh of {ranks} ranks, got {options.nnodes}; or give --nproc-per-node."
-            )
-        options.nproc_per_node = ranks // options.nnodes
+    unused = f"({COMMAND_LINE}) is for --dry-run; add it"
+    even = f"must divide the mesh of {ranks} ranks, got {hosts}; or give --nproc-per-node"
+    each = f"must be given once, or once for each of --nnodes {hosts}, got {lists}"
+    for kept, option, text in (
+        (options.dry_run or not options.json, "json", unused),
+        (options.dry_run or not memory, "gpu-memory-gib", unused),
+        (hosts >= 1, "nnodes", f"must be at least 1, got {hosts}"),
+        (options.nproc_per_node >= 0, "nproc-per-node", f"must be at least 0, got {options.nproc_per_node}"),
+        (0 <= memory < math.inf, "gpu-memory-gib", f"must be above 0, such as 80, got {memory}"),
+        (lists in (0, 1, hosts), "cuda-visible-devices", each),
+        (options.nproc_per_node or ranks % max(hosts, 1) == 0, "nnodes", even),
+    ):
+        if not kept:
+            raise ConfigError(f"--{option} {text}.")
+    options.nproc_per_node = options.nproc_per_node or ranks // hosts
 
 
-def _option(field: "Field[Any]") -> str:
-    return "--" + field.name.replace("_", "-")
-
-
-def _with_hyphens(word: str) -> str:
-    """Return --nproc_per_node as --nproc-per-node; keys such as --actor.learning_rate are left alone."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") and "." not in name else word
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _argument(kind: Any) -> dict[str, Any]:
@@ -205,7 +188,7 @@ def _argument(kind: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if isinstance(kind, types.UnionType):
-        return _argument(next(each for each in get_args(kind) if each is not types.NoneType))
+        return _argument(get_args(kind)[0])
 
     def read(text: str) -> Any:
         try:
@@ -216,24 +199,19 @@ def _argument(kind: Any) -> dict[str, Any]:
     return {"type": read}
 
 
-def _shown(field: "Field[Any]") -> str:
-    """Return what follows the name: the value's kind, and the default."""
-    kind = field.type
-    inner = get_args(kind)[0] if get_origin(kind) in (tuple, list) else kind
-    if isinstance(inner, types.UnionType):
-        inner = get_args(inner)[0]
-    name = "|".join(map(str, get_args(inner))) if get_origin(inner) is Literal else getattr(inner, "__name__", "value")
-    default = field.default_factory() if field.default_factory is not MISSING else field.default
-    value = "" if default in ("", (), {}, [], None, False) else f"  (default: {default!r})"
-    return ("" if kind is bool else f" {name.upper() if '|' not in name else name}") + value
-
-
-def _docs(kind: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass and of those that it inherits from."""
-    return dict(pair for each in reversed(kind.__mro__) if each is not object for pair in _docs_of(each))
+def _value_name(kind: Any) -> str:
+    """Return what follows an option's name: the kind of its value."""
+    if get_origin(kind) in (tuple, list) or isinstance(kind, types.UnionType):
+        return _value_name(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return " " + "|".join(map(str, get_args(kind)))
+    if get_origin(kind) is dict:
+        return ".NAME VALUE"
+    return "" if kind is bool else f" {kind.__name__.upper()}"
 
 
 def _docs_of(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield the name of each field that a dataclass defines itself, and the string below it."""
     [node] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(node, ast.ClassDef)
     for statement, below in zip(node.body, node.body[1:], strict=False):

@@ -24,13 +24,12 @@ _FAULT = re.compile(r"(?P<kind>[^@:]+)@(?P<phase>[^@:]+)(?::(?P<rank>\d*))?(?::(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One thing to go wrong, once."""
+    """One thing to go wrong, once; where step is None, whenever the phase comes first."""
 
     kind: str
     phase: str
     rank: int = 0
     step: int | None = None
-    """None: whenever the phase comes first."""
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.phase}:{self.rank}" + ("" if self.step is None else f":{self.step}")
@@ -48,9 +47,8 @@ def parse_fault(text: str) -> Fault:
     kind, phase, step = match["kind"], match["phase"], match["step"]
     for what, name, names in (("kind", kind, KINDS), ("phase", phase, PHASES)):
         if name not in names:
-            raise ValueError(
-                f"there is no {what} {name}; " + nearest(name, names, f"the {what}s are {', '.join(names)}")
-            )
+            hint = nearest(name, names, f"the {what}s are {', '.join(names)}")
+            raise ValueError(f"there is no {what} {name}; {hint}")
     if phase not in AT.get(kind, PHASES):
         raise ValueError(f"{kind} has nothing to act on in {phase}; it can be at {' or '.join(AT[kind])}")
     if kind == "full-disk" and phase == MEET:
@@ -62,13 +60,12 @@ def parse_fault(text: str) -> Fault:
 
 def check_fault(text: str, config: Config) -> None:
     """Raise ValueError, as parse_fault does, for a fault that cannot happen in a run of this config."""
-    fault, transport = parse_fault(text), config.weights.transport
+    fault, transport, steps = parse_fault(text), config.weights.transport, config.run.steps
     ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
     if fault.rank >= ranks:
         raise ValueError(f"the mesh has the ranks 0 to {ranks - 1}")
-    # The last update is synced, and rolled out with, once more.
-    if fault.step is not None and fault.step > config.run.steps:
-        raise ValueError(f"run.steps = {config.run.steps}, so the last step with a phase is {config.run.steps}")
+    if (fault.step or 0) > steps:  # the last update is synced, and rolled out with, once more
+        raise ValueError(f"run.steps = {steps}, so the last step with a phase is {steps}")
     if fault.kind == "lost-message" and transport != "stream":
         raise ValueError(f'weights.transport = "{transport}" sends no messages of its own; use "stream"')
     if fault.phase == "update_critic" and not config.algorithm.has_critic:

@@ -7,8 +7,9 @@ import json
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from harness.config.schema import Config
 
@@ -31,9 +32,8 @@ class ConfigError(ValueError):
     """A user's mistake: one sentence that names the key, the value and what would be right. Exit code 2."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
-    """One source of values: a nested table, and the name that errors give it."""
+class Layer(NamedTuple):
+    """One source of values: the name that errors give it, and a nested table."""
 
     source: str
     table: Mapping[str, Any]
@@ -45,14 +45,14 @@ def read_layer(path: str) -> Layer:
     if not file.is_file():
         raise ConfigError(f"{path} is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml.")
     try:
-        return Layer(source=path, table=tomllib.loads(file.read_text(encoding="utf-8")))
+        return Layer(path, tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
 
 
 def override_layer(overrides: Iterable[tuple[str, str]]) -> Layer:
     """Turn ("actor.learning_rate", "1e-5") pairs into a layer; the field's type decides how the text is read."""
-    kinds = {f"{section.name}.{item.name}": item.type for section, item in _items(Config())}
+    kinds = _kinds()
     table: dict[str, Any] = {}
     for key, text in overrides:
         *parents, name = key.split(".")
@@ -60,12 +60,10 @@ def override_layer(overrides: Iterable[tuple[str, str]]) -> Layer:
         for parent in parents:
             inner = inner.setdefault(parent, {})
             if not isinstance(inner, dict):
-                raise ConfigError(
-                    f"--{key} ({COMMAND_LINE}) is inside a value that another option sets; give one of them."
-                )
+                raise ConfigError(f"--{key} ({COMMAND_LINE}) is inside a value that another option sets; give one.")
         before, value = inner.get(name), _parse_text(text, kinds.get(key))
         inner[name] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
-    return Layer(source=COMMAND_LINE, table=table)
+    return Layer(COMMAND_LINE, table)
 
 
 def build_config(layers: Iterable[Layer]) -> Config:
@@ -79,11 +77,8 @@ def build_config(layers: Iterable[Layer]) -> Config:
 def to_toml(config: Config) -> str:
     """Write the whole config as TOML that read_layer reads back to an equal Config."""
     lines: list[str] = []
-    for section in dataclasses.fields(config):
-        lines.append(f"[{section.name}]")
-        values = getattr(config, section.name)
-        lines += [f"{item.name} = {_toml_value(getattr(values, item.name))}" for item in dataclasses.fields(values)]
-        lines.append("")
+    for section, values in dataclasses.asdict(config).items():
+        lines += [f"[{section}]", *(f"{name} = {_toml_value(value)}" for name, value in values.items()), ""]
     return "\n".join(lines)
 
 
@@ -94,16 +89,7 @@ def digest(config: Config) -> str:
 
 def all_keys() -> list[str]:
     """Return every dotted key that a config file or an override may set."""
-    return [f"{section.name}.{item.name}" for section, item in _items(Config())]
-
-
-def free_tables() -> list[str]:
-    """Return the keys whose inner names are not the harness's, such as engine.args."""
-    config = Config()
-    tables = [(section.name, item.name) for section, item in _items(config)]
-    return [
-        f"{section}.{name}" for section, name in tables if isinstance(getattr(getattr(config, section), name), dict)
-    ]
+    return list(_kinds())
 
 
 def nearest(name: str, names: Iterable[str], otherwise: str) -> str:
@@ -117,12 +103,10 @@ def shown(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
-def _items(config: Config) -> "list[tuple[dataclasses.Field[Any], dataclasses.Field[Any]]]":
-    return [
-        (section, item)
-        for section in dataclasses.fields(config)
-        for item in dataclasses.fields(getattr(config, section.name))
-    ]
+def _kinds() -> dict[str, Any]:
+    """Return the type of every dotted key."""
+    sections = {each.name: getattr(Config(), each.name) for each in dataclasses.fields(Config)}
+    return {f"{name}.{item.name}": item.type for name, each in sections.items() for item in dataclasses.fields(each)}
 
 
 def _apply(target: Any, table: Mapping[str, Any], source: str, prefix: str) -> None:
@@ -142,26 +126,20 @@ def _apply(target: Any, table: Mapping[str, Any], source: str, prefix: str) -> N
 
 
 def _checked(key: str, value: Any, kind: Any, source: str) -> Any:
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ConfigError(_must_be(f"one of {_listed(get_args(kind))}", key, value, source))
-        return value
-    if get_origin(kind) is tuple:
-        # Some of the choices, each at most once; without choices, any strings.
-        choices = get_args(get_args(kind)[0])
-        wanted = f"a list of {_listed(choices) or 'strings'}"
-        if not isinstance(value, list | tuple):
-            raise ConfigError(_must_be(wanted, key, value, source))
-        for position, name in enumerate(value):
-            if not isinstance(name, str) or name not in (choices or (name,)):
-                raise ConfigError(_must_be(wanted, key, value, source))
-            if name in value[:position]:
-                raise ConfigError(_must_be(f"{wanted} without repeats", key, value, source))
-        return tuple(value)
     if kind is float and type(value) is int:
         return float(value)
-    if type(value) is not kind:
-        raise ConfigError(_must_be(KINDS[kind], key, value, source))
+    if get_origin(kind) is Literal:
+        fits, wanted = value in get_args(kind), f"one of {_listed(get_args(kind))}"
+    elif get_origin(kind) is tuple:
+        # Some of the choices, each at most once; without choices, any strings.
+        choices = get_args(get_args(kind)[0])
+        wanted = f"a list of {_listed(choices) or 'strings'} without repeats"
+        fits = isinstance(value, list) and all(type(each) is str and each in (choices or (each,)) for each in value)
+        fits, value = fits and len(set(value)) == len(value), tuple(value) if fits else value
+    else:
+        fits, wanted = type(value) is kind, KINDS[kind]
+    if not fits:
+        raise ConfigError(_must_be(wanted, key, value, source))
     return value
 
 
@@ -180,33 +158,29 @@ def _parse_text(text: str, kind: Any) -> Any:
         return text
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
         return [name.strip() for name in text.split(",") if name.strip()]
-    try:
+    if kind is float:  # also what is not TOML, but what people write: .5
+        with suppress(ValueError):
+            return float(text)
+    with suppress(tomllib.TOMLDecodeError):
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        if kind is float:  # not TOML, but what people write: .5
-            try:
-                return float(text)
-            except ValueError:
-                pass
-        return text
+    return text
 
 
 def _unknown_key(key: str, source: str, known: list[str]) -> str:
     if key in RENAMED:
         return f"{key} ({source}) was renamed: use {RENAMED[key]}."
-    name, everywhere = key.rsplit(".", 1)[-1], all_keys()
+    name = key.rsplit(".", 1)[-1]
     found = (
         # actor.lr -> actor.learning_rate
         [full for full in known if "".join(word[0] for word in full.rsplit(".", 1)[-1].split("_")) == name]
         or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
         # A key that is right, but in another section.
-        or [full for full in everywhere if full.rsplit(".", 1)[-1] == name]
+        or [full for full in all_keys() if full.rsplit(".", 1)[-1] == name]
         # The name of a section looks like no key.
-        or ("." in key and difflib.get_close_matches(key, everywhere, n=1, cutoff=0.5))
+        or ("." in key and difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.5))
     )
-    return f"{key} ({source}) is not a key; " + (
-        f"the nearest is {found[0]}." if found else f"the keys there are {', '.join(known)}."
-    )
+    hint = f"the nearest is {found[0]}" if found else f"the keys there are {', '.join(known)}"
+    return f"{key} ({source}) is not a key; {hint}."
 
 
 def _toml_value(value: Any) -> str:
@@ -214,9 +188,7 @@ def _toml_value(value: Any) -> str:
         return "{" + ", ".join(f"{_toml_value(str(name))} = {_toml_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # A JSON string is a TOML basic string, but for JSON's surrogate pairs and for DEL, which TOML wants escaped.
+    if isinstance(value, str | bool):
+        # As JSON, but for its surrogate pairs and for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

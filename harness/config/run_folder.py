@@ -22,21 +22,16 @@ def make_run_folder(given: str, now: datetime | None = None) -> str | None:
 
     given: run.dir; "": runs/<date>-<time>, with a number where another run that started in the same second has it.
     """
-    if given:
-        folder = Path(given).resolve()
+    for number in itertools.count(1):
+        suffix = f"-{number}" if number > 1 else ""
+        folder = Path(given or f"runs/{now or datetime.now():%Y%m%d-%H%M%S}{suffix}").resolve()
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         with suppress(FileExistsError):
             (folder / EVENTS).mkdir()  # of two runs at once, one can
             return None if (folder / CONFIG).exists() else str(folder)
-        return None
-    start = Path(f"runs/{now or datetime.now():%Y%m%d-%H%M%S}").resolve()
-    start.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        folder = start if number == 1 else start.with_name(f"{start.name}-{number}")
-        with suppress(FileExistsError):
-            folder.mkdir(FOLDER_MODE)
-            return str(folder)
-    raise AssertionError("unreachable")
+        if given:
+            break
+    return None
 
 
 def write_config(folder: Path, config: Config, device: Literal["cpu", "cuda"]) -> None:

@@ -4,38 +4,23 @@ import random
 
 NAMES = ["Ana", "Ben", "Chen", "Dana", "Emeka", "Farah", "Goran", "Hana", "Ivo", "Jun", "Kofi", "Lena", "Mira", "Noor"]
 OBJECTS = ["apples", "books", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stickers", "tickets"]
-STORIES = (
-    (
-        "+",
-        "{name} has {a} {objects} and finds {b} more. How many {objects} does {name} have now?",
-        "{name} has {work} {objects}.",
-    ),
-    (
-        "+",
-        "{name} has {a} {objects} and {other} has {b} {objects}. How many {objects} do they have together?",
-        "Together they have {work} {objects}.",
-    ),
-    (
-        "-",
-        "{name} has {a} {objects} and gives {b} of them to {other}. How many {objects} does {name} have left?",
-        "{name} has {work} {objects} left.",
-    ),
-    (
-        "-",
-        "{name} has {a} {objects}, {other} has {b}. How many more {objects} does {name} have than {other}?",
-        "{name} has {work} {objects} more.",
-    ),
-    (
-        "*",
-        "{name} has {a} boxes with {b} {objects} in each box. How many {objects} does {name} have?",
-        "The boxes hold {work} {objects}.",
-    ),
-    (
-        "/",
-        "{name} shares {a} {objects} equally among {b} friends. How many {objects} does each friend get?",
-        "Each friend gets {work} {objects}.",
-    ),
-)
+_STORIES = """
++ {name} has {a} {objects} and finds {b} more. How many {objects} does {name} have now?
+  {name} has {work} {objects}.
++ {name} has {a} {objects} and {other} has {b} {objects}. How many {objects} do they have together?
+  Together they have {work} {objects}.
+- {name} has {a} {objects} and gives {b} of them to {other}. How many {objects} does {name} have left?
+  {name} has {work} {objects} left.
+- {name} has {a} {objects}, {other} has {b}. How many more {objects} does {name} have than {other}?
+  {name} has {work} {objects} more.
+* {name} has {a} boxes with {b} {objects} in each box. How many {objects} does {name} have?
+  The boxes hold {work} {objects}.
+/ {name} shares {a} {objects} equally among {b} friends. How many {objects} does each friend get?
+  Each friend gets {work} {objects}.
+""".strip().splitlines()
+STORIES = [
+    (question[0], question[2:], answer.strip()) for question, answer in zip(_STORIES[::2], _STORIES[1::2], strict=True)
+]
 """Symbol, question and answer of each kind of problem: result = a <symbol> b."""
 
 

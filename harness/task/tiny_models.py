@@ -1,21 +1,19 @@
-"""Tiny random models of real architectures, and their tokenizer: small enough for a laptop, no shard trivial."""
+"""Tiny random models of real architectures, and their tokenizer: small enough for a laptop, no shard trivial.
+
+Imports nothing heavy: configuration checks read the names, the memory estimate the fields.
+"""
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from harness.runtime.cpu_standins import make_transformers_importable
-from harness.task.architectures import ARCHITECTURES, is_tiny
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-VOCAB_SIZE = 512
 CONFIG_CLASSES = {
     "qwen2": ("qwen2", "Qwen2Config"),
     "qwen3": ("qwen3", "Qwen3Config"),
@@ -25,60 +23,47 @@ CONFIG_CLASSES = {
     "moonlight": ("deepseek_v3", "DeepseekV3Config"),
 }
 """Each tiny model's folder in transformers/models that has the class of its config, and the class."""
+ARCHITECTURES = tuple(CONFIG_CLASSES)
 CORRECTION_BIAS = "e_score_correction_bias"
 NOT_OVERRIDABLE = {"architectures", "dtype", "transformers_version"}
 
 Device = Literal["cpu", "cuda"]
 Overrides = Mapping[str, Any]
 
+PAD, EOS = "<pad>", "<eos>"
+VOCAB_SIZE = 512
 _MAX_POSITIONS = 2048
-# Heads, key-value heads, experts and intermediate sizes divide by tp up to 4. On CUDA head_dim and the MLA sizes
-# are real ones, since attention kernels are specialised for them. initializer_range is about 0.8 / sqrt(hidden_size):
-# logits of standard deviation near 1, neither flat nor so peaked that nothing is explored.
-_DENSE: dict[Device, dict[str, Any]] = {
-    "cpu": {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1},
-    "cuda": {"hidden_size": 512, "intermediate_size": 512, "initializer_range": 0.04},
+# A pair is the value on the CPU and on CUDA. Heads, key-value heads, experts and intermediate sizes divide by tp up to 4.
+# On CUDA head_dim and the MLA sizes are real ones, since attention kernels are specialised for them. initializer_range is
+# about 0.8 / sqrt(hidden_size): logits of standard deviation near 1, neither flat nor so peaked that nothing is explored.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": _MAX_POSITIONS,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": (64, 512),
+    "intermediate_size": (128, 512),
+    "initializer_range": (0.1, 0.04),
 }
-_QWEN3_HEAD_DIM: dict[Device, int] = {"cpu": 16, "cuda": 64}
-_MOE_INTERMEDIATE: dict[Device, int] = {"cpu": 32, "cuda": 128}
-_DEEPSEEK: dict[Device, dict[str, Any]] = {
-    "cpu": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        # SGLang's CPU mode has no rotary embedding of its own; the yarn class brings one in plain torch.
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": _MAX_POSITIONS // 4,
-        },
-    },
-    "cuda": {
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "q_lora_rank": 256,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    },
-}
-_DEEPSEEK_COMMON: dict[str, Any] = {
+_MOE = {"moe_intermediate_size": (32, 128), "norm_topk_prob": True}
+_DEEPSEEK: dict[str, Any] = _MOE | {
+    "n_routed_experts": (8, 16),
+    "num_experts_per_tok": (2, 4),
+    "q_lora_rank": (32, 256),
+    "kv_lora_rank": (32, 512),
+    "qk_rope_head_dim": (16, 64),
+    "qk_nope_head_dim": (16, 128),
+    "v_head_dim": (16, 128),
     "num_key_value_heads": None,  # the config makes it num_attention_heads
     "n_shared_experts": 1,
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
     # SGLang reads these from config.json; transformers 5 has no such fields and writes them only if they are given.
     "moe_layer_freq": 1,
@@ -87,40 +72,49 @@ _DEEPSEEK_COMMON: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
     "ep_size": 1,
 }
-PAD, EOS = "<pad>", "<eos>"
-PAD_ID, EOS_ID = 0, 1
+# SGLang's CPU mode has no rotary embedding of its own for MLA; the yarn class brings one in plain torch.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": _MAX_POSITIONS // 4,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": (16, 64)},
+    "qwen3_moe": _MOE | {"head_dim": (16, 64), "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1},
+    "deepseek_v3": _DEEPSEEK,
+    "moonlight": _DEEPSEEK | {"q_lora_rank": None},
+}
 
 
-def tiny_config(
-    name: str,
-    device: Device = "cpu",
-    vocab_size: int = VOCAB_SIZE,
-    overrides: Overrides | None = None,
-) -> PretrainedConfig:
+def is_tiny(name: str) -> bool:
+    """Whether model `name` is one made on the spot, rather than a folder or a hub id."""
+    return name in ARCHITECTURES
+
+
+def tiny_fields(name: str, device: Device) -> dict[str, Any]:
+    """Return the fields that make tiny model `name` what it is; all others have transformers' defaults."""
+    own = _OWN.get(name, {})
+    fields = {
+        key: value[device == "cuda"] if isinstance(value, tuple) else value for key, value in (_COMMON | own).items()
+    }
+    return fields | {"rope_parameters": _YARN} if "kv_lora_rank" in own and device == "cpu" else fields
+
+
+def tiny_config(name: str, device: Device = "cpu", overrides: Overrides | None = None) -> PretrainedConfig:
     """Return the transformers config of tiny model `name`, one of ARCHITECTURES, with the fields in `overrides` replaced.
 
-    Raise ValueError: unknown name or device, a key of `overrides` that is no field of this config, or that others
-    determine (it names the nearest field), a value of a wrong type.
+    Raise ValueError for values that transformers refuses. It takes fields that it does not know: the preflight does not.
     """
-    if not is_tiny(name):
-        raise ValueError(f"a tiny model must be one of {', '.join(ARCHITECTURES)}, got {name!r}")
-    if device not in _DENSE:
-        raise ValueError(f"device must be cpu or cuda, got {device!r}")
     make_transformers_importable()
     import transformers
 
-    fields = tiny_fields(name, device) | {"vocab_size": vocab_size}
-    config_class: type[PretrainedConfig] = getattr(transformers, CONFIG_CLASSES[name][1])
-    known = {*inspect.signature(config_class).parameters, *fields} - NOT_OVERRIDABLE
-    overrides = dict(overrides or {})
-    for key, value in overrides.items():
-        if key not in known:
-            nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"model.overrides.{key} = {value!r} is no field of {name}'s config: did you mean {nearest}?"
-            )
     try:
-        return config_class(**fields | overrides)
+        return getattr(transformers, CONFIG_CLASSES[name][1])(**tiny_fields(name, device) | dict(overrides or {}))
     except Exception as error:  # transformers' own type and consistency errors, of several classes
         cause = " ".join(str(error).split())
         raise ValueError(f"model.overrides = {overrides} does not make a {name} config: {cause}") from error
@@ -130,7 +124,10 @@ def tiny_model(config: PretrainedConfig, seed: int, dtype: str = "float32") -> P
     """Make a random model on the CPU, the same for the same seed; torch's global generator is left as it was.
 
     Norms and biases are moved away from 1 and 0 by normal(0, 0.1), so that a tensor that does not arrive shows.
-    A correction bias stays float32 whatever the dtype, as routers need it.
+    A correction bias stays float32 whatever the dtype, as routers need it: near 0 for the first expert of each group,
+    near -1 for the others. Sigmoid scores lie in (0, 1), so the second best expert of the chosen group scores below 0. A
+    router that masks the other groups with 0 instead of -inf (transformers#45440) then picks from them; a zero bias would
+    hide it.
     """
     import torch
 
@@ -144,9 +141,11 @@ def tiny_model(config: PretrainedConfig, seed: int, dtype: str = "float32") -> P
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             parameter.data = parameter.data.to(getattr(torch, dtype))
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith(CORRECTION_BIAS):
-                buffer.copy_(_correction_bias(len(buffer), config.n_group))
+        for name, buffer in model.named_buffers():
+            if name.endswith(CORRECTION_BIAS):
+                bias = torch.randn(config.n_group, len(buffer) // config.n_group, dtype=torch.float32) * 0.1
+                bias[:, 1:] -= 1.0
+                buffer.copy_(bias.flatten())
     return model
 
 
@@ -167,11 +166,8 @@ def save_tiny_model(
     `device` is where it will run and chooses the sizes, the model is made on the CPU. The same arguments give the same
     bytes (under one version of transformers).
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype!r}")
-    vocab_size = (overrides or {}).get("vocab_size", VOCAB_SIZE)
-    config = tiny_config(name, device, vocab_size, overrides)
-    tokenizer = train_tokenizer(texts, vocab_size)
+    config = tiny_config(name, device, overrides)
+    tokenizer = train_tokenizer(texts, config.vocab_size)
     if weights:
         tiny_model(config, seed, dtype).save_pretrained(folder)
     else:
@@ -194,7 +190,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """
     if vocab_size < 258:
         raise ValueError(f"vocab_size must be at least 258, for {PAD}, {EOS} and every byte, got {vocab_size}")
-
     make_transformers_importable()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -204,53 +199,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([f"<unused{i}>" for i in range(missing)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
-
-
-def tiny_fields(name: str, device: Device) -> dict[str, Any]:
-    """Return the fields that make tiny model `name` what it is; all others have transformers' defaults."""
-    fields = dict(
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=_MAX_POSITIONS,
-        pad_token_id=PAD_ID,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        tie_word_embeddings=False,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        **_DENSE[device],
-    )
-    if name in ("qwen3", "qwen3_moe"):
-        fields["head_dim"] = _QWEN3_HEAD_DIM[device]
-    if name in ("qwen3_moe", "deepseek_v3", "moonlight"):
-        fields |= {"moe_intermediate_size": _MOE_INTERMEDIATE[device], "norm_topk_prob": True}
-    if name == "qwen3_moe":
-        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
-    if name in ("deepseek_v3", "moonlight"):
-        fields |= _DEEPSEEK[device] | _DEEPSEEK_COMMON
-    if name == "moonlight":
-        fields["q_lora_rank"] = None
-    return fields
-
-
-def _correction_bias(experts: int, groups: int) -> torch.Tensor:
-    """Return float32 [experts]: near 0 for the first expert of each group, near -1 for the others.
-
-    Sigmoid scores lie in (0, 1), so the second best expert of the chosen group scores below 0. A router that masks
-    the other groups with 0 instead of -inf (transformers#45440) then picks from them; a zero bias would hide it.
-    """
-    import torch
-
-    bias = torch.randn(groups, experts // groups, dtype=torch.float32) * 0.1
-    bias[:, 1:] -= 1.0
-    return bias.flatten()

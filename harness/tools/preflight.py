@@ -25,9 +25,8 @@ from harness.rollout.cpu_mode import cpu_refusals
 from harness.rollout.sglang_api import source
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
-from harness.task.architectures import ARCHITECTURES, is_tiny
-from harness.task.data import check_rows, check_template, is_hub_id
-from harness.task.tiny_models import CONFIG_CLASSES, NOT_OVERRIDABLE, tiny_fields
+from harness.task.data import check_rows, is_hub_id
+from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools import environments, hub
 from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
 from harness.tools.plan.refusals import padded, refusals
@@ -114,7 +113,6 @@ def _check(config: Config, device: Device, on_hub: bool) -> Fields:
         check_unquantized(fields, config.model.name)
         for sentence in refusals(fields, config, device):
             raise ConfigError(sentence)
-    check_template(task.template)
     rows = check_rows(task.source, task.split, task.rows)
     if rows is not None and rows < prompts:
         raise ConfigError(

@@ -7,7 +7,6 @@ several ranks, `all_sum` adds a tensor up over them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -48,10 +47,7 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True, all_sum: AllSum =
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, all_sum: AllSum = one_rank) -> Tensor:
-    """Scale x to variance 1, and to mean 0 if shift_mean, over the tokens that count; 0 elsewhere.
-
-    Raise ValueError if fewer than two tokens count.
-    """
+    """Scale x to variance 1, and to mean 0 if shift_mean, over the tokens that count; 0 elsewhere."""
     mean = masked_mean(x, mask, all_sum)
     white = (x - mean) * torch.rsqrt(masked_var(x, mask, all_sum=all_sum) + 1e-8)
     return torch.where(mask.bool(), white if shift_mean else white + mean, torch.zeros_like(x))
@@ -67,14 +63,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: A
 
 
 def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
-    """Return [B, T]: a response's score [B] at its last token, less kl_coefficient * kl [B, T] at each token.
-
-    Raise ValueError if a row's mask is empty: its score would have no token to stand at.
-    """
+    """Return [B, T]: a response's score [B] at its last token, less kl_coefficient * kl [B, T] at each token."""
     counts = mask.bool()
-    if not bool(counts.any(dim=-1).all()):
-        row = int((~counts.any(dim=-1)).nonzero()[0])
-        raise ValueError(f"response {row} has no token, but its score needs a last token to stand at")
     positions = torch.arange(mask.shape[-1], device=mask.device)
     last = torch.where(counts, positions, -1).amax(dim=-1)
     rewards = scores.new_zeros(mask.shape).scatter(-1, last[:, None], scores[:, None])
@@ -102,34 +92,19 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, torch.where(counts, advantages + values, torch.zeros_like(values))
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """Each row's score, float64 [B], beside the responses to the same prompt."""
+def _grouped(rewards: Tensor, mask: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return each row's score, the score less its group's mean, the group's number from 0, and its size: [B], float64.
 
-    scores: Tensor
-    centred: Tensor
-    """Less the mean of the group: exactly 0 where its scores are equal."""
-    row: Tensor
-    """Number of the group, from 0."""
-    count: Tensor
-    """Responses of the group."""
-
-    @classmethod
-    def of(cls, rewards: Tensor, mask: Tensor, group: Tensor) -> "_Groups":
-        scores = torch.where(mask.bool(), rewards, torch.zeros_like(rewards)).sum(dim=-1).double()
-        _, row = group.unique(return_inverse=True)
-        zeros = scores.new_zeros(int(row.max()) + 1)
-        count = zeros.index_add(0, row, torch.ones_like(scores))[row]
-        # Above the group's least: a mean of equal numbers rounds, a mean of zeros does not.
-        least = zeros.scatter_reduce(0, row, scores, "amin", include_self=False)[row]
-        mean = zeros.index_add(0, row, scores - least)[row] / count
-        return cls(scores, scores - least - mean, row, count)
-
-    def std(self) -> Tensor:
-        """Unbiased, of each row's group; 1 where it has one response."""
-        squares = self.centred.new_zeros(int(self.row.max()) + 1).index_add(0, self.row, self.centred.square())
-        variance = squares[self.row] / (self.count - 1).clamp(min=1)
-        return torch.where(self.count > 1, variance.sqrt(), torch.ones_like(variance))
+    Equal scores of a group give exactly 0.
+    """
+    scores = torch.where(mask.bool(), rewards, torch.zeros_like(rewards)).sum(dim=-1).double()
+    row = group.unique(return_inverse=True)[1]
+    zeros = torch.zeros_like(scores)
+    count = zeros.index_add(0, row, torch.ones_like(scores))[row]
+    # Above the group's least: a mean of equal numbers rounds, a mean of zeros does not.
+    least = zeros.scatter_reduce(0, row, scores, "amin", include_self=False)[row]
+    mean = zeros.index_add(0, row, scores - least)[row] / count
+    return scores, scores - least - mean, row, count
 
 
 def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
@@ -139,18 +114,18 @@ def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = 
     unbiased. A response alone in its group has mean 0 and std 1: its score passes through. normalize_by_std False is
     Dr. GRPO (arXiv 2503.20783). Statistics are float64: scores that are equal get exactly 0.
     """
-    groups = _Groups.of(rewards, mask, group)
-    compared = torch.where(groups.count > 1, groups.centred, groups.scores)
+    scores, centred, row, count = _grouped(rewards, mask, group)
+    compared = torch.where(count > 1, centred, scores)
     if normalize_by_std:
-        compared = compared / (groups.std() + epsilon)
+        variance = torch.zeros_like(scores).index_add(0, row, centred.square())[row] / (count - 1).clamp(min=1)
+        compared = compared / (torch.where(count > 1, variance.sqrt(), torch.ones_like(variance)) + epsilon)
     return torch.where(mask.bool(), compared[:, None].to(rewards.dtype), torch.zeros_like(rewards))
 
 
 def rloo(rewards: Tensor, mask: Tensor, group: Tensor) -> Tensor:
     """Return leave-one-out advantages (arXiv 2402.14740), [B, T]: a score less the mean of its group's others, if any."""
-    groups = _Groups.of(rewards, mask, group)
-    others = groups.centred * groups.count / (groups.count - 1).clamp(min=1)
-    advantages = torch.where(groups.count > 1, others, groups.scores)
+    scores, centred, _, count = _grouped(rewards, mask, group)
+    advantages = torch.where(count > 1, centred * count / (count - 1).clamp(min=1), scores)
     return torch.where(mask.bool(), advantages[:, None].to(rewards.dtype), torch.zeros_like(rewards))
 
 
@@ -167,16 +142,13 @@ def kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -
         value = kl(log_probs, reference_log_probs, "k1" if estimator == "k1+" else "k3")
         return by_gradient - by_gradient.detach() + value.detach()
     difference = log_probs - reference_log_probs
-    if estimator == "k1":
-        return difference
-    if estimator == "abs":
-        return difference.abs()
-    if estimator == "k2":
-        return 0.5 * difference.square()
-    if estimator == "k3":
-        exponent = (-difference).clamp(min=-20, max=20)
-        return (exponent.exp() - exponent - 1).clamp(min=-10, max=10)
-    raise ValueError(f"kl_estimator must be one of {', '.join(get_args(KlEstimator))}, got {estimator!r}")
+    exponent = (-difference).clamp(min=-20, max=20)
+    return {
+        "k1": difference,
+        "abs": difference.abs(),
+        "k2": 0.5 * difference.square(),
+        "k3": (exponent.exp() - exponent - 1).clamp(min=-10, max=10),
+    }[estimator]
 
 
 @dataclass

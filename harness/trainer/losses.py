@@ -4,7 +4,6 @@ Formulas follow verl 0.9.1 (core_algos.py). Masks are [B, T], any dtype, nonzero
 """
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -37,32 +36,16 @@ def aggregate(loss: Tensor, mask: Tensor, mode: LossAggregation, counts: Counts,
     world size.
     """
     tokens = torch.where(mask.bool(), loss, torch.zeros_like(loss))
-    if mode == "token-mean":
-        return tokens.sum() / counts.tokens
-    if mode == "token-sum":
-        return tokens.sum()
-    if mode == "seq-mean-token-sum":
-        return tokens.sum() / counts.sequences
     if mode == "seq-mean-token-mean":
         lengths = mask.bool().sum(dim=-1).to(loss.dtype)
         return (tokens.sum(dim=-1) / (lengths + 1e-8)).sum() / counts.sequences
-    if mode == "seq-mean-token-sum-norm":
-        return tokens.sum() / counts.sequences / horizon
-    raise ValueError(f"loss_aggregation must be one of {', '.join(get_args(LossAggregation))}, got {mode!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """Tokens of the clipped policy loss, each [B, T]; what lies outside the mask has no meaning."""
-
-    loss: Tensor
-    """The loss, with its gradient."""
-    clipped: Tensor
-    """1 where the ratio's clipping decided, else 0."""
-    clipped_lower: Tensor
-    """1 where the dual clip decided, else 0."""
-    kl: Tensor
-    """Old minus new log-prob: the k1 estimate of how far this update has moved the policy, nats."""
+    total = tokens.sum()
+    return {
+        "token-mean": total / counts.tokens,
+        "token-sum": total,
+        "seq-mean-token-sum": total / counts.sequences,
+        "seq-mean-token-sum-norm": total / counts.sequences / horizon,
+    }[mode]
 
 
 def policy_loss(
@@ -72,15 +55,13 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float,
-) -> PolicyLoss:
-    """Compute PPO's clipped loss (arXiv 1707.06347) with separate bounds and a dual clip (arXiv 1912.09729), per token.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return PPO's clipped loss (arXiv 1707.06347) with separate bounds and a dual clip (arXiv 1912.09729), and metrics.
 
     The ratio is clipped to [1 - clip_low, 1 + clip_high]; where the advantage is negative, the loss is at most
-    dual_clip times its size (0 turns that off). The log-ratio is clamped to +-20 against overflow.
-    Raise ValueError for a dual_clip between 0 and 1: it would cut into the ratio's own clipping.
+    dual_clip times its size (0 turns that off). The log-ratio is clamped to +-20 against overflow. All [B, T]; metrics
+    are 1 where the ratio's clipping, or the dual clip, decided, and the k1 estimate of how far the policy has moved.
     """
-    if dual_clip != 0 and dual_clip <= 1:
-        raise ValueError(f"dual_clip must be above 1, or 0 for none, got {dual_clip}")
     log_ratio = (log_probs - old_log_probs).clamp(min=-20, max=20)
     ratio = log_ratio.exp()
     surrogate = -advantages * ratio
@@ -92,7 +73,7 @@ def policy_loss(
         dual_clip_bound = -advantages * dual_clip
         clipped_lower = ((loss > dual_clip_bound) & (advantages < 0)).to(loss.dtype)
         loss = torch.where(advantages < 0, torch.minimum(loss, dual_clip_bound), loss)
-    return PolicyLoss(loss=loss, clipped=clipped, clipped_lower=clipped_lower, kl=-log_ratio.detach())
+    return loss, {"clip_fraction": clipped, "clip_fraction_lower": clipped_lower, "update_kl": -log_ratio.detach()}
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:

@@ -19,20 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-)
+from torch.distributed.tensor import DTensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 
-Weights = Literal["checkpoint", "random"]
 Attention = Literal["sdpa", "eager"]
-
+DTYPE = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"
+"""The keyword under which this transformers takes a dtype: renamed in 4.56."""
 VALUE_HEAD = "value_head.weight"
-
 BLOCK_VALUES = 1 << 22  # a generator takes 50 us to make: not one for each row of a vocabulary
 
 
@@ -55,59 +48,38 @@ def load_causal_lm(
     dtype: torch.dtype,
     device: torch.device,
     mesh: DeviceMesh,
-    weights: Weights = "checkpoint",
+    weights: Literal["checkpoint", "random"] = "checkpoint",
     seed: int = 0,
     attention: Attention = "sdpa",
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | None = None,
+    value_head: bool = False,
 ) -> nn.Module:
     """Load the causal language model at path (a folder, or a hub id), sharded over the 1-D mesh; a collective call.
 
     weights "checkpoint" reads the saved tensors, "random" reads the config alone and fills each rank's shards, with
     values that depend on seed and parameter name and not on the world size. Shards, and with them gradients and the
     optimizer's moments, have `dtype`; forward and backward use copies in compute_dtype (None: dtype). Persistent buffers
-    are float32 always.
+    are float32 always. value_head: return a ValueModel; its head is drawn from seed, with std 1 / sqrt(hidden_size + 1),
+    as in arXiv 2009.01325: not zero, so that the first update reaches the backbone.
     """
     config = AutoConfig.from_pretrained(path)
+    factory = AutoModel if value_head else AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **_dtype_argument(dtype))
-    model.tie_weights()  # moving to the meta device unties
+        backbone: Any = factory.from_config(config, attn_implementation=attention, **{DTYPE: dtype})
+        model: Any = ValueModel(backbone, config.hidden_size, dtype) if value_head else backbone
+    part = type(backbone)  # which sharding replaces
+    if not value_head:
+        model.tie_weights()  # moving to the meta device unties
     if gradient_checkpointing:
-        _recompute_activations(model)
-    _shard(model, decoder_layers(model), device, mesh, compute_dtype or dtype)
+        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _shard(model, decoder_layers(backbone), device, mesh, compute_dtype or dtype)
     if weights == "random":
         fill_random(model, config, seed)
     else:
-        _load_from_rank_0(model, path, dtype)
-    return model
-
-
-def load_value_model(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    mesh: DeviceMesh,
-    weights: Weights = "checkpoint",
-    seed: int = 0,
-    attention: Attention = "sdpa",
-    gradient_checkpointing: bool = False,
-    compute_dtype: torch.dtype | None = None,
-) -> ValueModel:
-    """Load as load_causal_lm does, with a value head in place of the language model's, always drawn from seed.
-
-    The head's std is 1 / sqrt(hidden_size + 1), as in arXiv 2009.01325: not zero, so that the first update reaches the
-    backbone.
-    """
-    config = AutoConfig.from_pretrained(path)
-    with init_empty_weights(include_buffers=False):
-        backbone = AutoModel.from_config(config, attn_implementation=attention, **_dtype_argument(dtype))
-        model = ValueModel(backbone, config.hidden_size, dtype)
-    if gradient_checkpointing:
-        _recompute_activations(backbone)
-    _shard(model, decoder_layers(backbone), device, mesh, compute_dtype or dtype)
-    fill_random(model, config, seed, only=None if weights == "random" else VALUE_HEAD)
-    if weights == "checkpoint":
-        _load_from_rank_0(backbone, path, dtype, type(backbone))
+        _load_from_rank_0(backbone, path, dtype, part)
+        if value_head:
+            fill_random(model, config, seed, only=VALUE_HEAD)
     return model
 
 
@@ -124,26 +96,17 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: earlier for name, earlier in names.items() if earlier != name}
 
 
-def _dtype_argument(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the keyword under which this transformers takes a dtype: renamed in 4.56."""
-    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
-    return {"dtype" if (major, minor) >= (4, 56) else "torch_dtype": dtype}
+def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, part: type[nn.Module]) -> None:
+    """Load the saved model's part of that class, which rank 0 reads, into the shards of every rank; a collective call.
 
-
-def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, backbone: type[nn.Module] | None = None) -> None:
-    """Load the saved model, which rank 0 reads, into the shards of every rank; a collective call.
-
-    backbone: load only the part of that class. Raise ValueError if a tensor is missing: transformers would draw it.
+    Raise ValueError if a tensor is missing: transformers would draw it.
     """
     whole: dict[str, Any] = {}
     if dist.get_rank() == 0:
-        saved, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **_dtype_argument(dtype))
-        if report["missing_keys"]:
-            raise ValueError(
-                f"{path} must have every tensor of its model, but lacks {sorted(report['missing_keys'])[0]}"
-            )
-        part = saved if backbone is None else next(each for each in saved.modules() if type(each) is backbone)
-        whole = part.state_dict()
+        saved, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **{DTYPE: dtype})
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(f"{path} must have every tensor of its model, but lacks {missing[0]}")
+        whole = next(module for module in saved.modules() if type(module) is part).state_dict()
     set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
@@ -152,16 +115,16 @@ def choose_attention(config: PretrainedConfig, wanted: Literal["auto", "sdpa", "
 
     Raise ValueError for sdpa where it would compute another model, and for what is no causal language model.
     """
+    kind, why = config.model_type, ""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if architecture is None:
         raise ValueError(
-            f"{config.model_type} is no causal language model of transformers {transformers.__version__}, which the trainer needs."
+            f"{kind} is no causal language model of transformers {transformers.__version__}, which the trainer needs."
         )
-    why = ""
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        why = f"{config.model_type} caps attention logits (attn_logit_softcapping), which sdpa leaves out"
+        why = f"{kind} caps attention logits (attn_logit_softcapping), which sdpa leaves out"
     elif not getattr(architecture, "_supports_sdpa", True):
-        why = f"transformers has no sdpa for {config.model_type}"
+        why = f"transformers has no sdpa for {kind}"
     if wanted == "sdpa" and why:
         raise ValueError(f'model.attention = "sdpa" cannot work: {why}; use "eager", or "auto".')
     return ("eager" if why or wanted == "eager" else "sdpa"), why
@@ -180,11 +143,6 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         f"{type(model).__name__} has no list of {count} layers, which is what num_hidden_layers counts, but the trainer"
         " shards a model layer by layer; use an architecture whose decoder layers are one nn.ModuleList"
     )
-
-
-def _recompute_activations(model: Any) -> None:
-    """Let a transformers model recompute each layer's activations in the backward pass, in training mode."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _shard(
@@ -224,10 +182,6 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """
     if not isinstance(tensor, DTensor):
         return tensor, 0
-    if tuple(tensor.placements) != (Shard(0),):
-        raise ValueError(
-            f"placements of a trainer's parameter must be (Shard(0),), sharded by rows, got {tensor.placements}"
-        )
     rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size())
     return tensor.to_local(), min(tensor.device_mesh.get_local_rank() * rows_per_rank, tensor.shape[0])
 
@@ -237,20 +191,20 @@ def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str
     """Fill this rank's shards of every named tensor, or of the one called `only`, with normal values drawn from seed.
 
     Matrices have std initializer_range, norms mean 1 and std 0.1, biases std 0.1, so that a tensor that did not arrive
-    shows. A generator is seeded by (seed, name, block) for each block of rows of a matrix: a rank draws the blocks that
-    its rows lie in, and the whole does not depend on the number of ranks.
+    shows. The whole does not depend on the number of ranks.
     """
     for name, tensor in named_tensors(model):
-        if only is not None and name != only:
+        if only not in (None, name):
             continue
         local, first_row = local_rows(tensor)
+        key = f"{seed}/{name}"
         if tensor.ndim == 1:
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
-            whole = _normal((tensor.shape[0],), f"{seed}/{name}", local.device) * 0.1 + mean
+            whole = _normal(tuple(tensor.shape), key, local.device) * 0.1 + (
+                1.0 if name.endswith("norm.weight") else 0.0
+            )
             local.copy_(whole[first_row : first_row + local.shape[0]])
             continue
         std = (config.hidden_size + 1) ** -0.5 if name == VALUE_HEAD else config.initializer_range
-        key = f"{seed}/{name}"
         for start, block in random_rows(tensor.shape, first_row, local.shape[0], key, local.device):
             local[start : start + len(block)] = block * std
 
@@ -260,14 +214,13 @@ def random_rows(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield standard normal float32 rows, from first_row on, of a tensor of that shape: (offset from first_row, block).
 
-    What a row holds depends only on shape, row, key, block_values and kind of device. A block has about block_values
-    values, and at least one row.
+    A generator is seeded for each block of about block_values values: a rank draws the blocks that its rows lie in. What
+    a row holds depends only on shape, row, key, block_values and kind of device.
     """
     size = max(1, block_values // max(1, math.prod(shape[1:])))
     for start in range(first_row // size * size, first_row + rows, size):
         block = _normal((min(size, shape[0] - start), *shape[1:]), f"{key}/{start}", device)
-        mine = block[max(first_row - start, 0) : first_row + rows - start]
-        yield max(start - first_row, 0), mine
+        yield max(start - first_row, 0), block[max(first_row - start, 0) : first_row + rows - start]
 
 
 def _normal(shape: tuple[int, ...], key: str, device: torch.device) -> Tensor:

@@ -85,7 +85,10 @@ MISTAKES = [
     ("--actor.clip_low 1", "actor.clip_low must be below 1", "got 1.0"),
     ("--actor.dual_clip 0.5", "actor.dual_clip must be 0 (off) or above 1", "got 0.5"),
     ("--engine.base_port 80", "engine.base_port must be between 1024 and 60000", "got 80"),
-    ("--task.template Answer:", "task.template must contain {question}", 'got "Answer:"'),
+    ("--task.template Answer:", "task.template must have the field {question} and no other", 'got "Answer:"'),
+    ("--task.template {question}{hint}", "task.template must have the field {question} and no other"),
+    ("--task.template {question!r}", "task.template must have the field {question} and no other"),
+    ("--task.template {question}{", "task.template must have the field {question} and no other", "literal braces"),
     # A combination.
     ("--parallel.dp 3", "rollout.prompts_per_step must be a multiple of parallel.dp = 3", "got 8"),
     ("--parallel.tp 3", "rollout.prompts_per_step = 8", "16 responses", "parallel.tp x parallel.pp = 3"),
@@ -115,7 +118,7 @@ MISTAKES = [
         "log-probs",
         "leave it out",
     ),
-    ("--engine.args.quantization fp8", 'engine.args.quantization = "fp8"', "as it loads them", "leave it out"),
+    ("--engine.args.quantization fp8", 'engine.args.quantization = "fp8"', "which no later load fits", "leave it out"),
     ("--engine.args.quantization awq", 'engine.args.quantization = "awq"', "with their scales", "leave it out"),
     (
         "--engine.args.speculative_algorithm EAGLE --weights.transport stream",

@@ -142,7 +142,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_harness() -> None:
     gradients = []
     for tokens in (
         lambda log_probs: minimal.clipped_surrogate(log_probs, old, advantages, 0.2),
-        lambda log_probs: policy_loss(log_probs, old, advantages[:, None].expand(6, 5), 0.2, 0.2, 0.0).loss,
+        lambda log_probs: policy_loss(log_probs, old, advantages[:, None].expand(6, 5), 0.2, 0.2, 0.0)[0],
     ):
         log_probs = new.clone().requires_grad_()
         loss = tokens(log_probs)

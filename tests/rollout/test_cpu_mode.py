@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment, require_absorbed_mla
+from harness.runtime.errors import UnsupportedEnvironment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("cpu_engine_worker.py")
@@ -38,7 +39,7 @@ def test_mla_is_refused_on_a_sglang_without_the_registry(tmp_path: Path, monkeyp
     (tmp_path / "sglang" / "srt").mkdir(parents=True)
     (tmp_path / "sglang" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(NotImplementedError, match="an MLA model"):
+    with pytest.raises(UnsupportedEnvironment, match="an MLA model"):
         require_absorbed_mla()
 
 

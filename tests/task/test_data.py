@@ -12,7 +12,6 @@ from harness.task.data import (
     Prompt,
     PromptSampler,
     Row,
-    check_template,
     load_rows,
     tokenize_prompts,
 )
@@ -80,7 +79,7 @@ def test_parquet(tmp_path):
     ("bad", "message"),
     [
         ("{'question'\n", "is not JSON"),
-        ("[1]\n", "is a JSON list: it must be an object"),
+        ("[1]\n", "is a list: it must be an object"),
         ({"answer": "#### 1"}, "has no field 'question'"),
         ({"question": "q"}, "has no field 'answer'"),
         ({"question": None, "answer": "#### 1"}, "has a NoneType as 'question'"),
@@ -114,8 +113,6 @@ def test_errors_of_the_source(tmp_path):
         load_rows(str(tmp_path), "test")
     with pytest.raises(ValueError, match="is a file: it must be the folder"):
         load_rows(str(path), "train")
-    with pytest.raises(ValueError, match="task.rows must be 0, .* got -1"):
-        load_rows(str(tmp_path), "train", -1)
     (tmp_path / "train.parquet").touch()
     with pytest.raises(ValueError, match="must be one file, and .* has train.jsonl and train.parquet"):
         load_rows(str(tmp_path), "train")
@@ -175,58 +172,27 @@ def test_real_gsm8k():
     assert load_rows(str(GSM8K), "train", 1)[0].answer.endswith("#### 72")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "",
-        "Question",
-        "{answer}",
-        "{question} {answer}",
-        "{}",
-        "{question!r}",
-        "{question:>9}",
-    ],
-)
-def test_template_must_have_the_question_and_no_other_field(template):
-    with pytest.raises(ValueError, match="must have the field {question} and no other"):
-        check_template(template)
-
-
-def test_template_braces():
-    check_template("{{{question}}}")
-    with pytest.raises(ValueError, match="has a lone brace"):
-        check_template("{question} {")
-
-
 def test_prompts_in_order():
-    prompts = tokenize_prompts(ROWS, Characters(), TEMPLATE, 100)
-    assert [prompt.text for prompt in prompts] == [f"Question: {row.question}\nAnswer: " for row in ROWS]
-    assert [(p.index, p.answer, p.where) for p in prompts] == [
-        (0, "#### 1", "first"),
-        (1, "#### 2", "second"),
-    ]
-    assert all("".join(map(chr, prompt.input_ids)) == prompt.text for prompt in prompts)
+    prompts = tokenize_prompts(ROWS, Characters(), TEMPLATE, 100, "error")
+    assert [(p.index, p.answer) for p in prompts] == [(0, "#### 1"), (1, "#### 2")]
+    texts = ["".join(map(chr, prompt.input_ids)) for prompt in prompts]
+    assert texts == [f"Question: {row.question}\nAnswer: " for row in ROWS]
 
 
-def test_long_prompts(caplog):
+def test_long_prompts():
     length = len(TEMPLATE.format(question=ROWS[0].question))
-    with caplog.at_level("INFO", logger="harness.task.data"):
-        prompts = tokenize_prompts([ROWS[1], ROWS[0]], Characters(), TEMPLATE, length)
-    assert [(prompt.index, prompt.where) for prompt in prompts] == [(1, "first")]
-    assert caplog.messages == [f"left out 1 of 2 prompts, longer than {length} tokens"]
+    assert [prompt.index for prompt in tokenize_prompts(ROWS[::-1], Characters(), TEMPLATE, length, "filter")] == [1]
     with pytest.raises(
         ValueError,
         match=rf"the prompt of second has 50 tokens: task.max_prompt_tokens = {length} must be",
     ):
         tokenize_prompts(ROWS, Characters(), TEMPLATE, length, "error")
     with pytest.raises(ValueError, match="none of 2 prompts has at most task.max_prompt_tokens = 5 tokens"):
-        tokenize_prompts(ROWS, Characters(), TEMPLATE, 5)
-    with pytest.raises(ValueError, match="long_prompts must be filter or error, got 'cut'"):
-        tokenize_prompts(ROWS, Characters(), TEMPLATE, 5, "cut")
+        tokenize_prompts(ROWS, Characters(), TEMPLATE, 5, "filter")
 
 
 def prompts(count):
-    return [Prompt(i, str(i), [i], f"#### {i}", f"row {i}") for i in range(count)]
+    return [Prompt(i, [i], f"#### {i}") for i in range(count)]
 
 
 def test_sampler_is_a_function_of_seed_and_step():
@@ -263,7 +229,6 @@ def test_sampler_is_the_same_in_another_process():
     assert done.stdout.strip() == str([p.index for s in range(9) for p in sampler.batch(s)])
 
 
-@pytest.mark.parametrize("size", [0, -1, 5])
-def test_sampler_needs_a_batch_of_prompts(size):
-    with pytest.raises(ValueError, match=f"prompts_per_step must be 1 to 4, .* got {size}"):
-        PromptSampler(prompts(4), size, seed=0)
+def test_sampler_needs_a_batch_of_prompts():
+    with pytest.raises(ValueError, match="prompts_per_step must be 1 to 4, .* got 5"):
+        PromptSampler(prompts(4), 5, seed=0)

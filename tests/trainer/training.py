@@ -24,8 +24,8 @@ def train(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     cpu = torch.device("cpu")
     batch = advantage_batch(*sequences(), slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4))
     model = load_causal_lm(str(folder), torch.float32, cpu, mesh, weights="random", seed=5)
-    config = schema.ActorConfig(minibatch_size=4, microbatch_size=1, ppo_epochs=2, learning_rate=1e-3)
-    actor = Actor(model, config, schema.Algorithm(), schema.Rollout(), mesh, cpu)
+    updates = schema.ActorConfig(minibatch_size=4, microbatch_size=1, ppo_epochs=2, learning_rate=1e-3)
+    actor = Actor(model, schema.Config(actor=updates), mesh, cpu)
     digests, metrics, generator = [], [], torch.Generator().manual_seed(7)
     for step in range(3):
         if step:

@@ -19,7 +19,7 @@ from harness.runtime.cpu_standins import activate
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic
-from harness.trainer.model import load_causal_lm, load_value_model, named_tensors, tied_names
+from harness.trainer.model import ValueModel, load_causal_lm, named_tensors, tied_names
 from tests.trainer.sequences import advantage_batch, sequences
 from tests.trainer.tiny_models import NAMES, save_tiny, tiny_config
 from tests.trainer.training import train
@@ -73,36 +73,44 @@ def plain_log_probs(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def new_actor(model: nn.Module, mesh: DeviceMesh, **changes: Any) -> Actor:
-    return Actor(model, schema.ActorConfig(**{**ACTOR, **changes}), KL_IN_LOSS, ROLLOUT, mesh, CPU)
+    updates = schema.ActorConfig(**{**ACTOR, **changes})
+    return Actor(model, schema.Config(actor=updates, algorithm=KL_IN_LOSS, rollout=ROLLOUT), mesh, CPU)
+
+
+def load_value_model(path: str, dtype: torch.dtype, mesh: DeviceMesh, **options: Any) -> ValueModel:
+    model = load_causal_lm(path, dtype, CPU, mesh, value_head=True, **options)
+    assert isinstance(model, ValueModel)
+    return model
 
 
 def with_sgd(learner: Any) -> None:
     """AdamW steps by the learning rate however small the gradient, so that rounding would decide the sign."""
-    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=learner.config.learning_rate)
+    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=learner.updates.learning_rate)
 
 
 def measure_log_probs(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model = load_causal_lm(path, torch.float32, CPU, mesh)
-    log_probs, entropy = new_actor(model, mesh).log_probs(local, microbatch_size=3)
-    reference = Reference(load_causal_lm(path, torch.float32, CPU, mesh, attention="eager"), 0.7, mesh, CPU)
+    log_probs, entropy = new_actor(model, mesh, microbatch_size=3).log_probs(local)
+    eager = load_causal_lm(path, torch.float32, CPU, mesh, attention="eager")
+    reference = Reference(eager, schema.Config(rollout=ROLLOUT), mesh, CPU)
     with torch.no_grad():
         expected = plain_log_probs(plain, local)
     mask = local.attention_mask.bool()
     buffers = dict(model.named_buffers())
     result: dict[str, Any] = {
         "log_probs": float((log_probs - expected)[mask].abs().max()),
-        "eager": float((reference.log_probs(local, microbatch_size=2) - expected)[mask].abs().max()),
+        "eager": float((reference.log_probs(local)[0] - expected)[mask].abs().max()),
         "entropy_min": float(entropy[local.response_mask.bool()].min()),
         "buffers": max(float((buffers[name] - buffer).abs().max()) for name, buffer in plain.named_buffers()),
         "buffer_names": len(buffers),
         "weights": furthest(wholes(model), {n: t for n, t in plain.state_dict().items() if n not in tied_names(model)}),
         "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
     }
-    value_model = load_value_model(path, torch.float32, CPU, mesh)
-    critic = Critic(value_model, schema.CriticConfig(), ROLLOUT, mesh, CPU)
+    value_model = load_value_model(path, torch.float32, mesh)
+    critic = Critic(value_model, schema.Config(), mesh, CPU)
     backbone, head = AutoModel.from_pretrained(path, dtype=torch.float32), whole(value_model.value_head.weight)
-    values = critic.values(local, microbatch_size=2)
+    values = critic.values(local)
     with torch.no_grad():
         states = backbone(input_ids=local.input_ids, attention_mask=local.attention_mask).last_hidden_state
     shifted = mask[:, 1:]
@@ -150,8 +158,9 @@ def measure_update(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch,
 
 
 def measure_critic(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch, everyone: Batch) -> dict[str, Any]:
-    config = schema.CriticConfig(minibatch_size=8, microbatch_size=3, learning_rate=0.02)
-    critics = [Critic(load_value_model(path, torch.float32, CPU, m), config, ROLLOUT, m, CPU) for m in (mesh, alone)]
+    updates = schema.CriticConfig(minibatch_size=8, microbatch_size=3, learning_rate=0.02)
+    config = schema.Config(critic=updates, rollout=ROLLOUT)
+    critics = [Critic(load_value_model(path, torch.float32, m), config, m, CPU) for m in (mesh, alone)]
     before = wholes(critics[0].model)
     for critic in critics:
         with_sgd(critic)
@@ -178,7 +187,7 @@ def measure_critic(path: str, mesh: DeviceMesh, alone: DeviceMesh, local: Batch,
 def measure_random(path: str, mesh: DeviceMesh, alone: DeviceMesh) -> dict[str, Any]:
     models = [load_causal_lm(path, torch.bfloat16, CPU, m, weights="random", seed=3) for m in (mesh, alone)]
     other = wholes(load_causal_lm(path, torch.bfloat16, CPU, mesh, weights="random", seed=4))
-    values = [load_value_model(path, torch.float32, CPU, m, weights="random", seed=3) for m in (mesh, alone)]
+    values = [load_value_model(path, torch.float32, m, weights="random", seed=3) for m in (mesh, alone)]
     tensors = wholes(models[0])
     norms = torch.cat([t.float() for n, t in tensors.items() if n.endswith("norm.weight")])
     matrices = torch.cat([t.float().flatten() for n, t in tensors.items() if t.ndim > 1])
@@ -211,7 +220,7 @@ def moved(path: str, mesh: DeviceMesh, local: Batch, dtype: torch.dtype, compute
     """One AdamW update at 1e-6 of the model with parameters in dtype, then one without gradient."""
     model = load_causal_lm(path, dtype, CPU, mesh, weights="random", seed=5, compute_dtype=compute)
     actor = new_actor(model, mesh, microbatch_size=4, learning_rate=1e-6)
-    log_probs = actor.log_probs(local, 4)[0]
+    log_probs = actor.log_probs(local)[0]
     local = local.replace(old_log_probs=log_probs, reference_log_probs=log_probs)
     before = wholes(model)
     actor.step(local)
@@ -277,18 +286,13 @@ def message(error: type[Exception], call: Any) -> str:
 
 
 def measure_errors(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
-    rank = mesh.get_local_rank()
     actor = new_actor(load_causal_lm(path, torch.float32, CPU, mesh), mesh)
-    uneven = local.select(slice(0, 4 - rank))
     infinite = local.replace(advantages=torch.full_like(local.require("advantages"), float("inf")))
     silent = local.replace(response_mask=torch.zeros_like(local.response_mask))
     before = wholes(actor.model)
     result: dict[str, Any] = {
-        "uneven_log_probs": message(ValueError, lambda: actor.log_probs(uneven, 2)),
-        "uneven_update": message(ValueError, lambda: actor.update(uneven, torch.Generator())),
         "infinite": message(FloatingPointError, lambda: actor.step(infinite)),
         "silent": message(ValueError, lambda: actor.step(silent)),
-        "minibatch": message(ValueError, lambda: new_actor(actor.model, mesh, minibatch_size=3)),
     }
     result["weights"] = furthest(before, wholes(actor.model))
     return result

@@ -16,19 +16,20 @@ from harness.config import schema
 from harness.runtime.cpu_standins import activate
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.critic import Critic
-from harness.trainer.model import load_causal_lm, load_value_model, named_tensors
-from harness.trainer.offload import NOTHING, Offloaded, local
+from harness.trainer.model import load_causal_lm, named_tensors
+from harness.trainer.offload import local
 from tests.trainer.sequences import advantage_batch, sequences
 from tests.trainer.tiny_models import tiny_config
 from tests.trainer.training import train as train_from_a_seed
 
 CPU = torch.device("cpu")
+LEARNERS: Any = ("actor", "critic")
 CASES = {
-    "nothing": NOTHING,
-    "parameters": Offloaded(parameters=True),
-    "gradients": Offloaded(gradients=True),
-    "optimizer": Offloaded(optimizer=True),
-    "everything": Offloaded(parameters=True, gradients=True, optimizer=True),
+    "nothing": schema.Memory(),
+    "parameters": schema.Memory(offload_parameters=LEARNERS),
+    "gradients": schema.Memory(offload_gradients=LEARNERS),
+    "optimizer": schema.Memory(offload_optimizer=LEARNERS),
+    "everything": schema.Memory(offload_parameters=LEARNERS, offload_gradients=LEARNERS, offload_optimizer=LEARNERS),
 }
 
 
@@ -51,23 +52,23 @@ def state_bytes(learner: Any) -> int:
     return sum(local(state).untyped_storage().nbytes() for state in learner.moments())
 
 
-def train(path: str, mesh: DeviceMesh, offloaded: Offloaded) -> dict[str, Any]:
+def train(path: str, mesh: DeviceMesh, memory: schema.Memory) -> dict[str, Any]:
     """Log-probs, values, metrics and weights of two rounds of updates, and what had memory when nothing was in use."""
     batch = advantage_batch(*sequences(), slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4))
     model = load_causal_lm(path, torch.float32, CPU, mesh, weights="random", seed=5)
-    value_model = load_value_model(path, torch.float32, CPU, mesh, weights="random", seed=5)
+    value_model = load_causal_lm(path, torch.float32, CPU, mesh, weights="random", seed=5, value_head=True)
     sizes = schema.ActorConfig(minibatch_size=4, microbatch_size=1, ppo_epochs=2, learning_rate=1e-3, max_grad_norm=0.3)
     values = schema.CriticConfig(minibatch_size=4, microbatch_size=1, learning_rate=1e-3)
-    actor = Actor(model, sizes, schema.Algorithm(), schema.Rollout(), mesh, CPU, offloaded)
-    critic = Critic(value_model, values, schema.Rollout(), mesh, CPU, offloaded)
+    config = schema.Config(actor=sizes, critic=values, memory=memory)
+    actor, critic = Actor(model, config, mesh, CPU), Critic(value_model, config, mesh, CPU)
     objects = dict(named_tensors(model))
     result: dict[str, Any] = {"idle": [], "rounds": []}
     generator = torch.Generator().manual_seed(7)
     for _ in range(2):
         with actor.on_device():
-            log_probs = actor.log_probs(batch, 2)[0]
+            log_probs = actor.log_probs(batch)[0]
         with critic.on_device():
-            old = critic.values(batch, 2)
+            old = critic.values(batch)
         with critic.learning():
             critic_metrics = critic.update(batch.replace(old_values=old), generator)
         with actor.learning():
@@ -85,12 +86,12 @@ def train(path: str, mesh: DeviceMesh, offloaded: Offloaded) -> dict[str, Any]:
     return result
 
 
-def most_gradient_bytes(path: str, mesh: DeviceMesh, offloaded: Offloaded) -> int:
+def most_gradient_bytes(path: str, mesh: DeviceMesh, memory: schema.Memory) -> int:
     """Bytes of gradient that this rank holds between the backwards of two microbatches."""
     batch = advantage_batch(*sequences(), slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4))
     model = load_causal_lm(path, torch.float32, CPU, mesh, weights="random", seed=5)
-    config = schema.ActorConfig(minibatch_size=8, microbatch_size=1)
-    actor = Actor(model, config, schema.Algorithm(), schema.Rollout(), mesh, CPU, offloaded)
+    updates = schema.ActorConfig(minibatch_size=8, microbatch_size=1)
+    actor = Actor(model, schema.Config(actor=updates, memory=memory), mesh, CPU)
     held = []
 
     loss = actor.loss
@@ -115,13 +116,16 @@ def main() -> None:
         config.save_pretrained(folder)
     dist.barrier()
     mesh = init_device_mesh("cpu", (2,))
-    results: dict[str, Any] = {name: train(str(folder), mesh, offloaded) for name, offloaded in CASES.items()}
+    results: dict[str, Any] = {name: train(str(folder), mesh, memory) for name, memory in CASES.items()}
     frozen = load_causal_lm(str(folder), torch.float32, CPU, mesh, weights="random", seed=5)
-    reference = Reference(frozen, 1.0, mesh, CPU, Offloaded(parameters=True))
+    config_of_all = schema.Config(
+        actor=schema.ActorConfig(microbatch_size=1), memory=schema.Memory(offload_parameters=("reference",))
+    )
+    reference = Reference(frozen, config_of_all, mesh, CPU)
     batch = advantage_batch(*sequences(), slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4))
     idle = shard_bytes(frozen)
     with reference.on_device():
-        results["reference"] = {"idle": idle, "log_probs": reference.log_probs(batch, 2).tolist()}
+        results["reference"] = {"idle": idle, "log_probs": reference.log_probs(batch)[0].tolist()}
     results["held"] = {name: most_gradient_bytes(str(folder), mesh, CASES[name]) for name in ("nothing", "gradients")}
     results["training"] = train_from_a_seed(Path(sys.argv[2]) / "training", mesh)
     ranks: list[Any] = [None] * 2

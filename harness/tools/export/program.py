@@ -16,8 +16,7 @@ from typing import Any, Literal
 from harness.rollout.defaults import engine_defaults
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
-from harness.task.architectures import is_tiny
-from harness.task.tiny_models import tiny_fields
+from harness.task.tiny_models import is_tiny, tiny_fields
 from harness.tools.export.planted_fault import (
     EXTRA,
     NOT_HERE,

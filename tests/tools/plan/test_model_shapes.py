@@ -8,8 +8,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from harness.config.layers import build_config, read_layer
-from harness.task.architectures import ARCHITECTURES
-from harness.task.tiny_models import tiny_config
+from harness.task.tiny_models import ARCHITECTURES, tiny_config
 from harness.tools.plan.model_shapes import UnknownShape, model_fields, model_shape
 from harness.trainer.model import ValueModel, named_tensors
 
@@ -30,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_every_tensor_of_the_real_model(name: str, shape: dict[str, Any], device: str) -> None:
-    config = tiny_config(name, device, shape.get("vocab_size", 512), shape)  # type: ignore[arg-type]
+    config = tiny_config(name, device, shape)  # type: ignore[arg-type]
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()

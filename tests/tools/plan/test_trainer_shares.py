@@ -5,14 +5,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.config.schema import ActorConfig
-from harness.task.architectures import ARCHITECTURES
-from harness.task.tiny_models import tiny_config
+from harness.config.schema import ActorConfig, Config
+from harness.task.tiny_models import ARCHITECTURES, tiny_config
 from harness.tools.plan.gpu_shares import largest_bucket, trainer_share
 from harness.tools.plan.model_shapes import ModelShape, model_fields, model_shape
-from harness.trainer.learner import Learner
-from harness.trainer.model import load_causal_lm, load_value_model, named_tensors
-from harness.trainer.offload import NOTHING, storages_of
+from harness.trainer.actor import Actor
+from harness.trainer.model import load_causal_lm, named_tensors
+from harness.trainer.offload import storages_of
 from harness.weights.gather import plan_buckets
 from harness.weights.names import checkpoint_layout
 from harness.weights.stream.slots import ALIGNMENT, SLOTS
@@ -29,8 +28,8 @@ def _models(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     tiny_config(name, overrides=SHAPE).save_pretrained(folder)
-    load = load_value_model if value else load_causal_lm
-    model = load(folder, dtype, torch.device("cpu"), mesh, weights="random", compute_dtype=torch.bfloat16)
+    cpu, compute = torch.device("cpu"), torch.bfloat16
+    model = load_causal_lm(folder, dtype, cpu, mesh, weights="random", compute_dtype=compute, value_head=value)
     return model, model_shape(model_fields(name, SHAPE, "cpu"))
 
 
@@ -44,14 +43,8 @@ def test_a_rank_holds_what_was_counted(name: str, ranks: int, value: bool, tmp_p
         share = trainer_share(shape, ranks, master=master.itemsize, compute=2, head=not value)
         tensors = [tensor for _, tensor in named_tensors(model)]
         assert sum(storage.nbytes() for storage in storages_of(tensors)) == share.parameters
-        learner = Learner(
-            "actor",
-            model,
-            ActorConfig(minibatch_size=ranks),
-            init_device_mesh("cpu", (ranks,)),
-            torch.device("cpu"),
-            NOTHING,
-        )
+        config = Config(actor=ActorConfig(minibatch_size=ranks))
+        learner = Actor(model, config, init_device_mesh("cpu", (ranks,)), torch.device("cpu"))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         learner.optimizer.step()
