@@ -9,9 +9,8 @@ import os
 import platform
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 import torch
@@ -69,20 +68,25 @@ def run(config: Config, observers: Sequence[Observer] = (), load_job: Callable[[
         launch = Launch.from_environment(os.environ)
     except WorldError as error:
         return report_user_error(error, rank=0)
+    colocate, alone = config.parallel.colocate, False
     try:
         ParallelDims.of(config.parallel).validate(launch.world_size)
-    except ValueError as error:
-        return report_user_error(error, launch.rank)
-    try:
-        colocate = config.parallel.colocate
+        alone = True  # rank 0 may not have the errors below
         device = choose_device(config.engine.device, launch, colocate)
         own_location(device.type == "cpu", colocate)
         check_interface(config.network.interface, os.environ)
     except ValueError as error:
-        return report_user_error(error, launch.rank, alone=True)  # rank 0 may not have this error
-    console = _console(launched) if launch.rank == 0 else None
+        return report_user_error(error, launch.rank, alone)
+    console = None
+    if launch.rank == 0:  # on a copy of descriptor 1, which becomes the engine's log while the engine starts
+        console = Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace"), launched)
     stand_ins = activate() if device.type == "cpu" else []
-    _agree_with_engine(config, device)
+    if device.type == "cuda":
+        # What the engine will set on the rank that builds it: NCCL communicators are made lazily, and two ranks with
+        # different settings fail in their first collective after the engine has started.
+        from harness.rollout import sglang_api
+
+        os.environ.update(sglang_api.common_environment(sglang_api.probe(), config.engine.args, os.environ))
     observer = Observers(observers)
     observer.launched(config, launch)
     try:
@@ -113,12 +117,11 @@ def _in_world(
     """Run the job among ranks that have met. Return the exit code."""
     folder = _run_folder(config)
     if folder is None:
-        given = Path(config.run.dir).resolve()
-        error = ConfigError(f"run.dir = {given} holds an earlier run; give another folder, or remove it.")
-        return report_user_error(error, world.rank)
-    events = EventLog(
-        folder / EVENTS / f"rank{world.rank}.jsonl", world.rank, world.host, console, _gauge(world), observer
-    )
+        held = f"run.dir = {Path(config.run.dir).resolve()} holds an earlier run; give another folder, or remove it."
+        return report_user_error(ConfigError(held), world.rank)
+    cuda = world.device.type == "cuda"
+    gauge = Gauge(world.device.index if cuda else None, world.engine_gpu)  # made before the engine starts
+    events = EventLog(folder / EVENTS / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge, observer)
     dims = ParallelDims.of(config.parallel)
     context = RunContext(config=config, world=world, dims=dims, events=events, folder=folder, launched=launched)
     try:
@@ -129,14 +132,22 @@ def _in_world(
         return report_user_error(error, world.rank)
     for sentence in differences:
         events.say(f"warning: {sentence}")
-    facts = all_gather(_rank_facts(world))
+    facts = {
+        "rank": world.rank,
+        "host": world.host,
+        "device": torch.cuda.get_device_name(world.device) if cuda else platform.processor() or "cpu",
+        "platform": platform.platform(),
+        "versions": installed_versions(),
+        "environment": behaviour(os.environ),
+    }
+    everyone = all_gather(facts)
     drawn = picture_of(world, dims)
     events.fact("placement", engines=[repr(placement) for placement in placements], picture=drawn)
     if console:
         console.show("\n".join(drawn))
     if world.rank == 0:
         write_config(folder, config, world.device_type)
-        (folder / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        (folder / "environment.json").write_text(json.dumps(everyone, indent=1), encoding="utf-8")
     observer.phase_ends(MEET, None)
     job = load_job()
     try:
@@ -157,30 +168,16 @@ def _in_world(
         events.close()
 
 
-def _rank_facts(world: World) -> dict[str, Any]:
-    """Return what environment.json has of one rank."""
-    cuda = world.device.type == "cuda"
-    return {
-        "rank": world.rank,
-        "host": world.host,
-        "device": torch.cuda.get_device_name(world.device) if cuda else platform.processor() or "cpu",
-        "platform": platform.platform(),
-        "versions": installed_versions(),
-        "environment": behaviour(os.environ),
-    }
-
-
 def _print_failure(rank: int, error: Exception, events: EventLog | None = None) -> None:
     """Print this rank's own error; the watchdog prints the run's first failure later."""
     lines = [f"rank {rank} FAILED: {type(error).__name__}: {error}"]
     if events:
-        lines.append(f"rank {rank}: in {_where(error)}; traceback in {events.path}")
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if f"{os.sep}harness{os.sep}" in frame.filename] or frames
+        where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
+        lines.append(f"rank {rank}: in {where}; traceback in {events.path}")
     else:
         lines += "".join(traceback.format_exception(error)).splitlines()
-    if torch.cuda.is_initialized():
-        with suppress(RuntimeError):  # after an illegal access every call of CUDA fails; the first is printed already
-            free, total = torch.cuda.mem_get_info()
-            lines.append(f"rank {rank}: {free >> 20} of its GPU's {total >> 20} MiB are free")
     say("\n".join(lines) + "\n")
 
 
@@ -191,24 +188,6 @@ def _end_early(announce: Callable[[str, str], None], error: Exception) -> NoRetu
     announce(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
     end_processes(descendants(), patience_seconds=0)
     hard_exit(FAILED)
-
-
-def _where(error: Exception) -> str:
-    """Return file, line and function of the innermost frame in harness."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if f"{os.sep}harness{os.sep}" in frame.filename] or frames
-    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
-
-
-def _agree_with_engine(config: Config, device: torch.device) -> None:
-    """Give this rank the environment that the engine will set on the rank that builds it: NCCL communicators are made
-    lazily, and two ranks with different settings fail in their first collective after the engine has started.
-    """
-    if device.type != "cuda":
-        return
-    from harness.rollout import sglang_api
-
-    os.environ.update(sglang_api.common_environment(sglang_api.probe(), config.engine.args, os.environ))
 
 
 def _run_folder(config: Config) -> Path | None:
@@ -223,16 +202,5 @@ def _run_folder(config: Config) -> Path | None:
 
 def _launched_at() -> float:
     """Return when torchrun started, in UNIX seconds; without it, when this process did."""
-    parent = psutil.Process().parent()
-    is_torchrun = parent is not None and "TORCHELASTIC_RUN_ID" in os.environ
-    return float((parent if is_torchrun and parent else psutil.Process()).create_time())
-
-
-def _console(launched: float) -> Console:
-    """Return a console on a copy of descriptor 1, which becomes the engine's log while the engine starts."""
-    return Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace"), launched)
-
-
-def _gauge(world: World) -> Gauge:
-    """Return a gauge of this rank's memory; it must be made before the engine starts."""
-    return Gauge(world.device.index if world.device.type == "cuda" else None, world.engine_gpu)
+    this = psutil.Process()
+    return float((("TORCHELASTIC_RUN_ID" in os.environ and this.parent()) or this).create_time())
