@@ -79,8 +79,8 @@ MISTAKES = {
     "--rollout.max_response_tokens 4096": "the model's context is 2048",
     "--engine.args.context_length 128": "engine.args.context_length is 128",
     # An engine that no sync can reach.
-    "--engine.args.quantization fp8": "SGLang quantizes the weights as it loads them",
-    "--engine.args.torchao_config int8wo": "SGLang quantizes the weights as it loads them",
+    "--engine.args.quantization fp8": "a quantized engine takes quantized tensors",
+    "--engine.args.torchao_config int8wo": "a quantized engine takes quantized tensors",
     "--engine.args.quantization awq": "takes quantized tensors with their scales",
     "--engine.args.quantization not_yet_known": "takes quantized tensors with their scales",
     "--model.name {dir}/quantized": "is quantized (fp8, quantization_config in its config.json)",
