@@ -7,7 +7,7 @@
     python launch/bisect_versions.py --git ~/sglang --good v0.5.20 --bad main --timeout 10m -- script.py
     python launch/bisect_versions.py --resume [FOLDER]           continue a bisect that was cut off
     python launch/bisect_versions.py --resume FOLDER --then-git ~/sglang    from the release found to the commit
-    python launch/bisect_versions.py status [FOLDER] [--json]    what is known so far
+    python launch/bisect_versions.py status [FOLDER]             what is known so far
     python launch/bisect_versions.py log [FOLDER]                its verdicts, as `replay` reads them
     python launch/bisect_versions.py replay FILE                 a new bisect that takes the verdicts of a log as they stand
     python launch/bisect_versions.py judge [--match ...] -- ...  one run here and now: the script of `git bisect run`
@@ -31,7 +31,7 @@ from harness.tools import environments
 
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
-    environments.need("packaging", "rich")
+    environments.need("msgspec", "packaging", "rich")
     from harness.tools.bisection import verbs
 
     return verbs.main(arguments, __doc__ or "")

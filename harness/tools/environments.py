@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import collections
 import contextlib
 import fcntl
 import hashlib
@@ -23,7 +22,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,37 +50,27 @@ class Wanted:
     files: tuple[Path, ...]
 
     def digests(self) -> dict[str, str]:
-        """File name -> sha256 of its content."""
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in self.files}
 
-    def packages(self) -> int:
-        """How many packages the files pin."""
-        return sum(
-            1 for file in self.files for line in file.read_text().splitlines() if "==" in line and line[0] != "#"
-        )
-
-    def size(self) -> str:
-        """Return the sizes that the files' headers state, joined."""
-        return " + ".join(
-            m[1] for file in self.files if (m := re.search(r"^# About (.+?) on disk", file.read_text(), re.M))
-        )
+    def describe(self) -> str:
+        """Return how many packages the files pin, and the sizes that their headers state."""
+        texts = [file.read_text() for file in self.files]
+        sizes = [size for text in texts for size in re.findall(r"^# About (.+?) on disk", text, re.M)]
+        pinned = sum(len(re.findall(r"^[^#\s]+==", text, re.M)) for text in texts)
+        return f"{pinned} packages, about {' + '.join(sizes)} on disk"
 
     def pin(self, package: str) -> str:
         """Return the requirement `package==version` of the base file."""
         match = re.search(rf"^{package}==\S+", self.files[0].read_text(), re.M)
         if match is None:
-            raise Unusable(
-                2, f"{self.files[0].name} pins no {package}, which the harness needs to make the environment"
-            )
+            raise Unusable(2, f"{self.files[0].name} must pin {package}, with which the harness makes the environment")
         return match[0]
 
 
 def has_gpu() -> bool:
-    """Whether nvidia-smi is on PATH and succeeds; asked without torch."""
-    return (
-        shutil.which("nvidia-smi") is not None
-        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
-    )
+    """Return whether nvidia-smi is on PATH and succeeds; asked without torch."""
+    found = shutil.which("nvidia-smi")
+    return found is not None and subprocess.run([found, "-L"], capture_output=True).returncode == 0
 
 
 def ensure(environment: str | None = None, *, tests: bool = False, folder: Path | None = None) -> Path:
@@ -104,24 +92,19 @@ def ensure(environment: str | None = None, *, tests: bool = False, folder: Path 
     files = (PINS / f"{name}.txt", PINS / "tests.txt") if tests else (PINS / f"{name}.txt",)
     wanted = Wanted(f"{sys.version_info[0]}.{sys.version_info[1]}", files)
     folder = Path(asked).absolute() if asked else REPOSITORY / ".venv"
-    python = folder / "bin" / "python"
-    if not _missing(folder, wanted):
-        _install_checkout(folder, wanted)
-        return python
-    if folder.exists() and any(folder.iterdir()) and not (folder / _LOCK).exists():
-        raise Unusable(
-            2, f"HARNESS_VENV = {folder} was not made by the harness: name a new folder, or 'none' to run as you are"
-        )
-    with _locked(folder):
-        missing = _missing(folder, wanted)
-        if missing:
-            _make(folder, wanted, missing)
+    if _missing(folder, wanted):
+        if folder.exists() and any(folder.iterdir()) and not (folder / _LOCK).exists():
+            remedy = "name a new folder, or 'none' to run as you are"
+            raise Unusable(2, f"HARNESS_VENV = {folder} was not made by the harness: {remedy}")
+        with _locked(folder):
+            if missing := _missing(folder, wanted):
+                _make(folder, wanted, missing)
     _install_checkout(folder, wanted)
-    return python
+    return folder / "bin" / "python"
 
 
 def made() -> Path | None:
-    """Return the interpreter of the environment where there is one, made or not the one that runs; None under HARNESS_VENV=none."""
+    """Return the interpreter of the environment, if there is one; None under HARNESS_VENV=none."""
     asked = os.environ.get("HARNESS_VENV", "")
     python = (Path(asked).absolute() if asked else REPOSITORY / ".venv") / "bin" / "python"
     return python if asked != "none" and python.exists() else None
@@ -133,17 +116,14 @@ def need(*packages: str) -> None:
     Ends this process with a sentence and exit code 2 where there is no environment yet, or where it lacks them too.
     """
     lacking = [package for package in packages if importlib.util.find_spec(package) is None]
-    if not lacking:
-        return
     python = made()
-    if python is None or python == Path(sys.executable):
-        script = " ".join(sys.argv[:1])
+    if lacking and (python is None or python == Path(sys.executable)):
+        lacks = f"{sys.argv[0]} needs {' and '.join(lacking)}, which {sys.executable} lacks"
         remedy = "run `python3 launch/quickstart.py` once, which makes .venv, or use a Python that has them"
-        print(
-            f"error: {script} needs {' and '.join(lacking)}, which {sys.executable} lacks; {remedy}.", file=sys.stderr
-        )
+        print(f"error: {lacks}; {remedy}.", file=sys.stderr)
         sys.exit(2)
-    os.execv(python, [str(python), *sys.argv])
+    if lacking:
+        os.execv(str(python), [str(python), *sys.argv])
 
 
 def uv_sources(pip_config: str) -> list[str]:
@@ -158,17 +138,10 @@ def uv_sources(pip_config: str) -> list[str]:
             if key.startswith(scope):
                 settings[key.removeprefix(scope)] = str(ast.literal_eval(value))
     arguments = ["--no-index"] if settings.get("no-index", "").lower() in ("1", "true", "yes", "on") else []
-    for option, uv_option in (
-        ("find-links", "--find-links"),
-        ("index-url", "--index-url"),
-        ("extra-index-url", "--extra-index-url"),
-        ("trusted-host", "--allow-insecure-host"),
-    ):
+    for option in ("find-links", "index-url", "extra-index-url", "trusted-host"):
         for value in settings.get(option, "").split():
-            if (
-                option != "find-links" or "://" in value or Path(value).exists()
-            ):  # pip passes over a folder that is not there
-                arguments += [uv_option, value]
+            if option != "find-links" or "://" in value or Path(value).exists():  # pip passes over absent folders
+                arguments += ["--allow-insecure-host" if option == "trusted-host" else f"--{option}", value]
     return [*arguments, "--index-strategy", "unsafe-best-match"] if arguments else []
 
 
@@ -204,8 +177,7 @@ def _missing(folder: Path, wanted: Wanted) -> tuple[Path, ...]:
         stamp = json.loads((folder / _STAMP).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return wanted.files
-    installed, digests = stamp["files"], wanted.digests()
-    missing = tuple(file for file in wanted.files if installed.get(file.name) != digests[file.name])
+    missing = tuple(file for file in wanted.files if stamp["files"].get(file.name) != wanted.digests()[file.name])
     usable = stamp["python"] == wanted.python and (folder / "bin" / "python").exists()
     return missing if usable and wanted.files[0] not in missing else wanted.files
 
@@ -226,66 +198,47 @@ def _make(folder: Path, wanted: Wanted, missing: tuple[Path, ...]) -> None:
     started = time.monotonic()
     todo = Wanted(wanted.python, missing)
     anew = wanted.files[0] in missing
-    _say(
-        f"{'making' if anew else 'completing'} {folder} (Python {wanted.python})"
-        f" from {', '.join(file.name for file in missing)}"
-    )
-    _say(f"{todo.packages()} packages, about {todo.size()} on disk; downloads that uv has cached are not repeated")
+    names, doing = ", ".join(file.name for file in missing), "making" if anew else "completing"
+    _say(f"{doing} {folder} (Python {wanted.python}) from {names}: {todo.describe()}")
     python = folder / "bin" / "python"
     if anew:
         if any(entry.name != _LOCK for entry in folder.iterdir()):
             _say("what is there is out of date or was cut off: starting over")
-        _clear(folder)
+        (folder / _STAMP).unlink(missing_ok=True)
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != _LOCK:
+                entry.unlink()
         _run([getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(folder)], "make a venv")
-        _say("installing uv with pip")
         pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1"]
-        _run([*pip, wanted.pin("uv")], "install uv", show=False)
-    config = subprocess.run(
-        [str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    ).stdout
-    install = [
-        str(folder / "bin" / "uv"),
-        "pip",
-        "install",
-        "--python",
-        str(python),
-        *uv_sources(config),
-    ]
+        _run([*pip, wanted.pin("uv")], "install uv")
+    command = [str(python), "-m", "pip", "config", "list"]
+    config = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    install = [str(folder / "bin" / "uv"), "pip", "install", "--python", str(python), *uv_sources(config)]
     if anew and wanted.files[0].stem == "cpu":
-        _run([*install, "-c", str(missing[0]), *_torch(install, wanted.pin("torch"))], "install torch")
+        torch = cpu_torch(install, pin := wanted.pin("torch"))
+        if not torch:
+            _say(f"{pin} with its CUDA libraries, about 5 GB more: no CPU build is within reach")
+        _run([*install, "-c", str(missing[0]), *(torch or [pin])], "install torch")
     requirements = [part for file in missing for part in ("-r", str(file))]
     # Where Python writes no bytecode, each process of each run would compile SGLang and torch anew, for seconds.
     compiled = ["--compile-bytecode"] if sys.dont_write_bytecode else []
     _run([*install, "--no-deps", *compiled, *([] if anew else ["--reinstall"]), *requirements], "install the packages")
-    installed = {} if anew else json.loads((folder / _STAMP).read_text())["files"]
-    stamp = {"python": wanted.python, "files": {**installed, **todo.digests()}}
+    stamp = {"python": wanted.python, "files": wanted.digests()}
     (folder / f"{_STAMP}.new").write_text(json.dumps(stamp, indent=2) + "\n")
     os.replace(folder / f"{_STAMP}.new", folder / _STAMP)
     _say(f"ready in {time.monotonic() - started:.0f} s")
 
 
-def _clear(folder: Path) -> None:
-    """Empty the folder, stamp first, the lock kept."""
-    (folder / _STAMP).unlink(missing_ok=True)
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != _LOCK:
-            entry.unlink()
-
-
-def _torch(install: list[str], pin: str) -> list[str]:
-    """Return uv's arguments for torch without a GPU: the CPU build where one is on offer, else the registry's with its CUDA
-    libraries.
-    """
-    for source, extra in (("pip's own sources", []), ("uv's torch backend", ["--torch-backend", "cpu"])):
+def cpu_torch(install: list[str], pin: str) -> list[str]:
+    """Return arguments of the uv command `install` for the CPU build of a pinned torch; none if it is not within reach."""
+    environment = {**uv_environment(), "UV_HTTP_TIMEOUT": "15", "UV_HTTP_RETRIES": "0"}
+    for extra in ([], ["--torch-backend", "cpu"]):
         arguments = [*extra, "--no-deps", f"{pin}+cpu"]
-        environment = {**uv_environment(), "UV_HTTP_TIMEOUT": "15", "UV_HTTP_RETRIES": "0"}
         if subprocess.run([*install, "--dry-run", *arguments], capture_output=True, env=environment).returncode == 0:
-            _say(f"{pin}+cpu, from {source}")
             return arguments
-    _say(f"{pin} with its CUDA libraries, about 5 GB more: no CPU build is within reach")
-    return [pin]
+    return []
 
 
 def uv_environment() -> dict[str, str]:
@@ -294,42 +247,26 @@ def uv_environment() -> dict[str, str]:
     return {**({"SSL_CERT_FILE": certificates} if certificates else {}), **os.environ}
 
 
-def _run(command: list[str], purpose: str, *, show: bool = True) -> None:
-    """Run a command, with a line every 10 s; its messages are passed on as they come, or, not `show`n, if it fails.
-
-    Raises Unusable(125) if it fails.
-    """
+def _run(command: list[str], purpose: str) -> None:
+    """Run a command, with a line every 10 s, and its output if it fails. Raises Unusable(125) if it fails."""
     # Not process_tree.run_tree: this script runs before harness can be imported, and pip and uv leave no process behind.
-    tail: collections.deque[str] = collections.deque(maxlen=60)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=uv_environment()
-    )
-    done = threading.Event()
     started = time.monotonic()
-
-    def beat() -> None:
-        while not done.wait(10):
-            _say(f"{purpose}: {time.monotonic() - started:.0f} s")
-
-    threading.Thread(target=beat, daemon=True).start()
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            tail.append(line)
-            if show and not line.startswith(" + "):  # uv's list of what it installed: the pinned file says it
-                print("  " + line, end="", file=sys.stderr, flush=True)
-        code = process.wait()
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    finally:
-        done.set()
-    if code:
-        if not show:
-            print("".join(tail), end="", file=sys.stderr, flush=True)
-        reached = "no package registry could be reached" if NETWORK.search("".join(tail)) else "the reason stands above"
-        raise Unusable(125, f"could not {purpose} ({Path(command[0]).name} exited with {code}): {reached}")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=uv_environment()) as process:
+        output = None
+        while output is None:
+            try:
+                output = process.communicate(timeout=10)[0]
+            except subprocess.TimeoutExpired:
+                _say(f"{purpose}: {time.monotonic() - started:.0f} s")
+            except BaseException:
+                process.kill()
+                raise
+    if process.returncode:
+        print(output, end="", file=sys.stderr, flush=True)
+        reached = "no package registry could be reached" if NETWORK.search(output) else "the reason stands above"
+        failed = f"{Path(command[0]).name} exited with {process.returncode}"
+        raise Unusable(125, f"could not {purpose} ({failed}): {reached}")
 
 
 def _say(sentence: str) -> None:

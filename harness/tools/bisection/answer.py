@@ -1,23 +1,22 @@
 """What a bisect's verdicts answer: in kind and edges, in sentences for people, and as a dictionary for programs."""
 
-import json
+import math
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from shlex import quote
+from statistics import median
 from typing import Any, Literal
 
-from harness.runtime import redact
 from harness.tools.bisection.candidates import labels
-from harness.tools.bisection.causes import differ_only_in_place, literal_parts, same_cause
-from harness.tools.bisection.confidence import confidence, failure_rate, is_sure, repeat_needed
+from harness.tools.bisection.causes import cause_of, pattern_for, same_cause
+from harness.tools.bisection.classify import limit_of
+from harness.tools.bisection.confidence import confidence, failure_rate, is_sure
 from harness.tools.bisection.installation import unmet_requirements
-from harness.tools.bisection.measurement import describe_limit
-from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate, steps_left
-from harness.tools.bisection.state import Attempt, Record, State
+from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate
+from harness.tools.bisection.state import Record, State
 
 AnswerKind = Literal["found", "probable", "set", "several", "open"]
 EXIT_CODES: dict[AnswerKind, int] = {"found": 0, "probable": 1, "set": 1, "several": 3, "open": 4}
-MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +44,11 @@ class Answer:
 
 
 def answer_of(state: State) -> Answer:
-    edges = tuple(find_edges(state.verdicts))
-    if not edges or next_candidate(state.verdicts, state.closed_indices) is not None:
+    edges, cause = tuple(find_edges(state.verdicts)), second_cause(state)
+    more = next_candidate(state.verdicts, state.closed_indices)
+    if not edges or more is not None or (cause and next_for_cause(state, cause) is not None):
         return Answer(kind="open", edges=edges)
-    cause = second_cause(state)
-    if cause is not None and next_for_cause(state, cause) is not None:
-        return Answer(kind="open", edges=edges, second=cause)
-    if len(edges) > 1 or cause is not None:
+    if len(edges) > 1 or cause:
         return Answer(kind="several", edges=edges, second=cause)
     if len(edges[0].answer) > 1:
         return Answer(kind="set", edges=edges)
@@ -75,55 +72,48 @@ def second_cause(state: State) -> SecondCause | None:
 
 
 def next_for_cause(state: State, cause: SecondCause) -> int | None:
-    """Return the candidate to run next to find where the bad end's own failure begins.
-
-    First as if the other failure had ended there, then as if it hid it, for as many runs as the first took at most.
-    """
-    low, high = sorted((cause.hidden[0], cause.seen))
-    known: dict[int, Verdict] = dict.fromkeys((i for i in state.verdicts if low < i < high), "skip")
-    near = cause.hidden[-1]
-    between: dict[int, Verdict] = {i: v for i, v in known.items() if min(near, cause.seen) < i < max(near, cause.seen)}
-    found = next_candidate({**between, near: "good", cause.seen: "bad"}, state.closed_indices)
-    if found is None and len(cause.hidden) <= 2 * steps_left(high - low):
-        found = next_candidate({**known, cause.hidden[0]: "good", cause.seen: "bad"}, state.closed_indices)
-    return found
+    """Return the candidate to run next to find where the bad end's own failure follows the other one."""
+    near, inner = cause.hidden[-1], range(*sorted((cause.hidden[-1], cause.seen)))
+    known: dict[int, Verdict] = dict.fromkeys((index for index in state.verdicts if index in inner), "skip")
+    return next_candidate({**known, near: "good", cause.seen: "bad"}, state.closed_indices)
 
 
 def _fails_as(record: Record, end: Record) -> bool:
-    causes = [each.cause for each in end.attempts if each.verdict == "bad"]
+    causes = [cause_of(each) for each in end.attempts if each.verdict == "bad"]
     if record is end or not record.decisive or not causes:
         return True
-    return any(same_cause(record.decisive.cause, each) for each in causes)
-
-
-def pattern_for(wanted: Attempt, other: Attempt) -> str:
-    """Return a value of --match that finds the one failure and not the other; "" if their words are the same."""
-    if wanted.slug and wanted.slug != other.slug:
-        return wanted.slug
-    return max((text for text in literal_parts(wanted.failure) if text not in other.failure), key=len, default="")
+    return any(same_cause(cause_of(record.decisive), each) for each in causes)
 
 
 def sentences(state: State, answer: Answer) -> list[str]:
-    edges = answer.edges
-    if answer.kind == "several":
+    edges, options = answer.edges, state.question.options
+    if len(edges) > 1:
+        lines = [f"There are {len(edges)} places where the verdict changes: several causes, or a flaky one (--repeat):"]
+    elif answer.second:
         lines = ["There are two causes, or more: the bad end fails otherwise than the candidate at the edge."]
-        if len(edges) > 1:
-            lines = [
-                f"There are {len(edges)} places where the verdict changes, so there is more than one cause, or the failure"
-                " comes and goes (--repeat):"
-            ]
-        lines += [_describe_edge(state, edge) for edge in edges]
-        lines += _describe_second(state, answer.second) if answer.second else []
     else:
-        lines = [_describe_edge(state, edges[0]), *_masked(state, edges[0]), *_other_words(state, edges[0])]
-    sides = dict.fromkeys(index for edge in edges for index in (edge.before, edge.after))
-    lines += filter(None, (describe_unmet(state, state.record(index)) for index in sides))
-    lines += describe_limit(state, edges[0] if len(edges) == 1 else None)
-    lines += _describe_confidence(state)
+        lines = []
+    lines += [_describe_edge(state, edge) for edge in edges]
+    if answer.second:
+        lines += _describe_second(state, answer.second)
+    elif len(edges) == 1:
+        lines += [*_masked(state, edges[0]), *_other_words(state, edges[0])]
+    if options.only_package:
+        sides = dict.fromkeys(index for edge in edges for index in (edge.before, edge.after))
+        lines += filter(None, (describe_unmet(state.record(index), options.package) for index in sides))
+    lines += _describe_limit(state, edges[0] if len(edges) == 1 else None)
+    sure, rate = confidence(state), failure_rate(state)
+    if sure is not None and rate:
+        lines.append(
+            f"The answer is right with a probability of {min(sure, 0.999):.1%}, if each bad one fails as often as the bad end,"
+            f" which after its first failure failed in {rate.failed} of {rate.runs} runs."
+        )
+        if not is_sure(state):
+            lines.append(f"That is less than --confidence {options.confidence}: more --repeat or --confirm would do.")
     unrun = len(state.candidates) - len(state.verdicts.keys() | state.closed_indices)
     if unrun and answer.kind != "several":
         lines.append(
-            f"{unrun} other candidates were not run; a failure that came and went among them would not show (--second-look N)."
+            f"{unrun} others were not run; a failure that came and went there would not show (--second-look N)."
         )
     return lines
 
@@ -135,39 +125,60 @@ def _describe_edge(state: State, edge: Edge) -> str:
     is_probably = "is" if is_sure(state) else "is probably"
     if len(edge.answer) == 1:
         return f"The first {first} {what} {is_probably} {after}; the last {last} one is {before}."
-    among = [state.candidates[i] for i in edge.answer]
+    among = labels(state.candidates[i] for i in edge.answer)
     return (
-        f"The first {first} {what} {is_probably} one of {len(among)}: {labels(among, 12)}. The last that is known to be {last}"
+        f"The first {first} {what} {is_probably} one of {len(edge.answer)}: {among}. The last that is known to be {last}"
         f" is {before}, and what lies between could not be classified."
     )
 
 
-def describe_unmet(state: State, record: Record) -> str:
+def describe_unmet(record: Record, package: str) -> str:
     """Return a sentence if a candidate ran over packages that it does not ask for: the answer is of that mix."""
-    lacks = unmet_requirements(record.paths, state.question.options.package, record.freeze)
-    others = [each for each in lacks if each.has]
-    parts = [f"{each.package} {each.has} (it asks for {each.wants})" for each in others[:MOST_NAMED]]
-    if len(others) > MOST_NAMED:
-        parts.append(f"{len(others) - MOST_NAMED} others that it does not ask for")
-    with_others = [f"with {', '.join(parts)}"] if parts else []
-    without = [f"without {len(lacks) - len(others)} of its requirements"] if len(lacks) > len(others) else []
-    instead = "; without --only-package it gets its own" if state.question.options.only_package else ""
-    return f"{record.name[:12]} ran {', '.join([*with_others, *without])}{instead}." if lacks else ""
+    lacks = unmet_requirements(record.paths, package, record.freeze)
+    parts = [f"{name} {has} (it asks for {wants})" for name, (wants, has) in lacks.items() if has]
+    absent = [name for name, (_, has) in lacks.items() if not has]
+    parts += [f"without {len(absent)} of its requirements"] if absent else []
+    return f"{record.name} ran over {', '.join(parts)}; without --only-package it gets its own." if parts else ""
 
 
-def _describe_confidence(state: State) -> list[str]:
-    sure, rate, options = confidence(state), failure_rate(state), state.question.options
-    if sure is None or rate is None:
+def number_of(record: Record) -> float | None:
+    numbers = [attempt.value for attempt in record.attempts if attempt.value is not None]
+    return median(numbers) if numbers else None
+
+
+def reference(state: State) -> float | None:
+    """Return the good end's number, once it is known to be good."""
+    good = state.end("good")
+    return number_of(state.record(good)) if good is not None and state.verdicts[good] == "good" else None
+
+
+def _describe_limit(state: State, edge: Edge | None) -> list[str]:
+    """Return sentences on the limit, and on the largest step if it is not the one over the limit."""
+    options, base = state.question.options, reference(state)
+    limit = limit_of(options, state.question.ratio, base)
+    if state.question.kind != "metric" or limit is None:
         return []
-    lines = [
-        f"The answer is right with a probability of {min(sure, 0.999):.1%}, if each bad one fails as often as the bad end, which"
-        f" after its first failure failed in {rate.failed} of {rate.runs} runs."
-    ]
-    if not is_sure(state):
-        more, above = repeat_needed(state), f"a --confirm above {options.confirm}"
-        remedy = f"--repeat {more}, or {above}," if more else above
-        lines.append(f"That is less than --confidence {options.confidence}: {remedy} would do.")
-    return lines
+    where = "below" if options.below is not None else "above"
+    times = f", {options.worse.rstrip('x')} times the good end's {base:.6g}" if options.worse else ""
+    sentences = [f"{options.metric} is bad {where} {limit:.6g}{times}."]
+    sign = (-1 if options.below is not None else 1) * (-1 if options.find_fix else 1)
+    numbers = {
+        state.index(record.name): number for record in state.records if (number := number_of(record)) is not None
+    }
+
+    def worsening(step: tuple[int, int]) -> float:
+        change = sign * (numbers[step[1]] - numbers[step[0]])
+        return math.inf if math.isnan(change) else change
+
+    steps = list(pairwise(sorted(numbers)))
+    crossing = next((step for step in steps if edge and edge.before <= step[0] and step[1] <= edge.after), None)
+    if crossing and worsening(largest := max(steps, key=worsening)) > worsening(crossing):
+        over, larger = (
+            f"{' to '.join(state.candidates[index].label for index in step)}, {numbers[step[0]]:.6g} to {numbers[step[1]]:.6g}"
+            for step in (crossing, largest)
+        )
+        sentences.append(f"The step over the limit ({over}) is not the largest, which is {larger}.")
+    return sentences
 
 
 def _masked(state: State, edge: Edge) -> list[str]:
@@ -175,17 +186,17 @@ def _masked(state: State, edge: Edge) -> list[str]:
     if not hidden:
         return []
     reasons = list(dict.fromkeys(state.record(i).reason for i in hidden))
-    listed = labels([state.candidates[i] for i in hidden], 12)
+    listed = labels(state.candidates[i] for i in hidden)
     return [f"Another failure masks it in {len(hidden)}: {listed}. There they fail with: {'; '.join(reasons[:3])}."]
 
 
 def _other_words(state: State, edge: Edge) -> list[str]:
     """Return the bad end's failure, if the one at the edge has other words and still counts as the same."""
     bad_end, at_edge = state.end("bad"), edge.before if state.question.options.find_fix else edge.after
-    if state.question.kind != "failure" or bad_end is None or bad_end == at_edge:
+    if state.question.kind != "failure" or bad_end is None:
         return []
     end, near = (state.record(index) for index in (bad_end, at_edge))
-    if not end.decisive or not near.decisive or end.decisive.cause.shape == near.decisive.cause.shape:
+    if not end.decisive or not near.decisive or cause_of(end.decisive).shape == cause_of(near.decisive).shape:
         return []
     return [f"The bad end {end.name[:12]} fails with other words, taken for the same cause: {end.reason.rstrip('.')}."]
 
@@ -194,23 +205,17 @@ def _describe_second(state: State, cause: SecondCause) -> list[str]:
     """Return the failure at the edge, where the bad end's own one shows, and what may hide it in between."""
     first, seen = cause.hidden[0], cause.seen
     seen_first, before = ("last", "after") if seen < first else ("first", "before")
-    reasons = [state.record(index).reason.rstrip(".") for index in (first, seen)]
-    hiding = labels([state.candidates[index] for index in sorted(cause.hidden)], 12)
-    lines = [
-        f"{state.candidates[first].label} fails with: {reasons[0]}.",
-        f"The bad end's own failure is {seen_first} seen at {state.candidates[seen].label}: {reasons[1]}. What was run {before}"
-        f" it fails otherwise, which may hide it: {hiding}.",
-    ]
-    own, edge = state.record(seen).decisive, state.record(first).decisive
+    edge, own = (state.record(index).decisive for index in (first, seen))
     assert own and edge
-    if differ_only_in_place(own.cause, edge.cause):
-        lines.append(
-            f"The message is the same, but it comes from {own.place} in place of {edge.place}; a function that was renamed"
-            " looks like this too."
-        )
-    elif pattern := pattern_for(own, edge):
-        lines.append(f"--match {quote(pattern)} looks for the bad end's failure alone.")
-    return lines
+    there, here = (f"{each.reason.rstrip('.')}{each.place and f' (in {each.place})'}" for each in (edge, own))
+    hiding = labels(state.candidates[index] for index in sorted(cause.hidden))
+    pattern = pattern_for(own, edge)
+    return [
+        f"{state.candidates[first].label} fails with: {there}.",
+        f"The bad end's own failure is {seen_first} seen at {state.candidates[seen].label}: {here}. What was run {before}"
+        f" it fails otherwise, which may hide it: {hiding}.",
+        *([f"--match {quote(pattern)} looks for the bad end's failure alone."] if pattern else []),
+    ]
 
 
 def candidate_rows(state: State) -> list[tuple[str, str, str, str]]:
@@ -237,31 +242,9 @@ def as_dict(state: State, answer: Answer) -> dict[str, Any]:
         {"before": names[edge.before], "after": names[edge.after], "among": [names[index] for index in edge.answer]}
         for edge in answer.edges
     ]
-    lines = sentences(state, answer) if answer.kind != "open" else []
-    return {"kind": answer.kind, "exit_code": EXIT_CODES[answer.kind], "edges": edges, "sentences": lines}
-
-
-def refused_answer(sentence: str) -> dict[str, Any]:
-    """Return the same if there is nothing to bisect between the ends: both are good, or one could not be classified."""
-    return {"kind": "refused", "exit_code": 2, "edges": [], "sentences": [sentence]}
-
-
-def status_json(state: State, process: int | None) -> str:
-    """Return `status --json`, without secrets. process: the one that runs the bisect now."""
-    answer = answer_of(state)
-    verdicts = [
-        {"name": record.name, "verdict": record.verdict, "reason": record.reason, "seconds": record.seconds}
-        | {"log": record.decisive.log if record.decisive else ""}
-        for record in state.records
-    ]
-    found = state.answer if answer.kind == "open" and state.answer else as_dict(state, answer)
-    whole = {"answer": found, "verdicts": verdicts, "not_run": state.closed, "process": process}
-    return json.dumps(_redacted(whole), indent=1)
-
-
-def _redacted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _redacted(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_redacted(each) for each in value]
-    return redact.text(value) if isinstance(value, str) else value
+    return {
+        "kind": answer.kind,
+        "exit_code": EXIT_CODES[answer.kind],
+        "edges": edges,
+        "sentences": sentences(state, answer),
+    }

@@ -7,24 +7,20 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from difflib import unified_diff
+from html import escape
 from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
 from harness.runtime import redact
 from harness.tools.bisection.answer import Answer, candidate_rows, sentences
-from harness.tools.bisection.candidates import Candidate, github_page, subjects
-from harness.tools.bisection.causes import module_of, normal_name, relative_file, trace_at
-from harness.tools.bisection.installation import (
-    Environment,
-    package_root,
-    package_sources,
-    store_of,
-    unmet_requirements,
-)
-from harness.tools.bisection.measurement import numbers_table
+from harness.tools.bisection.candidates import Candidate, git, github_page
+from harness.tools.bisection.causes import module_of, relative_file, trace_at
+from harness.tools.bisection.installation import Environment, package_root, package_sources, store_of
 from harness.tools.bisection.question import SCRIPT, command_of, is_of_this_repository
-from harness.tools.bisection.search import DECIDED, Edge, most_runs
+from harness.tools.bisection.search import Edge
 from harness.tools.bisection.state import Record, State
 from harness.tools.diagnose.log_lines import LogLine, raw_lines
 from harness.tools.environments import has_gpu
@@ -35,38 +31,26 @@ UPSTREAM = {
     "transformers": "huggingface/transformers",
     "flashinfer-python": "flashinfer-ai/flashinfer",
     "torch-memory-saver": "fzyzcjy/torch_memory_saver",
-    "accelerate": "huggingface/accelerate",
-    "xgrammar": "mlc-ai/xgrammar",
-    "torchao": "pytorch/ao",
 }
 """Repositories whose tags are v and the version."""
-SHOWN_VARIABLES = (
-    "PYTHONPATH",
-    "SGLANG_USE_CPU_ENGINE",
-    "SGLANG_CPU_OMP_THREADS_BIND",
-    "OMP_NUM_THREADS",
-    "TORCHDYNAMO_DISABLE",
-    "SGLANG_NCCL_SO_PATH",
-)
-"""Variables that a command to reproduce a run sets, if the run had other values than this process."""
-MOST_SUBJECTS = 30
-MOST_LINES, MOST_LINES_OF_A_FILE = 160, 60
+NOT_SHOWN = ("PATH", "VIRTUAL_ENV", "PYTHONNOUSERSITE", "HARNESS_VENV")
+"""Variables that a run has otherwise than this process, and that a command to reproduce it does without."""
+MOST_SUBJECTS, MOST_LINES_OF_A_FILE = 30, 60
 _LOG_LINES, _LINES_AFTER = 30, 8
 _FRAME = re.compile(r'File "[^"]*?/(?:site-packages|site|python)/(?P<module>\w+)[./]')
 _EXCEPTION_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.MULTILINE)
-_SKIPPED_FIELDS = ("tree", "version", "engine_arguments")
+_LINK = re.compile(r"https://[^\s|]+|\bruns/[\w.+-]+/\d+/log\.txt")
 
 
 def write_reports(state: State, answer: Answer, folder: Path) -> str:
     """Write both reports, without secrets, and each environment's freeze; return the answer in a few lines. Raises OSError."""
     for record in state.records:
-        if record.freeze:
-            file = _freeze_file(folder, record.name)
-            file.parent.mkdir(exist_ok=True)
-            file.write_text("".join(f"{package}=={version}\n" for package, version in record.freeze.items()))
+        file = _freeze_file(folder, record.name)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(f"{package}=={version}\n" for package, version in record.freeze.items()))
     text = redact.text("\n".join(_markdown(state, answer, folder)) + "\n")
     (folder / "report.md").write_text(text, encoding="utf-8")
-    (folder / "report.html").write_text(redact.text(bisect_page(text, state, folder)), encoding="utf-8")
+    (folder / "report.html").write_text(redact.text(bisect_page(text, state)), encoding="utf-8")
     return redact.text("\n".join([*sentences(state, answer), _cost(state)]))
 
 
@@ -81,46 +65,34 @@ def _markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
     for sentence in sentences(state, answer):
         yield from (sentence, "")
     yield from ("```", join(["python", SCRIPT, *state.question.words()]), "```", "")
-    yield from _verdicts(state)
-    yield from numbers_table(state)
-    for edge in answer.edges if answer.kind != "open" else ():
+    yield from ("## Verdicts", "", "| candidate | verdict | run | first failure, or why | seconds | log |")
+    yield "|---|---|---|---|---|---|"
+    for number, record in sorted(enumerate(state.records, 1), key=lambda each: state.index(each[1].name)):
+        label = state.candidates[state.index(record.name)].label.replace("|", "/")
+        reason = record.reason.replace("|", "/")
+        run = "replayed" if record.replayed else str(number)
+        log = record.decisive.log if record.decisive else "-"
+        yield f"| {label} | {record.verdict} | {run} | {reason} | {record.seconds:.1f} | {log} |"
+    yield from ("", *(f"- {name[:24]}: {reason}" for name, reason in state.closed.items()), "")
+    for edge in answer.edges:
         yield from _edge(state, edge, folder)
     if answer.second is not None:
         yield from _first_failure(state.record(answer.second.seen), folder)
-    yield from ("## Cost", "", _cost(state), "")
-    yield from ("## Where", "", f"- {platform.platform()}, Python {platform.python_version()}")
-    if not options.environments:
-        yield f"- {store_of(options).describe()}"
+    yield from ("## Cost", "", _cost(state), "", f"- {platform.platform()}, Python {platform.python_version()}")
+    yield f"- {store_of(options).describe()}"
     cpu = "no GPU: SGLang in its CPU mode, with the stand-ins of harness/runtime/standins"
-    yield from (f"- {'an NVIDIA GPU' if has_gpu() else cpu}", "")
-
-
-def _verdicts(state: State) -> Iterator[str]:
-    """Yield a table of what ran, in order, and a list of what could not."""
-    yield from ("## Verdicts", "", "| run | candidate | verdict | first failure, or why | seconds | log |")
-    yield "|---|---|---|---|---|---|"
-    for number, record in enumerate(state.records, 1):
-        label = state.candidates[state.index(record.name)].label.replace("|", "/")
-        log = record.decisive.log if record.decisive else "-"
-        reason = record.reason.replace("|", "/") + (" (replayed)" if record.replayed else "")
-        yield f"| {number} | {label} | {record.verdict} | {reason} | {record.seconds:.1f} | {log} |"
-    yield ""
-    if state.closed:
-        yield from ("## Not run", "", *(f"- {name[:24]}: {reason}" for name, reason in state.closed.items()), "")
+    yield f"- {'an NVIDIA GPU' if has_gpu() else cpu}"
 
 
 def _cost(state: State) -> str:
     """Return what it took, and what the search itself added to the runs."""
     ran = [record for record in state.records if not record.replayed]
     runs, waited = sum(record.seconds for record in ran), sum(record.waited_seconds for record in ran)
-    most = most_runs(len(state.candidates), sum(record.verdict not in DECIDED for record in state.records))
     search = state.wall_seconds - state.resolving_seconds
     share = f", {search / runs - 1:+.0%} of the runs" if runs else ""
     return (
-        f"{len(ran)} candidates run of {len(state.candidates)} (at most {most} for one edge): runs {runs:.1f} s, the search"
-        f" around them {search:.1f} s{share}, after {state.resolving_seconds:.1f} s of resolving. Waited for environments:"
-        f" {waited:.1f} s, {ran[0].waited_seconds if ran else 0.0:.1f} s of it before the first run; their installs took"
-        f" {sum(state.installs.values()):.1f} s."
+        f"{len(ran)} candidates run of {len(state.candidates)}: runs {runs:.1f} s, the search around them {search:.1f} s{share},"
+        f" after {state.resolving_seconds:.1f} s of resolving. Waited for environments: {waited:.1f} s."
     )
 
 
@@ -130,17 +102,17 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
     candidates = [state.candidates[index] for index in sides]
     bad = after if after.verdict == "bad" else before
     yield from (f"## What changed from {candidates[0].label} to {candidates[1].label}", "")
-    if address := _compare_page(state, before.name, after.name):
-        yield from (f"- {address}", "")
     if options.git:
-        merged = subjects(Path(options.git), before.name, after.name)
-        yield from (f"- {subject}" for subject in merged[:MOST_SUBJECTS])
-        if len(merged) > MOST_SUBJECTS:
-            yield f"- and {len(merged) - MOST_SUBJECTS} more: git log --oneline {before.name[:12]}..{after.name[:12]}"
-        yield ""
-    yield from _packages(state, before, after, bad, folder)
-    for record in records:
-        yield from requirements_table(state, record)
+        address, tags = github_page(Path(options.git)), f"{before.name}...{after.name}"
+    else:
+        repository = UPSTREAM.get(canonicalize_name(options.package), "")
+        address, tags = repository and f"https://github.com/{repository}", f"v{before.name}...v{after.name}"
+    yield from (f"- {address}/compare/{tags}", "") if address else ()
+    if options.git:
+        merged = git(Path(options.git), "log", "--format=- %h %s", f"{before.name}..{after.name}").splitlines()
+        yield from merged[:MOST_SUBJECTS]
+        yield from (f"- and {len(merged) - MOST_SUBJECTS} more", "") if len(merged) > MOST_SUBJECTS else ("",)
+    yield from _packages(before, after, bad, options.package, folder)
     yield from _traceback_files(before, after, bad, options.package, folder)
     yield from changed_api(before, after)
     yield from _first_failure(bad, folder)
@@ -148,60 +120,29 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
     for record, candidate in zip(records, candidates, strict=True):
         if record.freeze:
             lines += [f"# {record.verdict}: {candidate.label}", *reproduce_commands(state, record, candidate, folder)]
-    if lines:
-        yield from ("## Reproduce with", "", "```", *lines, "```", "")
+    yield from ("## Reproduce with", "", "```", *lines, "```", "") if lines else ()
 
 
-def requirements_table(state: State, record: Record) -> Iterator[str]:
-    """Yield what a candidate wants of the packages that it is laid over, and what they have."""
-    if lacks := unmet_requirements(record.paths, state.question.options.package, record.freeze):
-        yield from (
-            f"## Requirements that {record.name[:12]} did not get",
-            "",
-            "| package | wants | has |",
-            "|---|---|---|",
-        )
-        yield from (f"| {u.package} | {u.wants.replace('|', '/')} | {u.has or 'not installed'} |" for u in lacks)
+def _packages(before: Record, after: Record, bad: Record, package: str, folder: Path) -> Iterator[str]:
+    """Yield the packages that differ, and which of them to suspect."""
+    old, new = before.freeze, after.freeze
+    changed = {
+        name: (old.get(name, "-"), new.get(name, "-"))
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    }
+    if old and new and changed:
+        suspect = _suspect(bad, folder, changed, canonicalize_name(package))
+        yield from ("| package | before | after | |", "|---|---|---|---|")
+        for name, (was, now) in changed.items():
+            yield f"| {name} | {was} | {now} | {'likely suspect' if name == suspect else ''} |"
         yield ""
 
 
-def _compare_page(state: State, before: str, after: str) -> str:
-    """Return upstream's page of the commits between the two; "" if it is not known."""
-    options = state.question.options
-    if options.git:
-        address = github_page(Path(options.git))
-        return f"{address}/compare/{before}...{after}" if address else ""
-    repository = UPSTREAM.get(normal_name(options.package), "")
-    return f"https://github.com/{repository}/compare/v{before}...v{after}" if repository else ""
-
-
-def _packages(state: State, before: Record, after: Record, bad: Record, folder: Path) -> Iterator[str]:
-    """Yield the packages that differ, and which of them to suspect."""
-    question, package = state.question, normal_name(state.question.options.package)
-    if not before.freeze or not after.freeze:
-        return
-    old, new = before.freeze, after.freeze
-    changed = {
-        name: (old.get(name, ""), new.get(name, "")) for name in sorted({*old, *new}) if old.get(name) != new.get(name)
-    }
-    if not changed:
-        yield from (f"No resolved package changed{' but the commit itself' if question.options.git else ''}.", "")
-        return
-    suspect = _suspect(_log(bad, folder), changed, package)
-    yield from ("| package | before | after | |", "|---|---|---|---|")
-    for name, (was, now) in changed.items():
-        yield f"| {name} | {was or '-'} | {now or '-'} | {'likely suspect' if name == suspect else ''} |"
-    yield ""
-    if suspect and suspect != package:
-        ends = ["--good", changed[suspect][0], "--bad", changed[suspect][1]]
-        held = f"{question.options.package}=={old.get(package, before.name)}"
-        command = ["python", SCRIPT, "--package", suspect, "--hold", held, *ends, "--", *question.command]
-        yield f"The failure shows in {suspect}, which changed as well. To hold everything else and move it alone:"
-        yield from ("", "```", join(command), "```", "")
-
-
-def _suspect(log: str, changed: Mapping[str, tuple[str, str]], moved: str) -> str:
+def _suspect(bad: Record, folder: Path, changed: Mapping[str, tuple[str, str]], moved: str) -> str:
     """Return the changed package in whose code the first traceback of a log ends, else the moved one, else the only one."""
+    file = folder / bad.decisive.log if bad.decisive else None
+    log = file.read_text(errors="replace") if file and file.is_file() else ""
     by_module = {module_of(name): name for name in changed}
     exception = _EXCEPTION_LINE.search(log)
     frames = [match["module"] for match in _FRAME.finditer(log[: exception.start()] if exception else "")]
@@ -210,45 +151,20 @@ def _suspect(log: str, changed: Mapping[str, tuple[str, str]], moved: str) -> st
     return moved if moved in changed else next(iter(changed)) if len(changed) == 1 else ""
 
 
-def _log(record: Record, folder: Path) -> str:
-    file = folder / record.decisive.log if record.decisive else None
-    return file.read_text(errors="replace") if file and file.is_file() else ""
-
-
 def _traceback_files(before: Record, after: Record, bad: Record, package: str, folder: Path) -> Iterator[str]:
-    """Yield how the files that the failure's traceback names differ; nothing if it names none, or a side's files are gone."""
+    """Yield how the files that the failure's traceback names differ, the deepest frame's first."""
     old, new = (package_root(record.paths, record.python, package) for record in (before, after))
-    if old is None or new is None or old == new or not (files := _named_files(bad, package, folder, (old, new))):
+    made = bad.decisive
+    if old is None or new is None or old == new or not made or not made.line or not (folder / made.log).is_file():
         return
-    yield from ("## What changed in the files of the traceback", "")
-    left, unchanged = MOST_LINES, []
-    for file in files:
+    trace = trace_at(LogLine(str(folder / made.log), 0, made.line, "", "", "", None))
+    files = dict.fromkeys(relative_file(file, package) for file, _ in (trace.inside(package) if trace else ()))
+    for number, file in enumerate(files):
         was, now = (p.read_text(errors="replace").splitlines() if p.is_file() else [] for p in (old / file, new / file))
         lines = [_ascii(line) for line in unified_diff(was, now, f"before/{file}", f"after/{file}", lineterm="")]
-        if not lines:
-            unchanged.append(file)
-        elif left > 0:
-            shown = lines[: min(left, MOST_LINES_OF_A_FILE)]
-            left -= len(shown)
-            more = [f"... {len(lines) - len(shown)} lines more"] if len(shown) < len(lines) else []
-            yield from ("```", *shown, *more, "```", "")
-    if unchanged:
-        yield from (f"Unchanged: {', '.join(unchanged)}.", "")
-
-
-def _named_files(bad: Record, package: str, folder: Path, roots: tuple[Path, Path]) -> list[str]:
-    """Return files below either root: the deepest frame's first, then those of modules that the message names."""
-    made = bad.decisive
-    if made is None:
-        return []
-    found = []
-    if made.line and (folder / made.log).is_file():
-        trace = trace_at(LogLine(str(folder / made.log), 0, made.line, "", "", "", None))
-        found += [relative_file(frame.file, package) for frame in reversed(trace.inside(package))] if trace else []
-    for name in re.findall(rf"\b{re.escape(module_of(package))}(?:\.\w+)*", made.failure):
-        path = name.replace(".", "/")
-        found += [f"{path}.py", f"{path}/__init__.py"]
-    return [file for file in dict.fromkeys(found) if any((root / file).is_file() for root in roots)]
+        more = [f"... {len(lines) - MOST_LINES_OF_A_FILE} lines more"] if len(lines) > MOST_LINES_OF_A_FILE else []
+        yield from ("## What changed in the files of the traceback", "") if not number else ()
+        yield from ("```", *(lines or [f"{file} is unchanged"])[:MOST_LINES_OF_A_FILE], *more, "```", "")
 
 
 def changed_api(before: Record, after: Record) -> Iterator[str]:
@@ -263,24 +179,28 @@ def changed_api(before: Record, after: Record) -> Iterator[str]:
         old, new = (probe(SourceTree(root / "sglang")) for root in roots if root)
     except ValueError:
         return  # a package of this name that is not SGLang, or a tree of another age
+    gone, added = old.engine_arguments - new.engine_arguments, new.engine_arguments - old.engine_arguments
     yield from ("## Changed engine arguments and API", "")
-    lines = []
-    if gone := sorted(old.engine_arguments - new.engine_arguments):
-        lines.append(f"- engine arguments gone: {', '.join(gone)}")
-    if added := sorted(new.engine_arguments - old.engine_arguments):
-        lines.append(f"- engine arguments new: {', '.join(added)}")
-    for field in fields(old):
-        was, now = getattr(old, field.name), getattr(new, field.name)
-        if field.name not in _SKIPPED_FIELDS and was != now:
-            lines.append(f"- {field.name}: {was!r} -> {now!r}")
-    yield from [*(lines or ["None of those that this harness probes."]), ""]
+    yield f"- engine arguments gone: {', '.join(sorted(gone)) or 'none'}"
+    yield f"- engine arguments new: {', '.join(sorted(added)) or 'none'}"
+    for name in [field.name for field in fields(old) if field.name not in ("tree", "version", "engine_arguments")]:
+        if getattr(old, name) != getattr(new, name):
+            yield f"- {name}: {getattr(old, name)!r} -> {getattr(new, name)!r}"
+    yield ""
 
 
 def _first_failure(bad: Record, folder: Path) -> Iterator[str]:
     if not bad.decisive:
         return
     log = folder / bad.decisive.log
-    yield from (f"## First failure of {bad.name[:24]}", "", bad.reason, "", f"All of its output: {log}", "")
+    yield from (
+        f"## First failure of {bad.name[:24]}",
+        "",
+        bad.reason,
+        "",
+        f"All of its output: {bad.decisive.log}",
+        "",
+    )
     if bad.decisive.slug:
         yield from (f"It is known as {bad.decisive.slug}: see launch/diagnose.py.", "")
     kept: deque[str] = deque(maxlen=_LOG_LINES)  # the lines around the failure's own, or the last ones
@@ -288,8 +208,7 @@ def _first_failure(bad: Record, folder: Path) -> Iterator[str]:
         kept.append(_ascii(raw.decode("utf-8", "replace").rstrip()))
         if bad.decisive.line and position >= bad.decisive.line + _LINES_AFTER:
             break
-    if any(kept):
-        yield from ("```", *kept, "```", "")
+    yield from ("```", *kept, "```", "") if any(kept) else ()
 
 
 def _ascii(line: str) -> str:
@@ -314,43 +233,27 @@ def reproduce_commands(state: State, record: Record, candidate: Candidate, folde
         made = [f"uv venv --python {own} {place}", join([*install, "-r", str(_freeze_file(folder, candidate.name))])]
     environment = Environment(python=python, paths=paths, freeze=record.freeze)
     variables = environment.variables(not has_gpu(), is_of_this_repository(question))
-    shown = (n for n in SHOWN_VARIABLES if variables.get(n) and variables[n] != os.environ.get(n))
-    assigned = [f"{name}={quote(variables[name])}" for name in shown]
+    changed = {n: value for n, value in variables.items() if value != os.environ.get(n) and n not in NOT_SHOWN}
+    assigned = [f"{name}={quote(value)}" for name, value in changed.items() if value]
     command = join(command_of(question, python, Path("/tmp")))
     return [*made, " ".join([f"cd {quote(question.folder)} &&", *assigned, command])]
 
 
-def bisect_page(markdown: str, state: State, folder: Path) -> str:
+def bisect_page(markdown: str, state: State) -> str:
     """Return the report as one page that needs no other file, with the candidates in order above it.
 
-    Links lead to upstream and to files below the folder. Inline Markdown stays as it is: __init__ in a log is no emphasis.
+    Links lead to upstream and to the runs' logs. Inline Markdown stays as it is: __init__ in a log is no emphasis.
     """
     import jinja2
     from markdown_it import MarkdownIt
 
+    def linked(renderer: object, tokens: Any, index: int, options: object, env: object) -> str:
+        return _LINK.sub(lambda found: f'<a href="{found[0]}">{found[0]}</a>', escape(tokens[index].content))
+
     title, _, rest = markdown.partition("\n")
     parser = MarkdownIt("zero").enable(["fence", "heading", "list", "table"])
-    parser.add_render_rule("text", lambda self, tokens, index, options, env: linked(tokens[index].content, folder))
+    parser.add_render_rule("text", linked)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.get_template("bisect_page.html.jinja")
     return template.render(title=title.removeprefix("# "), body=parser.render(rest), rows=candidate_rows(state))
-
-
-def linked(text: str, folder: Path) -> Any:
-    """Return the text as HTML in which addresses, and files below the folder, are links."""
-    from markupsafe import Markup, escape
-
-    parts = []
-    for word in re.split(r"(\s+)", text):
-        address = word if word.startswith("https://") else _relative(word, folder)
-        parts.append(Markup('<a href="{}">{}</a>').format(address, word) if address else escape(word))
-    return Markup("").join(parts)
-
-
-def _relative(word: str, folder: Path) -> str:
-    """Return the path from the folder of a file below it; "" if the word names none."""
-    for file in (folder / word, Path(word)):
-        if "/" in word and ".." not in file.parts and file.is_relative_to(folder) and os.path.isfile(file):
-            return str(file.relative_to(folder))
-    return ""

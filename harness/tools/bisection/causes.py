@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
+from packaging.utils import canonicalize_name
+
+from harness.tools.bisection.state import Attempt
 from harness.tools.diagnose.log_lines import LogLine, parse_line, raw_lines
 
 _OPENS = "Traceback (most recent call last)"
 _OPENS_CRASH = "(most recent call first)"  # faulthandler's
-_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line \d+,? in (?P<function>\S+)')
+_FRAME = re.compile(r'\s*File "([^"]+)", line \d+,? in (\S+)')
 _WITHIN = ("", " ", "\t", "|", "+", "^")
 """First characters of a traceback's lines, save its last."""
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/(.+)")
@@ -27,21 +30,10 @@ _VARIABLE = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z_][\w.]*|#")
 _QUOTED = re.compile(r"(?<!\w)['\"`]([^'\"`]{1,80})['\"`](?!\w)")
-_IMPORTS = frozenset({"ImportError", "ModuleNotFoundError"})
-_NAMED = _IMPORTS | {"AttributeError", "NameError"}
+_NAMED = ("ImportError", "ModuleNotFoundError", "AttributeError", "NameError")
 """Classes whose message is a name that does not vary: fp4 for fp8 is another failure."""
-_COMMON_FUNCTIONS = frozenset(
-    {"<module>", "__init__", "__call__", "forward", "main", "run", "wrapper", "_wrapper", "<lambda>"}
-)
-_ALIKE, _SPECIFIC_WORDS, _LEAST_LETTERS = 0.75, 3, 3
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call, with its file as the traceback names it."""
-
-    file: str
-    function: str
+_COMMON_FUNCTIONS = ("<module>", "__init__", "__call__", "forward", "main", "run", "wrapper", "_wrapper", "<lambda>")
+_ALIKE, _SPECIFIC_WORDS = 0.75, 3
 
 
 @dataclass(slots=True)
@@ -49,26 +41,28 @@ class LogTrace:
     """One traceback of a log, between the numbers of its first and last line (0 if the log ends before)."""
 
     begins: int
+    source: str
+    is_crash: bool
     ends: int = 0
-    source: str = ""
     exception: str = ""
-    frames: list[Frame] = field(default_factory=list)
-    """The deepest call last."""
-    is_crash: bool = False
+    frames: list[tuple[str, str]] = field(default_factory=list)
+    """File and function of each call, the deepest last; of a crash first."""
 
-    def inside(self, package: str) -> list[Frame]:
+    def inside(self, package: str) -> list[tuple[str, str]]:
+        """Return the frames in the package's own code, the deepest first."""
         module = module_of(package)
-        return [frame for frame in self.frames if f"/{module}/" in frame.file or frame.file.endswith(f"/{module}.py")]
+        frames = self.frames if self.is_crash else self.frames[::-1]
+        return [each for each in frames if f"/{module}/" in each[0] or each[0].endswith(f"/{module}.py")]
 
     def place(self, package: str) -> str:
         """Return FILE:FUNCTION of the deepest frame in the package's own code, else of the deepest one; "" without any."""
-        frames = self.inside(package) or self.frames
-        return f"{relative_file(frames[-1].file, package)}:{frames[-1].function}" if frames else ""
+        frames = self.inside(package) or self.frames[:: 1 if self.is_crash else -1]
+        return f"{relative_file(frames[0][0], package)}:{frames[0][1]}" if frames else ""
 
     def shows_import(self, package: str) -> bool:
         """Return whether the package was imported: its functions ran, and no module of it was being imported."""
         frames = self.inside(package)
-        return bool(frames) and all(frame.function != "<module>" for frame in frames)
+        return bool(frames) and all(function != "<module>" for _, function in frames)
 
 
 def trace_at(line: LogLine) -> LogTrace | None:
@@ -83,13 +77,9 @@ def trace_at(line: LogLine) -> LogTrace | None:
     return above if above and line.number - above.ends <= _NEAR_LINES else None
 
 
-def normal_name(package: str) -> str:
-    return re.sub(r"[-_.]+", "-", package).lower()
-
-
 def module_of(package: str) -> str:
     """Return the name under which a package is imported, as far as its own name shows."""
-    normal = normal_name(package)
+    normal = canonicalize_name(package)
     return _MODULES.get(normal, normal.replace("-", "_"))
 
 
@@ -104,29 +94,26 @@ def relative_file(file: str, package: str) -> str:
 
 def _traces(file: str) -> Iterator[LogTrace]:
     """Yield tracebacks in the order in which they end; those of several processes may be interleaved."""
-    opened: list[LogTrace] = []
+    opened: dict[str, LogTrace] = {}
     for number, raw in raw_lines(file):
         if not opened and b"(most recent call" not in raw:
             continue
         line = parse_line(file, 0, number, raw)
         if _OPENS in line.text or _OPENS_CRASH in line.text:
-            for unended in [each for each in opened if each.source == line.source]:
-                opened.remove(unended)
+            if unended := opened.pop(line.source, None):
                 yield unended
-            opened.append(LogTrace(number, source=line.source, is_crash=_OPENS_CRASH in line.text))
-            continue
-        trace = next((each for each in reversed(opened) if line.source in ("", each.source)), None)
-        if trace is None:
-            continue
-        if found := _FRAME.match(line.text):
-            trace.frames.insert(0 if trace.is_crash else len(trace.frames), Frame(found["file"], found["function"]))
-        elif (
-            line.text[:1] not in _WITHIN or (trace.is_crash and not line.text) or number - trace.begins > _LONGEST_LINES
-        ):
-            trace.ends, trace.exception = number, "" if trace.is_crash else line.text
-            opened.remove(trace)
-            yield trace
-    yield from opened
+            opened[line.source] = LogTrace(number, line.source, _OPENS_CRASH in line.text)
+        elif trace := opened.get(line.source) if line.source else next(reversed(opened.values()), None):
+            if found := _FRAME.match(line.text):
+                trace.frames.append((found[1], found[2]))
+            elif (
+                line.text[:1] not in _WITHIN
+                or (trace.is_crash and not line.text)
+                or number - trace.begins > _LONGEST_LINES
+            ):
+                trace.ends, trace.exception = number, "" if trace.is_crash else line.text
+                yield opened.pop(trace.source)
+    yield from opened.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +132,18 @@ class Cause:
     """Of the known failure that it is."""
 
 
-def cause_from(failure: str, *, code: int, timed_out: bool = False, place: str = "", slug: str = "") -> Cause:
-    """Return the cause of a failed run. failure: the line of its log that shows it, if there is one."""
-    if timed_out:
+def cause_of(made: Attempt) -> Cause:
+    """Return the cause of a failed run."""
+    if made.timed_out:
         return Cause("hang")
-    match = _EXCEPTION.search(failure)
-    kind = match[1] if match else f"exit code {code}"
-    message = failure[match.end() :] if match else failure
+    match = _EXCEPTION.search(made.failure)
+    kind = match[1] if match else f"exit code {made.code}"
+    message = made.failure[match.end() :] if match else made.failure
     plain = re.sub(r"['\"`]", " ", _VARIABLE.sub("#", message))
     shape = tuple(word.rstrip(".") for word in _WORD.findall(plain))
     quoted = _QUOTED.findall(message)
     names = frozenset(quoted if kind in _NAMED else (_VARIABLE.sub("#", name) for name in quoted)) - {"#"}
-    return Cause(kind, shape, names, place, slug)
+    return Cause(kind, shape, names, made.place, made.slug)
 
 
 def same_cause(one: Cause, other: Cause) -> bool:
@@ -164,49 +151,32 @@ def same_cause(one: Cause, other: Cause) -> bool:
 
     If a place is not known, the message decides.
     """
-    return _same_message(one, other) and _same_place(one, other)
+    specific = min(len(one.shape), len(other.shape)) >= _SPECIFIC_WORDS
+    return _same_message(one, other, specific) and _same_place(one, other, specific)
 
 
-def differ_only_in_place(one: Cause, other: Cause) -> bool:
-    """Return whether the message is the same, but comes from another function."""
-    return _same_message(one, other) and not _same_place(one, other)
+def pattern_for(wanted: Attempt, other: Attempt) -> str:
+    """Return a value of --match that finds the one failure and not the other; "" if their words are the same."""
+    parts = re.split(
+        r"[^\w .,:/=-]", _VARIABLE.sub("#", wanted.failure)
+    )  # no sign means more to a shell or an expression
+    own = [part.strip() for part in parts if part.strip(" .,:") not in other.failure]
+    return wanted.slug or max(own, key=len, default="")
 
 
-def literal_parts(text: str) -> Iterator[str]:
-    """Yield stretches of words without what varies, and without what means more to a shell or a regular expression."""
-    for part in re.split(r"[#'\"`\\$!()\[\]{}*+?|^<>]", _VARIABLE.sub("#", text)):
-        if len(part.strip(" .,:;()[]")) > 3:
-            yield part.strip()
-
-
-def _same_message(one: Cause, other: Cause) -> bool:
+def _same_message(one: Cause, other: Cause, specific: bool) -> bool:
     if one.slug and one.slug == other.slug:
         return True
-    specific = min(len(one.shape), len(other.shape)) >= _SPECIFIC_WORDS
     if one.kind == other.kind and one.names != other.names:
         return False
     if one.shape == other.shape and (one.kind == other.kind or specific):
         return True
-    if not one.place or one.place != other.place or not one.shape or not other.shape:
-        return False
-    if (
-        one.kind != other.kind
-        and not {one.kind, other.kind} <= _IMPORTS
-        and (_quotes(one, other) or _quotes(other, one))
-    ):
-        return True
-    return specific and SequenceMatcher(None, one.shape, other.shape, autojunk=False).ratio() >= _ALIKE
+    here = one.place and one.place == other.place
+    return bool(here) and specific and SequenceMatcher(None, one.shape, other.shape, autojunk=False).ratio() >= _ALIKE
 
 
-def _quotes(one: Cause, other: Cause) -> bool:
-    """Return whether `other` quotes words of `one`: the same thing was missed, and another class reports it."""
-    quoted = [{word for word in _WORD.findall(name) if len(word) >= _LEAST_LETTERS} for name in other.names]
-    return any(words and words <= set(one.shape) for words in quoted)
-
-
-def _same_place(one: Cause, other: Cause) -> bool:
+def _same_place(one: Cause, other: Cause, specific: bool) -> bool:
     if not one.place or not other.place or one.place == other.place:
         return True
-    functions = {cause.place.rpartition(":")[2] for cause in (one, other)}
-    specific = min(len(one.shape), len(other.shape)) >= _SPECIFIC_WORDS
-    return len(functions) == 1 and specific and not functions & _COMMON_FUNCTIONS  # it moved to another file
+    function, there = (cause.place.rpartition(":")[2] for cause in (one, other))
+    return function == there and specific and function not in _COMMON_FUNCTIONS  # it moved to another file

@@ -1,18 +1,20 @@
 """One run of the command, and what it shows: good, bad, skip, or another failure than the one that is looked for."""
 
+import json
+import math
 import re
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, Signals
+from statistics import median
 
 from harness.runtime.errors import CANNOT_RUN_HERE
 from harness.tools.bisection.causes import LogTrace, trace_at
 from harness.tools.bisection.installation import Environment
-from harness.tools.bisection.measurement import compared_value, is_bad, read_values
-from harness.tools.bisection.question import Question, command_of, is_of_this_repository
+from harness.tools.bisection.question import Options, Question, command_of, is_of_this_repository
 from harness.tools.bisection.search import Verdict
 from harness.tools.bisection.state import FOLDER_MODE, Attempt
 from harness.tools.diagnose.diagnose import diagnose
@@ -37,6 +39,13 @@ _MAY_PASS = re.compile(
 )
 """What a busy machine does to any release."""
 _LONGEST = 240
+ALIASES = {
+    "logprob_diff": "log_prob_difference_mean",
+    "log_prob_diff": "log_prob_difference_mean",
+    "step_seconds": "seconds",
+}
+"""Names that users may know -> those of metrics.jsonl."""
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 
 
 class StopRequested(Exception):
@@ -47,8 +56,8 @@ class StopRequested(Exception):
 class FirstFailure:
     """The first failure that a log shows, with its line and the traceback around it."""
 
-    slug: str = ""
     text: str = ""
+    slug: str = ""
     line: LogLine | None = None
     trace: LogTrace | None = None
 
@@ -73,10 +82,9 @@ def run_once(
     package, log = question.options.package, folder / LOG
     folder.mkdir(FOLDER_MODE, parents=True)
     variables = environment.variables(no_gpu, is_of_this_repository(question))
-    variables["BISECT_METRICS"] = str(folder / "metrics.jsonl")
-    if candidate:
-        variables |= {"BISECT_PACKAGE": package, "BISECT_CANDIDATE": candidate}
-    started = time.monotonic()
+    variables |= {"BISECT_METRICS": str(folder / "metrics.jsonl"), "BISECT_PACKAGE": package}
+    variables |= {"BISECT_CANDIDATE": candidate} if candidate else {}
+    made = Attempt(code=-SIGKILL, timed_out=False, seconds=0.0, verdict="skip", log=str(log))
     try:
         with log.open("wb") as output:
             ended = run_tree(
@@ -89,31 +97,25 @@ def run_once(
                 tick=beat,
             )
     except SupervisorKilled:
-        seconds, reason = time.monotonic() - started, "it kills the process that watches it"
-        return Attempt(
-            code=-SIGKILL, timed_out=False, seconds=seconds, verdict="skip", log=str(log), reason=reason, unwatched=True
-        )
-    code = _first_rank_code(log) if ended.code == 1 else ended.code
+        made.may_pass, made.reason = True, "it kills the process that watches it"
+        return made
+    made.timed_out, made.seconds = ended.timed_out, ended.seconds
+    cause = RootCause()  # torchrun's own code is 1, whatever the first rank's was
+    for _, line in raw_lines(str(log)) if ended.code == 1 else ():
+        cause.read(line.decode(errors="replace"))
+    made.code = code = cause.code if cause.code and cause.code > 0 else ended.code
     if code >= FIRST_STOPPING_CODE and not ended.timed_out:
-        raise StopRequested(
-            f"the script ended with exit code {code}, which asks to stop (128 or more); its output is in {log}."
-        )
-    failure = find_failure(log, folder / "run", code) if code and not ended.timed_out else FirstFailure()
-    text = failure.text
-    for path in (*environment.paths, str(Path(environment.python).parent.parent)):
-        text = text.replace(f"{path}/", "")
-    made = Attempt(
-        code=code,
-        timed_out=ended.timed_out,
-        seconds=ended.seconds,
-        verdict="good",
-        log=str(log),
-        failure=text,
-        slug=failure.slug,
-        place=failure.trace.place(package) if failure.trace else "",
-        line=failure.line.number if failure.line and failure.line.file == str(log) else 0,
-        imported=failure.trace is not None and failure.trace.shows_import(package),
-    )
+        raise StopRequested(f"the script ended with exit code {code}, which asks to stop; its output is in {log}.")
+    if code and not ended.timed_out:
+        failure = find_failure(log, folder / "run", code)
+        made.failure, made.slug = failure.text, failure.slug
+        for path in (*environment.paths, str(Path(environment.python).parent.parent)):
+            made.failure = made.failure.replace(f"{path}/", "")
+        made.may_pass = bool(_MAY_PASS.search(made.failure)) and code != CANNOT_RUN_HERE
+        if failure.line and failure.line.file == str(log):
+            made.line = failure.line.number
+        if failure.trace:
+            made.place, made.imported = failure.trace.place(package), failure.trace.shows_import(package)
     made.verdict, made.reason = _classify(question, made, log, no_gpu, reference, limit)
     return made
 
@@ -132,14 +134,14 @@ def _classify(
         label = f"{options.metric} = {value:.6g}" if value is not None else ""
         if value is not None and question.ratio is not None and reference:
             label += f", {value / reference:.3f} times the good end's"
-        if value is not None and is_bad(options, value, question.ratio, reference):
+        if value is not None and is_bad(options, value, limit_of(options, question.ratio, reference)):
             return "bad", label
         if made.code == 0:
             return ("good", label) if value is not None else ("skip", f"it passed and gave no {options.metric}")
     if made.code == 0:
         return "good", "it passed"
     reason = made.failure or describe_code(made.code)
-    if question.kind == "match" and (line := _matching_line(question.options.match, made.slug, log)):
+    if question.kind == "match" and (line := _matching_line(question.options.match, made, log)):
         made.failure = line
         return "bad", line
     lacks_a_gpu = _LACKS_A_GPU.search(made.failure) or made.slug in ("update-needs-nvidia-driver", "sgl-kernel-missing")
@@ -148,21 +150,55 @@ def _classify(
     return "bad" if question.kind == "failure" else "other", reason
 
 
-def _matching_line(wanted: str, slug: str, log: Path) -> str:
+def read_values(name: str, log: Path, folder: Path) -> list[float]:
+    """Return all values of a run, in order: of any metrics.jsonl in its folder, else those that its log shows.
+
+    The log shows NAME = 0.1, NAME: 0.1, or JSON.
+    """
+    names = {name, ALIASES.get(name, name)}
+    written = [value for file in sorted(folder.rglob("metrics.jsonl")) for value in _of_file(file, names)]
+    if written:
+        return written
+    either = "|".join(re.escape(each) for each in sorted(names))
+    pattern = re.compile(rf"(?<![\w/.-])(?:{either})[\"']?\s*[=: ]\s*({_NUMBER})(?![\w.])", re.IGNORECASE)
+    with log.open(errors="replace") as lines:
+        return [float(match[1]) for line in lines for match in pattern.finditer(line)]
+
+
+def _of_file(file: Path, names: set[str]) -> Iterator[float]:
+    for line in file.read_text(errors="replace").splitlines():
+        with suppress(json.JSONDecodeError, AttributeError):  # the last line of a killed run; a line that is no table
+            values = json.loads(line)
+            yield from (float(values[name]) for name in names if isinstance(values.get(name), int | float))
+
+
+def compared_value(options: Options, values: list[float]) -> float | None:
+    """Return the largest for --above, the smallest for --below, the median for --worse; None without any."""
+    if not values:
+        return None
+    if any(map(math.isnan, values)):
+        return math.nan
+    return max(values) if options.above is not None else min(values) if options.below is not None else median(values)
+
+
+def limit_of(options: Options, ratio: float | None, reference: float | None) -> float | None:
+    """Return what the value is compared with. reference: the good end's value, for --worse; without it there is no limit."""
+    if ratio is not None:
+        return None if reference is None else ratio * reference
+    return options.below if options.above is None else options.above
+
+
+def is_bad(options: Options, value: float, limit: float | None) -> bool:
+    """Return whether it is beyond the limit; NaN is."""
+    return limit is not None and not (value >= limit if options.below is not None else value <= limit)
+
+
+def _matching_line(wanted: str, made: Attempt, log: Path) -> str:
     """Return the line of a failed run's log that shows what --match asks for; "" if none does."""
     if wanted in catalogue():
-        if slug != wanted:
-            return ""
-        found = diagnose([str(log)]).finding
-        return _shorten(found.line.text) if found else wanted
-    pattern = re.compile(wanted)
+        return made.failure if made.slug == wanted else ""
     lines = (parse_line(str(log), 0, number, raw) for number, raw in raw_lines(str(log)))
-    return next((_shorten(line.text) for line in lines if pattern.search(line.whole)), "")
-
-
-def may_pass(made: Attempt) -> bool:
-    """Return whether the failure may be the machine's at that moment: the candidate is run again before it counts."""
-    return made.verdict in ("bad", "other") and not made.timed_out and bool(_MAY_PASS.search(made.failure))
+    return next((_shorten(line.text) for line in lines if re.search(wanted, line.whole)), "")
 
 
 def find_failure(log: Path, run: Path, code: int) -> FirstFailure:
@@ -174,26 +210,15 @@ def find_failure(log: Path, run: Path, code: int) -> FirstFailure:
     line = found.finding.line if found.finding else found.suspicious
     if line is None:
         texts = (parse_line(str(log), 0, number, raw).text.strip() for number, raw in raw_lines(str(log)))
-        last = deque((text for text in texts if text), maxlen=1)
-        return FirstFailure(text=_shorten(last[0]) if last and code > 0 else "")
+        last = deque(filter(None, texts), maxlen=1)
+        return FirstFailure(_shorten(last[0]) if last and code > 0 else "")
     trace = trace_at(line)
     text = trace.exception if trace and trace.begins <= line.number < trace.ends and trace.exception else line.text
-    return FirstFailure(found.finding.entry.slug if found.finding else "", _shorten(text), line, trace)
+    return FirstFailure(_shorten(text), found.finding.entry.slug if found.finding else "", line, trace)
 
 
 def describe_code(code: int) -> str:
-    if code < 0:
-        return f"it was killed by {Signals(-code).name}"
-    return f"it ended with exit code {code} and no message"
-
-
-def _first_rank_code(log: Path) -> int:
-    """Return the code of the first rank to fail, which torchrun's report names; its own is 1, whatever the rank's was."""
-    cause = RootCause()
-    with log.open(errors="replace") as lines:
-        for line in lines:
-            cause.read(line)
-    return 1 if cause.code is None or cause.code < 0 else cause.code
+    return f"it was killed by {Signals(-code).name}" if code < 0 else f"it ended with exit code {code} and no message"
 
 
 def _shorten(text: str) -> str:

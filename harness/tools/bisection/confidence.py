@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from math import exp, lgamma
 
 from harness.tools.bisection.search import Edge, find_edges
-from harness.tools.bisection.state import Record, State
+from harness.tools.bisection.state import State
 
 BAD_END_FAILURES = 12
 """Failures of the bad end that give its rate well enough; no more than half of --confirm is spent on them."""
 MARGIN = 0.75
 """Of the doubt that --confidence leaves: to stop at the first moment that looks sure enough favours luck."""
-LONGEST_REPEAT = 10000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,9 @@ class FailureRate:
     runs: int
 
     def all_pass(self, runs: int) -> float:
+        """Return the probability of so many passes: the Beta distribution's integral of (1 - rate) ** runs."""
         failed, passed = max(self.failed, 0.5), self.runs - self.failed + 0.5
-        return exp(_log_beta(failed, passed + runs) - _log_beta(failed, passed))
+        return exp(lgamma(passed + runs) - lgamma(passed) + lgamma(failed + passed) - lgamma(failed + passed + runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,10 @@ class Rerun:
 
 
 def failure_rate(state: State) -> FailureRate | None:
-    """Return that of the bad end's runs after its first failure; None while there is no bad end."""
-    bad_end = state.end("bad")
-    if bad_end is None or not (attempts := state.record(bad_end).attempts):
+    """Return that of the bad end's runs after its first failure; None if chance has no part in the answer."""
+    options, bad_end = state.question.options, state.end("bad")
+    by_chance = options.repeat > 1 and state.question.kind != "metric"  # of a number, the median is compared
+    if not by_chance or bad_end is None or not (attempts := state.record(bad_end).attempts):
         return None
     failed = [attempt.verdict == "bad" for attempt in attempts]
     after = failed[failed.index(True) + 1 :] if True in failed else []
@@ -52,7 +53,7 @@ def failure_rate(state: State) -> FailureRate | None:
 def confidence(state: State) -> float | None:
     """Return the probability that the one edge is where it is; None if chance has no part in it."""
     edges, rate = find_edges(state.verdicts), failure_rate(state)
-    return _confidence(state, edges[0], rate) if _by_chance(state) and len(edges) == 1 and rate else None
+    return _confidence(state, edges[0], rate) if len(edges) == 1 and rate else None
 
 
 def is_sure(state: State) -> bool:
@@ -60,31 +61,13 @@ def is_sure(state: State) -> bool:
     return sure is None or sure >= state.question.options.confidence
 
 
-def repeat_needed(state: State) -> int | None:
-    """Return the --repeat with which the same runs would be as sure as was asked."""
-    edges, rate = find_edges(state.verdicts), failure_rate(state)
-    if not edges or rate is None:
-        return None
-    older, wanted = abs(_good_end(state) - _last_good(state, edges[0])), state.question.options.confidence
-    low, high = 1, LONGEST_REPEAT
-    if _sure(older * rate.all_pass(high), edges[0]) < wanted:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _sure(older * rate.all_pass(middle), edges[0]) >= wanted else (middle + 1, high)
-    return low
-
-
 def next_rerun(state: State) -> Rerun | None:
     """Return what to run again to be as sure as was asked; None if that is reached, or --confirm runs were spent."""
-    edges, rate = find_edges(state.verdicts), failure_rate(state)
-    options = state.question.options
-    left = options.confirm - runs_spent(state)
-    if not _by_chance(state) or not edges or rate is None or left <= 0:
+    edges, rate, options = find_edges(state.verdicts), failure_rate(state), state.question.options
+    left, bad_end = options.confirm - runs_spent(state), state.end("bad")
+    if not edges or rate is None or bad_end is None or left <= 0:
         return None
-    bad_end = state.end("bad")
-    assert bad_end is not None
-    for_rate = options.confirm // 2 - _extra_runs(state, state.record(bad_end))
+    for_rate = options.confirm // 2 - _extra_runs(state, bad_end)
     if rate.failed < BAD_END_FAILURES - 1 and for_rate > 0:
         return Rerun(bad_end, for_rate, BAD_END_FAILURES - 1 - rate.failed)
     wanted = 1 - MARGIN * (1 - options.confidence)
@@ -101,16 +84,11 @@ def next_rerun(state: State) -> Rerun | None:
 
 
 def runs_spent(state: State) -> int:
-    return sum(_extra_runs(state, record) for record in state.records)
+    return sum(_extra_runs(state, index) for index in state.verdicts)
 
 
-def _by_chance(state: State) -> bool:
-    """Return whether an answer can be a matter of luck: of a number, the median is compared."""
-    return state.question.options.repeat > 1 and state.question.kind != "metric"
-
-
-def _extra_runs(state: State, record: Record) -> int:
-    return max(0, len(record.attempts) - state.question.options.repeat)
+def _extra_runs(state: State, index: int) -> int:
+    return max(0, len(state.record(index).attempts) - state.question.options.repeat)
 
 
 def _confidence(state: State, edge: Edge, rate: FailureRate, more: int = 0) -> float:
@@ -122,10 +100,6 @@ def _confidence(state: State, edge: Edge, rate: FailureRate, more: int = 0) -> f
                 break  # what a log says is not in doubt
             passed += len(state.record(index).attempts)
         wrong += rate.all_pass(passed)
-    return _sure(wrong, edge)
-
-
-def _sure(wrong: float, edge: Edge) -> float:
     return len(edge.answer) / (len(edge.answer) + wrong)
 
 
@@ -147,7 +121,3 @@ def _between_bad_ones(state: State) -> list[int]:
         if behind and state.verdicts[index] == "good":
             found.append(index)
     return found
-
-
-def _log_beta(a: float, b: float) -> float:
-    return lgamma(a) + lgamma(b) - lgamma(a + b)

@@ -1,14 +1,12 @@
 """What a bisect was asked: the two ends, what moves, what counts as bad, and the command that is run for each candidate."""
 
-import hashlib
-import json
-import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.cli import parse
@@ -21,7 +19,6 @@ TORCHRUN_JOBS = tuple(REPOSITORY / "launch" / name for name in ("ppo.py", "sync.
 """Run by torchrun, and write metrics into --run.dir."""
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_NOT_OF_THE_QUESTION = ("dir", "store", "store_gib", "installs", "second_look", "then_git", "network_waits")
 
 
 @dataclass(kw_only=True)
@@ -34,9 +31,9 @@ class Options:
     """An end that does not."""
     find_fix: bool = False
     """The other way round: --bad is the older end, and the first good release is looked for."""
-    package: str = "sglang"
-    """What moves: sglang, torch, transformers, torch_memory_saver, flashinfer-python, or any other package; with --git, what
-    the checkout's pyproject.toml or setup.cfg names, unless it is given."""
+    package: str = ""
+    """What moves: torch, transformers, torch_memory_saver, flashinfer-python, or any other package; by default sglang, with
+    --git what the checkout's pyproject.toml names."""
     git: str = ""
     """A local git checkout whose first-parent commits are the candidates, laid over this Python's packages."""
     then_git: str = ""
@@ -88,11 +85,6 @@ class Options:
     """Where environments are kept; by default harness-bisect in XDG_CACHE_HOME or ~/.cache."""
     store_gib: float = 60.0
     """The store's limit; what was used least recently goes first."""
-    network_waits: tuple[str, ...] = ("1m", "5m", "15m")
-    """If an index cannot be reached any more: how long to wait before each new attempt. Then, or with `none` at once, the
-    bisect pauses."""
-    installs: int = 2
-    """Installs at a time, in the background of runs; 0, or --metric: none while something runs."""
 
 
 class WrongQuestion(ValueError):
@@ -113,154 +105,105 @@ class Question:
         return "match" if options.match else "hang" if options.hang else "metric" if options.metric else "failure"
 
     @property
-    def installs_in_background(self) -> bool:
-        """Return whether environments are made while something runs, which would disturb what is measured."""
-        return self.kind != "metric" and self.options.installs > 0
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        options = self.options
-        return (options.bad, options.good) if options.find_fix else (options.good, options.bad)
-
-    @property
-    def network_waits(self) -> tuple[float, ...]:
-        given = self.options.network_waits
-        return () if given == ("none",) else tuple(map(parse_seconds, given))
-
-    @property
     def ratio(self) -> float | None:
         return float(self.options.worse.rstrip("x")) if self.options.worse else None
-
-    def digest(self) -> str:
-        asked = asdict(self)
-        for name in _NOT_OF_THE_QUESTION:
-            asked["options"].pop(name)
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Question":
-        """Invert asdict, after a trip through JSON."""
-        options: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values["options"].items()
-        }
-        return cls(options=Options(**options), command=tuple(values["command"]), folder=values["folder"])
 
     def words(self) -> list[str]:
         """Return the arguments of launch/bisect_versions.py that ask it."""
         words = []
-        for field in fields(Options):
-            value = getattr(self.options, field.name)
-            if value != field.default:
-                given = [] if value is True else list(value) if isinstance(value, tuple) else [str(value)]
-                words += [flag(field.name), *given]
+        for name, value in asdict(self.options).items():
+            if value != getattr(Options, name):
+                words += [_flag(name), *([] if value is True else value if isinstance(value, tuple) else [str(value)])]
         return [*words, "--", *self.command]
 
 
-def flag(name: str) -> str:
+def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _refuse_if(wrong: object, sentence: str) -> None:
+    if wrong:
+        raise WrongQuestion(sentence)
 
 
 def parse_seconds(text: str) -> float:
     """Return the seconds of "90", "90s", "10m" or "2h"; 0 for "auto". Raises WrongQuestion."""
     if text == AUTO:
         return 0.0
-    match = _SECONDS.fullmatch(text.strip())
-    if not match:
-        raise WrongQuestion(f"a time must be seconds, 90s, 10m or 2h, got {text!r}.")
+    if not (match := _SECONDS.fullmatch(text.strip())):
+        raise WrongQuestion(f"--timeout: a time must be seconds, 90s, 10m or 2h, got {text!r}.")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
     """Check what can be checked without looking at versions. Raises WrongQuestion."""
     for name in ("good", "bad"):
-        if not getattr(options, name):
-            raise WrongQuestion(f"--{name} is missing; give both ends, such as --good 0.5.9 --bad 0.5.23.")
-    check_criterion(options)
-    if not command:
-        raise WrongQuestion("there is nothing to run; give a command after --, such as: -- launch/ppo.py CONFIG.toml.")
+        _refuse_if(not getattr(options, name), f"--{name} is missing; give both ends: --good 0.5.9 --bad 0.5.23.")
     sources = [name for name in ("git", "environments", "wheels") if getattr(options, name)]
-    if len(sources) > 1:
-        raise WrongQuestion(f"--{sources[0]} and --{sources[1]} cannot go together; give one of them.")
-    if options.only_package and (options.hold or options.git or options.environments):
-        other = "hold" if options.hold else sources[0]
-        raise WrongQuestion(f"--only-package holds all but {options.package} as it is: it cannot go with --{other}.")
-    if options.then_git and options.git:
-        raise WrongQuestion("--then-git is for releases: with --git, commits are bisected already.")
-    for name in [*sources, *(["then_git"] if options.then_git else [])]:
+    _refuse_if(len(sources) > 1, f"{' and '.join(map(_flag, sources))} cannot go together; give one of them.")
+    alone = options.only_package and (options.hold or options.git or options.environments)
+    _refuse_if(alone, "--only-package holds all else as it is: it cannot go with --hold, --git or --environments.")
+    _refuse_if(
+        options.then_git and options.git, "--then-git is for releases: with --git, commits are bisected already."
+    )
+    for name in (*sources, *(["then_git"] if options.then_git else [])):
         given = Path(getattr(options, name)).expanduser()
-        if not given.is_dir():
-            raise WrongQuestion(f"{flag(name)} must be an existing folder, got {given}.")
+        _refuse_if(not given.is_dir(), f"{_flag(name)} must be an existing folder, got {given}.")
         setattr(options, name, str(given.resolve()))
-    for name, least in (("repeat", 1), ("installs", 0), ("second_look", 0), ("confirm", 0)):
-        if getattr(options, name) < least:
-            raise WrongQuestion(f"{flag(name)} must be {least} or more, got {getattr(options, name)}.")
-    if not 0.5 <= options.confidence <= 0.999:
-        raise WrongQuestion(f"--confidence must be from 0.5 to 0.999, got {options.confidence}.")
-    if options.store_gib <= 0:
-        raise WrongQuestion(f"--store-gib must be above 0, got {options.store_gib}.")
-    question = Question(options=options, command=tuple(command), folder=str(folder))
-    if AUTO in options.network_waits:
-        raise WrongQuestion(f"--network-waits must be times such as 1m 5m 15m, or none, got {AUTO}.")
-    _ = question.network_waits  # raises
-    return question
+    for name, least in (("repeat", 1), ("second_look", 0), ("confirm", 0)):
+        value = getattr(options, name)
+        _refuse_if(value < least, f"{_flag(name)} must be {least} or more, got {value}.")
+    sure = 0.5 <= options.confidence <= 0.999
+    _refuse_if(not sure, f"--confidence must be from 0.5 to 0.999, got {options.confidence}.")
+    _refuse_if(options.store_gib <= 0, f"--store-gib must be above 0, got {options.store_gib}.")
+    return check_run(Question(options=options, command=tuple(command), folder=str(folder)))
 
 
-def check_criterion(options: Options) -> None:
-    """Check that one thing decides what counts as bad. Raises WrongQuestion."""
-    chosen = [name for name in ("match", "hang", "metric") if getattr(options, name)]
-    if len(chosen) > 1:
-        raise WrongQuestion(f"--{chosen[0]} and --{chosen[1]} cannot both decide; give one of them.")
-    limits = [name for name in ("above", "below", "worse") if getattr(options, name) not in (None, "")]
-    if options.metric and len(limits) != 1:
-        given = " and ".join(map(flag, limits)) or "none"
-        raise WrongQuestion(f"--metric {options.metric} needs one of --above, --below and --worse, got {given}.")
-    if limits and not options.metric:
-        raise WrongQuestion(f"--{limits[0]} needs --metric NAME.")
-    if options.worse:
-        try:
-            ratio = float(options.worse.rstrip("x"))
-        except ValueError:
-            ratio = math.nan
-        if not ratio > 0:
-            raise WrongQuestion(f"--worse must be a ratio above 0, such as 1.3x, got {options.worse}.")
-    if not parse_seconds(options.timeout) and options.hang:
-        raise WrongQuestion("--hang needs --timeout, such as --timeout 10m.")
+def check_run(question: Question) -> Question:
+    """Return the question if it has a command that can be run, and one thing decides what is bad. Raises WrongQuestion."""
+    options, command = question.options, question.command
+    _refuse_if(not command, "there is nothing to run; give a command after --, such as: -- launch/ppo.py CONFIG.toml.")
+    chosen = [f"--{name}" for name in ("match", "hang", "metric") if getattr(options, name)]
+    _refuse_if(len(chosen) > 1, f"{' and '.join(chosen)} cannot both decide; give one of them.")
+    limits = [f"--{name}" for name in ("above", "below", "worse") if getattr(options, name) not in (None, "")]
+    wanted = f"--metric {options.metric} needs one of --above, --below and --worse"
+    _refuse_if(options.metric and len(limits) != 1, f"{wanted}, got {' and '.join(limits) or 'none'}.")
+    _refuse_if(limits and not options.metric, f"{' and '.join(limits)} needs --metric NAME.")
+    ratio = 0.0
+    with suppress(ValueError):
+        ratio = float(options.worse.rstrip("x"))
+    _refuse_if(options.worse and not ratio > 0, f"--worse must be a ratio above 0, such as 1.3x, got {options.worse}.")
+    _refuse_if(not parse_seconds(options.timeout) and options.hang, "--hang needs --timeout, such as --timeout 10m.")
     try:
         re.compile(options.match)
     except re.error as error:
-        raise WrongQuestion(
-            f"--match must be a known slug or a regular expression, got {options.match!r}: {error}."
-        ) from error
+        wrong = f"--match must be a known slug or a regular expression, got {options.match!r}: {error}."
+        raise WrongQuestion(wrong) from error
+    script, first = script_of(question), command[0]
+    if script in TORCHRUN_JOBS:
+        try:
+            _ranks(command[1:])
+        except ValueError as error:
+            raise WrongQuestion(f"the script's own arguments are wrong: {error}") from error
+    elif script is None and not (first in ("torchrun", "pytest", "sglang") or _is_python(first) or shutil.which(first)):
+        is_file = (Path(question.folder) / first).is_file()
+        remedy = f"is not executable; make it so with chmod +x {first}, or give: -- bash {first}"
+        raise WrongQuestion(f"{first} {remedy}" if is_file else f"the command {first} is not there.")
+    return question
 
 
 def script_of(question: Question) -> Path | None:
     """Return the Python script that the command runs, if it runs one. Raises WrongQuestion if it is not there."""
-    words = question.command
-    named = words[0] if words[0].endswith(".py") else ""
-    if _is_python(Path(words[0]).name) and len(words) > 1 and not words[1].startswith("-"):
-        named = words[1]
+    first, *rest = question.command
+    named = first if first.endswith(".py") else ""
+    if _is_python(Path(first).name) and rest and not rest[0].startswith("-"):
+        named = rest[0]
     if not named:
         return None
     for folder in (Path(question.folder), REPOSITORY):
         if (folder / named).is_file():
             return (folder / named).resolve()
     raise WrongQuestion(f"the script {named} is not there.")
-
-
-def check_command(question: Question) -> None:
-    """Raise WrongQuestion if no candidate could run the command."""
-    script, first = script_of(question), question.command[0]
-    if script in TORCHRUN_JOBS:
-        try:
-            _ranks(question.command[1:])
-        except ValueError as error:
-            raise WrongQuestion(f"the script's own arguments are wrong: {error}") from error
-    elif script is None and not (first in ("torchrun", "pytest", "sglang") or _is_python(first) or shutil.which(first)):
-        if (Path(question.folder) / first).is_file():
-            raise WrongQuestion(
-                f"{first} is not executable; make it so with chmod +x {first}, or give: -- bash {first}"
-            )
-        raise WrongQuestion(f"the command {first} is not there.")
 
 
 def command_of(question: Question, python: str, folder: Path) -> list[str]:
@@ -273,22 +216,15 @@ def command_of(question: Question, python: str, folder: Path) -> list[str]:
         return [*torchrun, str(script), *rest, *own]
     if script is not None:
         return [python, str(script), *(rest if first.endswith(".py") else rest[1:])]
-    if _is_python(first):
-        return [python, *rest]
     if first == "torchrun":
         return [python, "-m", "torch.distributed.run", *rest]
-    return [first, *rest]
+    return [python if _is_python(first) else first, *rest]
 
 
 def is_of_this_repository(question: Question) -> bool:
     """Return whether the script is one of this checkout, which imports harness and needs what it needs."""
     script = script_of(question)
     return script is not None and script.is_relative_to(REPOSITORY)
-
-
-def script_digest(question: Question) -> str:
-    script = script_of(question)
-    return hashlib.sha256(script.read_bytes()).hexdigest() if script else ""
 
 
 def _ranks(words: Sequence[str]) -> int:
@@ -298,8 +234,7 @@ def _ranks(words: Sequence[str]) -> int:
         is_value = before.startswith("--parallel.") and "=" not in before
         if is_value or word.endswith(".toml") or word.startswith("--parallel."):
             mesh.append(word)
-    dims = ParallelDims.of(parse(mesh).config.parallel)
-    return dims.dp * dims.tp * dims.pp
+    return ParallelDims.of(parse(mesh).config.parallel).world_size
 
 
 def _is_python(word: str) -> bool:

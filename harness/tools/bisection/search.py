@@ -54,27 +54,20 @@ def next_two(verdicts: Mapping[int, Verdict], index: int, closed: Collection[int
     return list(dict.fromkeys(i for i in following if i is not None))[:2]
 
 
-def most_runs(candidates: int, skips: int = 0) -> int:
-    return steps_left(candidates - 1) + 2 + skips
-
-
 def steps_left(count: int) -> int:
     """Return the runs that decide among `count` untested candidates inside one edge, in the worst case without skips."""
     return count.bit_length()
 
 
-def unrun_stretches(
-    count: int, verdicts: Mapping[int, Verdict], closed: Collection[int], edge: Edge | None = None
-) -> list[list[int]]:
-    """Return stretches of neighbours outside the edge that were not run, the longest first: a second edge could hide there."""
+def longest_unrun(count: int, verdicts: Mapping[int, Verdict], closed: Collection[int], edge: Edge) -> list[int]:
+    """Return the longest stretch outside the edge in which nothing was run: a second edge could hide there."""
     found: list[list[int]] = [[]]
-    inside = set(edge.answer) if edge else set()
     for index in range(count):
-        if index in verdicts or index in inside:
+        if index in verdicts or index in edge.answer:
             found.append([])
         elif index not in closed:
             found[-1].append(index)
-    return sorted(filter(None, found), key=len, reverse=True)
+    return max(found, key=len)
 
 
 def _middle(left: Sequence[int], skipped: Sequence[int]) -> int:
@@ -84,7 +77,6 @@ def _middle(left: Sequence[int], skipped: Sequence[int]) -> int:
     middle = (len(left) - 1) / 2
 
     def preference(position: int) -> tuple[float, float]:
-        distance = min((abs(left[position] - other) for other in skipped), default=0)
-        return (-distance, abs(position - middle))
+        return (-min((abs(left[position] - other) for other in skipped), default=0), abs(position - middle))
 
     return left[min(allowed, key=preference)]

@@ -1,8 +1,7 @@
 """Environments on disk, each whole or absent: made under a lock, marked when complete, the least recently used removed first.
 
-`uv run --isolated` is no substitute: its environments are anonymous and end with the command, while the runs of a --repeat,
-the probe, the report's diff of the traceback's files and a resumed bisect all need one that stays; and uv has no limit for
-what they take. What uv does as well is left to it: files are hard links into its cache.
+`uv run --isolated` is no substitute: its environments end with the command, while the runs of a --repeat, the probe, the
+report's diff and a resumed bisect all need one that stays; and uv has no limit for what they take.
 """
 
 import errno
@@ -11,9 +10,8 @@ import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -51,55 +49,52 @@ class Store:
     limit_bytes: int
     _locks: dict[str, IO[str]] = field(default_factory=dict)
 
-    def ensure(self, key: str, fill: Fill) -> tuple[Path, float]:
-        """Return the folder, and the seconds that filling it took, 0 if it was complete; it stays until release(key).
+    def ensure(self, key: str, fill: Fill) -> Path:
+        """Return the folder, complete; it stays until release(key).
 
         Another process that makes the same one waits. What a killed process left is removed. Raises Pause without disk.
         """
-        folder, seconds = self.root / key, 0.0
+        folder = self.root / key
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with ExitStack() as until_complete:
                 lock = until_complete.enter_context((self.root / f"{key}.lock").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                known = self.facts(key) is not None
-                if known:
+                if self.facts(key):
                     os.utime(folder / _MARK)
                 else:
                     self.evict(max(self._sizes().values(), default=0))  # the next may need as much as the largest
-                    seconds = self._filled(folder, fill, lock.fileno())
+                    self._fill(folder, fill, lock.fileno())
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 self._locks[key] = lock
                 until_complete.pop_all()
-            if not known:
-                self.evict()
+            self.evict(0)
         except OSError as error:
             raise Pause(f"the store {self.root} cannot be written: {error.strerror or error}.") from error
-        return folder, seconds
+        return folder
 
-    def _filled(self, folder: Path, fill: Fill, lock: int) -> float:
-        """Return the seconds it took. If the disk is full, try once more without what no run needs."""
+    def _fill(self, folder: Path, fill: Fill, lock: int) -> None:
+        """Fill it; if the disk is full, once more without what no run needs."""
         while True:
             if folder.exists():
                 shutil.rmtree(folder)
-            started = time.monotonic()
             try:
                 folder.mkdir()
                 fill(folder, lock)
-                seconds = time.monotonic() - started
-                write_json(folder / _MARK, {"seconds": seconds, "bytes": folder_bytes(folder)})
-                return seconds
+                write_json(folder / _MARK, {"bytes": _folder_bytes(folder)})
+                return
             except (OSError, NoDisk) as error:
                 shutil.rmtree(folder, ignore_errors=True)
-                if not _is_full(error) or not self.evict(sys.maxsize):
+                full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+                if not (full or isinstance(error, NoDisk)) or not self.evict(sys.maxsize):
                     raise
 
-    def facts(self, key: str) -> dict[str, Any] | None:
-        try:
-            facts: dict[str, Any] = json.loads((self.root / key / _MARK).read_text())
-        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-            return None
-        return facts
+    def facts(self, key: str) -> dict[str, Any]:
+        """Return the bytes of a complete environment, and when it was last used; nothing for any other."""
+        mark = self.root / key / _MARK
+        with suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+            return {**json.loads(mark.read_text()), "used": mark.stat().st_mtime}
+        return {}
 
     def describe(self) -> str:
         sizes = self._sizes()
@@ -110,46 +105,32 @@ class Store:
         if lock := self._locks.pop(key, None):
             lock.close()
 
-    def evict(self, room: int = 0) -> bool:
+    def evict(self, room: int) -> bool:
         """Remove what no bisect uses until the rest is under the limit and `room` bytes of the disk are free.
 
         Return whether anything was removed.
         """
         sizes = self._sizes()
         total, removed = sum(sizes.values()), False
-        for mark in sorted(sizes, key=_modified):
+        for mark in sorted(sizes, key=lambda file: self.facts(file.parent.name).get("used", 0.0)):
             if total <= self.limit_bytes and shutil.disk_usage(self.root).free >= room:
                 break
-            with self._unused(mark.parent.name) as unused:
-                if unused:
-                    mark.unlink(missing_ok=True)  # first, so that half of it is never taken for all of it
-                    shutil.rmtree(mark.parent, ignore_errors=True)
-                    total -= sizes[mark]
-                    removed = True
+            with (self.root / f"{mark.parent.name}.lock").open("w") as lock, suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mark.unlink(missing_ok=True)  # first, so that half of it is never taken for all of it
+                shutil.rmtree(mark.parent, ignore_errors=True)
+                total -= sizes[mark]
+                removed = True
         return removed
 
     def _sizes(self) -> dict[Path, int]:
-        return {mark: (self.facts(mark.parent.name) or {}).get("bytes", 0) for mark in self.root.glob(f"*/{_MARK}")}
-
-    @contextmanager
-    def _unused(self, key: str) -> Iterator[bool]:
-        with (self.root / f"{key}.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
+        return {mark: self.facts(mark.parent.name).get("bytes", 0) for mark in self.root.glob(f"*/{_MARK}")}
 
 
-def folder_bytes(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     """Return the bytes of the files, one that is linked twice counted once."""
-    seen: dict[tuple[int, int], int] = {}
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            found = os.lstat(os.path.join(parent, name))
-            seen[found.st_dev, found.st_ino] = found.st_size
-    return sum(seen.values())
+    found = [os.lstat(os.path.join(parent, name)) for parent, _, files in os.walk(folder) for name in files]
+    return sum({(each.st_dev, each.st_ino): each.st_size for each in found}.values())
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -158,22 +139,8 @@ def write_json(file: Path, value: Any) -> None:
     try:
         with temporary.open("w", encoding="utf-8") as stream:
             json.dump(value, stream, indent=1)
-            stream.write("\n")
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _is_full(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
-    return isinstance(error, NoDisk)
-
-
-def _modified(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return time.time()

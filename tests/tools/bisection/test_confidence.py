@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from harness.tools.bisection.answer import answer_of, sentences
-from harness.tools.bisection.bisection import Bisection
+from harness.tools.bisection.bisection import Bisection, Progress
 from harness.tools.bisection.candidates import Candidate
 from harness.tools.bisection.confidence import confidence, runs_spent
 from harness.tools.bisection.installation import Environment, Provider
-from harness.tools.bisection.progress import Progress
 from harness.tools.bisection.question import Options, Question, WrongQuestion
 from harness.tools.bisection.state import Attempt, State
 from harness.tools.bisection.store import Store
@@ -47,7 +46,7 @@ class Drawn(Bisection):
     rate: float
     chance: random.Random
 
-    def _run_once(self, index: int, environment: Environment, which: str) -> Attempt:
+    def _run_once(self, index: int, environment: Environment, number: int) -> Attempt:
         fails = index >= self.first_bad and self.chance.random() < self.rate
         verdict = "bad" if fails else "good"
         return Attempt(code=int(fails), timed_out=False, seconds=0.0, verdict=verdict, log="", reason=verdict)  # type: ignore[arg-type]
@@ -127,12 +126,12 @@ def test_three_hundred_bisects_of_each_rate(rate: float, repeat: int) -> None:
     check(rate, repeat, bisects=300, tolerance=0.03)
 
 
-def test_without_runs_to_confirm_it_is_probable_and_the_repeat_that_would_do_is_named() -> None:
+def test_without_runs_to_confirm_it_is_probable() -> None:
     found = [outcome for seed in range(60) if (outcome := bisect(0.25, 4, seed, confirm=0))]
     probable = [outcome for outcome in found if outcome.kind == "probable"]
     assert len(probable) > len(found) / 2 and all(outcome.again == 0 for outcome in found)
     told = " ".join(probable[0].told)
-    assert "is probably" in told and "--repeat " in told and "--confirm above 0" in told
+    assert "is probably" in told and "less than --confidence 0.95: more --repeat or --confirm" in told
     sure = bisect(0.5, 16, 1)
     assert sure and sure.kind == "found" and "probably" not in " ".join(sure.told)
 
@@ -142,10 +141,10 @@ class Watching(Drawn):
 
     disturbed = False
 
-    def _run_once(self, index: int, environment: Environment, which: str) -> Attempt:
+    def _run_once(self, index: int, environment: Environment, number: int) -> Attempt:
         time.sleep(0.02)
         self.disturbed |= any(not future.done() for future in self._installs.values())
-        made = super()._run_once(index, environment, which)
+        made = super()._run_once(index, environment, number)
         made.value = float(made.code)
         return made
 

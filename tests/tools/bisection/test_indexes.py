@@ -2,7 +2,7 @@ import json
 
 from packaging.version import Version
 
-from harness.tools.bisection.candidates import Candidate, PublishedFile, between, files_of_page, releases_of
+from harness.tools.bisection.candidates import Candidate, between, files_of_page, releases_of
 
 PAGE = """<!DOCTYPE html><html><body>
 <a href="https://files/sglang-0.5.9-py3-none-any.whl#sha256=aa" data-requires-python="&gt;=3.10" data-upload-time="2026-02-23T10:00:00Z">x</a>
@@ -34,10 +34,9 @@ def test_a_page_in_json() -> None:
         "url": "",
         "hashes": {},
     }
-    assert files_of_page(json.dumps({"files": [file]}), is_json=True) == [
-        PublishedFile("a_b-1.0-py3-none-any.whl", "2026-01-01T00:00:00Z", "", True)
-    ]
-    whole = [PublishedFile("a_b-1.0-py3-none-any.whl", "", "", True), PublishedFile("a_b-1.0.tar.gz", "", "", False)]
+    [found] = releases_of("A.b", files_of_page(json.dumps({"files": [file]}), is_json=True)).values()
+    assert (found.name, found.time, found.requires_python, found.yanked) == ("1.0", "2026-01-01T00:00:00Z", "", True)
+    whole = [{"filename": "a_b-1.0-py3-none-any.whl", "yanked": True}, {"filename": "a_b-1.0.tar.gz"}]
     assert not releases_of("A.b", whole)[Version("1.0")].yanked  # yanked only when all its files are
     assert releases_of("A.b", whole[:1])[Version("1.0")].yanked
 

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ SITES = ["--package", "moving", "--environments", "sites"]
         ),
         (
             [*SITES, *["--only-package", "--hold", "x==1"], "--good", "1.0", "--bad", "1.3", "--", "script.py"],
-            "--only-package holds all but moving",
+            "--only-package holds all else as it is",
         ),
         (
             [*SITES, *["--repeat", "0"], "--good", "1.0", "--bad", "1.3", "--", "script.py"],
@@ -106,7 +107,10 @@ SITES = ["--package", "moving", "--environments", "sites"]
             "own arguments are wrong",
         ),
         (["--good", "1.0", "--bad", "1.3", "--git", ".", "--", "script.py"], "--git must be a git checkout, got "),
-        (["--good", "1.0", "--bad", "1.3", "--wheels", "sites", "--", "script.py"], "has no wheel of sglang"),
+        (
+            ["--good", "1.0", "--bad", "1.3", "--wheels", "sites", "--", "script.py"],
+            "has no version 1.0; nearest are none at all.",
+        ),
         (["--resume", "sites"], "holds no bisect"),
         (["status", "sites"], "sites holds no bisect"),
         (["replay", "script.py"], "script.py:1 begins with 'import'"),
@@ -200,16 +204,19 @@ def test_an_index_that_is_lost_pauses_and_is_gone_on_from(tmp_path: Path, index:
         bare_python(),
         "--dir",
         "found",
-        "--network-waits",
-        "0.1s",
         "--good",
         "1.0",
         "--bad",
         "1.3",
     ]
-    run = bench.bisect(*words, "--", bench.script("import moving, sys; sys.exit(moving.code)"))
+    code = "import sys; from harness.tools.bisection import bisection, verbs; bisection.NETWORK_WAITS = (0.1,);"
+    command = [sys.executable, "-c", f"{code} sys.exit(verbs.main(sys.argv[1:], ''))", *words]
+    script = bench.script("import moving, sys; sys.exit(moving.code)")
+    run = subprocess.run(
+        [*command, "--", script], cwd=tmp_path, env=bench.variables(), capture_output=True, text=True, timeout=100
+    )
     assert run.returncode == 4 and "paused: a package index could not be reached" in run.stderr, run.stdout + run.stderr
-    assert "Trying again in 0 s (1 of 1 attempts)" in run.stdout
+    assert "Trying again in 0 s" in run.stdout
     SlowIndex.broken = False
     run = bench.bisect("--resume", "found")
     assert run.returncode == 0 and "The first bad release is 1.2" in run.stdout, run.stdout + run.stderr

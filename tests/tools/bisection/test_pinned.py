@@ -42,7 +42,7 @@ def test_a_few_releases_with_their_own_pins(tmp_path: Path) -> None:
     asked = ["--package", "moving", "--wheels", "wheels", "--good", "1.0", "--bad", "1.2", "--dir", "found"]
     run = bench.bisect(*asked, "--", bench.script("import moving\nmoving.work()"))
     assert run.returncode == 1, run.stdout + run.stderr
-    assert "3 candidates, 1 of which cannot be installed" in run.stdout and "is one of 2: 1.1, 1.2." in run.stdout
+    assert "1 of 3 candidates cannot be installed" in run.stdout and "is one of 2: 1.1, 1.2." in run.stdout
     assert "| helper | 1.0 | 2.0 | likely suspect |" in bench.report()
     assert "- 1.1: cannot be installed: uv: " in bench.report() and "uv venv --python 3." in bench.report()
 
@@ -52,10 +52,10 @@ def test_what_cannot_be_installed_is_straddled_and_another_package_suspected(ben
     asked = ["--package", "moving", "--wheels", "wheels", "--good", "1.0", "--bad", "1.11", "--dir", "found"]
     run = bench.bisect(*asked, "--", bench.script("import moving\nmoving.work()"))
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "13 candidates, 2 of which cannot be installed" in run.stdout
+    assert "2 of 13 candidates cannot be installed" in run.stdout
     assert "The first bad release is 1.7; the last good one is 1.6.post1." in run.stdout
     report = bench.report()
-    assert "| helper | 1.0 | 2.0 | likely suspect |" in report and "--package helper --hold moving==1.6.post1" in report
+    assert "| helper | 1.0 | 2.0 | likely suspect |" in report
     assert "- 1.3: cannot be installed: uv: " in report
     assert (bench.folder / "found" / "environments" / "1.7.txt").read_text() == "helper==2.0\nmoving==1.7\n"
     # Nothing is installed again, and files are linked, not copied.
@@ -63,7 +63,6 @@ def test_what_cannot_be_installed_is_straddled_and_another_package_suspected(ben
     made = sorted(each.name for each in store.iterdir() if each.is_dir())
     again = bench.bisect(*asked[:-1], "again", "--", "script.py")
     assert again.returncode == 0 and sorted(each.name for each in store.iterdir() if each.is_dir()) == made
-    assert "installs took 0.0 s" in again.stdout
     module = next(store.glob("moving-1.7-*/venv/lib/python3*/site-packages/helper/__init__.py"))
     assert module.stat().st_nlink > 1
 

@@ -21,13 +21,13 @@ def test_what_was_cut_off_is_made_anew_and_what_is_whole_is_kept(tmp_path: Path)
     store = Store(tmp_path, 1 << 20)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "half").write_text("left by a killed install")
-    folder, seconds = store.ensure("a", filling(10))
-    assert not (folder / "half").exists() and seconds > 0
-    assert (store.facts("a") or {})["bytes"] == 10
+    folder = store.ensure("a", filling(10))
+    assert not (folder / "half").exists() and (folder / "file").exists()
+    assert store.facts("a")["bytes"] == 10
     (folder / "mine").touch()
     store.release("a")
-    folder, seconds = store.ensure("a", filling(20))
-    assert (folder / "mine").exists() and seconds == 0
+    folder = store.ensure("a", filling(20))
+    assert (folder / "mine").exists()
 
 
 def test_an_install_that_fails_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_an_install_that_fails_leaves_nothing_that_looks_whole(tmp_path: Path) -
 
     with pytest.raises(Pause, match="cannot be written: No space left"):
         store.ensure("a", fails)
-    assert store.facts("a") is None
+    assert not store.facts("a")
 
 
 def test_the_least_recently_used_goes_and_what_is_in_use_stays(tmp_path: Path) -> None:
@@ -49,10 +49,10 @@ def test_the_least_recently_used_goes_and_what_is_in_use_stays(tmp_path: Path) -
         if name != "a":
             store.release(name)  # a stays in use
         time.sleep(0.02)
-    assert [store.facts(name) is not None for name in "abc"] == [True, False, True]
+    assert [bool(store.facts(name)) for name in "abc"] == [True, False, True]
     store.release("a")
     store.ensure("d", filling(100))
-    assert [store.facts(name) is not None for name in "acd"] == [False, True, True]
+    assert [bool(store.facts(name)) for name in "acd"] == [False, True, True]
 
 
 def test_two_processes_do_not_make_the_same_at_once(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_limit_that_links_count_once(tmp_path: Path) -> None:
 
     store = Store(tmp_path, 1000)
     store.ensure("a", linked)
-    assert (store.facts("a") or {})["bytes"] == 100
+    assert store.facts("a")["bytes"] == 100
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), NoDisk("no space is left")])
@@ -91,9 +91,9 @@ def test_a_full_disk_takes_what_no_run_needs_before_it_pauses(tmp_path: Path, er
         if (tmp_path / "a").exists():
             raise error
 
-    folder, _ = store.ensure("c", fill)
+    folder = store.ensure("c", fill)
     assert [each.name for each in folder.iterdir() if each.suffix != ".json"] == ["half"]
-    assert [store.facts(name) is not None for name in "abc"] == [False, True, True]
+    assert [bool(store.facts(name)) for name in "abc"] == [False, True, True]
 
 
 def test_room_is_made_on_the_disk_for_as_much_as_the_largest_needs(
@@ -110,4 +110,4 @@ def test_room_is_made_on_the_disk_for_as_much_as_the_largest_needs(
 
     monkeypatch.setattr("shutil.disk_usage", usage)
     store.ensure("d", filling(250))
-    assert [store.facts(name) is not None for name in "abcd"] == [False, False, True, True]
+    assert [bool(store.facts(name)) for name in "abcd"] == [False, False, True, True]

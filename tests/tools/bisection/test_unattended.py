@@ -1,6 +1,5 @@
 """What is left alone for a night: it ends when it has answered, shows that it lives, and says where everything is."""
 
-import json
 import random
 import subprocess
 import time
@@ -9,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness.tools.bisection import verbs
-from harness.tools.bisection.progress import LINE_SECONDS, Progress
+from harness.tools.bisection.bisection import LINE_SECONDS, Progress
 from harness.tools.bisection.question import Options
-from harness.tools.bisection.state import Attempt, Record, lock_folder
+from harness.tools.bisection.state import Attempt, Record
 from tests.tools.bisection.bisecting import Bench, bare_python
 from tests.tools.bisection.test_confidence import Anything, Drawn, Silent, state_of
 
@@ -38,7 +37,7 @@ def test_it_ends_when_it_has_answered(bench: Bench, capsys: pytest.CaptureFixtur
     assert "it fails too rarely for --repeat 1" in run.stderr
     assert time.monotonic() - started < 35
     assert bench.state()["answer"]["kind"] == "refused"
-    verbs.status([str(bench.folder / "found")])
+    verbs.status(bench.folder / "found")
     assert "is good as well" in (said := capsys.readouterr().out) and "continue with" not in said
 
 
@@ -98,7 +97,7 @@ def test_a_limit_follows_from_the_good_end(timeout: str, seconds: float, limit: 
 KILLS = "import os; os.kill(os.getppid(), 9); import time; time.sleep(60)"
 
 
-def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench) -> None:
     secret = "hf_" + "x" * 24
     run = bench.over_sites(["", KILLS, f"raise ValueError('{secret}')"], "import moving", "--probe", "none")
     assert run.returncode == 1, run.stdout + run.stderr
@@ -110,31 +109,19 @@ def test_a_candidate_that_kills_what_watches_it_is_skipped(bench: Bench, capsys:
         and "[redacted " in bench.report()
     )
     assert [(found / name).stat().st_mode & 0o777 for name in (".", "runs/1.0/1")] == [0o700, 0o700]
-    verbs.status([str(found), "--json"])
-    told = json.loads(said := capsys.readouterr().out)
-    assert told["answer"]["edges"] == [{"before": "1.0", "after": "1.2", "among": ["1.1", "1.2"]}]
-    assert (told["answer"]["kind"], told["answer"]["exit_code"]) == ("set", 1) and told["process"] is None
-    assert [each["verdict"] for each in told["verdicts"]] == ["good", "bad", "skip"] and secret not in said
-    assert bench.state()["answer"]["edges"] == told["answer"]["edges"]
+    answer = bench.state()["answer"]
+    assert answer["edges"] == [{"before": "1.0", "after": "1.2", "among": ["1.1", "1.2"]}]
+    assert (answer["kind"], answer["exit_code"]) == ("set", 1)
+    assert [each["verdict"] for each in bench.state()["records"]] == ["good", "bad", "skip"]
 
 
-def test_a_folder_of_other_things_keeps_its_mode(tmp_path: Path) -> None:
-    (tmp_path / "other").touch()
-    tmp_path.chmod(0o755)
-    lock_folder(tmp_path).close()
-    assert tmp_path.stat().st_mode & 0o777 == 0o755
-
-
-def test_judge_keeps_the_newest_of_what_is_not_good(
+def test_judge_keeps_the_logs_of_the_last_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(verbs, "JUDGED_KEPT", 2)
     root = tmp_path / "harness-bisect-judge"
-    assert verbs.judge_once(Options(), ["true"]) == 0
-    assert str(tmp_path) not in capsys.readouterr().out and not list(root.iterdir())
-    for _ in range(3):
-        assert verbs.judge_once(Options(), ["false"]) == 1
-    log = capsys.readouterr().out.splitlines()[-1].split("; ")[1].rstrip(")")
-    assert Path(log).is_file() and len(list(root.iterdir())) == 2
+    for command, code in (("true", 0), ("false", 1), ("false", 1)):
+        assert verbs.judge_once(Options(repeat=2), [command]) == code
+        logs = [line.split("; ")[1].rstrip(")") for line in capsys.readouterr().out.splitlines()]
+        assert [Path(log) for log in logs] == sorted(root.glob("runs/*/log.txt"))
     assert root.stat().st_mode & 0o777 == 0o700

@@ -64,7 +64,7 @@ def test_a_failure_that_another_one_masks_over_ten_releases(bench: Bench) -> Non
         (
             "def work(): raise RuntimeError('it is out of order')",
             "def work(): inner()\ndef inner(): raise RuntimeError('it is out of order')",
-            "moving/__init__.py:inner in place of moving/__init__.py:work",
+            "it is out of order (in moving/__init__.py:inner)",
         ),
     ],
     ids=["one class", "one message from two places"],
@@ -79,11 +79,11 @@ def test_two_causes_are_both_named_where_any_failure_counts(bench: Bench, first:
 
 @pytest.mark.long
 def test_one_cause_in_other_words_is_one_and_both_are_shown(bench: Bench) -> None:
-    codes = [f"def work(): raise KeyError('weight {minor}')" for minor in range(2)]
-    codes += ["def work(): raise ValueError('weight 9 is missing')"] * 2
+    codes = [f"def work(): raise RuntimeError('weight {minor} of the layer is missing')" for minor in range(2)]
+    codes += ["def work(): raise RuntimeError('weight 9 of this layer is missing')"] * 2
     run = bench.over_sites(["def work(): pass"] * 2 + codes, FAIL)
     assert run.returncode == 0 and "The first bad release is 1.2;" in run.stdout, run.stdout + run.stderr
-    assert "The bad end 1.5 fails with other words" in run.stdout and "weight 9 is missing" in run.stdout
+    assert "The bad end 1.5 fails with other words" in run.stdout and "weight 9 of this" in run.stdout
 
 
 @pytest.mark.long
@@ -115,10 +115,10 @@ def test_a_number_is_compared_with_the_good_end(bench: Bench) -> None:
     run = bench.over_sites(codes, script, "--metric", "step_seconds", "--worse", "1.3x")
     assert run.returncode == 0 and "The first bad release is 1.3;" in run.stdout, run.stdout + run.stderr
     assert "step_seconds is bad above 1.3, 1.3 times the good end's 1." in run.stdout
-    larger = re.search(r"over the limit \(1.2 to 1.3, 1.28 to 1.31, \+2.3%\) are: (.*)", run.stdout)
-    assert larger and "to 1.2" in larger[1]
-    table = re.findall(r"^\| (1\.\d) \| ([\d.]+) \| ([\d.]+) \| (good|bad) \|$", bench.report(), re.MULTILINE)
-    assert [row[0] for row in table] == sorted(row[0] for row in table) and ("1.3", "1.31", "1.310", "bad") in table
+    larger = re.search(r"over the limit \(1.2 to 1.3, 1.28 to 1.31\) is not the largest, which is (.*)", run.stdout)
+    assert larger and "to 1.2, " in larger[1]
+    rows = re.findall(r"^\| (1\.\d) \| (good|bad) \| \d \| step_seconds = ([\d.]+), ", bench.report(), re.MULTILINE)
+    assert rows == sorted(rows) and ("1.3", "bad", "1.31") in rows
 
 
 def test_a_hang_counts_and_nothing_of_it_is_left(bench: Bench) -> None:
@@ -195,7 +195,7 @@ def test_status_log_and_replay(bench: Bench) -> None:
     assert replayed.returncode == 0 and "The first bad release is 1.3" in replayed.stdout, (
         replayed.stdout + replayed.stderr
     )
-    assert "good 1.99 is left out: it is no candidate from 1.0 to 1.4" in replayed.stdout
+    assert "good 1.99 is left out: it is no candidate" in replayed.stdout
     assert "1.3" in bench.ran()[before:] and len(bench.ran()) - before <= 2
 
 
@@ -214,8 +214,8 @@ def test_an_end_that_cannot_be_judged_here_gives_way_to_the_next_one(bench: Benc
     codes = ["code = 125"] * 3 + ["code = 0"] * 4 + ["code = 1"] * 5 + ["code = 125"] * 2
     run = bench.over_sites(codes, "import moving, sys; sys.exit(moving.code)")
     assert run.returncode == 0 and "The first bad release is 1.7" in run.stdout, run.stdout + run.stderr
-    assert "the good end 1.0 cannot be classified here: 1.3 takes its place" in run.stdout
-    assert "the bad end 1.13 cannot be classified here: 1.11 takes its place" in run.stdout
+    assert "the good end 1.3, in place of 1.0 (cannot run here" in run.stdout
+    assert "the bad end 1.11, in place of 1.13 (cannot run here" in run.stdout
 
 
 @pytest.mark.long
@@ -228,4 +228,4 @@ def test_a_port_that_is_taken_for_a_moment_does_not_count(bench: Bench) -> None:
     )
     run = bench.over_sites(["code = 0"] * 3 + ["code = 1"] * 2, script)
     assert run.returncode == 0 and "The first bad release is 1.3; the last good one is 1.2." in run.stdout
-    assert "1.2: once more, as this may be the machine's: OSError: [Errno 98] Address already in use" in run.stdout
+    assert "1.2: once more, as this may pass: OSError: [Errno 98] Address already in use" in run.stdout
