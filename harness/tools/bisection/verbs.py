@@ -258,7 +258,7 @@ def _run_to_answer(state: State, folder: Path) -> tuple[State, Answer]:
                 raise
             except KeyboardInterrupt:
                 why, code = "interrupted", INTERRUPTED
-            except (Pause, StopRequested, Unavailable) as error:
+            except (Pause, StopRequested, Unavailable, SupervisorKilled) as error:
                 why, code = f"paused: {error}", PAUSED
             except OSError as error:
                 why, code = f"paused: {folder} cannot be used: {error.strerror or error}.", PAUSED
