@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import check_interface
-from harness.cluster.picture import picture_of
+from harness.cluster.picture import picture
 from harness.cluster.placement import place
 from harness.cluster.world import (
     Launch,
@@ -141,7 +141,7 @@ def _in_world(
         "environment": behaviour(os.environ),
     }
     everyone = all_gather(facts)
-    drawn = picture_of(world, dims)
+    drawn = picture(dims, world.locations, world.device_type, addresses=world.addresses)
     events.fact("placement", engines=[repr(placement) for placement in placements], picture=drawn)
     if console:
         console.show("\n".join(drawn))

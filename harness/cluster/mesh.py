@@ -8,8 +8,6 @@ from harness.config.schema import Parallel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-RANK_ORDERS = ("dp,tp,pp", "dp,pp,tp")
-
 
 class Coordinates(NamedTuple):
     """Where a rank stands in the mesh, each axis counted from 0."""
@@ -25,20 +23,12 @@ class ParallelDims:
 
     "dp,tp,pp" is row-major, as init_device_mesh gives: rank = (dp * TP + tp) * PP + pp.
     "dp,pp,tp" is the order in which SGLang fills hosts: rank = (dp * PP + pp) * TP + tp.
-    Raises ValueError for a size below 1 or an unknown order.
     """
 
     dp: int
     tp: int
     pp: int
     rank_order: str = "dp,tp,pp"
-
-    def __post_init__(self) -> None:
-        for axis in Coordinates._fields:
-            if getattr(self, axis) < 1:
-                raise ValueError(f"parallel.{axis} must be at least 1, got {getattr(self, axis)}")
-        if self.rank_order not in RANK_ORDERS:
-            raise ValueError(f'parallel.rank_order must be "dp,tp,pp" or "dp,pp,tp", got "{self.rank_order}"')
 
     @classmethod
     def of(cls, parallel: Parallel) -> Self:
@@ -67,9 +57,7 @@ class ParallelDims:
         )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of a world rank. Raise ValueError outside 0..world_size - 1."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must be 0 to {self.world_size - 1} in this mesh, got {rank}")
+        """Return the coordinates of a world rank."""
         dp, within = divmod(rank, self.engine_size)
         if self.rank_order == "dp,pp,tp":
             pp, tp = divmod(within, self.tp)
@@ -77,17 +65,10 @@ class ParallelDims:
             tp, pp = divmod(within, self.pp)
         return Coordinates(dp, tp, pp)
 
-    def rank_of(self, at: Coordinates) -> int:
-        """Return the world rank at these coordinates, the inverse of `coordinates`. Raise ValueError outside the mesh."""
-        within = at.pp * self.tp + at.tp if self.rank_order == "dp,pp,tp" else at.tp * self.pp + at.pp
-        rank = at.dp * self.engine_size + within
-        if not 0 <= rank < self.world_size or self.coordinates(rank) != at:
-            raise ValueError(f"{at} is outside the mesh dp={self.dp} tp={self.tp} pp={self.pp}")
-        return rank
-
     def engine_ranks(self, dp_index: int) -> tuple[int, ...]:
         """Return one engine's world ranks in SGLang's order: tp_size * pp_rank + tp_rank."""
-        return tuple(self.rank_of(Coordinates(dp_index, tp, pp)) for pp in range(self.pp) for tp in range(self.tp))
+        first = dp_index * self.engine_size
+        return tuple(sorted(range(first, first + self.engine_size), key=self.engine_rank))
 
     def engine_rank(self, rank: int) -> int:
         """Return the position of a world rank in its engine's `engine_ranks`."""
@@ -116,12 +97,9 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     dims.validate(dist.get_world_size())
-    ranks = torch.arange(dims.world_size, dtype=torch.int, device="cpu")
-    if dims.rank_order == "dp,pp,tp":
-        ranks = ranks.view(dims.dp, dims.pp, dims.tp).transpose(1, 2)
-    else:
-        ranks = ranks.view(dims.dp, dims.tp, dims.pp)
+    ranks = torch.tensor([dims.engine_ranks(dp) for dp in range(dims.dp)], dtype=torch.int, device="cpu")
+    ranks = ranks.view(dims.dp, dims.pp, dims.tp).transpose(1, 2).contiguous()
     return Meshes(
-        engines=DeviceMesh("cpu", ranks.contiguous(), mesh_dim_names=Coordinates._fields),
+        engines=DeviceMesh("cpu", ranks, mesh_dim_names=Coordinates._fields),
         fsdp=init_device_mesh(device_type, (dims.world_size,), mesh_dim_names=("fsdp",)),
     )

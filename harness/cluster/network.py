@@ -159,7 +159,5 @@ def _of_all(store: "Store", what: str, world_size: int) -> list[bytes]:
         store.wait(keys)
     except RuntimeError as error:  # DistStoreError: its timeout
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise
         raise TimeoutError(f"of {world_size} ranks these have not come in time: {missing}") from error
     return [bytes(value) for value in store.multi_get(keys)]

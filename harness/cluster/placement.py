@@ -153,19 +153,9 @@ def _kind(token: str) -> str | None:
 
 def _by_rank(dims: ParallelDims, locations: Sequence[RankLocation]) -> list[RankLocation]:
     ordered = sorted(locations, key=lambda location: location.rank)
-    for one, other in pairwise(ordered):
-        if one.rank == other.rank:
-            raise ValueError(
-                f"rank {one.rank} is reported twice, by host {one.host} (local rank {one.local_rank}) and host "
-                f"{other.host} (local rank {other.local_rank}): give every process its own RANK, as torchrun does"
-            )
-    for rank, location in enumerate(ordered):
-        if location.rank != rank:
-            raise ValueError(
-                f"rank {rank} is missing: {len(ordered)} ranks report, the last of them {ordered[-1]}, and they must be"
-                " 0, 1, 2, ... without a gap, as one torchrun numbers them"
-            )
     dims.validate(len(ordered))
+    if [location.rank for location in ordered] != list(range(len(ordered))):
+        raise ValueError(f"ranks must be 0 to {len(ordered) - 1}, each once, got {', '.join(map(str, ordered))}")
     return ordered
 
 
@@ -197,7 +187,7 @@ def _gpu_at(location: RankLocation, index: int) -> str:
 def _check_gpus(locations: Sequence[RankLocation]) -> None:
     """Raise ValueError where two ranks of a host, or a rank and another's engine rank, would use one GPU."""
     first_on_host: dict[str, RankLocation] = {}
-    owner: dict[tuple[str, str], RankLocation] = {}
+    users: dict[tuple[str, str], str] = {}
     for location in locations:
         gpu, first = gpu_of(location), first_on_host.setdefault(location.host, location)
         if _kind(gpu) != _kind(gpu_of(first)):
@@ -206,21 +196,16 @@ def _check_gpus(locations: Sequence[RankLocation]) -> None:
                 f"{location.host}, which may be the same one: set CUDA_VISIBLE_DEVICES in one form, all indices or all "
                 "UUIDs, for every rank of a host"
             )
-        other = owner.setdefault((location.host, gpu), location)
-        if other is not location:
-            raise ValueError(
-                f"rank {other.rank} and rank {location.rank} (local ranks {other.local_rank} and {location.local_rank}) both "
-                f"use GPU {gpu} of host {location.host}: set CUDA_VISIBLE_DEVICES to one list of distinct GPUs for the "
-                "whole host, or to a GPU of its own for each rank"
-            )
-    for location in locations:
-        gpu = engine_gpu_of(location)
-        other = owner.setdefault((location.host, gpu), location)
-        if other is not location:
-            raise ValueError(
-                f"rank {other.rank} and rank {location.rank}'s engine both use GPU {gpu} of host {location.host}, though "
-                "parallel.colocate = false: give each torchrun of a host a CUDA_VISIBLE_DEVICES of its own GPUs"
-            )
+        own = {f"rank {location.rank} (local rank {location.local_rank})": gpu}
+        if location.engine_offset:
+            own[f"rank {location.rank}'s engine"] = engine_gpu_of(location)
+        for user, used in own.items():
+            if (other := users.setdefault((location.host, used), user)) != user:
+                raise ValueError(
+                    f"{other} and {user} both use GPU {used} of host {location.host}: set CUDA_VISIBLE_DEVICES to one list"
+                    " of distinct GPUs for the whole host, or give each rank, with parallel.colocate = false each torchrun,"
+                    " GPUs of its own"
+                )
 
 
 def _check_hosts(dims: ParallelDims, dp: int, locations: Sequence[RankLocation]) -> None:

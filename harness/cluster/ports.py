@@ -6,9 +6,8 @@ one port, and may even join each other's process group. Here a block of ports be
 
 import errno
 import socket
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 PORTS_PER_ENGINE = 32
 """Ports of one block. SGLang takes more than the three it is given: with DP attention 6 and more right after
@@ -49,17 +48,16 @@ def planned_ports(base_port: int, index_on_host: int) -> EnginePorts:
     return EnginePorts(first, first + 4, first + 8, first + 28)
 
 
-class PortLease:
+class PortLease(AbstractContextManager["PortLease"]):
     """One block of ports on this host, for as long as this process lives or until close().
 
-    Walks up from the block planned for (base_port, index_on_host) to the first that no other lease has and whose ports
-    are all free. The lease is a name among the Unix sockets of the host's network (Linux's abstract ones): seen by
+    Walks up from base_port to the first block that no other lease has and whose ports are all free. The lease is a name among the Unix sockets of the host's network (Linux's abstract ones): seen by
     exactly those who share the ports, whatever folders they see, and dropped by the kernel when its owner dies.
     Raises ValueError for a bad base_port, OSError (EADDRINUSE) where no block is free.
     """
 
-    def __init__(self, base_port: int, index_on_host: int = 0) -> None:
-        self.ports = planned_ports(base_port, index_on_host)
+    def __init__(self, base_port: int) -> None:
+        self.ports = planned_ports(base_port, 0)
         while True:
             self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             block = range(self.ports.port, self.ports.port + PORTS_PER_ENGINE)
@@ -79,12 +77,7 @@ class PortLease:
         """Give the block back; a second call does nothing."""
         self._name.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -94,14 +87,10 @@ def _is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         if not _binds(probe, ("0.0.0.0", port)):
             return False
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            return _binds(probe, ("::", port))
-    except OSError as error:
-        if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-            return True  # no IPv6 on this host
-        raise
+    with suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        return _binds(probe, ("::", port))
+    return True  # no IPv6 on this host
 
 
 def _binds(probe: socket.socket, address: str | tuple[str, int]) -> bool:
@@ -110,6 +99,5 @@ def _binds(probe: socket.socket, address: str | tuple[str, int]) -> bool:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return False
-        probe.close()
         raise
     return True

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.cluster import network
 from harness.cluster.network import ADDRESS_VARIABLES, HostAddress
-from harness.cluster.placement import RankLocation, parse_visible
+from harness.cluster.placement import RankLocation, engine_gpu_of, parse_visible
 from harness.runtime import redact
 
 # What torchrun sets for its workers. An engine that inherits it acts as one of them: with
@@ -93,10 +93,7 @@ class Launch:
                 f"{missing[0]} is not in the environment; start this with"
                 " torchrun --nnodes=1 --nproc-per-node=2 SCRIPT [ARGUMENTS]."
             )
-        try:
-            return cls(**{name.lower(): int(environment[name]) for name in names})
-        except ValueError as error:
-            raise WorldError(f"{', '.join(names)} must be whole numbers, as torchrun sets them: {error}.") from None
+        return cls(**{name.lower(): int(environment[name]) for name in names})
 
 
 def host_identity() -> str:
@@ -127,7 +124,7 @@ def own_location(on_cpu: bool, colocate: bool = True) -> RankLocation:
 def choose_device(wanted: str, launch: Launch, colocate: bool = True) -> torch.device:
     """Choose the device of this rank's trainer for engine.device = wanted.
 
-    colocate: see own_location. Raise WorldError where too few GPUs are visible.
+    colocate: see own_location. Raise ValueError where too few GPUs are visible.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         if not colocate:
@@ -136,20 +133,8 @@ def choose_device(wanted: str, launch: Launch, colocate: bool = True) -> torch.d
     count = torch.cuda.device_count()
     if count == 0:
         raise WorldError(f'engine.device = "{wanted}" but rank {launch.rank} sees no GPU; set engine.device = "cpu".')
-    if not colocate and count < 2 * launch.local_world_size:
-        raise WorldError(
-            f"parallel.colocate = false needs {2 * launch.local_world_size} visible GPUs, two for each of this"
-            f" torchrun's {launch.local_world_size} ranks on the host, but rank {launch.rank} sees {count}; make all of"
-            " them visible to every rank, without a wrapper that gives each rank its own, or set it to true."
-        )
-    # One visible GPU: a wrapper gave each rank its own. More: torchrun's way, the local rank picks.
-    index = 0 if count == 1 else launch.local_rank
-    if index >= count:
-        raise WorldError(
-            f"rank {launch.rank} has local rank {launch.local_rank} but sees {count} GPUs;"
-            " give --nproc-per-node at most the number of visible GPUs."
-        )
-    return torch.device("cuda", index)
+    engine_gpu_of(own_location(False, colocate))
+    return torch.device("cuda", 0 if count == 1 else launch.local_rank)  # one: a wrapper gave each rank its own
 
 
 @contextmanager
@@ -220,7 +205,7 @@ def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[
             f"the resolved config differs between ranks ({by_rank([d[:8] for d in digests])});"
             " start every host with the same files and overrides."
         )
-    names = sorted({name for each in environments for name in each})
+    names = sorted(set().union(*environments))
     values = {name: [each.get(name) for each in environments] for name in names}
     return [f"{name} differs between ranks: {by_rank(seen)}" for name, seen in values.items() if len(set(seen)) > 1]
 
@@ -251,20 +236,17 @@ def child_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     Afterwards os.environ is exactly as before, also where the engine changed it.
     """
     before = dict(os.environ)
-    torchrun = [name for name in before if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIX)]
+    torchrun = {name for name in before if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIX)}
+    wanted = {name: value for name, value in before.items() if name not in torchrun} | dict(changes)
     try:
-        _set_environment({name: None for name in torchrun} | dict(changes))
+        _set_environment({name: value for name, value in wanted.items() if value is not None})
         yield
     finally:
-        # Only what differs: other threads never see an empty environment.
-        added: dict[str, str | None] = {name: None for name in os.environ if name not in before}
-        _set_environment(added | {name: value for name, value in before.items() if os.environ.get(name) != value})
+        _set_environment(before)
 
 
-def _set_environment(changes: Mapping[str, str | None]) -> None:
-    """Set these variables of os.environ; None removes."""
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    """Change only what differs: other threads never see an empty environment."""
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})

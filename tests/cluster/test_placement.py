@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.cluster.mesh import RANK_ORDERS, ParallelDims
+from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EngineNode, EnginePlacement, RankLocation, gpu_of, parse_visible, place
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(80))
@@ -64,7 +64,7 @@ def worlds(draw: st.DrawFn) -> tuple[ParallelDims, list[RankLocation]]:
     engines_per_host = draw(st.integers(1, 3)) if nnodes == 1 else 1
     groups = draw(st.integers(1, 3))
     per_host = tp * pp // nnodes * engines_per_host
-    order = draw(st.sampled_from(RANK_ORDERS)) if nnodes == 1 or tp == 1 or pp == 1 else "dp,pp,tp"
+    order = draw(st.sampled_from(["dp,tp,pp", "dp,pp,tp"])) if nnodes == 1 or tp == 1 or pp == 1 else "dp,pp,tp"
     dims = ParallelDims(dp=groups * engines_per_host, tp=tp, pp=pp, rank_order=order)
     visible: list[tuple[str, ...] | None] = []
     for _ in range(groups * nnodes):
@@ -279,9 +279,9 @@ def test_pp_in_the_default_rank_order_reorders_the_list() -> None:
     [
         (
             ["0", "1", "0", "1"],
-            r"rank 0 and rank 2 \(local ranks 0 and 2\) both use GPU 0 of host h0: set CUDA_VISIBLE",
+            r"rank 0 \(local rank 0\) and rank 2 \(local rank 2\) both use GPU 0 of host h0: set CUDA_VISIBLE",
         ),
-        (["0,1,2,3", "0", "2", "3"], "rank 0 and rank 1 .* both use GPU 0 of host h0"),
+        (["0,1,2,3", "0", "2", "3"], "rank 0 .* and rank 1 .* both use GPU 0 of host h0"),
         (
             ["0", "1", "2", UUIDS[3]],
             f"rank 0 uses GPU 0 and rank 3 uses GPU {UUIDS[3]} of host h0, which may be the same",
@@ -297,7 +297,7 @@ def test_undecidable_or_shared_gpus_are_refused(lists: list[str | None], message
 
 
 def test_the_raw_repeated_list_is_refused_too() -> None:
-    with pytest.raises(ValueError, match="rank 0 and rank 2 .* both use GPU 0 of host h0"):
+    with pytest.raises(ValueError, match="rank 0 .* and rank 2 .* both use GPU 0 of host h0"):
         place(ParallelDims(dp=1, tp=4, pp=1), locations_of(4, [("0", "1", "0", "1")]), "cuda")
 
 
@@ -344,8 +344,8 @@ def test_engines_may_alternate_between_hosts() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ([0, 1, 2, 2], "rank 2 is reported twice, by host h.* and host h.*: give every process its own RANK"),
-        ([0, 1, 2, 4], "rank 3 is missing: 4 ranks report, the last of them rank 4 on host h"),
+        ([0, 1, 2, 2], "ranks must be 0 to 3, each once, got .*, rank 2 on host h, rank 2 on host h"),
+        ([0, 1, 2, 4], "ranks must be 0 to 3, each once, got .*, rank 4 on host h"),
         ([0, 1, 2], "= 4, but the world size is 3"),
         ([0, 1, 2, 3, 4], "= 4, but the world size is 5"),
         ([], "= 4, but the world size is 0"),
@@ -355,11 +355,6 @@ def test_missing_and_repeated_ranks_are_refused(ranks: list[int], message: str) 
     locations = [RankLocation(rank, "h", rank, None) for rank in ranks]
     with pytest.raises(ValueError, match=message):
         place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda")
-
-
-def test_the_very_same_location_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 0 is reported twice"):
-        place(ParallelDims(dp=1, tp=2, pp=1), [RankLocation(0, "h", 0, None)] * 2, "cpu")
 
 
 def _names(location: RankLocation, locations: list[RankLocation]) -> tuple[str, ...]:

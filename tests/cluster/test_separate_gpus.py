@@ -81,7 +81,7 @@ def test_too_few_visible_gpus_are_refused(visible: str | None, count: int | None
 def test_two_torchruns_of_a_host_may_not_overlap() -> None:
     locations = [RankLocation(0, "h", 0, ("0", "1"), None, 1), RankLocation(1, "h", 0, ("1", "2"), None, 1)]
     with pytest.raises(
-        ValueError, match=r"rank 1 and rank 0's engine both use GPU 1 of host h, though parallel.colocate"
+        ValueError, match=r"rank 0's engine and rank 1 \(local rank 0\) both use GPU 1 of host h: .*parallel.colocate"
     ):
         place(ParallelDims(dp=2, tp=1, pp=1), locations, "cuda")
     apart = [locations[0], replace(locations[1], visible=("2", "3"))]

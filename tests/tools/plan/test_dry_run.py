@@ -86,7 +86,7 @@ def test_an_engine_over_two_hosts() -> None:
         (1, 4, (), r"2 \* 4 \* 1 = 8, but the world size is 4"),
         (2, 4, ("0,1,0,1",), "'0,1,0,1' lists GPU 0 twice"),
         (2, 4, ("0,1,2",), "rank 3 on host host0 has local rank 3 but sees 3 GPUs"),
-        (2, 4, ("0,1,2,3", "2"), "rank 4 and rank 5 .* both use GPU 2 of host host1"),
+        (2, 4, ("0,1,2,3", "2"), "rank 4 .* and rank 5 .* both use GPU 2 of host host1"),
         (2, 4, (None, ""), "rank 4 on host host1 has CUDA_VISIBLE_DEVICES='', which hides every GPU"),
         (4, 2, (), ""),
     ],
