@@ -33,7 +33,7 @@ TOOLS = {
     "hub": set(),
     "inject": set(),
     "memory_search": {"process_tree"},
-    "observers": {"hosts", "inject", "report", "watchdog"},
+    "observers": {"hosts", "inject", "watchdog"},
     "plan": set(),
     "preflight": {"environments", "hub", "plan"},
     "process_tree": set(),

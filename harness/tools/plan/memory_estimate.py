@@ -1,27 +1,32 @@
 """Memory of one GPU in each stage of a step, and whether it fits.
 
 The order of a step is harness/ppo.py's; what stays on the GPU between stages is what memory.offload_* does not name.
+
+Engine, rules as of sglang 0.5.20: VocabParallelEmbedding pads the vocabulary to a multiple of 64; key-value heads are repeated
+where there are fewer than ranks; norms, routers and MLA's low-rank down projections are whole on every rank; MLA keeps
+kv_b_proj a second time, absorbed (w_kc, w_vc); experts are cut by number or by intermediate size, together tp ways;
+get_pp_indices gives layers that remain to the last stages.
+
+Trainer: fully_shard cuts a tensor's rows into equal chunks and pads the last ones, so that every rank keeps
+ceil(rows / ranks) rows, though some use none: 256 experts on 512 ranks take twice their bytes. Gathered, a layer has its
+padding too. Shares are of rank 0, which has most.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from textwrap import wrap
 from typing import Any, Literal
 
 from harness.config.schema import Config
 from harness.rollout.defaults import engine_defaults
 from harness.runtime.units import GIB, MIB
-from harness.tools.plan.gpu_shares import (
-    FLOAT32_BYTES,
-    TrainerShare,
-    engine_shares,
-    kv_element_bytes,
-    largest_bucket,
-    slots_bytes,
-    trainer_share,
-)
-from harness.tools.plan.model_shapes import model_fields, model_shape
+from harness.tools.plan.model_shapes import LM_HEAD, ModelShape, TensorShape, model_fields, model_shape
 
+VOCAB_PADDING = 64
+FLOAT32_BYTES = 4
+REDUCE_BYTES = 4  # gradients are added up over ranks in float32 (harness/trainer/model.py)
+SLOTS, ALIGNMENT = 2, 256  # as in harness/weights/stream/slots.py
 CONTEXT_BYTES = GIB // 2
 """Of a CUDA context, of which trainer and scheduler have one each: taken when the engine starts. Assumed."""
 BESIDE_BYTES = 5.7 * GIB
@@ -32,18 +37,14 @@ neither parameters of critic and reference nor the sync's buffers.
 """
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BESIDE, KV_CACHE, GATHERED = "CUDA, NCCL, SGLang", "engine: KV cache", "FSDP2: layers gathered"
-NOT_COUNTED = (
-    "quantization", "enable_dp_attention", "dp_size", "speculative_algorithm", "cpu_offload_gb", "enable_lora",
-    "ep_num_redundant_experts", "moe_dense_tp_size",
-)  # fmt: skip
-"""Arguments that make SGLang cut or store weights in another way than is counted here."""
 NOTES = (
     "left out: layers' activations, fragments of torch's allocator, what SGLang computes with (1 - mem_fraction_static of the"
     " GPU is meant for that), what weights.verify = bytes or full needs, other users of the GPU.",
     f"{BESIDE}: contexts, buffers, what SGLang does not free when released; {BESIDE_BYTES / GIB:.1f} GiB in the one run of 4"
     " H200 in which it was measured, more or less in others.",
-    "experts are counted as transformers 5 holds them, a layer's in two tensors, of which FSDP2 gives each rank at least one"
-    " row, and a bucket has one row of each rank, however small weights.bucket_size_mib is; SGLang as of 0.5.20.",
+    "experts are counted as transformers 5 holds them, a layer's in two tensors; FSDP2 gives each rank at least one row of a"
+    " tensor, and a bucket has that of every rank, however small weights.bucket_size_mib is.",
+    "the engine is SGLang's as of 0.5.20; engine.args that change how it cuts or stores weights are not counted.",
 )
 WIDTH = 120
 
@@ -52,10 +53,163 @@ Parts = dict[str, int]
 """What is on the GPU, in bytes."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineShare:
+    """Weights, and KV cache of one token, of each rank of one pipeline stage."""
+
+    stage: int
+    first_layer: int
+    last_layer: int
+    weights: int
+    kv_token: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerShare:
+    """One model on one rank, in bytes. Parameters, gradients and AdamW's two moments are sharded, in the master dtype; each
+    moment, and what AdamW over lists of tensors needs for a while, is of the size of the gradients.
+
+    forward: the largest layer gathered, that is the flat buffer that all ranks' chunks arrive in and the parameters copied out
+    of it; this rank's chunk cast for it, where the master dtype is wider; and what lies outside of the layers, gathered from
+    the first of them to the last. backward: the same, the flat buffer being the next layer's; gradients of the layer and of
+    what lies outside, and the layer before's float32 ones until they are reduced.
+    """
+
+    parameters: int
+    gradients: int
+    forward: int
+    backward: int
+    outside: int  # what lies outside of the layers, gathered: it is there while logits are computed
+
+
+def kv_element_bytes(dtype_bytes: int, arguments: Mapping[str, Any]) -> int:
+    """Return the bytes of one element of KV cache under these engine.args."""
+    kv_dtype = str(arguments.get("kv_cache_dtype", "auto"))
+    return 1 if kv_dtype.startswith("fp8") else 2 if kv_dtype in ("bfloat16", "bf16") else dtype_bytes
+
+
+def stage_layers(layers: int, pp: int) -> list[range]:
+    """Return the decoder layers of each stage; what remains goes to the last ones, one each."""
+    base, rest = divmod(layers, pp)
+    starts = [stage * base + max(0, stage - (pp - rest)) for stage in range(pp + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def engine_shares(model: ModelShape, tp: int, pp: int, weight_bytes: int, kv_bytes: int) -> list[EngineShare]:
+    """Return the share of each pipeline stage; all its tp ranks hold as much. weight_bytes, kv_bytes: of one element."""
+    shares = []
+    for stage, layers in enumerate(stage_layers(model.layers, pp)):
+        held = [tensor for tensor in model.tensors if _stage_has(tensor, stage, layers, pp)]
+        if stage == pp - 1 and pp > 1 and not any(tensor.name == LM_HEAD for tensor in held):
+            held.append(model.tensors[0])  # tied: the last stage has a copy of the embedding to compute logits with
+        kv_heads = 1 if model.is_mla else max(1, model.kv_heads // tp)
+        shares.append(
+            EngineShare(
+                stage=stage,
+                first_layer=layers.start,
+                last_layer=layers.stop - 1,
+                weights=sum(_engine_bytes(tensor, model, tp, weight_bytes) for tensor in held),
+                kv_token=kv_heads * model.kv_width * len(layers) * kv_bytes,
+            )
+        )
+    return shares
+
+
+def _stage_has(tensor: TensorShape, stage: int, layers: range, pp: int) -> bool:
+    """Return whether a stage has the tensor: the embedding is on the first one, norm and head are on the last."""
+    if tensor.layer is not None:
+        return tensor.layer in layers
+    return stage == (0 if tensor.cut == "vocab" and tensor.name != LM_HEAD else pp - 1)
+
+
+def _engine_bytes(tensor: TensorShape, model: ModelShape, tp: int, weight_bytes: int) -> int:
+    if tensor.is_buffer:
+        return tensor.numel * FLOAT32_BYTES
+    numel = -(-tensor.numel // tp)
+    if tensor.cut == "whole":
+        numel = tensor.numel
+    elif tensor.cut == "vocab":
+        padded = -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+        numel = -(-padded // tp) * (tensor.numel // model.vocab_size)
+    elif tensor.cut == "kv_heads":
+        numel = tensor.numel // model.kv_heads * max(1, model.kv_heads // tp)
+    return numel * weight_bytes * (2 if tensor.name.endswith("kv_b_proj.weight") else 1)
+
+
+def trainer_share(model: ModelShape, ranks: int, master: int, compute: int, head: bool = True) -> TrainerShare:
+    """Return the share of a model with a language model's head, or else with a value head.
+
+    master: bytes of an element in shards, gradients and moments; compute: gathered, and in activations.
+    """
+    groups = model.groups(head)
+    *layers, rest = ([tensor for tensor in group if not tensor.is_buffer] for group in groups)
+    own = sum(_chunk(tensor, ranks) for group in (*layers, rest) for tensor in group) * master
+    buffers = sum(tensor.numel for group in groups for tensor in group if tensor.is_buffer) * FLOAT32_BYTES
+    padded, real = max((_gathered(group, ranks), sum(tensor.numel for tensor in group)) for group in layers)
+    outside = _gathered(rest, ranks) * compute
+    cast = padded // ranks * compute if master != compute else 0
+    return TrainerShare(
+        parameters=own + buffers,
+        gradients=own,
+        forward=2 * padded * compute + cast + outside,
+        backward=(2 * padded + real) * compute + cast + padded * REDUCE_BYTES + 2 * outside,
+        outside=outside,
+    )
+
+
+def largest_bucket(model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes: int) -> int:
+    """Return the bytes of the largest bucket that harness/weights/gather.py would plan.
+
+    What fuses stays together, padding of the trainer's ranks included; experts are split, but not below one row of every
+    rank.
+    """
+    groups: dict[str, list[TensorShape]] = {}
+    for tensor in model.tensors:
+        groups.setdefault(tensor.name if tensor.cut == "experts" else tensor.name.rsplit(".", 2)[0], []).append(tensor)
+    filled = largest = 0
+    for group in groups.values():
+        first = group[0]
+        if first.cut != "experts":
+            sizes = (t.numel * FLOAT32_BYTES if t.is_buffer else _chunk(t, ranks) * ranks * dtype_bytes for t in group)
+            size = sum(map(_aligned, sizes))
+            filled = size if filled and filled + size > limit_bytes else filled + size
+            largest = max(largest, filled)
+            continue
+        row = ranks * (first.numel // first.shape[0]) * dtype_bytes
+        left = -(-first.shape[0] // ranks)
+        while left:
+            room = (limit_bytes - filled) // row
+            if room < 1 and filled:
+                filled = 0
+                continue
+            taken = min(left, max(room, 1))
+            filled, left = filled + _aligned(taken * row), left - taken
+            largest = max(largest, filled)
+    return largest
+
+
+def slots_bytes(bucket: int) -> int:
+    """Return the bytes of the two buffers between trainer and scheduler."""
+    return SLOTS * (_aligned(bucket) + ALIGNMENT)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _chunk(tensor: TensorShape, ranks: int) -> int:
+    """Return the elements that every rank keeps of a tensor, padding included."""
+    return -(-tensor.shape[0] // ranks) * (tensor.numel // tensor.shape[0])
+
+
+def _gathered(group: Iterable[TensorShape], ranks: int) -> int:
+    return sum(_chunk(tensor, ranks) for tensor in group) * ranks
+
+
 class MemoryEstimate:
     """The GPU of the rank that has most, in bytes, for GPUs that no other process uses.
 
-    stages: the times of a step when memory is at its height. problems: why it does not fit. notes: what is not counted.
+    stages: the times of a step when memory is at its height. problems: why it does not fit.
     """
 
     def __init__(self, config: Config, gpu_bytes: int) -> None:
@@ -87,10 +241,6 @@ class MemoryEstimate:
         self.stages = dict(self._stages())
         self.problems = [*self._engine_problems(), *self._overfull()]
         self.fits = not self.problems
-        arguments = {name: config.engine.args[name] for name in NOT_COUNTED if config.engine.args.get(name)}
-        self.notes = [f"engine.args.{name} = {value} is not counted here." for name, value in arguments.items()] + [
-            *NOTES
-        ]
 
     def _stages(self) -> Iterator[tuple[str, Parts]]:
         if self.config.parallel.colocate:
@@ -166,22 +316,16 @@ class MemoryEstimate:
         return self._stage(f"update_{role}", active=(role,), learning=role, passing=passing)
 
     def _engine_problems(self) -> Iterator[str]:
-        weights = max(share.weights for share in self.engine)
-        if self.kv_tokens >= self.tokens:
-            return
-        least = max(share.weights + self.tokens * share.kv_token for share in self.engine) / self.usable
-        enough = (
-            f"at least {least:.3f} is needed"
-            if least < 1
-            else "no share of this GPU is enough: raise parallel.tp or pp"
-        )
-        remedy = f"mem_fraction_static = {self.fraction:g} leaves it {gib(self.static_bytes)}; {enough}"
-        if weights >= self.static_bytes:
-            yield f"the engine cannot start: its weights take {gib(weights)} GiB of each GPU, and {remedy}."
-        else:
+        if self.kv_tokens < self.tokens:
+            weights = max(share.weights for share in self.engine)
+            least = max(share.weights + self.tokens * share.kv_token for share in self.engine) / self.usable
+            remedy = (
+                f"at least {least:.3f} is needed" if least < 1 else "no share of it is enough: raise parallel.tp or pp"
+            )
             yield (
-                f"the engine's KV cache has room for {self.kv_tokens} tokens, and one prompt with its response may take"
-                f" {self.tokens}: {remedy}."
+                f"the engine has room for {self.kv_tokens} tokens, and one prompt with its response may take {self.tokens}:"
+                f" of each GPU its weights take {gib(weights)} GiB, and mem_fraction_static = {self.fraction:g} leaves"
+                f" {gib(self.static_bytes)} for them and the KV cache; {remedy}."
             )
 
     def _overfull(self) -> Iterator[str]:
@@ -201,8 +345,9 @@ class MemoryEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what --json has; bytes."""
-        names = ("gpu_bytes", "fraction", "static_bytes", "kv_tokens", "bucket_bytes", "problems", "notes", "fits")
+        names = ("gpu_bytes", "fraction", "static_bytes", "kv_tokens", "bucket_bytes", "problems", "fits")
         return {name: getattr(self, name) for name in names} | {
+            "notes": NOTES,
             "parameters": self.model.parameters,
             "buffers": self.model.buffers,
             "dtype": self.config.model.dtype,
@@ -228,7 +373,7 @@ class MemoryEstimate:
             "",
             f"VERDICT: {left if self.fits else 'it does NOT fit'}",
             *(line for number, each in enumerate(self.problems, 1) for line in _sentence(f"{number}. {each}", "     ")),
-            *(line for note in self.notes for line in _sentence(f"- {note}")),
+            *(line for note in NOTES for line in _sentence(f"- {note}")),
         ]
 
     def _engine_sentence(self) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.tools.plan.gpu_shares import engine_shares, kv_element_bytes, stage_layers
+from harness.tools.plan.memory_estimate import engine_shares, kv_element_bytes, stage_layers
 from harness.tools.plan.model_shapes import ModelShape, model_fields, model_shape
 
 

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from harness.config.schema import ActorConfig, Config
 from harness.task.tiny_models import ARCHITECTURES, tiny_config
-from harness.tools.plan.gpu_shares import largest_bucket, trainer_share
+from harness.tools.plan.memory_estimate import largest_bucket, trainer_share
 from harness.tools.plan.model_shapes import ModelShape, model_fields, model_shape
 from harness.trainer.actor import Actor
 from harness.trainer.model import load_causal_lm, named_tensors
@@ -69,6 +69,6 @@ def test_the_largest_bucket_is_the_planner_s(name: str, ranks: int, tmp_path: ob
 
 
 def test_slots_are_those_of_the_link() -> None:
-    from harness.tools.plan import gpu_shares
+    from harness.tools.plan import memory_estimate
 
-    assert (gpu_shares.SLOTS, gpu_shares.ALIGNMENT) == (SLOTS, ALIGNMENT)
+    assert (memory_estimate.SLOTS, memory_estimate.ALIGNMENT) == (SLOTS, ALIGNMENT)
