@@ -30,8 +30,7 @@ def main(arguments: list[str]) -> int:
     environments.need("msgspec", "psutil")
     from harness.tools.hosts import kernel
     from harness.tools.hosts.emulation import Emulation, StartError
-    from harness.tools.hosts.host_faults import faketime_library
-    from harness.tools.hosts.host_plan import HostsOptions, make_plan
+    from harness.tools.hosts.host_plan import HostsOptions, faketime_library, make_plan
 
     split = arguments.index("--") if "--" in arguments else len(arguments)
     try:

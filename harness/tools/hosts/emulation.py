@@ -22,9 +22,16 @@ import msgspec
 from harness.runtime.errors import MISTAKE
 from harness.tools.hosts import kernel
 from harness.tools.hosts.host import END, GO, KILL, MESSAGE_BYTES, HostSpec, end_descendants, exit_code
-from harness.tools.hosts.host_faults import HostFault, skewed_clock
 from harness.tools.hosts.host_output import RootCause
-from harness.tools.hosts.host_plan import MASTER_PORT, EmulationPlan, HostPlan, environment, hosts_file, torchrun
+from harness.tools.hosts.host_plan import (
+    MASTER_PORT,
+    EmulationPlan,
+    HostFault,
+    HostPlan,
+    environment,
+    hosts_file,
+    torchrun,
+)
 from harness.tools.hosts.phase_gate import PhaseServer
 from harness.tools.hosts.router import Router
 
@@ -34,9 +41,6 @@ END_SECONDS = 20.0
 """From SIGTERM to torchrun until what is left of a host is killed."""
 PRINT_SECONDS = 5.0
 """How long the last lines of a host may take to print."""
-
-CommandLine = Callable[[EmulationPlan, HostPlan, str, int], tuple[str, ...]]
-"""What one host runs, given Python's path and a port that is free on host0."""
 
 
 class StartError(RuntimeError):
@@ -54,9 +58,8 @@ class RunningHost:
     printer: threading.Thread = field(default_factory=threading.Thread)
     code: int | None = None
     """torchrun's exit code, or that of what ended it."""
-    killed: bool = False
-    """On purpose."""
-    ended_by_us: bool = False
+    end: str = ""
+    """How we ended it, if we did."""
 
     def tell(self, message: bytes) -> None:
         """Send a message to the host's process, unless it has just ended."""
@@ -72,9 +75,11 @@ class RunningHost:
 class Emulation:
     """One use of launch/hosts.py, from the main thread."""
 
-    def __init__(self, plan: EmulationPlan, command: CommandLine = torchrun) -> None:
-        self.plan = plan
-        self.command = command
+    def __init__(
+        self, plan: EmulationPlan, command: Callable[[EmulationPlan, HostPlan, int], tuple[str, ...]] = torchrun
+    ) -> None:
+        """command: what a host runs, given a port that is free on host0."""
+        self.plan, self.command = plan, command
         self.hosts: dict[str, RunningHost] = {}
         self.ended: list[RunningHost] = []
         self.waiting = list(plan.faults)
@@ -83,7 +88,6 @@ class Emulation:
         self._folder = Path()
         self._selector = selectors.DefaultSelector()
         self._router: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self._reader_gone: BrokenPipeError | None = None
         self._end_at = self._kill_at = math.inf
 
     def run(self) -> int:
@@ -107,7 +111,11 @@ class Emulation:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        port = MASTER_PORT if self.plan.namespaces else _free_port(self.plan.hosts[0].addresses[0])
+        port, first = MASTER_PORT, self.plan.hosts[0].addresses[0]
+        if not self.plan.namespaces:
+            family = socket.AF_INET6 if ":" in first else socket.AF_INET
+            with socket.create_server((first, 0), family=family) as probe:
+                port = probe.getsockname()[1]
         for plan in self.plan.hosts:
             self._start_host(plan, port)
         ports = {name: self._meet(host) for name, host in self.hosts.items()}
@@ -130,23 +138,20 @@ class Emulation:
         (folder / "tmp").mkdir(parents=True)
         (folder / "hosts").write_text(hosts_file(self.plan, plan), encoding="ascii")
         (folder / "boot_id").write_text(f"{uuid.uuid4()}\n", encoding="ascii")
-        changes = environment(self.plan, plan, folder, os.environ)
-        if plan.skew_seconds:
-            changes |= skewed_clock(plan.skew_seconds, os.environ)
         spec = HostSpec(
             name=plan.name,
             namespaces=self.plan.namespaces,
             interfaces=plan.interfaces,
             mtu=self.plan.options.mtu,
             folder=str(folder),
-            command=self.command(self.plan, plan, sys.executable, port),
-            environment=changes,
+            command=self.command(self.plan, plan, port),
+            environment=environment(self.plan, plan, folder, os.environ),
             working_folder=str(Path.cwd()),
         )
         host = self.hosts[plan.name] = RunningHost(plan, *_start_process("host", spec, output=subprocess.PIPE))
         host.printer = threading.Thread(target=self._print_output, args=(host,), daemon=True)
         host.printer.start()
-        if self.plan.reports_phases:
+        if any(fault.phase for fault in self.plan.faults):
             PhaseServer(folder / "phases", self._selector, lambda phase, step: self._phase(plan.name, phase, step))
 
     def _meet(self, host: RunningHost) -> tuple[int, ...]:
@@ -160,8 +165,6 @@ class Emulation:
 
     def _turn(self) -> None:
         """Wait for something to happen, a moment at most, and react."""
-        if self._reader_gone:
-            raise self._reader_gone
         for key, _ in self._selector.select(POLL_SECONDS):
             key.data()
         now = time.monotonic()
@@ -179,7 +182,7 @@ class Emulation:
         if self._end_at <= now and self._kill_at == math.inf:
             self._kill_at = now + END_SECONDS
             for host in self._running():
-                host.ended_by_us = True
+                host.end = "was ended"
                 host.tell(END)
         if now >= self._kill_at or len(self.signals) > 1:
             for host in self._running():
@@ -210,19 +213,15 @@ class Emulation:
             host.cause.read(text)
             try:
                 self._print(f"{name} | {text}")
-            except BrokenPipeError as error:  # as in `... | head`
-                self._reader_gone = error
+            except BrokenPipeError:  # as in `... | head`
+                self.signals.append(signal.SIGPIPE)
 
     def _host_ended(self, host: RunningHost, code: int) -> None:
         host.printer.join(PRINT_SECONDS)
         host.code = exit_code(code)
         self.ended.append(host)
-        if host.killed:
-            self._say(f"{host.plan.name} is gone, killed on purpose")
-        elif host.ended_by_us:
-            self._say(f"{host.plan.name} was ended")
-        else:
-            self._say(f"{host.plan.name}: torchrun {'FAILED' if host.code else 'ended'} with exit code {host.code}")
+        torchrun_ended = f": torchrun {'FAILED' if host.code else 'ended'} with exit code {host.code}"
+        self._say(host.plan.name + (f" {host.end}" if host.end else torchrun_ended))
         running = [name for name, other in self.hosts.items() if other.code is None]
         if host.code and running and self._end_at == math.inf:
             patience = self.plan.options.patience
@@ -232,7 +231,7 @@ class Emulation:
     def _phase(self, host: str, phase: str, step: int | None) -> None:
         """Do what must be done before a rank of the host begins a phase."""
         for fault in list(self.waiting):
-            if fault.matches(host, phase, step):
+            if (fault.host, fault.phase) == (host, phase) and fault.step in (None, step):
                 self._do(fault)
 
     def _do(self, fault: HostFault) -> None:
@@ -246,7 +245,7 @@ class Emulation:
         if fault.kind == "cut":
             self._say(f"cut {fault.host} from the others {fault.when}")
         else:
-            host.killed = True
+            host.end = "is gone, killed on purpose"
             host.power_off()
             self._say(f"killed {fault.host} {fault.when}")
 
@@ -257,8 +256,7 @@ class Emulation:
         if self._router and self._router[0].poll() is not None:
             return 1  # it serves until its control socket closes, which is after this
         if any(host.code for host in self.ended):
-            codes = [host.cause.code or 0 for host in self.ended if not host.killed]
-            return next((code for code in codes if code > 1), 1)
+            return next((host.cause.code for host in self.ended if (host.cause.code or 0) > 1), None) or 1
         for fault in self.waiting:
             self._say(f"{fault.kind} {fault.host} {fault.when} never happened")
         return MISTAKE if self.waiting else 0
@@ -281,9 +279,3 @@ def _start_process(
     theirs.close()
     ours.send(msgspec.json.encode(spec))
     return process, ours
-
-
-def _free_port(address: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])

@@ -1,12 +1,15 @@
-"""What launch/hosts.py will do, decided before anything starts: names, addresses, GPUs, variables, command lines."""
+"""What launch/hosts.py will do, decided before anything starts: names, addresses, GPUs, variables, command lines, faults."""
 
+import importlib.util
+import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.tools.hosts.host_faults import HostFault, LinkConditions, host_fault, quantity, skew
 from harness.tools.hosts.phase_gate import PHASE_SOCKET
 
 MASTER_PORT = 29500
@@ -19,6 +22,15 @@ RANGES = {
     "patience": (0, 86400),
 }
 """Option -> least and largest value."""
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+"""Decimal, as tc's."""
+QUANTITIES = {
+    "--latency": (SECONDS, 0.0, math.inf, "a duration in us, ms, s or min, such as 20ms"),
+    "--loss": ({"%": 0.01}, 0.0, 1.0, "a share of the packets, 0% to 100%"),
+    "--bandwidth": (BITS, 1.0, math.inf, "a rate of at least 1bit in bit, kbit, mbit or gbit, such as 1gbit"),
+}
+"""Option -> units, least and largest value, and what it must be in words."""
 
 
 @dataclass(kw_only=True)
@@ -65,6 +77,39 @@ class HostsOptions:
     """Seconds that the other hosts get to end once one has failed or was killed."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkConditions:
+    """How the router treats every packet between two hosts.
+
+    latency: seconds, one way. loss: the chance of it, the same packets for one seed. bandwidth: bits a second that each
+    host's link carries in each direction; 0 is no limit.
+    """
+
+    latency: float = 0.0
+    loss: float = 0.0
+    bandwidth: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostFault:
+    """One host loses its link (cut) or its power (kill), when its first rank begins a phase or after some seconds."""
+
+    kind: Literal["cut", "kill"]
+    host: str
+    phase: str = ""
+    step: int | None = None
+    """None: whichever comes first."""
+    seconds: float = 0.0
+    """After torchrun was started in all hosts; without a phase."""
+
+    @property
+    def when(self) -> str:
+        """The time in words."""
+        step = "" if self.step is None else f" of step {self.step}"
+        return f"at {self.phase}{step}" if self.phase else f"{self.seconds:g} s after the start"
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
     """One host to be."""
@@ -100,11 +145,6 @@ class EmulationPlan:
     script: tuple[str, ...] = ()
     """Path and arguments."""
 
-    @property
-    def reports_phases(self) -> bool:
-        """Whether anything is to happen at a phase."""
-        return any(fault.phase for fault in self.faults)
-
 
 def make_plan(options: HostsOptions, script: Sequence[str], refusal: str, visible: Sequence[str]) -> EmulationPlan:
     """Return the plan. Raise ValueError for a mistake, UnsupportedEnvironment if this machine does not allow it.
@@ -123,15 +163,21 @@ def make_plan(options: HostsOptions, script: Sequence[str], refusal: str, visibl
     cuts = [host_fault("cut", text, names) for text in options.cut]
     kills = [host_fault("kill", text, names) for text in options.kill]
     skews = dict(skew(text, names) for text in options.skew)
-    asked = {"latency": options.latency, "loss": options.loss, "bandwidth": options.bandwidth}
-    limits = {name: quantity(f"--{name}", text) for name, text in asked.items() if text}
+    asked: dict[str, object] = {"latency": options.latency, "loss": options.loss, "bandwidth": options.bandwidth}
+    limits = {name: quantity(f"--{name}", str(text)) for name, text in asked.items() if text}
     if options.isolation == "namespaces" and refusal:
         raise UnsupportedEnvironment(
             f"--isolation namespaces needs root and /dev/net/tun, which this machine refuses ({refusal})."
         )
     namespaces = options.isolation != "processes" and not refusal
     if not namespaces:
-        _check_without_namespaces(options, refusal)
+        asked |= {"cut": options.cut, "debian-hosts": options.debian_hosts, "interfaces": options.interfaces > 1}
+        for name in (name for name, value in asked.items() if value):
+            if refusal:
+                raise UnsupportedEnvironment(
+                    f"--{name} needs hosts in namespaces, which this machine refuses ({refusal})."
+                )
+            raise ValueError(f"--{name} needs hosts in namespaces; leave --isolation processes out.")
     split = split_gpus(options, visible)
     return EmulationPlan(
         options=options,
@@ -150,19 +196,6 @@ def make_plan(options: HostsOptions, script: Sequence[str], refusal: str, visibl
         faults=(*cuts, *kills),
         script=tuple(script),
     )
-
-
-def _check_without_namespaces(options: HostsOptions, refusal: str) -> None:
-    """Refuse what needs namespaces."""
-    needing = {
-        "--latency": options.latency, "--loss": options.loss, "--bandwidth": options.bandwidth, "--cut": options.cut,
-        "--debian-hosts": options.debian_hosts, "--interfaces": options.interfaces > 1,
-    }  # fmt: skip
-    for name, asked in needing.items():
-        if asked and refusal:
-            raise UnsupportedEnvironment(f"{name} needs hosts in namespaces, which this machine refuses ({refusal}).")
-        if asked:
-            raise ValueError(f"{name} needs hosts in namespaces; leave --isolation processes out.")
 
 
 def split_gpus(options: HostsOptions, visible: Sequence[str]) -> tuple[str | None, ...]:
@@ -208,11 +241,11 @@ def hosts_file(plan: EmulationPlan, own: HostPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def torchrun(plan: EmulationPlan, host: HostPlan, python: str, port: int) -> tuple[str, ...]:
+def torchrun(plan: EmulationPlan, host: HostPlan, port: int) -> tuple[str, ...]:
     """Return the command line of one host's torchrun."""
     options, first = plan.options, plan.hosts[0]
     master = first.name if options.master == "hostname" and plan.namespaces else first.addresses[0]
-    command = [python, "-m", "torch.distributed.run"]
+    command = [sys.executable, "-m", "torch.distributed.run"]
     command += [f"--nnodes={options.hosts}", f"--nproc-per-node={plan.ranks_per_host}"]
     if options.rendezvous == "c10d":
         endpoint = f"[{master}]:{port}" if ":" in master else f"{master}:{port}"
@@ -227,12 +260,84 @@ def torchrun(plan: EmulationPlan, host: HostPlan, python: str, port: int) -> tup
 def environment(plan: EmulationPlan, host: HostPlan, folder: Path, current: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a host's torchrun that differ from the launcher's."""
     changes = {"TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
-    if "OMP_NUM_THREADS" not in current:
-        changes["OMP_NUM_THREADS"] = "1"  # torchrun's own default, without its warning
+    changes["OMP_NUM_THREADS"] = current.get("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     if host.visible is not None:
         changes["CUDA_VISIBLE_DEVICES"] = host.visible
     if not plan.namespaces:
         changes |= {"HARNESS_HOST": host.name, "NCCL_HOSTID": host.name}
-    if plan.reports_phases:
+    if any(fault.phase for fault in plan.faults):
         changes[PHASE_SOCKET] = str(folder / "phases")
+    if host.skew_seconds:
+        changes |= skewed_clock(host.skew_seconds, current)
     return changes
+
+
+def quantity(option: str, text: str) -> float:
+    """Return the value of "20ms", "1%" or "1gbit" in seconds, as a fraction, in bits per second. Raise ValueError."""
+    units, least, most, must_be = QUANTITIES[option]
+    value = _with_unit(text, units)
+    if value is None or not least <= value <= most:
+        raise ValueError(f'{option} must be {must_be}, got "{text}".')
+    return value
+
+
+def _with_unit(text: str, units: Mapping[str, float]) -> float | None:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text.lower())
+    return float(match[1]) * units[match[2]] if match else None
+
+
+def host_fault(kind: Literal["cut", "kill"], text: str, hosts: Sequence[str]) -> HostFault:
+    """Parse "host1@sync", "host1@sync:1" or "host1@12s". Raise ValueError that names the option."""
+    host, when = _of_host(f"--{kind}", text, "@", hosts)
+    if (seconds := _with_unit(when, SECONDS)) is not None:
+        return HostFault(kind, host, seconds=seconds)
+    if match := re.fullmatch(r"([A-Za-z_]\w*)(?::(\d+))?", when):
+        return HostFault(kind, host, match[1], None if match[2] is None else int(match[2]))
+    raise ValueError(
+        f"--{kind} must be {host}@PHASE, {host}@PHASE:STEP or {host}@SECONDSs, such as {host}@sync:1 or {host}@12s,"
+        f' got "{text}".'
+    )
+
+
+def skew(text: str, hosts: Sequence[str]) -> tuple[str, float]:
+    """Return host and seconds of "host1=+90s" or "host1=-5min". Raise ValueError that names the option."""
+    host, offset = _of_host("--skew", text, "=", hosts)
+    seconds = _with_unit(offset[1:], SECONDS)
+    if seconds is None or offset[0] not in "+-":
+        raise ValueError(f'--skew must have an offset with a sign, {host}=+90s or {host}=-90s, got "{text}".')
+    return host, seconds if offset[0] == "+" else -seconds
+
+
+def _of_host(option: str, text: str, separator: str, hosts: Sequence[str]) -> tuple[str, str]:
+    host, _, rest = text.partition(separator)
+    if host not in hosts:
+        raise ValueError(f'{option} must name one of the hosts {", ".join(hosts)}, got "{text}".')
+    return host, rest
+
+
+def skewed_clock(seconds: float, current: Mapping[str, str]) -> dict[str, str]:
+    """Return variables under which the real-time clock of a program and its children is off by this much.
+
+    By libfaketime, because Linux has one real-time clock for all namespaces. Monotonic clocks, which timeouts and sleeps
+    use, stay true, and so do the times of files. Raise UnsupportedEnvironment if libfaketime is not installed.
+    """
+    return {
+        "LD_PRELOAD": ":".join([str(faketime_library()), *filter(None, [current.get("LD_PRELOAD")])]),
+        "FAKETIME": f"{seconds:+g}s",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "DONT_FAKE_MONOTONIC": "1",
+        "NO_FAKE_STAT": "1",
+        "FAKETIME_NO_CACHE": "1",
+    }
+
+
+def faketime_library() -> Path:
+    """Return the path of libfaketime's shared object. Raise UnsupportedEnvironment if it is not installed."""
+    spec = importlib.util.find_spec("libfaketime")
+    folders = spec.submodule_search_locations if spec else None
+    found = next((file for folder in folders or () for file in Path(folder).rglob("libfaketime.so.1")), None)
+    if found is None:
+        raise UnsupportedEnvironment(
+            "--skew needs libfaketime.so.1 of the package libfaketime, which is not installed."
+        )
+    return found

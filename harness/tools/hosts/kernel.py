@@ -115,8 +115,7 @@ def refusal() -> str:
             os.write(writer, str(error).encode())
         finally:
             os._exit(0)
+    os.waitpid(child, 0)
     os.close(writer)
     with os.fdopen(reader, encoding="utf-8") as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    return text
+        return answer.read()

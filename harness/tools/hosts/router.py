@@ -15,12 +15,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 
 import msgspec
 
-from harness.tools.hosts.host_faults import LinkConditions
+from harness.tools.hosts.host_plan import LinkConditions
 
 PACKET_BYTES = 65536
 BURST_PACKETS = 64  # read from one host before the next has its turn
@@ -50,19 +51,19 @@ class PacketSwitch:
         self._waiting: list[tuple[float, int, str, str, bytes]] = []
         self._order = itertools.count()
 
-    def forward(self, source: str, packet: bytes, now: float) -> str | None:
-        """Return the host that gets this packet of `source` at once; None if it is lost, or waits until it is due."""
-        target = self._routes.get(destination(packet))
-        asked = self.conditions
-        if target is None or source in self.cut or target in self.cut:
-            return None
-        if not (asked.latency or asked.loss or asked.bandwidth):
-            return target
-        if not (asked.loss and self._chance.random() < asked.loss):
-            at = self._through(source, target, len(packet), now)
-            if at is not None:
-                heapq.heappush(self._waiting, (at + asked.latency, next(self._order), source, target, packet))
-        return None
+    def forward(self, source: str, packet: bytes, now: float) -> None:
+        """Take a packet that a host has sent."""
+        target, asked = self._routes.get(destination(packet)), self.conditions
+        if (
+            target is None
+            or source in self.cut
+            or target in self.cut
+            or (asked.loss and self._chance.random() < asked.loss)
+        ):
+            return
+        at = self._through(source, target, len(packet), now)
+        if at is not None:
+            heapq.heappush(self._waiting, (at + asked.latency, next(self._order), source, target, packet))
 
     def due(self, now: float) -> Iterator[tuple[str, bytes]]:
         """Yield host and packet of all that have arrived by now, in the order of arrival."""
@@ -110,27 +111,18 @@ class Router:
             poll.register(descriptor, select.EPOLLIN)
         while True:
             next_due = switch.next_due()
-            for descriptor, _ in poll.poll(None if next_due is None else max(0.0, next_due - time.monotonic())):
-                if descriptor != control.fileno():
-                    self._forward(switch, hosts[descriptor], descriptor)
-                elif message := control.recv(PACKET_BYTES):
-                    switch.cut.add(message.decode())
-                    control.send(b"done")
-                else:
-                    return
+            ready = dict(poll.poll(None if next_due is None else max(0.0, next_due - time.monotonic())))
+            for descriptor in ready.keys() & hosts.keys():
+                with suppress(BlockingIOError):
+                    for _ in range(BURST_PACKETS):
+                        switch.forward(hosts[descriptor], os.read(descriptor, PACKET_BYTES), time.monotonic())
             for target, packet in switch.due(time.monotonic()):
                 self._deliver(target, packet)
-
-    def _forward(self, switch: PacketSwitch, source: str, descriptor: int) -> None:
-        """Read a burst of packets; deliver those that arrive at once."""
-        now = time.monotonic()
-        for _ in range(BURST_PACKETS):
-            try:
-                packet = os.read(descriptor, PACKET_BYTES)
-            except BlockingIOError:
-                return
-            if target := switch.forward(source, packet, now):
-                self._deliver(target, packet)
+            if control.fileno() in ready:
+                if not (message := control.recv(PACKET_BYTES)):
+                    return
+                switch.cut.add(message.decode())
+                control.send(b"done")
 
     def _deliver(self, host: str, packet: bytes) -> None:
         try:

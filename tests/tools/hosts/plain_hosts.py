@@ -14,8 +14,8 @@ from harness.tools.hosts.emulation import Emulation
 from harness.tools.hosts.host_plan import EmulationPlan, HostPlan, HostsOptions, make_plan
 
 
-def script(plan: EmulationPlan, host: HostPlan, python: str, port: int) -> tuple[str, ...]:
-    return (python, plan.script[0], str(host.index), *plan.script[1:])
+def script(plan: EmulationPlan, host: HostPlan, port: int) -> tuple[str, ...]:
+    return (sys.executable, plan.script[0], str(host.index), *plan.script[1:])
 
 
 if __name__ == "__main__":

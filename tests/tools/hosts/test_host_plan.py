@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,20 +44,20 @@ def test_a_mistake_in_the_lists_of_gpus_is_named(lists: tuple[str, ...], facts: 
 
 def test_torchrun_over_a_rendezvous() -> None:
     made = plan(HostsOptions(ranks_per_host=2))
-    assert torchrun(made, made.hosts[1], "python", 29500) == (
-        "python", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
+    assert torchrun(made, made.hosts[1], 29500) == (
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=10.77.0.1:29500", "--rdzv-id=hosts", *SCRIPT,
     )  # fmt: skip
 
 
 def test_torchrun_over_ipv6_puts_the_address_in_brackets() -> None:
     made = plan(HostsOptions(network="ipv6"))
-    assert "--rdzv-endpoint=[fd77::1]:7" in torchrun(made, made.hosts[0], "python", 7)
+    assert "--rdzv-endpoint=[fd77::1]:7" in torchrun(made, made.hosts[0], 7)
 
 
 def test_torchrun_with_a_master_and_ranks_of_nodes() -> None:
     made = plan(HostsOptions(rendezvous="static", master="hostname", network="both"))
-    words = torchrun(made, made.hosts[1], "python", 29500)
+    words = torchrun(made, made.hosts[1], 29500)
     assert words[5:8] == ("--node-rank=1", "--master-addr=host0", "--master-port=29500")
 
 
@@ -73,7 +74,7 @@ def test_without_namespaces_hosts_differ_by_variables_and_loopback_addresses() -
         "HARNESS_HOST": "host1",
         "NCCL_HOSTID": "host1",
     }
-    words = torchrun(made, made.hosts[1], "python", 4000)
+    words = torchrun(made, made.hosts[1], 4000)
     assert {"--rdzv-endpoint=127.0.0.1:4000", "--local-addr=127.0.0.2"} <= set(words)
     assert interfaces(1, HostsOptions(network="ipv6"), namespaces=False) == {"lo": ("::1",)}
 

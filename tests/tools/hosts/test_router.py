@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.tools.hosts.host_faults import LinkConditions
+from harness.tools.hosts.host_plan import LinkConditions
 from harness.tools.hosts.router import QUEUE_SECONDS, PacketSwitch, destination
 
 HOSTS = {"host0": ("10.77.0.1", "fd77::1"), "host1": ("10.77.0.2", "fd77::2"), "host2": ("10.77.0.3", "fd77::3")}
@@ -39,20 +39,23 @@ def test_no_bytes_confuse_the_switch(data: bytes) -> None:
 def test_packets_go_to_the_host_of_their_address_at_once(host: str) -> None:
     switch = PacketSwitch(HOSTS, LinkConditions())
     for address in HOSTS[host]:
-        assert switch.forward("host0", packet(address), 0.0) == host
+        switch.forward("host0", packet(address), 0.0)
+        assert switch.next_due() == 0.0 and arrivals(switch, 0.0) == [(host, packet(address))]
     assert switch.next_due() is None
 
 
 @pytest.mark.parametrize("address", ["10.77.0.9", "10.78.0.2", "fd78::2", "ff02::2", "224.0.0.1"])
 def test_an_address_that_no_host_has_leads_nowhere(address: str) -> None:
-    assert PacketSwitch(HOSTS, LinkConditions()).forward("host0", packet(address), 0.0) is None
+    switch = PacketSwitch(HOSTS, LinkConditions())
+    switch.forward("host0", packet(address), 0.0)
+    assert switch.next_due() is None
 
 
 def test_latency_delays_each_packet_and_keeps_their_order() -> None:
     switch = PacketSwitch(HOSTS, LinkConditions(latency=0.02))
     sent = [packet("10.77.0.2", payload) for payload in range(3)]
     for index, each in enumerate(sent):
-        assert switch.forward("host0", each, 1.0 + index * 0.001) is None
+        switch.forward("host0", each, 1.0 + index * 0.001)
     assert switch.next_due() == pytest.approx(1.02)
     assert arrivals(switch, 1.0199) == []
     assert arrivals(switch, 1.0211) == [("host1", each) for each in sent[:2]]
@@ -127,6 +130,6 @@ def test_a_cut_host_neither_sends_nor_gets_not_even_what_was_under_way() -> None
     assert [host for host, _ in arrivals(switch, 5.0)] == ["host2"]
     plain = PacketSwitch(HOSTS, LinkConditions())
     plain.cut.add("host1")
-    assert plain.forward("host0", packet("fd77::2"), 0.0) is None
-    assert plain.forward("host1", packet("fd77::1"), 0.0) is None
-    assert plain.forward("host0", packet("fd77::3"), 0.0) == "host2"
+    for source, address in (("host0", "fd77::2"), ("host1", "fd77::1"), ("host0", "fd77::3")):
+        plain.forward(source, packet(address), 0.0)
+    assert arrivals(plain, 0.0) == [("host2", packet("fd77::3"))]
