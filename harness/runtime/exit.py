@@ -14,7 +14,7 @@ def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
     try:
         try:
             code: int | str | None = main(*arguments)
-        except SystemExit as end:  # of tyro's or argparse's --help
+        except SystemExit as end:  # of argparse's --help
             code = end.code
         sys.stdout.flush()
     except BrokenPipeError:

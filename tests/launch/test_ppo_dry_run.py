@@ -14,7 +14,7 @@ CONFIG = "configs/multinode/deepseek_v3_671b.toml"
 # Python's own error for a module that must not be imported, and one for a socket.
 GUARD = """
 import runpy, socket, sys
-for name in ("torch", "transformers", "sglang", "rich", "tyro", "numpy"):
+for name in ("torch", "transformers", "sglang", "rich", "numpy"):
     sys.modules[name] = None
 class Refused(socket.socket):
     def __init__(self, *arguments, **options):
