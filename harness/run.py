@@ -92,7 +92,7 @@ def run(config: Config, observers: Sequence[Observer] = (), load_job: Callable[[
     try:
         if console:
             if stand_ins:
-                names = ", ".join(sentence.partition(":")[0] for sentence in stand_ins)
+                names = ", ".join(stand_ins)
                 console.say(f"CPU mode: real SGLang on the CPU, with stand-ins for what only GPUs have ({names})")
             console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
         observer.phase_begins(MEET, None)

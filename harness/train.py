@@ -36,7 +36,7 @@ from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.events import EventLog
 from harness.runtime.observer import RunContext
 from harness.runtime.processes import descendants, end_processes
-from harness.runtime.run_record import RunRecord, Stage, step_line
+from harness.runtime.run_record import RunRecord, step_line
 from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
 from harness.task.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model
 from harness.trainer.actor import Actor, Reference
@@ -87,12 +87,12 @@ def train(run: RunContext) -> str:
     return f"PASSED: {len(record.steps)} PPO steps; {verdict_phrase(ppo.verification, rollouts)}"
 
 
-def gather_stages(events: EventLog, step: int) -> list[Stage]:
+def gather_stages(events: EventLog, step: int) -> dict[str, list[dict[str, int]]]:
     """Return the memory of all ranks at the end of each phase of one step, in order. A collective call of all ranks."""
-    mine = {each.phase: each.figures for each in events.phase_memory if each.step == step}
-    everyone = all_gather(mine)
-    shared = [phase for phase in mine if all(phase in other for other in everyone)]
-    return [Stage(phase=phase, step=step, ranks=tuple(other[phase] for other in everyone)) for phase in shared]
+    everyone = all_gather(events.step_memory.get(step, {}))
+    return {
+        phase: [each[phase] for each in everyone] for phase in everyone[0] if all(phase in each for each in everyone)
+    }
 
 
 def build(run: RunContext, record: RunRecord) -> Ppo:

@@ -21,9 +21,8 @@ STANDINS = Path(__file__).resolve().parent / "standins"
 
 
 def activate() -> tuple[str, ...]:
-    """Put the stand-ins first on sys.path and PYTHONPATH; a second call changes nothing.
+    """Put the stand-ins first on sys.path and PYTHONPATH, and return their names; a second call changes nothing.
 
-    Call it before sglang, transformers or torchvision is imported. Returns one sentence a stand-in, for the console.
     Raises RuntimeError if sgl_kernel or torchvision was imported from elsewhere first, for then a stand-in could not
     take its place.
     """
@@ -37,13 +36,7 @@ def activate() -> tuple[str, ...]:
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != folder]
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *inherited])
-    hidden = installed_folder("sgl_kernel")
-    return (
-        "sgl_kernel: import-only stand-in, whose functions raise NotImplementedError"
-        + (f"; it hides the one installed in {hidden}" if hidden else ""),
-        "torchvision: the installed package, with nms and qnms declared where its CUDA extension cannot load",
-        "harness_sglang_cpu: SGLang plugin that gives MLA models (DeepSeek) the absorbed method on torch_native",
-    )
+    return "sgl_kernel", "torchvision", "harness_sglang_cpu"
 
 
 def make_transformers_importable() -> None:

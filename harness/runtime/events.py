@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from harness.runtime.memory_gauge import Gauge, PhaseMemory
+from harness.runtime.memory_gauge import Gauge
 from harness.runtime.observer import Observer
 
 PATIENCE_SECONDS = 10.0
@@ -64,8 +65,8 @@ class EventLog:
     """Durations of finished phases by name, in seconds."""
     step_seconds: dict[int, dict[str, float]] = field(default_factory=dict)
     """The same of each step, by step and name."""
-    phase_memory: list[PhaseMemory] = field(default_factory=list)
-    """Memory at the end of each finished phase of a step."""
+    step_memory: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)
+    """Memory at the end of each finished phase of a step, by step and name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _file: IO[str] | None = None
 
@@ -101,7 +102,10 @@ class EventLog:
         if self.gauge:
             self.gauge.begin()
         self.observer.phase_begins(name, step)
-        stop = self._announce(name, waiting_for) if self.console and waiting_for else None
+        stop = threading.Event()
+        if waiting_for and self.console:
+            announce = partial(_announce, self.console, f"{name}: waiting for {waiting_for}", stop)
+            threading.Thread(target=announce, name=f"announce-{name}", daemon=True).start()
         try:
             yield
         except BaseException as error:
@@ -115,12 +119,11 @@ class EventLog:
             if step is not None:
                 of_step = self.step_seconds.setdefault(step, {})
                 of_step[name] = of_step.get(name, 0.0) + elapsed
-                self.phase_memory.append(PhaseMemory(name, step, figures))
+                self.step_memory.setdefault(step, {})[name] = figures
             self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=figures)
             self.observer.phase_ends(name, step)
         finally:
-            if stop:
-                stop.set()
+            stop.set()
 
     def close(self) -> None:
         """Close the file; a later fact opens it again."""
@@ -129,14 +132,8 @@ class EventLog:
                 self._file.close()
                 self._file = None
 
-    def _announce(self, name: str, waiting_for: str) -> threading.Event:
-        stop = threading.Event()
 
-        def talk() -> None:
-            started = time.monotonic()
-            while not stop.wait(PATIENCE_SECONDS):
-                assert self.console is not None
-                self.console.say(f"{name}: waiting for {waiting_for} ({time.monotonic() - started:.0f} s so far)")
-
-        threading.Thread(target=talk, name=f"announce-{name}", daemon=True).start()
-        return stop
+def _announce(console: Console, sentence: str, stop: threading.Event) -> None:
+    started = time.monotonic()
+    while not stop.wait(PATIENCE_SECONDS):
+        console.say(f"{sentence} ({time.monotonic() - started:.0f} s so far)")

@@ -5,71 +5,62 @@ phase began), before (used when it began), engine (all that is neither free nor 
 machine: rss, this process's resident host memory.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import psutil
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseMemory:
-    """Hold bytes by name at the end of a phase."""
-
-    phase: str
-    step: int | None
-    figures: Mapping[str, int]
-
-
 @dataclass(slots=True)
 class Gauge:
-    """Memory of this process, its GPU and its engine's GPU; without a device, of the process alone."""
+    """Memory of this process, its GPU and its engine's GPU; without a device, of the process alone.
+
+    Made before there is an engine: what is taken on the engine's GPU by then is not the engine's. It is an estimate: what
+    CUDA and NCCL take for the trainer later counts as the engine's.
+    """
 
     device: int | None
     """The trainer's GPU."""
     engine_device: int | None
     """The GPU of this rank's engine rank: the same, or one of its own."""
     _elsewhere: int = 0
-    _before: list[int] = field(default_factory=list)
-    _peaks: list[int] = field(default_factory=list)
+    _open: list[list[int]] = field(default_factory=list)
+    """Bytes used before each phase that has begun, and most since; phases nest."""
 
     def __post_init__(self) -> None:
-        """Must come before there is an engine: what is taken on the engine's GPU by now is not the engine's. It is an
-        estimate: what CUDA and NCCL take for the trainer later counts as the engine's.
-        """
-        if self.device is not None and self.engine_device is not None:
-            reserved = torch.cuda.memory_reserved(self.device) if self.engine_device == self.device else 0
-            free, total = torch.cuda.mem_get_info(self.engine_device)
-            self._elsewhere = total - free - reserved
+        if self.device is not None:
+            self._elsewhere = self._not_the_trainers()
 
     def begin(self) -> None:
-        """Note the start of a phase. Phases nest: the peak of an outer one has those of its inner ones in it."""
-        if self.device is None:
-            return
-        if self._peaks:
-            self._peaks[-1] = max(self._peaks[-1], torch.cuda.max_memory_allocated(self.device))
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._before.append(torch.cuda.memory_allocated(self.device))
-        self._peaks.append(0)
+        """Note the start of a phase."""
+        if self.device is not None:
+            self._note_peak()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._open.append([torch.cuda.memory_allocated(self.device)] * 2)
 
     def end(self) -> dict[str, int]:
         """Return the figures at the end of the phase that began last."""
         figures = {"rss": int(psutil.Process().memory_info().rss)}
-        if self.device is None or self.engine_device is None:
+        if self.device is None:
             return figures
-        peak = max(self._peaks.pop(), torch.cuda.max_memory_allocated(self.device))
-        if self._peaks:
-            self._peaks[-1] = max(self._peaks[-1], peak)
+        self._note_peak()
+        before, peak = self._open.pop()
         free, total = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
-        engine_free, engine_total = torch.cuda.mem_get_info(self.engine_device)
-        own = self._elsewhere + (reserved if self.engine_device == self.device else 0)
         return figures | {
             "used": torch.cuda.memory_allocated(self.device),
-            "reserved": reserved,
+            "reserved": torch.cuda.memory_reserved(self.device),
             "peak": peak,
-            "before": self._before.pop(),
-            "engine": max(0, engine_total - engine_free - own),
+            "before": before,
+            "engine": max(0, self._not_the_trainers() - self._elsewhere),
             "free": free,
             "total": total,
         }
+
+    def _note_peak(self) -> None:
+        for each in self._open:
+            each[1] = max(each[1], torch.cuda.max_memory_allocated(self.device))
+
+    def _not_the_trainers(self) -> int:
+        """Bytes of the engine's GPU that are neither free nor this process's."""
+        free, total = torch.cuda.mem_get_info(self.engine_device)
+        return total - free - (torch.cuda.memory_reserved(self.device) if self.engine_device == self.device else 0)

@@ -1,7 +1,8 @@
 """The one seam between a run and the tools around it: what a run announces, and to whom."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,40 +67,11 @@ class Observers(Observer):
     """Pass each call on to several observers, in order."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
-        self.observers = tuple(observers)
+        for name in vars(Observer):
+            if not name.startswith("_"):
+                setattr(self, name, partial(_call_each, [getattr(each, name) for each in observers]))
 
-    def launched(self, config: "Config", launch: "Launch") -> None:
-        for each in self.observers:
-            each.launched(config, launch)
 
-    def met(self, run: RunContext) -> None:
-        for each in self.observers:
-            each.met(run)
-
-    def phase_begins(self, phase: str, step: int | None) -> None:
-        for each in self.observers:
-            each.phase_begins(phase, step)
-
-    def phase_ends(self, phase: str, step: int | None) -> None:
-        for each in self.observers:
-            each.phase_ends(phase, step)
-
-    def built(self, name: str, part: Any) -> None:
-        for each in self.observers:
-            each.built(name, part)
-
-    def passed(self) -> None:
-        for each in self.observers:
-            each.passed()
-
-    def failed(self, error: str, traceback: str) -> None:
-        for each in self.observers:
-            each.failed(error, traceback)
-
-    def interrupted(self, signal_name: str) -> None:
-        for each in self.observers:
-            each.interrupted(signal_name)
-
-    def finished(self, code: int) -> None:
-        for each in self.observers:
-            each.finished(code)
+def _call_each(calls: Sequence[Callable[..., None]], *arguments: Any) -> None:
+    for call in calls:
+        call(*arguments)

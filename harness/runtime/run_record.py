@@ -13,22 +13,11 @@ from typing import Any
 from harness.runtime.units import MIB
 
 PACKAGES = ("torch", "sglang", "transformers", "torch_memory_saver", "datasets", "accelerate")
-GPU_FIGURES = ("used", "reserved", "engine", "free")
+FIGURES = ("rss", "used", "reserved", "engine", "free", "peak")
 
 Metrics = dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """What every rank read at the end of one phase of a step."""
-
-    phase: str
-    step: int
-    ranks: tuple[Mapping[str, int], ...]
-
-    def most(self, figure: str) -> int:
-        """Return the largest over ranks."""
-        return max(rank[figure] for rank in self.ranks)
+Stages = Mapping[str, Sequence[Mapping[str, int]]]
+"""What every rank read at the end of each phase of a step, by phase."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,11 +45,11 @@ class RunRecord:
         yield
         self.startup[name] = time.monotonic() - started
 
-    def add(self, metrics: Metrics, stages: Sequence[Stage] = ()) -> None:
+    def add(self, metrics: Metrics, stages: Stages | None = None) -> None:
         """Keep a step's metrics, and append them and its phases' memory to the file."""
         self.steps.append(metrics)
         first = {f"startup/{name}": seconds for name, seconds in self.startup.items()} if len(self.steps) == 1 else {}
-        self._append(metrics | first | stage_metrics(stages))
+        self._append(metrics | first | stage_metrics(stages or {}))
 
     def finish(self, final: Metrics) -> None:
         """Keep and append the metrics of the check after the last update."""
@@ -95,29 +84,24 @@ def step_line(metrics: Metrics) -> str:
     return "  ".join([*parts, f"{metrics['seconds']:.1f} s"])
 
 
-def stage_metrics(stages: Sequence[Stage]) -> dict[str, Any]:
+def stage_metrics(stages: Stages) -> dict[str, Any]:
     """For metrics.jsonl: each figure at the end of each phase (the largest over ranks; of free bytes the least), all
     ranks in MiB, and memory/end, what is taken at the end of the step: of the GPU, or of the host where there is none.
     """
     metrics: dict[str, Any] = {}
     compact: dict[str, dict[str, list[int]]] = {}
-    for stage in stages:
-        figures = [name for name in ("rss", *GPU_FIGURES, "peak") if name in stage.ranks[0]]
-        compact[stage.phase] = {name: [rank[name] // MIB for rank in stage.ranks] for name in figures}
-        for name in figures:
-            values = [rank[name] for rank in stage.ranks]
-            metrics[f"memory/{stage.phase}/{name}"] = min(values) if name == "free" else max(values)
-        if stage.phase == "sync" and "peak" in figures:
-            metrics["memory/sync/extra"] = max(rank["peak"] - rank["before"] for rank in stage.ranks)
-    if stages:
-        metrics["memory/end"] = max(taken(rank) for rank in stages[-1].ranks)
+    for phase, ranks in stages.items():
+        compact[phase] = {}
+        for name in (name for name in FIGURES if name in ranks[0]):
+            values = [rank[name] for rank in ranks]
+            compact[phase][name] = [value // MIB for value in values]
+            metrics[f"memory/{phase}/{name}"] = min(values) if name == "free" else max(values)
+        if phase == "sync" and "peak" in ranks[0]:
+            metrics["memory/sync/extra"] = max(rank["peak"] - rank["before"] for rank in ranks)
+    for ranks in list(stages.values())[-1:]:
+        metrics["memory/end"] = max(rank["total"] - rank["free"] if "total" in rank else rank["rss"] for rank in ranks)
         metrics["memory/ranks_mib"] = compact
     return metrics
-
-
-def taken(figures: Mapping[str, int]) -> int:
-    """Bytes of the GPU that are not free, whoever has them; without a GPU, the process's host memory."""
-    return figures["total"] - figures["free"] if "total" in figures else figures["rss"]
 
 
 def installed_versions() -> dict[str, str]:

@@ -5,8 +5,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -63,17 +62,6 @@ def variables(folder: Path) -> Mapping[str, str]:
         SHARED: str(shared()),
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache),
     }
-
-
-@contextmanager
-def temporary_files_in(folder: Path) -> Iterator[None]:
-    """While open, this process makes its temporary files there."""
-    before = tempfile.tempdir
-    tempfile.tempdir = str(folder)
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 def _prefix(name: str) -> str:

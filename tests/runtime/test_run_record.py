@@ -5,7 +5,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from harness.runtime.run_record import Metrics, RunRecord, Stage, installed_versions, stage_metrics, step_line
+from harness.runtime.run_record import Metrics, RunRecord, installed_versions, stage_metrics, step_line
 from harness.runtime.units import GIB
 
 STEP = {
@@ -66,12 +66,12 @@ def on_gpu(used: int, engine: int, peak: int = 0) -> dict[str, int]:
     return {name: size * GIB for name, size in (figures | {"free": 95 - used - engine, "total": 100}).items()}
 
 
-STAGES = [
-    Stage(phase="resume_weights", step=2, ranks=(on_gpu(10, 20), on_gpu(11, 20))),
-    Stage(phase="sync", step=2, ranks=(on_gpu(10, 20, peak=14), on_gpu(12, 20, peak=13))),
-    Stage(phase="release", step=2, ranks=(on_gpu(4, 1), on_gpu(5, 2))),
-]
-ON_CPU = [Stage(phase="sync", step=0, ranks=({"rss": 3 * GIB}, {"rss": 2 * GIB}))]
+STAGES = {
+    "resume_weights": [on_gpu(10, 20), on_gpu(11, 20)],
+    "sync": [on_gpu(10, 20, peak=14), on_gpu(12, 20, peak=13)],
+    "release": [on_gpu(4, 1), on_gpu(5, 2)],
+}
+ON_CPU = {"sync": [{"rss": 3 * GIB}, {"rss": 2 * GIB}]}
 
 
 def test_metrics_have_the_worst_rank_all_ranks_and_the_end() -> None:
@@ -89,4 +89,4 @@ def test_metrics_of_a_cpu_are_the_host_memory() -> None:
         "memory/end": 3 * GIB,
         "memory/ranks_mib": {"sync": {"rss": [3072, 2048]}},
     }
-    assert stage_metrics([]) == {}
+    assert stage_metrics({}) == {}

@@ -74,13 +74,6 @@ def test_a_link_is_not_followed(base: Path, tmp_path: Path) -> None:
     assert (tmp_path / "mine").exists()
 
 
-def test_temporary_files_are_made_elsewhere_only_while_an_engine_starts(tmp_path: Path) -> None:
-    before = tempfile.gettempdir()
-    with scratch.temporary_files_in(tmp_path):
-        assert tempfile.gettempdir() == str(tmp_path)
-    assert tempfile.gettempdir() == before
-
-
 MEET = f"""
 import os, subprocess, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
