@@ -1,20 +1,28 @@
-"""What an exported program has beside the functions of launch/minimal.py: timeouts, stand-ins, other ways to sync and start.
+"""What an exported program has beside functions of launch/minimal.py: phases and timeouts, other ways to start and to sync.
 
-This module is never imported: program.py pastes from its source. The name of a function that takes the place of one of
-minimal.py is that name, two underscores, and a word for when it does.
+program.py pastes from the source of this module, which only tests import: from "Of every program" on, and the imports that
+are used. A function NAME__WORD takes the place of minimal.py's NAME.
 """
+# ruff: noqa: F401, F403, F405
+
+from __future__ import annotations
 
 import faulthandler
 import importlib.machinery
 import importlib.metadata
 import multiprocessing
 import os
+import shutil
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
@@ -25,48 +33,31 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from minimal import (
-        DEVICE,
-        DTYPE,
-        ENGINE_ARGUMENTS,
-        Settings,
-        call,
-        checkpoint_tensors,
-        clean_environment,
-        engine_gpus,
-        start_engine,
-        train,
-        write_tiny,
-    )
+    from minimal import *
 
-# Of the exported run.
-COLOCATE = True
-PP, PP_FIRST = 1, False
-MODEL_TYPE, MODEL_CONFIG = "", dict[str, Any]()
-NAMES = ""
-TIMEOUT, TIMEOUTS = 600.0, dict[str, float]()
+    COLOCATE, GIVEN, NAMES, PP, PP_FIRST, TIMEOUT = True, [""], [""], 1, False, 600.0
+    MODEL_CONFIG, TIMEOUTS = dict[str, Any](), dict[str, float]()
 
+# Of every program.
 RANK, LOCAL_RANK, LOCAL_WORLD = (int(os.environ.get(key, 0)) for key in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-PHASE: dict[str, Any] = {"name": "start", "place": "start", "step": None, "began": time.monotonic()}
+PHASE: dict[str, Any] = {"name": "start", "place": "start", "began": time.monotonic()}
+WeightsDidNotArrive = type("WeightsDidNotArrive", (RuntimeError,), {})
 
 
 def add_stand_ins() -> None:
     """Put in place what SGLang's CPU mode imports, and PyPI has in no CPU build."""
     made: Any = types.ModuleType("sgl_kernel")
     made.__spec__, made.__path__ = importlib.machinery.ModuleSpec("sgl_kernel", None), []
-    vars(made).update(dict.fromkeys(NAMES.split()))  # imported and never called
+    vars(made).update(dict.fromkeys(NAMES))  # imported and never called
     moving: Any = types.ModuleType("sgl_kernel.kvcacheio")
     moving.__getattr__ = lambda name: None  # whatever 0.5.12 and older import of it
     sys.modules |= {"sgl_kernel": made, "sgl_kernel.kvcacheio": moving}
     if "+cpu" not in importlib.metadata.version("torchvision"):
-        for name in (
-            "nms",
-            "qnms",
-        ):  # PyPI's torchvision is built for CUDA, and cannot bring its own beside a CPU torch
+        for name in ("nms", "qnms"):  # PyPI's is built for CUDA, and cannot bring its own beside a CPU torch
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
@@ -80,10 +71,9 @@ def register_absorbed_mla() -> None:
 
 def phase(name: str, step: int | None = None) -> None:
     """Begin a phase of the run."""
-    place = name if step is None else f"{name} of step {step}"
-    PHASE.update(name=name, place=place, step=step, began=time.monotonic())
+    PHASE.update(name=name, place=name if step is None else f"{name} of step {step}", began=time.monotonic())
     if RANK == 0:
-        print(place, flush=True)
+        print(PHASE["place"], flush=True)
 
 
 def leave(code: int, text: str = "") -> None:
@@ -107,16 +97,14 @@ def engine_died(signum: int, frame: object) -> None:
     leave(1, f"rank {RANK} FAILED: an engine process died in {PHASE['place']}; see above\n")
 
 
-def train_step__change(model: nn.Module, settings: Any) -> str:
+def change(model: nn.Module, seed: int) -> None:
     """Multiply every element by 9/8 or 7/8, in place of learning: an update that does not arrive must show."""
     for index, tensor in enumerate(model.state_dict(keep_vars=True).values()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
         own = RANK + 1 if isinstance(tensor, DTensor) else 0  # what is whole on every rank must stay the same there
-        seed = (settings.seed + PHASE["step"] + 1) * 1_000_003 + index * 1009 + own
-        generator = torch.Generator(local.device).manual_seed(seed)
+        generator = torch.Generator(local.device).manual_seed(seed * 1_000_003 + index * 1009 + own)
         coin = torch.randint(0, 2, local.shape, generator=generator, device=local.device)
         local.detach().mul_((coin * 2 - 1) / 8 + 1)
-    return "every element changed"
 
 
 def sync_weights__bucket(engine: Any, mesh: DeviceMesh, model: nn.Module) -> None:
@@ -147,18 +135,20 @@ def sync_weights__disk(engine: Any, mesh: DeviceMesh, model: Any) -> None:
     dist.barrier()
     call(engine, mesh, "update_weights_from_disk", model_path=str(folder), load_format="auto")
     dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(folder)
 
 
 def free_address() -> str:
     """Return this host's address on the way to MASTER_ADDR, and a port."""
-    family, kind, _, _, master = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, master = min(socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM))
     with socket.socket(family, kind) as way, socket.create_server(("", 0)) as probe:
         way.connect(master)
         host = way.getsockname()[0]
         return f"{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
 
 
-def start_engine__anywhere(settings: Any, mesh: DeviceMesh, folder: str) -> Any:
+def start_engine__anywhere(settings: Settings, mesh: DeviceMesh, folder: str) -> Any:
     """Start the engine of this rank's group, a node on each of its hosts; return it on nodes' first ranks; collective."""
     dp = mesh.get_local_rank("dp")
     engine_ranks = mesh.mesh[dp] if PP_FIRST else mesh.mesh[dp].view(-1, PP).T.flatten()
@@ -191,12 +181,15 @@ def start_engine__anywhere(settings: Any, mesh: DeviceMesh, folder: str) -> Any:
         import sglang
         from sglang.srt.server_args import ServerArgs
 
-        arguments = {key: value for key, value in ENGINE_ARGUMENTS.items() if key in signature(ServerArgs).parameters}
+        known = signature(ServerArgs).parameters
+        for name in set(GIVEN) - set(known):
+            leave(2, f"error: engine.args.{name}: sglang {sglang.__version__} has no such engine argument.\n")
+        arguments = {key: value for key, value in ENGINE_ARGUMENTS.items() if key in known}
         arguments |= {"tp_size": settings.tp // PP, "pp_size": PP, "dist_init_addr": shared[0]}
         arguments |= {"nnodes": len(hosts), "node_rank": hosts.index(RANK // LOCAL_WORLD)}
         arguments |= {"dtype": str(DTYPE).split(".")[1], "random_seed": settings.seed + dp}
-        return sglang.Engine(model_path=folder, **arguments)
-    finally:
+        return sglang.Engine(model_path=folder, custom_sigquit_handler=engine_died, **arguments)
+    finally:  # what SGLang sets for itself (NCCL_*) must not stay: NCCL in the trainer needs the same on all ranks
         os.environ.clear()
         os.environ |= before
 
@@ -210,8 +203,8 @@ def write_tiny__random(name: str, folder: str, seed: int) -> str:
     return folder
 
 
-def build_actor__random(folder: str) -> nn.Module:
-    """Make an actor whose ranks fill their own shards; collective."""
+def build_actor__random(folder: str, learning_rate: float) -> tuple[nn.Module, None]:
+    """Make an actor whose ranks fill their own shards, and no optimizer; collective."""
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(folder)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPE)
@@ -226,10 +219,40 @@ def build_actor__random(folder: str) -> nn.Module:
         deviation = config.initializer_range if tensor.ndim > 1 else 0.1 * isinstance(tensor, DTensor)
         local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local.normal_(float(name.endswith("norm.weight")), deviation)
-    return model
+    return model, None
 
 
-def main() -> None:
+def train__in_phases(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> None:
+    """Run all steps, each with a check of the weights that it sent; collective."""
+    vocab_size, worst = transformers.AutoConfig.from_pretrained(folder).vocab_size, 0.0
+    phase("first_release")
+    memory(engine, mesh, "release", "kv_cache", "weights")
+    phase("build_trainer")
+    model, _ = build_actor(folder, settings.learning_rate)
+    for step in range(settings.steps):
+        phase("resume_weights", step)
+        memory(engine, mesh, "resume", "weights")
+        phase("sync", step)
+        sync_weights(engine, mesh, model)
+        phase("resume_kv_cache", step)
+        memory(engine, mesh, "resume", "kv_cache")
+        phase("generate", step)
+        batch = rollout(engine, mesh, settings, step, vocab_size)
+        phase("release", step)
+        memory(engine, mesh, "release", "kv_cache", "weights")
+        phase("old_log_probs", step)
+        difference = log_prob_difference(model, batch, settings)
+        if difference > settings.tolerance:
+            off = f"{difference:.2e} in the mean, {settings.tolerance:g} is allowed"
+            raise WeightsDidNotArrive(f"step {step}: the engine's log-probs are off by {off}")
+        worst = max(worst, difference)
+        phase("update_actor", step)
+        change(model, settings.seed + step + 1)
+    if RANK == 0:
+        print(f"PASSED: {settings.steps} of {settings.steps} steps; worst log-prob difference {worst:.1e} nats")
+
+
+def main__of_run() -> None:
     """Build everything, run, and end everything."""
     threading.Thread(target=watch, daemon=True).start()
     settings = Settings()
@@ -247,9 +270,16 @@ def main() -> None:
         phase("start_engine")
         engine = start_engine(settings, mesh, folder)
         dist.barrier()
-        passed = train(settings, mesh, engine, folder)
+        train(settings, mesh, engine, folder)
         phase("shutdown")
         if engine:
             engine.shutdown()
     dist.barrier()
-    leave(0 if passed else 1)
+    leave(0)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception as error:
+        leave(1, f"{traceback.format_exc()}rank {RANK} FAILED in {PHASE['place']}: {type(error).__name__}: {error}\n")

@@ -4,9 +4,11 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from harness.cluster.placement import host_name
 from harness.config.cli import parse
@@ -20,6 +22,12 @@ MISTAKES = {"ConfigError": 2, "UnsupportedEnvironment": 125}
 OUTER_PHASES = ("run",)
 """Phases that hold the others, and fail with them."""
 Event = Mapping[str, Any]
+
+# What is read of failure-*.json.
+_PLACE = msgspec.defstruct("Place", [("phase", str), ("step", int | None)])
+_FIRST = [("kind", str), ("time", float), ("ranks", tuple[int, ...]), ("place", _PLACE), ("detail", str)]
+_VERDICT = [("code", int), ("said", tuple[str, ...]), ("first", msgspec.defstruct("First", _FIRST))]
+_KEPT = msgspec.defstruct("KeptVerdict", _VERDICT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,34 +46,26 @@ class RankRecord:
 class RunEnd:
     """How a run ended. All but code and verdict are of its first failure."""
 
-    code: int | None
-    """Exit code of the rank that failed first; None where the run did not come to an end."""
-    verdict: tuple[str, ...]
-    """Its last lines: PASSED, or the first failure and what followed."""
-    kind: str = ""
-    """As harness/tools/watchdog/failures.py names it; empty where there is none."""
-    ranks: tuple[int, ...] = ()
-    """That failed first; for a timeout, those that the others waited for."""
+    code: int | None  # of the rank that failed first; None where the run did not come to an end
+    verdict: tuple[str, ...]  # its last lines: PASSED, or the first failure and what followed
+    kind: str = ""  # as harness/tools/watchdog/failures.py names it; empty where there is none
+    ranks: tuple[int, ...] = ()  # that failed first; for a timeout, those that the others waited for
     phase: str = ""
     step: int | None = None
-    error: str = ""
-    """Type and message, or how the process ended."""
+    error: str = ""  # type and message, or how the process ended
     traceback: tuple[str, ...] = ()
-    time: float = 0.0
-    """UNIX seconds, where a watchdog noticed it."""
+    time: float = 0.0  # UNIX seconds, where a watchdog noticed it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
     """One run, done or to be done."""
 
-    words: tuple[str, ...]
-    """What the command line named: TOML files and overrides, or the run directory."""
+    words: tuple[str, ...]  # of the command line: TOML files and overrides, or the run directory
     config: Config
     nnodes: int
     nproc_per_node: int
-    ranks: tuple[RankRecord, ...] = ()
-    """Empty where nothing was run."""
+    ranks: tuple[RankRecord, ...] = ()  # none where nothing was run
     seen: RunEnd | None = None
     script: str = "launch/ppo.py"
     events: tuple[Event, ...] = ()
@@ -85,17 +85,18 @@ def read_subject(words: Sequence[str]) -> Subject:
     Raises ConfigError for a folder that is no run directory, and for what launch/ppo.py would refuse.
     """
     folder = Path(words[0]) if words and not words[0].startswith("--") and not words[0].endswith(".toml") else None
-    for name in ("config.toml", "environment.json") if folder else ():
-        if not (folder / name).is_file():  # type: ignore[operator]
-            raise ConfigError(
-                f"{folder} is no run directory: it has no {name}; give the run.dir of a run, or a TOML file."
-            )
-    command = parse(words if folder is None else [str(folder / "config.toml"), *words[1:]])
+    if folder and (lacks := [name for name in ("config.toml", "environment.json") if not (folder / name).is_file()]):
+        lack = f"is no run directory: it has no {lacks[0]}"
+        raise ConfigError(f"{folder} {lack}; give the run.dir of a run, or a TOML file.")
+    command = parse([str(folder / "config.toml"), *words[1:]] if folder else words)
     options, parallel = command.options, command.config.parallel
     if options.dry_run or options.check or options.json or options.cuda_visible_devices:
         raise ConfigError("--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out.")
-    if folder is not None:
-        ranks, events = read_ranks(folder), read_events(folder)
+    if folder:
+        file, events = folder / "environment.json", read_events(folder)
+        ranks = [replace(each, host=host_name(each.host)) for each in _decode(file, list[RankRecord], "a run")]
+        if not ranks:
+            raise ConfigError(f"{file} is not what a run writes: it has no rank.")
         per_host = Counter(each.host for each in ranks).values()
         # Only a sync job has these phases.
         is_sync = {"readback", "bench"} & {each["phase"] for each in events if each["event"] == "phase_start"}
@@ -104,7 +105,7 @@ def read_subject(words: Sequence[str]) -> Subject:
             config=command.config,
             nnodes=len(per_host),
             nproc_per_node=max(per_host),
-            ranks=ranks,
+            ranks=tuple(ranks),
             seen=read_end(folder, events),
             script="launch/sync.py" if is_sync else "launch/ppo.py",
             events=tuple(events),
@@ -118,26 +119,20 @@ def read_subject(words: Sequence[str]) -> Subject:
     return Subject(words=tuple(words), config=command.config, nnodes=options.nnodes, nproc_per_node=nproc_per_node)
 
 
-def read_ranks(folder: Path) -> tuple[RankRecord, ...]:
-    """Read environment.json; raise ConfigError where it is not what a run writes."""
-    file = folder / "environment.json"
+def _decode(file: Path, kind: Any, writer: str) -> Any:
+    """Read JSON of that type; raise ConfigError where it is another program's."""
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        names = ("rank", "device", "platform", "versions", "environment")
-        ranks = [RankRecord(host=host_name(each["host"]), **{name: each[name] for name in names}) for each in facts]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not what a run writes: {type(error).__name__}: {error}.") from error
-    if not ranks:
-        raise ConfigError(f"{file} is not what a run writes: it has no rank.")
-    return tuple(ranks)
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not what {writer} writes: {error}.") from error
 
 
 def read_end(folder: Path, events: Sequence[Event]) -> RunEnd:
     """Return what the watchdogs wrote, else what the ranks' own events say."""
-    verdicts = [_read_verdict(file) for file in sorted(folder.glob("failure-*.json"))]
-    verdicts = [each for each in verdicts if each["first"]["kind"] != "mistake"]  # its rank's event has more
+    verdicts = [_decode(file, _KEPT, "a watchdog") for file in sorted(folder.glob("failure-*.json"))]
+    verdicts = [each for each in verdicts if each.first.kind != "mistake"]  # its rank's event has more
     if verdicts:
-        return _end_by_watchdog(min(verdicts, key=lambda each: float(each["first"]["time"])), events)
+        return _end_by_watchdog(min(verdicts, key=lambda each: each.first.time), events)
     if failed := [each for each in events if each["event"] == "phase_failed" and each["phase"] not in OUTER_PHASES]:
         first = failed[0]
         at = phase_of_step(first["phase"], first["step"])
@@ -158,61 +153,32 @@ def read_end(folder: Path, events: Sequence[Event]) -> RunEnd:
     return RunEnd(code=None, verdict=(f"The run did not come to an end; the last phase that began was {where}.",))
 
 
-def _read_verdict(file: Path) -> Event:
-    """Raise ConfigError where it is not what a watchdog writes."""
-    try:
-        verdict: Event = json.loads(file.read_text(encoding="utf-8"))
-        missing = {"code", "said", "first"} - set(verdict) or (
-            {"kind", "time", "ranks", "place", "detail"} - set(verdict["first"])
-            or {"phase", "step"} - set(verdict["first"]["place"])
-        )
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{file} is not what a watchdog writes: {type(error).__name__}: {error}.") from error
-    if missing:
-        raise ConfigError(f"{file} is not what a watchdog writes: it has no {', '.join(sorted(missing))}.")
-    return verdict
-
-
-def _end_by_watchdog(verdict: Event, events: Sequence[Event]) -> RunEnd:
-    first = verdict["first"]
-    ranks, place = tuple(first["ranks"]), (first["place"]["phase"], first["place"]["step"])
-    if first["kind"] == "deadline":  # noticed by those that wait
-        ranks, place = behind([each for each in events if each["time"] <= first["time"]]) or (ranks, place)
+def _end_by_watchdog(verdict: Any, events: Sequence[Event]) -> RunEnd:
+    first = verdict.first
+    ranks, place = first.ranks, (first.place.phase, first.place.step)
+    if first.kind == "deadline":  # noticed by those that wait
+        ranks, place = behind([each for each in events if each["time"] <= first.time]) or (ranks, place)
     whole = _of_failed_rank(events, ranks, "error")  # the watchdog's is cut
     return RunEnd(
-        code=verdict["code"],
-        verdict=tuple(verdict["said"]),
-        kind=first["kind"],
+        code=verdict.code,
+        verdict=verdict.said,
+        kind=first.kind,
         ranks=ranks,
         phase=place[0],
         step=place[1],
-        error=" ".join(whole) if whole and first["kind"] == "exception" else first["detail"],
+        error=" ".join(whole) if whole and first.kind == "exception" else first.detail,
         traceback=_of_failed_rank(events, ranks, "traceback"),
-        time=first["time"],
+        time=first.time,
     )
 
 
 def behind(events: Sequence[Event]) -> tuple[tuple[int, ...], tuple[str, int | None]] | None:
-    """Return the ranks that began and ended fewest phases, and the phase that they are in, or ended last."""
-    progress: Counter[int] = Counter()
-    inside: dict[int, list[tuple[str, int | None]]] = {}
-    last: dict[int, tuple[str, int | None]] = {}
-    for each in events:
-        if each["event"] in ("phase_start", "phase_end", "phase_failed"):
-            rank, place = each["rank"], (each["phase"], each["step"])
-            progress[rank] += 1
-            opened = inside.setdefault(rank, [])
-            if each["event"] == "phase_start":
-                opened.append(place)
-            elif place in opened:
-                opened.remove(place)
-                last[rank] = place
-    if not progress:
-        return None
-    least = min(progress.values())
-    ranks = tuple(sorted(rank for rank, count in progress.items() if count == least))
-    open_places = [place for place in inside[ranks[0]] if place[0] not in OUTER_PHASES]
-    return ranks, open_places[-1] if open_places else last.get(ranks[0], ("", None))
+    """Return the ranks that began and ended fewest phases, and the phase that they began or ended last."""
+    phases = [each for each in events if each["event"] in ("phase_start", "phase_end", "phase_failed")]
+    progress = Counter(each["rank"] for each in phases)
+    ranks = tuple(sorted(rank for rank, count in progress.items() if count == min(progress.values())))
+    places = [(each["phase"], each["step"]) for each in phases if each["rank"] in ranks[:1]]
+    return (ranks, [("", None), *(place for place in places if place[0] not in OUTER_PHASES)][-1]) if ranks else None
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.config.layers import ConfigError
-from harness.tools.export.planted_fault import missing_tensors, planted_fault
-from harness.tools.export.program import MOST_LINES, literal, render
+from harness.tools.export import pasted
+from harness.tools.export.program import MOST_LINES, literal, missing_tensors, planted_fault, render
 from harness.tools.export.subject import RunEnd, Subject, behind, read_subject
 from tests.tools.report.fake_run import fake_run
 
@@ -88,19 +89,19 @@ def test_other_choices_make_clean_files_too(
 
 def test_a_run_of_64_ranks_says_where_it_ran_and_what_was_seen(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 64)
-    text = render(read_subject([str(folder)]), "some-slug")
+    text = render(read_subject([str(folder), "--run.phase_timeouts.update_critic", "7"]), "some-slug")
+    assert "'update_actor': 7" in text, "the timeout of the phase in whose place it is"
     assert text.startswith(
         "# torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST0:29400 repro.py\n"
     )
     assert "known as some-slug" in text and "exit code 124" in text and "NCCL_CUMEM_ENABLE=1" in text
-    assert 'if RANK in (60,) and (name, step) == ("update_critic", 1):' in text and "time.sleep(" in text
+    assert "if RANK in (60,) and (name, step) == ('update_actor', 1):" in text and "time.sleep(" in text
     assert len(text.splitlines()) <= MOST_LINES
 
 
 def test_lost_tensors_are_those_that_the_run_named() -> None:
-    assert missing_tensors(LOST) == (
-        "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight",
-    )  # fmt: skip
+    named = {"model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"}
+    assert named == {*missing_tensors(LOST)} - {"model.layers.1.mlp.gate_up_proj.weight"}
     assert planted_fault(LOST, PHASES) is None
     assert missing_tensors(replace(LOST, error="WeightsDidNotArrive: ... the trainer's: none found")) == ()
 
@@ -108,8 +109,8 @@ def test_lost_tensors_are_those_that_the_run_named() -> None:
 @pytest.mark.parametrize(
     ("changed", "statement"),
     [
-        ({}, "raise MyError(\"a 'quoted'\\nmessage\")"),
-        ({"error": "ValueError: x"}, 'raise ValueError("x")'),
+        ({}, "raise type('MyError', (RuntimeError,), {})(\"a 'quoted'\\nmessage\")"),
+        ({"error": "ValueError: x"}, "raise ValueError('x')"),
         ({"kind": "died", "error": "was killed by SIGSEGV"}, "os.kill(os.getpid(), signal.SIGSEGV)"),
         ({"kind": "died", "error": "ended with exit code 3, without a word"}, "leave(3)"),
         ({"kind": "stopped", "error": "", "code": 124}, "os.kill(os.getpid(), signal.SIGSTOP)"),
@@ -118,15 +119,15 @@ def test_lost_tensors_are_those_that_the_run_named() -> None:
         (
             {"kind": "stopped", "error": "engine process sglang::scheduler_TP1 (pid 7)", "code": 124},
             '[each.suspend() for each in __import__("psutil").Process().children(recursive=True)'
-            ' if each.name() == "sglang::scheduler_TP1"]',
+            " if each.name() == 'sglang::scheduler_TP1']",
         ),
         ({"kind": "deadline", "error": "", "code": 124}, "time.sleep(1000000000)"),
-        ({"error": "ConfigError: no.", "code": 2}, 'leave(2, "error: no." + chr(10))'),
+        ({"error": "ConfigError: no.", "code": 2}, "leave(2, 'error: no.' + chr(10))"),
     ],
 )
 def test_what_the_run_s_own_code_did_is_planted(changed: dict[str, Any], statement: str) -> None:
     plant = planted_fault(replace(FAILED, **changed), PHASES)
-    assert plant and (plant.statement, plant.ranks, plant.phase, plant.step) == (statement, (1,), "advantages", 1)
+    assert plant and (plant.statement, plant.ranks, plant.phase, plant.step) == (statement, (1,), "update_actor", 1)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,36 @@ def test_the_rank_behind_is_the_one_with_fewest_phases() -> None:
     assert behind([*both, event(0, "phase_start", "generate")]) == ((1,), ("sync", 0))
     assert behind([*both, *(event(rank, "phase_start", "generate") for rank in (0, 1))]) == ((0, 1), ("generate", 0))
     assert behind([]) is None
+    assert behind([event(0, "phase_start", "run")]) == ((0,), ("", None))
+
+
+def test_an_update_changes_every_element_of_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pasted, "RANK", 0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64, track_running_stats=False))
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.fill_(1.0)
+    pasted.change(model, seed=1)
+    assert all(set(tensor.unique().tolist()) == {7 / 8, 9 / 8} for tensor in model.parameters())
+
+
+def test_a_phase_that_takes_too_long_ends_the_rank_with_124(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends: list[tuple[int, str]] = []
+    for name, value in {"TIMEOUT": 600.0, "TIMEOUTS": {"sync": 0.3}, "leave": lambda *end: ends.append(end)}.items():
+        monkeypatch.setattr(pasted, name, value, raising=False)
+    pasted.phase("sync", 1)
+    pasted.watch()
+    assert ends == [(124, "rank 0 FAILED: its timeout passed in sync of step 1\n")]
+    printed = capfd.readouterr()
+    assert printed.out == "sync of step 1\n" and "most recent call first" in printed.err
+
+
+@pytest.mark.parametrize(("master", "begins"), [("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")])
+def test_an_address_has_brackets_where_it_must(master: str, begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", master)
+    assert pasted.free_address().startswith(begins)
 
 
 def test_literals_are_python_and_not_long() -> None:
