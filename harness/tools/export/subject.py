@@ -80,14 +80,10 @@ class Subject:
 
 
 def read_subject(words: Sequence[str]) -> Subject:
-    """Read `CONFIG.toml ... [--section.key VALUE]`, or a run directory and overrides.
-
-    Raises ConfigError for a folder that is no run directory, and for what launch/ppo.py would refuse.
-    """
+    """Read `CONFIG.toml ... [--section.key VALUE]`, or a run directory and overrides; raise ConfigError for others."""
     folder = Path(words[0]) if words and not words[0].startswith("--") and not words[0].endswith(".toml") else None
     if folder and (lacks := [name for name in ("config.toml", "environment.json") if not (folder / name).is_file()]):
-        lack = f"is no run directory: it has no {lacks[0]}"
-        raise ConfigError(f"{folder} {lack}; give the run.dir of a run, or a TOML file.")
+        raise ConfigError(f"{folder} is no run directory: it has no {lacks[0]}; give a run.dir or a TOML file.")
     command = parse([str(folder / "config.toml"), *words[1:]] if folder else words)
     options, parallel = command.options, command.config.parallel
     if options.dry_run or options.check or options.json or options.cuda_visible_devices:
@@ -113,9 +109,8 @@ def read_subject(words: Sequence[str]) -> Subject:
     world_size = parallel.dp * parallel.tp * parallel.pp
     nproc_per_node = options.nproc_per_node or world_size // options.nnodes
     if options.nnodes * nproc_per_node != world_size:
-        raise ConfigError(
-            f"--nnodes times --nproc-per-node must be the mesh's {world_size} ranks, got {options.nnodes} * {nproc_per_node}."
-        )
+        got = f"{options.nnodes} * {nproc_per_node}"
+        raise ConfigError(f"--nnodes times --nproc-per-node must be the mesh's {world_size} ranks, got {got}.")
     return Subject(words=tuple(words), config=command.config, nnodes=options.nnodes, nproc_per_node=nproc_per_node)
 
 

@@ -12,7 +12,7 @@ import pytest
 from harness.tools.diagnose.entries import ReproClass, catalogue
 from harness.tools.repro import cases
 from harness.tools.repro.case import Case, UnknownCase, all_cases, load
-from harness.tools.repro.cases import memory, weights
+from harness.tools.repro.cases import memory, processes, weights
 
 CHEAPEST: tuple[ReproClass, ...] = ("cpu", "hosts", "one_gpu", "several_gpus")
 CASES = all_cases()
@@ -89,9 +89,10 @@ def calls_of(slug: str, module: Any, broken: bool, monkeypatch: pytest.MonkeyPat
         yield engine
 
     monkeypatch.setattr(module, "tiny_engine", stand_in)
-    monkeypatch.setattr(
-        module, "checkpoint_tensors", lambda model: [("q", 0), ("k", 1), (weights.DOWN_PROJ, MagicMock())]
-    )
+    for name, value in {"_free_bytes": 1 << 40, "_allocate": MagicMock(nbytes=1), "prepare_process": "cuda"}.items():
+        monkeypatch.setattr(module, name, lambda *args, value=value, **options: value, raising=False)
+    tensors = [("q", 0), ("k", 1), (weights.DOWN_PROJ, MagicMock())]
+    monkeypatch.setattr(module, "checkpoint_tensors", lambda model: tensors, raising=False)
     load(slug).program(broken)
     return made
 
@@ -108,6 +109,10 @@ def calls_of(slug: str, module: Any, broken: bool, monkeypatch: pytest.MonkeyPat
         (memory, "release-twice", ["release", "release", "resume"], ["release", "resume"]),
         (memory, "release-not-idle", ["release", "resume"], ["release", "resume"]),
         (memory, "prefill-out-of-memory", [], []),
+        (memory, "resume-before-empty-cache", ["release", "resume"], ["release", "resume"]),
+        (memory, "tms-cumemcreate-oom", ["release", "resume"], ["release", "resume"]),
+        (memory, "tp-memory-imbalance", [], []),
+        (processes, "signal-outside-main-thread", [], []),
         (memory, "expandable-segments", ["release", "resume"], ["release", "resume"]),
         (
             memory,

@@ -18,6 +18,7 @@ QUICK = ("cpu-payload-authkey", "missing-main-guard")
 HERE = (
     "hf-router-masking",
     "lost-correction-bias",
+    "safe-unpickler",
     "tied-embeddings",
     "unknown-engine-argument",
     "verl-engine-removed",
