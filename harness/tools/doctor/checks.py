@@ -59,7 +59,6 @@ FAULTS = {
     " host's own name: give the address instead of the name), or set network.interface",
     "routes/same": "give each host an address of its own on the network between them, or set network.interface",
     "socket_interfaces": "set it to one of these on this host, or unset it",
-    "host_ids": "unset it, or give each host its own",
     "clocks": "set the hosts' clocks by NTP (chronyc makestep)",
     "needed_packages": "install the environment of configs/environments that fits this CUDA, on every host",
     "versions": "install one environment on all hosts (configs/environments), and start torchrun from it",
@@ -185,17 +184,9 @@ def _network(view: Examination) -> Found:
     for address, ranks in ranks_by(addresses).items():
         if not ipaddress.ip_address(address).is_loopback and len({machines[rank] for rank in ranks}) > 1:
             yield "routes/same", ranks, f"several hosts have the same address {address}"
-    for host_id, ranks in ranks_by({each.rank: each.environment.get("NCCL_HOSTID") for each in view.facts}).items():
-        if host_id and (count := len({view.facts[rank].host for rank in ranks})) > 1:
-            yield (
-                "host_ids",
-                ranks,
-                f"NCCL_HOSTID={host_id} is the same on {count} hosts, which NCCL then takes for one",
-            )
     for facts in view.facts:
-        names = tuple(
-            facts.environment.get("NCCL_SOCKET_IFNAME", "^").lstrip("=").split(",")
-        )  # prefixes, but for = and ^
+        # Beginnings of names for NCCL; exact after =, excluded after ^.
+        names = tuple(facts.environment.get("NCCL_SOCKET_IFNAME", "^").lstrip("=").split(","))
         if not names[0].startswith("^") and not any(each.startswith(names) for each in facts.interfaces):
             what = f"NCCL_SOCKET_IFNAME={','.join(names)} names no interface that is up and has an address; there are"
             yield "socket_interfaces", (facts.rank,), f"{what} {', '.join(facts.interfaces) or 'none'}"
@@ -325,11 +316,8 @@ def slowest(view: Examination) -> Iterator[tuple[Collective, int]]:
     measured = [each for _, links in view.by_rank for each in links.collectives if not each.error]
     for kind in dict.fromkeys((each.backend, each.group) for each in measured):
         groups = [each for each in measured if (each.backend, each.group) == kind]
-        latency = max(each.latency for each in groups)
-        yield (
-            replace(min(groups, key=lambda each: each.bandwidth), latency=latency),
-            len({each.ranks for each in groups}),
-        )
+        worst = min(groups, key=lambda each: each.bandwidth)
+        yield replace(worst, latency=max(each.latency for each in groups)), len({each.ranks for each in groups})
 
 
 def ranks_by(values: Mapping[int, T]) -> dict[T, tuple[int, ...]]:

@@ -139,10 +139,8 @@ class Emulation:
         (folder / "hosts").write_text(hosts_file(self.plan, plan), encoding="ascii")
         (folder / "boot_id").write_text(f"{uuid.uuid4()}\n", encoding="ascii")
         spec = HostSpec(
-            name=plan.name,
+            plan=plan,
             namespaces=self.plan.namespaces,
-            interfaces=plan.interfaces,
-            mtu=self.plan.options.mtu,
             folder=str(folder),
             command=self.command(self.plan, plan, port),
             environment=environment(self.plan, plan, folder, os.environ),
@@ -198,11 +196,7 @@ class Emulation:
 
     def _say(self, text: str) -> None:
         """Print a line of the launcher, with the time since the start."""
-        self._print(f"hosts: {text} ({time.monotonic() - self._started:.1f} s)")
-
-    def _print(self, line: str) -> None:
-        sys.stdout.write(line + "\n")  # one write: every host has a thread that prints
-        sys.stdout.flush()
+        print(f"hosts: {text} ({time.monotonic() - self._started:.1f} s)\n", end="", flush=True)
 
     def _print_output(self, host: RunningHost) -> None:
         """Print what the host prints, on a thread, until it ends."""
@@ -212,7 +206,7 @@ class Emulation:
             text = line.rstrip(b"\r\n").decode(errors="replace")
             host.cause.read(text)
             try:
-                self._print(f"{name} | {text}")
+                print(f"{name} | {text}\n", end="", flush=True)  # one write: every host has a thread that prints
             except BrokenPipeError:  # as in `... | head`
                 self.signals.append(signal.SIGPIPE)
 

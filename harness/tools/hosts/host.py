@@ -21,6 +21,7 @@ import psutil
 
 from harness.runtime.processes import descendants, name_and_pid
 from harness.tools.hosts import kernel
+from harness.tools.hosts.host_plan import HostPlan
 
 POLL_SECONDS = 0.1
 LINGER_SECONDS = 2.0
@@ -34,11 +35,8 @@ UP, GO, END, KILL = b"up", b"go", b"end", b"kill"
 class HostSpec:
     """What a host's process gets over the control socket, as JSON."""
 
-    name: str
+    plan: HostPlan
     namespaces: bool
-    interfaces: dict[str, tuple[str, ...]]
-    """Name -> addresses with prefix, such as 10.77.0.1/24."""
-    mtu: int
     folder: str
     """The host's own; holds "hosts", which becomes /etc/hosts, "boot_id" and "tmp"."""
     command: tuple[str, ...]
@@ -89,7 +87,7 @@ def _run_in_namespaces(spec: HostSpec, control: socket.socket) -> int:
 def _furnish(spec: HostSpec) -> list[int]:
     """Set up name, boot id, /proc, /sys, /dev/shm, /etc/hosts and interfaces; return the interfaces' descriptors."""
     folder, aside = Path(spec.folder), Path(spec.folder) / "cgroup"
-    socket.sethostname(spec.name)
+    socket.sethostname(spec.plan.name)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("proc", "/proc", "proc")
     # A /sys that lists this network namespace's interfaces, with the cgroups of the old one.
@@ -103,12 +101,12 @@ def _furnish(spec: HostSpec) -> list[int]:
     kernel.mount(str(folder / "boot_id"), "/proc/sys/kernel/random/boot_id", None, kernel.MS_BIND)
     kernel.bring_up("lo")
     descriptors = []
-    for name, addresses in spec.interfaces.items():
+    for name, addresses in spec.plan.interfaces.items():
         descriptors.append(kernel.open_tun(name))
         switch = Path(f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6")
         if switch.exists() and not any(":" in each for each in addresses):
             switch.write_text("1", encoding="ascii")
-        kernel.bring_up(name, addresses, spec.mtu)
+        kernel.bring_up(name, addresses)
     return descriptors
 
 

@@ -18,7 +18,6 @@ RANGES = {
     "gpus-per-host": (0, 64),
     "ranks-per-host": (0, 1024),
     "interfaces": (1, 8),
-    "mtu": (1280, 65535),  # the least that IPv6 allows, and the most that a packet's length field does
     "patience": (0, 86400),
 }
 """Option -> least and largest value."""
@@ -55,8 +54,6 @@ class HostsOptions:
     """How host0 is named to torchrun."""
     interfaces: int = 1
     """Interfaces of each host; the last joins the hosts, those before it are decoys that lead nowhere."""
-    mtu: int = 65000
-    """Bytes of the largest packet; real Ethernet has 1500 or 9000."""
     debian_hosts: bool = False
     """Each host's /etc/hosts begins with 127.0.1.1 and its own name, as Debian's does: a known cause of failures."""
     latency: str = ""

@@ -25,6 +25,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 1, 0x1000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x8913, 0x8914, 0x8916, 0x891C
 _SIOCSIFMTU, _SIOCSIFTXQLEN = 0x8922, 0x8943
 _IFF_UP = 1
+_MTU = 65000
 _QUEUE_PACKETS = 4000  # a full queue drops, which TCP takes for loss
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -77,15 +78,15 @@ def open_tun(name: str) -> int:
     return descriptor
 
 
-def bring_up(name: str, addresses: Sequence[str] = (), mtu: int | None = None) -> None:
+def bring_up(name: str, addresses: Sequence[str] = ()) -> None:
     """Give the interface its addresses ("10.77.0.1/24", "fd77::1/64"), and switch it on. Raise OSError."""
     label = name.encode()
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as four,
         socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as six,
     ):
-        if mtu is not None:
-            fcntl.ioctl(four, _SIOCSIFMTU, struct.pack("16si20x", label, mtu))
+        if name != "lo":
+            fcntl.ioctl(four, _SIOCSIFMTU, struct.pack("16si20x", label, _MTU))
             fcntl.ioctl(four, _SIOCSIFTXQLEN, struct.pack("16si20x", label, _QUEUE_PACKETS))
         flags = struct.unpack("16xh22x", fcntl.ioctl(four, _SIOCGIFFLAGS, struct.pack("16s24x", label)))[0]
         fcntl.ioctl(four, _SIOCSIFFLAGS, struct.pack("16sh22x", label, flags | _IFF_UP))

@@ -183,11 +183,6 @@ def test_pipeline_stages_that_sglang_cannot_place_are_a_fault() -> None:
     assert found.check == "locations" and found.what.endswith('set parallel.rank_order = "dp,pp,tp"')
 
 
-def test_nccl_host_ids_that_make_two_hosts_one() -> None:
-    (found,) = problems_of(every_variable(healthy(), "NCCL_HOSTID", "same"))
-    assert found.check == "host_ids" and "NCCL_HOSTID=same is the same on 2 hosts" in found.what
-
-
 def test_long_values_that_differ_at_their_end_are_told_apart() -> None:
     view = every_variable(healthy(), "PATH", "x" * LONGEST + "a")
     (found,) = problems_of(with_variable(view, 3, "PATH", "x" * LONGEST + "b"))

@@ -122,7 +122,6 @@ def test_gpus_are_split(options: HostsOptions, visible: tuple[str, ...], split: 
         (HostsOptions(hosts=0), ("--hosts", "1 to 250", "got 0")),
         (HostsOptions(gpus_per_host=1), ("2 hosts of 1 GPUs need 2", "0 are visible")),
         (HostsOptions(gpus_per_host=1, cuda_visible_devices=("0",)), ("2 hosts", "1 lists")),
-        (HostsOptions(mtu=100), ("--mtu", "1280 to 65535", "100")),
         (HostsOptions(interfaces=9), ("--interfaces", "1 to 8", "9")),
         (HostsOptions(ranks_per_host=-1), ("--ranks-per-host", "0 to 1024", "-1")),
         (HostsOptions(isolation="processes", cut=("host1@sync",)), ("--cut needs hosts in namespaces",)),
