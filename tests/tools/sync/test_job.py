@@ -1,16 +1,26 @@
 """The parts of the sync job that print, and the mistakes that launch/sync.py must find before anything heavy."""
 
+import json
 import subprocess
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from harness.config.schema import Config, Weights
+from harness.runtime.observer import RunContext
+from harness.tools.sync import job
 from harness.tools.sync.job import BenchRow, as_table, breakdown
+from harness.weights.verify import WeightsDidNotArrive
 from tests.end_to_end.launching import run_script
 
 SECONDS = 3.0
+LIMIT = BenchRow("all-gather of the same bytes", 0.038, 0.037, 2 * 10**9, {}, None)
 PARTS = {"feed": 0.7, "fill": 0.3, "wait": 0.2, "scheduler_load": 0.4, "scheduler_wait": 0.1}
 
 
@@ -29,15 +39,97 @@ def test_a_transport_without_parts_has_no_breakdown_and_none_is_negative() -> No
 
 def test_the_table_has_a_line_for_each_way_and_each_part() -> None:
     sync: Any = SimpleNamespace(nbytes=2 * 10**9, layout=range(339), buckets=range(30))
-    limit = BenchRow("all-gather of the same bytes", 0.038, 0.037, 2 * 10**9, {}, None)
-    text = as_table([limit, row(PARTS, peak=300 << 20)], sync)
+    text = as_table([LIMIT, row(PARTS, peak=300 << 20)], sync)
     assert "2.000 GB, 339 tensors, 30 buckets" in text
     lines = {
-        name: line.split() for line in text.splitlines() for name in (limit.way, "transport stream") if name in line
+        name: line.split() for line in text.splitlines() for name in (LIMIT.way, "transport stream") if name in line
     }
-    assert [word for word in lines[limit.way] if word[0].isdigit()] == ["0.0380", "0.0370", "52.6"]
+    assert [word for word in lines[LIMIT.way] if word[0].isdigit()] == ["0.0380", "0.0370", "52.6"]
     assert [word for word in lines["transport stream"] if word[0].isdigit()] == ["1.0000", "0.9000", "2.0", "300"]
     assert sum(line.endswith(" s") for line in text.splitlines()) == 5
+
+
+@dataclass
+class FakeSync:
+    """In place of WeightSync: what it was asked to do, in order."""
+
+    engine: Any
+    model: Any
+    weights: Weights
+    folder: Path
+    dtype: torch.dtype
+    nbytes = 2_000_000
+    layout, buckets, live = range(27), range(3), ("live",)
+
+    def __post_init__(self) -> None:
+        self.transport_name = self.weights.transport
+
+    def push(self) -> None:
+        DONE.append(f"push by {self.transport_name}")
+
+    def link(self) -> None:
+        return None
+
+    def close(self) -> None:
+        DONE.append("close")
+
+
+DONE: list[str] = []
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A run on fakes: no engine, no ranks."""
+    DONE.clear()
+    engine = SimpleNamespace(shutdown=lambda: DONE.append("shutdown"))
+    fakes = {
+        "make_engine_and_model": lambda run, names: (engine, None),
+        "WeightSync": FakeSync,
+        "choose_transport": lambda config, api, device: (config.weights.transport, "asked"),
+        "perturb": lambda live, seed: DONE.append(f"perturb {seed}"),
+        "weight_differences": lambda sync: [],
+        "unreadable": lambda link: ["one.weight"],
+        "bench": lambda sync, world, repeats, one_by_one: [LIMIT, row(PARTS)],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(job, name, fake)
+    monkeypatch.setattr(job.sglang_api, "probe", lambda: None)
+    console = SimpleNamespace(show=lambda text: DONE.append(text.split()[0]))
+    observer = SimpleNamespace(built=lambda name, part: None)
+    events: Any = SimpleNamespace(
+        say=DONE.append, observer=observer, console=console, phase=lambda *_, **__: nullcontext()
+    )
+    world: Any = SimpleNamespace(rank=0, device_type="cpu")
+    return RunContext(config=Config(), world=world, dims=None, events=events, folder=tmp_path, launched=0.0)  # type: ignore[arg-type]
+
+
+def sync_job(**changes: Any) -> job.SyncJob:
+    return job.SyncJob(**{"bench": False, "syncs": 2, "repeats": 1, "one_by_one": False, "json": "", **changes})
+
+
+def test_each_transport_is_verified_and_only_the_last_verdict_is_returned(run: RunContext) -> None:
+    verdict = sync_job(transports=("stream", "disk"))(run)
+    assert verdict.startswith("PASSED: 2 syncs of 2.0 MB in 27 tensors by disk")
+    assert "not read back: one.weight" in verdict
+    steps = [each for each in DONE if each.startswith(("push", "perturb", "close", "shutdown", "PASSED"))]
+    assert steps[:5] == ["perturb 0", "push by stream", "perturb 1", "push by stream", "close"]
+    assert steps[5:9] == ["perturb 0", "push by disk", "perturb 1", "push by disk"]
+    assert steps[9:11] == ["close", "shutdown"] and "by stream" in steps[11]
+    assert 'transport = "stream"' in (run.folder / "config.toml").read_text()
+
+
+def test_the_first_difference_ends_the_job(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "weight_differences", lambda sync: ["lm_head.weight: 3 of 9 elements"])
+    with pytest.raises(WeightsDidNotArrive, match=r"sync 0: 1 tensors are not what was sent: lm_head\.weight"):
+        sync_job(transports=("tensor",))(run)
+
+
+def test_a_bench_turns_verification_off_and_writes_its_rows(run: RunContext, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    verdict = sync_job(bench=True, transports=("tensor",), json=str(file))(run)
+    assert verdict.endswith("tensor 1.0000 s, 26.3 times its all-gather (0.0380 s)")
+    assert [each["way"] for each in json.loads(file.read_text())] == [LIMIT.way, "transport stream"]
+    assert 'verify = "off"' in (run.folder / "config.toml").read_text()
 
 
 def launch(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -51,7 +143,7 @@ def launch(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess
     [
         (["--syncs", "0"], "--syncs = 0 and --repeats = 5 must each be at least 1."),
         (["--bench", "--repeats", "-1"], "--syncs = 3 and --repeats = -1 must each be at least 1."),
-        (["--synks", "3"], "--synks (command line) is not an option; config keys are written --section.key VALUE."),
+        (["--synks", "3"], "--synks (command line) is not an option; "),
         (["--weights.bukket_size_mib", "1"], "weights.bukket_size_mib (command line) is not a key; the nearest is weights.bucket_size_mib."),
         (["--weights.transport", "pigeon"], 'weights.transport (command line) must be one of "auto", "stream", "tensor", "bucket", "distributed", "disk", got "pigeon".'),
         (["nowhere.toml"], "nowhere.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml."),
@@ -59,7 +151,8 @@ def launch(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess
 )  # fmt: skip
 def test_a_mistake_exits_2_with_one_sentence_at_once(words: list[str], sentence: str) -> None:
     done, seconds = launch("configs/cpu/quickstart.toml", *words)
-    assert (done.returncode, done.stderr, done.stdout) == (2, f"error: {sentence}\n", "")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"error: {sentence}")
     assert seconds < SECONDS
 
 
