@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
@@ -230,25 +230,15 @@ def _check_hosts(dims: ParallelDims, dp: int, locations: Sequence[RankLocation])
             f"{engine} spans {nnodes} hosts, from {locations[ranks[0]]}, and SGLang cannot split {dims.pp} stages over "
             f"{nnodes} hosts: choose parallel.pp so that one of the two numbers divides the other"
         )
-    broken = _first_return(ranks, locations)
-    if broken is None:
-        return
-    back, before = broken
-    problem = (
-        f"{engine} is not contiguous by host in SGLang's order (pp, then tp): rank {back} is on host "
-        f"{locations[back].host} again after {locations[before]}"
-    )
-    if _first_return(sorted(ranks), locations) is None:
-        raise ValueError(f'{problem}: set parallel.rank_order = "dp,pp,tp"')
-    raise ValueError(f"{problem}, and its hosts are not adjacent: number the ranks host by host, as torchrun does")
 
+    def hosts_of(order: Sequence[int]) -> list[str]:
+        return [host for host, _ in groupby(order, key=lambda rank: locations[rank].host)]
 
-def _first_return(ranks: Sequence[int], locations: Sequence[RankLocation]) -> tuple[int, int] | None:
-    """Return the first rank whose host had ranks before the previous rank's host, with that previous rank."""
-    left: set[str] = set()
-    for before, rank in pairwise(ranks):
-        if locations[rank].host != locations[before].host:
-            left.add(locations[before].host)
-            if locations[rank].host in left:
-                return rank, before
-    return None
+    if len(hosts_of(ranks)) > nnodes:
+        remedy = "its hosts are not adjacent: number the ranks host by host, as torchrun does"
+        if len(hosts_of(sorted(ranks))) == nnodes:
+            remedy = 'set parallel.rank_order = "dp,pp,tp"'
+        raise ValueError(
+            f"{engine} is not contiguous by host in SGLang's order (pp, then tp), which is on hosts"
+            f" {', '.join(hosts_of(ranks))}: {remedy}"
+        )

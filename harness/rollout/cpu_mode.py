@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.runtime.cpu_standins import installed_folder
+from harness.rollout.sglang_api import source
 from harness.runtime.errors import UnsupportedEnvironment
 
 # Both tables are of sglang 0.5.20.
@@ -63,17 +63,15 @@ def cores_by_tp_rank(entries: Sequence[str], tp_ranks: Sequence[int], tp: int) -
 
 
 def require_absorbed_mla() -> None:
-    """Raise UnsupportedEnvironment unless the installed SGLang can serve an MLA model (DeepSeek) on CPU.
+    """Raise UnsupportedEnvironment unless the installed SGLang (0.5.12 or newer) can serve an MLA model (DeepSeek) on CPU.
 
-    SGLang logs a plugin that fails and continues, and releases without plugins never ask for ours, so the plugin cannot
-    refuse. Call this before an engine with an MLA model starts; it looks for the files, and imports nothing of SGLang.
+    SGLang logs a plugin that fails and continues, and releases without plugins never ask for ours.
     """
-    folder = installed_folder("sglang")
-    needed = ("srt/plugins/__init__.py", "srt/models/deepseek_common/attention_backend_handler.py")
-    if folder is None or not all((folder / path).is_file() for path in needed):
+    sglang = source.installed("sglang")
+    if not all(map(sglang.has, ("srt/plugins/__init__.py", "srt/models/deepseek_common/attention_backend_handler.py"))):
         raise UnsupportedEnvironment(
-            f"an MLA model (DeepSeek) cannot run on CPU with the sglang in {folder}: it has no plugins or no "
-            "attention registry for the absorbed method, which sglang 0.5.20 has"
+            f"an MLA model (DeepSeek) cannot run on CPU with the sglang in {sglang.root}: it has no plugins or no"
+            " attention registry for the absorbed method, which sglang 0.5.20 has"
         )
 
 

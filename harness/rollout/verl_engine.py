@@ -81,10 +81,9 @@ class VerlEngine:
         if not self._cpu:  # the GPU, as this process sees it, that its engine rank runs on
             offset = self._locations[self.group.rank].engine_offset
             self.device = torch.device("cuda", torch.cuda.current_device() + offset)
-        self._own_log_dir = (
-            Path(tempfile.mkdtemp(prefix="harness-engine-")) if log_dir is None and self.is_builder else None
-        )
-        self.log = (log_dir or self._own_log_dir or Path()) / f"engine-rank{self.node.builder}.log"
+        self._removes_log = log_dir is None
+        folder = log_dir or Path(tempfile.mkdtemp(prefix="harness-engine-"))
+        self.log = folder / f"engine-rank{self.node.builder}.log"
         self._engine: Any = None
         self._in_update = False
         self._lease: PortLease | None = None
@@ -219,8 +218,8 @@ class VerlEngine:
         """End the engine; return on every rank when its processes are gone. Twice does no harm."""
         self._stop()
         atexit.unregister(self._stop)
-        if self._own_log_dir:
-            shutil.rmtree(self._own_log_dir, ignore_errors=True)
+        if self._removes_log:
+            shutil.rmtree(self.log.parent, ignore_errors=True)
         self.group.barrier()
 
     def send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
@@ -322,17 +321,15 @@ class VerlEngine:
             return {}
         arguments: dict[str, Any] = {
             "tp_size": self.group.tp,
+            "pp_size": self.group.pp,
             "nnodes": self.nnodes,
             "node_rank": self.node.node_rank,
             "base_gpu_id": self.node.base_gpu_id,
             "dist_init_addr": address,
             "port": lease.ports.port,
+            "nccl_port": lease.ports.nccl_port,  # since 0.4.9
         }
-        if self.group.pp > 1:
-            arguments["pp_size"] = self.group.pp
-        if "nccl_port" in self.api.engine_arguments:
-            arguments["nccl_port"] = lease.ports.nccl_port
-        return arguments
+        return {name: value for name, value in arguments.items() if name in self.api.engine_arguments}
 
     def _own_address(self) -> str:
         """Where the engine's other hosts find this one; loopback where there are none."""
