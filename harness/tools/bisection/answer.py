@@ -153,7 +153,6 @@ def reference(state: State) -> float | None:
 
 
 def _describe_limit(state: State, edge: Edge | None) -> list[str]:
-    """Return sentences on the limit, and on the largest step if it is not the one over the limit."""
     options, base = state.question.options, reference(state)
     limit = limit_of(options, state.question.ratio, base)
     if state.question.kind != "metric" or limit is None:

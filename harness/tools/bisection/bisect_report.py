@@ -16,13 +16,13 @@ from packaging.utils import canonicalize_name
 
 from harness.runtime import redact
 from harness.tools.bisection.answer import Answer, candidate_rows, sentences
-from harness.tools.bisection.candidates import Candidate, git, github_page
-from harness.tools.bisection.causes import module_of, relative_file, trace_at
+from harness.tools.bisection.candidates import Candidate, git
+from harness.tools.bisection.causes import LogTrace, module_of, relative_file, trace_at
 from harness.tools.bisection.installation import Environment, package_root, package_sources, store_of
 from harness.tools.bisection.question import SCRIPT, command_of, is_of_this_repository
 from harness.tools.bisection.search import Edge
 from harness.tools.bisection.state import Record, State
-from harness.tools.diagnose.log_lines import LogLine, raw_lines
+from harness.tools.diagnose.log_lines import raw_lines
 from harness.tools.environments import has_gpu
 
 UPSTREAM = {
@@ -37,8 +37,7 @@ NOT_SHOWN = ("PATH", "VIRTUAL_ENV", "PYTHONNOUSERSITE", "HARNESS_VENV")
 """Variables that a run has otherwise than this process, and that a command to reproduce it does without."""
 MOST_SUBJECTS, MOST_LINES_OF_A_FILE = 30, 60
 _LOG_LINES, _LINES_AFTER = 30, 8
-_FRAME = re.compile(r'File "[^"]*?/(?:site-packages|site|python)/(?P<module>\w+)[./]')
-_EXCEPTION_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.MULTILINE)
+_GITHUB = re.compile(r"(?:https://|(?:ssh://)?git@)github\.com[:/](.+?)(?:\.git)?/?")
 _LINK = re.compile(r"https://[^\s|]+|\bruns/[\w.+-]+/\d+/log\.txt")
 
 
@@ -85,7 +84,6 @@ def _markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
 
 
 def _cost(state: State) -> str:
-    """Return what it took, and what the search itself added to the runs."""
     ran = [record for record in state.records if not record.replayed]
     runs, waited = sum(record.seconds for record in ran), sum(record.waited_seconds for record in ran)
     search = state.wall_seconds - state.resolving_seconds
@@ -102,18 +100,20 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
     candidates = [state.candidates[index] for index in sides]
     bad = after if after.verdict == "bad" else before
     yield from (f"## What changed from {candidates[0].label} to {candidates[1].label}", "")
+    repository, tags = UPSTREAM.get(canonicalize_name(options.package), ""), f"v{before.name}...v{after.name}"
     if options.git:
-        address, tags = github_page(Path(options.git)), f"{before.name}...{after.name}"
-    else:
-        repository = UPSTREAM.get(canonicalize_name(options.package), "")
-        address, tags = repository and f"https://github.com/{repository}", f"v{before.name}...v{after.name}"
-    yield from (f"- {address}/compare/{tags}", "") if address else ()
+        origin = _GITHUB.fullmatch(git(Path(options.git), "remote", "get-url", "origin"))
+        repository, tags = origin[1] if origin else "", f"{before.name}...{after.name}"
+    yield from (f"- https://github.com/{repository}/compare/{tags}", "") if repository else ()
     if options.git:
         merged = git(Path(options.git), "log", "--format=- %h %s", f"{before.name}..{after.name}").splitlines()
-        yield from merged[:MOST_SUBJECTS]
-        yield from (f"- and {len(merged) - MOST_SUBJECTS} more", "") if len(merged) > MOST_SUBJECTS else ("",)
-    yield from _packages(before, after, bad, options.package, folder)
-    yield from _traceback_files(before, after, bad, options.package, folder)
+        more = [f"- and {len(merged) - MOST_SUBJECTS} more"] if len(merged) > MOST_SUBJECTS else []
+        yield from (*merged[:MOST_SUBJECTS], *more, "")
+    made = bad.decisive
+    log = folder / made.log if made and made.line else None
+    trace = trace_at(str(log), made.line) if made and log and log.is_file() else None
+    yield from _packages(before.freeze, after.freeze, trace, options.package)
+    yield from _traceback_files(before, after, trace, options.package)
     yield from changed_api(before, after)
     yield from _first_failure(bad, folder)
     lines: list[str] = []
@@ -123,42 +123,27 @@ def _edge(state: State, edge: Edge, folder: Path) -> Iterator[str]:
     yield from ("## Reproduce with", "", "```", *lines, "```", "") if lines else ()
 
 
-def _packages(before: Record, after: Record, bad: Record, package: str, folder: Path) -> Iterator[str]:
-    """Yield the packages that differ, and which of them to suspect."""
-    old, new = before.freeze, after.freeze
-    changed = {
-        name: (old.get(name, "-"), new.get(name, "-"))
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name)
-    }
-    if old and new and changed:
-        suspect = _suspect(bad, folder, changed, canonicalize_name(package))
-        yield from ("| package | before | after | |", "|---|---|---|---|")
-        for name, (was, now) in changed.items():
-            yield f"| {name} | {was} | {now} | {'likely suspect' if name == suspect else ''} |"
-        yield ""
+def _packages(old: Mapping[str, str], new: Mapping[str, str], trace: LogTrace | None, package: str) -> Iterator[str]:
+    """Yield the packages that differ; suspected is the one in whose code the traceback ends, else the one that moved."""
+    changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    if not old or not new or not changed:
+        return
+    deepest = trace.frames[-1][0] if trace and trace.frames else ""
+    moved = [canonicalize_name(package)] if len(changed) > 1 else changed
+    suspect = max([*moved, *changed], key=lambda name: deepest.rfind(f"/{module_of(name)}/"))
+    yield from ("| package | before | after | |", "|---|---|---|---|")
+    for name in changed:
+        mark = "likely suspect" if name == suspect else ""
+        yield f"| {name} | {old.get(name, '-')} | {new.get(name, '-')} | {mark} |"
+    yield ""
 
 
-def _suspect(bad: Record, folder: Path, changed: Mapping[str, tuple[str, str]], moved: str) -> str:
-    """Return the changed package in whose code the first traceback of a log ends, else the moved one, else the only one."""
-    file = folder / bad.decisive.log if bad.decisive else None
-    log = file.read_text(errors="replace") if file and file.is_file() else ""
-    by_module = {module_of(name): name for name in changed}
-    exception = _EXCEPTION_LINE.search(log)
-    frames = [match["module"] for match in _FRAME.finditer(log[: exception.start()] if exception else "")]
-    if frames and frames[-1] in by_module:
-        return by_module[frames[-1]]
-    return moved if moved in changed else next(iter(changed)) if len(changed) == 1 else ""
-
-
-def _traceback_files(before: Record, after: Record, bad: Record, package: str, folder: Path) -> Iterator[str]:
+def _traceback_files(before: Record, after: Record, trace: LogTrace | None, package: str) -> Iterator[str]:
     """Yield how the files that the failure's traceback names differ, the deepest frame's first."""
     old, new = (package_root(record.paths, record.python, package) for record in (before, after))
-    made = bad.decisive
-    if old is None or new is None or old == new or not made or not made.line or not (folder / made.log).is_file():
+    if old is None or new is None or old == new or trace is None:
         return
-    trace = trace_at(LogLine(str(folder / made.log), 0, made.line, "", "", "", None))
-    files = dict.fromkeys(relative_file(file, package) for file, _ in (trace.inside(package) if trace else ()))
+    files = dict.fromkeys(relative_file(file, package) for file, _ in trace.inside(package))
     for number, file in enumerate(files):
         was, now = (p.read_text(errors="replace").splitlines() if p.is_file() else [] for p in (old / file, new / file))
         lines = [_ascii(line) for line in unified_diff(was, now, f"before/{file}", f"after/{file}", lineterm="")]
@@ -193,14 +178,8 @@ def _first_failure(bad: Record, folder: Path) -> Iterator[str]:
     if not bad.decisive:
         return
     log = folder / bad.decisive.log
-    yield from (
-        f"## First failure of {bad.name[:24]}",
-        "",
-        bad.reason,
-        "",
-        f"All of its output: {bad.decisive.log}",
-        "",
-    )
+    yield from (f"## First failure of {bad.name[:24]}", "", bad.reason, "")
+    yield from (f"All of its output: {bad.decisive.log}", "")
     if bad.decisive.slug:
         yield from (f"It is known as {bad.decisive.slug}: see launch/diagnose.py.", "")
     kept: deque[str] = deque(maxlen=_LOG_LINES)  # the lines around the failure's own, or the last ones

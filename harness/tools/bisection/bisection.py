@@ -66,7 +66,6 @@ class Progress:
             print(line, flush=True)
 
     def phase(self, text: str) -> None:
-        """Show what is being done now."""
         if text != self._phase:
             self._phase, self._phase_since = text, time.monotonic()
             self._last_line = self._phase_since
@@ -123,10 +122,7 @@ class Bisection:
     _executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(INSTALLS, "install"))
 
     def run(self) -> Answer:
-        """Return the answer; the state is saved whatever is raised.
-
-        Raises WrongQuestion, Pause, Unavailable, StopRequested, OSError, KeyboardInterrupt.
-        """
+        """Return the answer; the state is saved whatever is raised."""
         try:
             self._resolve()
             self._verify_ends()
@@ -192,7 +188,6 @@ class Bisection:
         return end
 
     def _check_end(self, index: int, asked: int, expected: Verdict) -> None:
-        """Check the verdict of an end. asked: the end as it was given; index: the one that is tested in its place."""
         state, candidate, given = self.state, self.state.candidates[index], self.state.candidates[asked]
         if candidate.name in state.closed:
             raise WrongQuestion(f"the {expected} end {candidate.label} {state.closed[candidate.name]}")
@@ -262,7 +257,6 @@ class Bisection:
             self._search()  # if it was good, there are new edges
 
     def _test(self, index: int) -> None:
-        """Give the candidate a verdict, or close it."""
         candidate, started = self.state.candidates[index], time.monotonic()
         try:
             environment = self._obtain(index)
@@ -413,7 +407,6 @@ class Bisection:
         return ask(candidate)
 
     def _obtain(self, index: int) -> Environment:
-        """Return its environment, made now if it is not yet. Raises Unavailable, Pause."""
         self.progress.phase(f"{self.state.candidates[index].label}: its environment")
         return self._result(self._install(index))
 

@@ -33,7 +33,6 @@ INDEX_SECONDS = 20.0
 DEFAULT_INDEX = "https://pypi.org/simple"
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _NAMED_VERSION = re.compile(r"(?:.*?[-_])??v?(\d+(?:\.\w+)+(?:[.+-]\w+)*)", re.ASCII)
-_GITHUB = re.compile(r"(?:https://|(?:ssh://)?git@)github\.com[:/](.+?)(?:\.git)?/?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +126,6 @@ def _exchanged(options: Options, older: str, newer: str) -> str:
 
 
 def _in_environments(folder: Path) -> dict[Version, Candidate]:
-    """Return one for each subfolder whose name ends in a version: 0.5.12, site-0.5.12."""
     found = {}
     for entry in sorted(folder.iterdir()):
         match = _NAMED_VERSION.fullmatch(entry.name)
@@ -253,12 +251,6 @@ def export_commit(checkout: Path, commit: str, folder: Path) -> None:
     if archive.wait() or unpack.returncode:
         kind = NoDisk if os.strerror(errno.ENOSPC) in unpack.stderr else Pause
         raise kind(f"git archive of {commit[:12]} could not be unpacked: {unpack.stderr.strip()}.")
-
-
-def github_page(checkout: Path) -> str:
-    """Return the address of the upstream's pages if it is on GitHub, else ""."""
-    match = _GITHUB.fullmatch(git(checkout, "remote", "get-url", "origin"))
-    return f"https://github.com/{match[1]}" if match else ""
 
 
 def _package_of(checkout: Path, commit: str) -> str:

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from packaging.utils import canonicalize_name
 
 from harness.tools.bisection.state import Attempt
-from harness.tools.diagnose.log_lines import LogLine, parse_line, raw_lines
+from harness.tools.diagnose.log_lines import parse_line, raw_lines
 
 _OPENS = "Traceback (most recent call last)"
 _OPENS_CRASH = "(most recent call first)"  # faulthandler's
@@ -46,17 +46,16 @@ class LogTrace:
     ends: int = 0
     exception: str = ""
     frames: list[tuple[str, str]] = field(default_factory=list)
-    """File and function of each call, the deepest last; of a crash first."""
+    """File and function of each call, the deepest last."""
 
     def inside(self, package: str) -> list[tuple[str, str]]:
         """Return the frames in the package's own code, the deepest first."""
         module = module_of(package)
-        frames = self.frames if self.is_crash else self.frames[::-1]
-        return [each for each in frames if f"/{module}/" in each[0] or each[0].endswith(f"/{module}.py")]
+        return [each for each in self.frames[::-1] if f"/{module}/" in each[0] or each[0].endswith(f"/{module}.py")]
 
     def place(self, package: str) -> str:
         """Return FILE:FUNCTION of the deepest frame in the package's own code, else of the deepest one; "" without any."""
-        frames = self.inside(package) or self.frames[:: 1 if self.is_crash else -1]
+        frames = self.inside(package) or self.frames[::-1]
         return f"{relative_file(frames[0][0], package)}:{frames[0][1]}" if frames else ""
 
     def shows_import(self, package: str) -> bool:
@@ -65,16 +64,16 @@ class LogTrace:
         return bool(frames) and all(function != "<module>" for _, function in frames)
 
 
-def trace_at(line: LogLine) -> LogTrace | None:
+def trace_at(file: str, number: int) -> LogTrace | None:
     """Return the traceback around a line of a log, or a few lines from it. Raises OSError."""
     above = None
-    for trace in _traces(line.file):
-        if trace.begins > line.number + _NEAR_LINES:
+    for trace in _traces(file):
+        if trace.begins > number + _NEAR_LINES:
             break
-        if trace.begins >= line.number or trace.ends >= line.number or not trace.ends:
+        if trace.begins >= number or trace.ends >= number or not trace.ends:
             return trace
         above = trace
-    return above if above and line.number - above.ends <= _NEAR_LINES else None
+    return above if above and number - above.ends <= _NEAR_LINES else None
 
 
 def module_of(package: str) -> str:
@@ -105,7 +104,7 @@ def _traces(file: str) -> Iterator[LogTrace]:
             opened[line.source] = LogTrace(number, line.source, _OPENS_CRASH in line.text)
         elif trace := opened.get(line.source) if line.source else next(reversed(opened.values()), None):
             if found := _FRAME.match(line.text):
-                trace.frames.append((found[1], found[2]))
+                trace.frames.insert(0 if trace.is_crash else len(trace.frames), (found[1], found[2]))
             elif (
                 line.text[:1] not in _WITHIN
                 or (trace.is_crash and not line.text)
@@ -133,7 +132,6 @@ class Cause:
 
 
 def cause_of(made: Attempt) -> Cause:
-    """Return the cause of a failed run."""
     if made.timed_out:
         return Cause("hang")
     match = _EXCEPTION.search(made.failure)

@@ -123,7 +123,6 @@ def run_once(
 def _classify(
     question: Question, made: Attempt, log: Path, no_gpu: bool, reference: float | None, limit: float
 ) -> tuple[Verdict, str]:
-    """Return the verdict, and why; set the attempt's value for --metric."""
     if made.timed_out:
         return "bad" if question.kind in ("failure", "hang") else "other", f"it ran past {limit:.0f} s"
     if made.code == CANNOT_RUN_HERE:
@@ -189,7 +188,6 @@ def limit_of(options: Options, ratio: float | None, reference: float | None) -> 
 
 
 def is_bad(options: Options, value: float, limit: float | None) -> bool:
-    """Return whether it is beyond the limit; NaN is."""
     return limit is not None and not (value >= limit if options.below is not None else value <= limit)
 
 
@@ -212,7 +210,7 @@ def find_failure(log: Path, run: Path, code: int) -> FirstFailure:
         texts = (parse_line(str(log), 0, number, raw).text.strip() for number, raw in raw_lines(str(log)))
         last = deque(filter(None, texts), maxlen=1)
         return FirstFailure(_shorten(last[0]) if last and code > 0 else "")
-    trace = trace_at(line)
+    trace = trace_at(line.file, line.number)
     text = trace.exception if trace and trace.begins <= line.number < trace.ends and trace.exception else line.text
     return FirstFailure(_shorten(text), found.finding.entry.slug if found.finding else "", line, trace)
 

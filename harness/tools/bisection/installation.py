@@ -284,7 +284,6 @@ class Pinned(Provider):
         return self.locks / f"{candidate.name}.txt"
 
     def _compile(self, candidate: Candidate, python: str, cutoff: str) -> list[str]:
-        """Return lines of package==version. Raises Unavailable, Pause."""
         words = ["pip", "compile", "-", "--quiet", "--no-header", "--no-annotate", "--python-version", python]
         words += [*self.sources, *(["--exclude-newer", cutoff] if cutoff else [])]
         old_sglang = self.package == "sglang" and Version(candidate.name) <= EXTRAS_UNTIL
@@ -293,7 +292,7 @@ class Pinned(Provider):
         given: dict[str, list[str]] = {}
         if self.held_since:  # --hold may pin the candidate's package
             given["overrides"] = asked[:1]
-        if self.no_gpu and "sglang" in map(name_of, asked):
+        if self.no_gpu and "sglang" in (Requirement(each).name for each in asked):
             given["excludes"] = [name for name in CUDA_ONLY if name != canonicalize_name(self.package)]
         for option, lines in given.items():
             file = self.locks / f"{candidate.name}.{option}"  # its own: others are resolved beside it
@@ -326,10 +325,6 @@ def _cpu_torch(pin: str, *sources: str) -> list[str]:
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
-
-
-def name_of(requirement: str) -> str:
-    return str(canonicalize_name(re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]))
 
 
 def provider_of(question: Question, folder: Path, no_gpu: bool) -> Provider:
@@ -366,7 +361,6 @@ def provider_of(question: Question, folder: Path, no_gpu: bool) -> Provider:
 
 
 def package_sources(options: Options) -> list[str]:
-    """Return uv's arguments that name where packages come from."""
     return ["--no-index", "--find-links", options.wheels] if options.wheels else index_arguments()
 
 
@@ -391,10 +385,9 @@ def _held(options: Options) -> tuple[str, ...]:
 
 
 def _published(requirement: str) -> str:
-    """Return when the release that a requirement names was published; "" if it names none."""
     if not (match := re.search(r"==\s*([\w.]+)", requirement)):
         return ""
-    found = releases(name_of(requirement)).get(Version(match[1]))
+    found = releases(Requirement(requirement).name).get(Version(match[1]))
     if found is None:
         raise WrongQuestion(f"--hold {requirement}: there is no such release.")
     return found.time

@@ -32,8 +32,7 @@ class Options:
     find_fix: bool = False
     """The other way round: --bad is the older end, and the first good release is looked for."""
     package: str = ""
-    """What moves: torch, transformers, torch_memory_saver, flashinfer-python, or any other package; by default sglang, with
-    --git what the checkout's pyproject.toml names."""
+    """What moves: torch, flashinfer-python, or any other; by default sglang, with --git what its pyproject.toml names."""
     git: str = ""
     """A local git checkout whose first-parent commits are the candidates, laid over this Python's packages."""
     then_git: str = ""
@@ -47,15 +46,13 @@ class Options:
     only_package: bool = False
     """Install each candidate alone, without its dependencies, laid over this Python's packages: seconds, not minutes."""
     hold: tuple[str, ...] = ()
-    """Requirements that all candidates share, such as sglang==0.5.20. When another package than sglang moves, this Python's
-    sglang is held; `none` holds nothing."""
+    """Requirements that all candidates share; by default, if another package moves, this Python's sglang; `none`."""
     python: str = ""
     """Python of the environments, such as 3.12. Without it, this one where a release allows it, else the nearest."""
     today: bool = False
     """Resolve with what is published today, not with what was when the release was."""
     match: str = ""
-    """Only this failure counts as bad: a slug of launch/diagnose.py, or a regular expression that a line of the log shows.
-    Another failure is "other": skipped and listed."""
+    """Only this failure is bad, a slug of launch/diagnose.py or a regular expression of a log's line; others are skipped."""
     hang: bool = False
     """Only running past --timeout counts as bad."""
     metric: str = ""
@@ -73,8 +70,7 @@ class Options:
     confirm: int = 400
     """With --repeat: the most runs that this may take; if they are not enough, the answer is "probably" and the exit code 1."""
     timeout: str = AUTO
-    """Seconds, or 10m, or 2h, after which a run counts as hanging: bad, or "other" where something else decides. By default 10
-    times what the good end took, and at least 10 minutes; 0: never."""
+    """Seconds, 10m, or 2h, after which a run hangs; by default 10 times the good end's, at least 10 minutes; 0: never."""
     probe: str = "auto"
     """Python code without which a candidate that fails is skipped, not bad; by default `import PACKAGE`. `none`: no probe."""
     second_look: int = 0
@@ -228,7 +224,6 @@ def is_of_this_repository(question: Question) -> bool:
 
 
 def _ranks(words: Sequence[str]) -> int:
-    """Return the ranks of the mesh that a job's arguments name. Raises ValueError."""
     mesh = []
     for before, word in zip(["", *words], words, strict=False):
         is_value = before.startswith("--parallel.") and "=" not in before

@@ -118,7 +118,6 @@ class State:
 
 
 def load_state(folder: Path) -> State:
-    """Return what was saved. Raises WrongQuestion."""
     try:
         return msgspec.convert(json.loads((folder / STATE).read_text(encoding="utf-8")), State)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -155,7 +154,6 @@ def owner_of(folder: Path) -> int | None:
 
 
 def latest_folder(parent: Path) -> Path:
-    """Return that of the newest bisect. Raises WrongQuestion."""
     files = sorted(parent.glob(f"*/{STATE}"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise WrongQuestion(f"{parent} holds no bisect; give its folder, or start one.")

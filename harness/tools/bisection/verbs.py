@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from shlex import join
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -86,14 +86,11 @@ def begin(options: Options, words: Sequence[str], taken: Sequence[Record] = ()) 
             print(f"{record.verdict} {record.name} is left out: it is no candidate of this bisect", flush=True)
     folder = Path(options.dir or FOLDER / f"{datetime.now():%Y%m%d-%H%M%S}-{question.options.package}")
     if (folder / STATE).exists():
-        raise WrongQuestion(
-            f"--dir {folder} holds a bisect; continue it with --resume {folder}, or give another folder."
-        )
+        raise WrongQuestion(f"--dir {folder} holds a bisect; continue with --resume {folder}, or give another folder.")
     return _bisect(state, folder, question.options.then_git)
 
 
 def status(folder: Path) -> int:
-    """Print a table, and the answer or what is left."""
     state = load_state(folder)
     print(join([SCRIPT, *state.question.words()]), end="\n\n")
     rows = candidate_rows(state)
@@ -135,9 +132,8 @@ def replay(file: Path) -> int:
                 records.append(Record(name=name.strip(), verdict=checked, reason=reason or "replayed", replayed=True))
         except msgspec.DecodeError as error:
             known = f"{_START}, {', '.join(get_args(Verdict))}"
-            raise WrongQuestion(
-                f"{file}:{number} begins with {verdict!r}; it must be a line of {known}: {error}."
-            ) from error
+            wrong = f"{file}:{number} begins with {verdict!r}; it must be a line of {known}: {error}."
+            raise WrongQuestion(wrong) from error
     if question is None:
         raise WrongQuestion(f"{file} has no line that begins with {_START!r}; give the output of `{SCRIPT} log`.")
     os.chdir(question.folder)
@@ -151,10 +147,10 @@ def judge_once(options: Options, words: Sequence[str]) -> int:
     options.package = options.package or "sglang"
     question = check_run(Question(options=options, command=tuple(words), folder=str(Path.cwd())))
     folder = default_root().with_name("harness-bisect-judge")
-    with closing(lock_folder(folder)) as lock:
-        shutil.rmtree(folder / "runs", ignore_errors=True)
-        for number in range(1, options.repeat + 1):
-            try:
+    try:
+        with closing(lock_folder(folder)) as lock:
+            shutil.rmtree(folder / "runs", ignore_errors=True)
+            for number in range(1, options.repeat + 1):
                 made = run_once(
                     question,
                     Environment(python=sys.executable).with_freeze(),
@@ -163,12 +159,12 @@ def judge_once(options: Options, words: Sequence[str]) -> int:
                     lock=lock.fileno(),
                     limit=parse_seconds(options.timeout),
                 )
-            except StopRequested as error:
-                print(f"error: {error}", file=sys.stderr)
-                return FIRST_STOPPING_CODE
-            print(f"{made.verdict.upper()}: {made.reason} ({made.seconds:.1f} s; {made.log})", flush=True)
-            if made.verdict != "good":
-                return 1 if made.verdict == "bad" else CANNOT_RUN_HERE
+                print(f"{made.verdict.upper()}: {made.reason} ({made.seconds:.1f} s; {made.log})", flush=True)
+                if made.verdict != "good":
+                    return 1 if made.verdict == "bad" else CANNOT_RUN_HERE
+    except (StopRequested, WrongQuestion, OSError) as error:  # nothing that is the commit's
+        print(f"error: {error}", file=sys.stderr)
+        return FIRST_STOPPING_CODE
     return 0
 
 
@@ -185,13 +181,10 @@ def _bisect(state: State, folder: Path, then_git: str) -> int:
     try:
         question = _question_of_commits(state, answer.edges[0], Path(checkout).expanduser().resolve(), inner)
         print("\non to the commits", flush=True)
-        known = (inner / STATE).exists()
-        return _bisect(
-            load_state(inner) if known else State(question=question, candidates=find_candidates(question)), inner, ""
-        )
+        return _bisect(State(question=question, candidates=find_candidates(question)), inner, "")
     except WrongQuestion as error:
         print(
-            f"The commit was not found: {error} What is not in the code may be in a dependency or a build.", flush=True
+            f"The commit was not found: {error} It may not be in the code, but in a dependency or a build.", flush=True
         )
         return EXIT_CODES[answer.kind]
 
@@ -205,21 +198,11 @@ def _question_of_commits(state: State, edge: Edge, checkout: Path, folder: Path)
     before, after = (commit_of_release(checkout, options.package, state.candidates[i].name) for i in sides)
     older = fork_point(checkout, before, after)
     bad = next(state.record(i) for i in sides if state.verdicts[i] == "bad")
-    moved = replace(
-        options,
-        git=str(checkout),
-        then_git="",
-        environments="",
-        wheels="",
-        only_package=False,
-        hold=(),
-        python=bad.python,
-        good=after if options.find_fix else older,
-        bad=older if options.find_fix else after,
-        dir=str(folder),
-        second_look=0,
-    )
-    return replace(state.question, options=moved)
+    unset = ("then_git", "environments", "wheels", "only_package", "hold", "second_look")
+    changes: dict[str, Any] = {name: getattr(Options, name) for name in unset}
+    changes |= {"git": str(checkout), "python": bad.python, "dir": str(folder)}
+    changes["good"], changes["bad"] = (after, older) if options.find_fix else (older, after)
+    return replace(state.question, options=replace(options, **changes))
 
 
 def _run_to_answer(state: State, folder: Path) -> tuple[State, Answer]:
@@ -238,9 +221,7 @@ def _run_to_answer(state: State, folder: Path) -> tuple[State, Answer]:
                 state.answer = {}
                 state.save(folder)
                 ends = f"{state.candidates[0].label} to {state.candidates[-1].label}"
-                progress.say(
-                    f"{len(state.candidates)} candidates from {ends}; state in {folder}; {describe_left(state)}"
-                )
+                progress.say(f"{len(state.candidates)} candidates from {ends}; state in {folder}")
                 progress.say(store_of(state.question.options).describe())
                 for yanked in [candidate.label for candidate in state.candidates if candidate.yanked]:
                     progress.say(f"{yanked} was yanked by its publisher; it is run as it was asked for")
