@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.picture import picture
@@ -70,11 +70,6 @@ class PlacementPlan:
     ranks: tuple[RankPlan, ...]
     engines: tuple[EnginePlan, ...]
     locations: tuple[RankLocation, ...]  # what the plan was made of; not in its JSON
-
-    def as_json(self, memory: dict[str, Any]) -> str:
-        fields = asdict(self) | {"memory": memory}
-        del fields["locations"]
-        return json.dumps(fields, indent=2)
 
 
 def plan_placement(
@@ -150,7 +145,9 @@ def show(command: Command) -> int:
         except UnknownShape as problem:
             unknown = f"Memory is not estimated: {problem}."
     if options.json:
-        print(plan.as_json(memory.as_dict() if memory else {"unknown": unknown}))
+        fields = asdict(plan) | {"memory": memory.as_dict() if memory else {"unknown": unknown}}
+        del fields["locations"]
+        print(json.dumps(fields, indent=2))
     else:
         print("\n".join(picture(dims, plan.locations, plan.device, config.engine.base_port)))
         if config.engine.device == "auto":

@@ -53,7 +53,7 @@ Parts = dict[str, int]
 """What is on the GPU, in bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class EngineShare:
     """Weights, and KV cache of one token, of each rank of one pipeline stage."""
 
@@ -103,15 +103,9 @@ def engine_shares(model: ModelShape, tp: int, pp: int, weight_bytes: int, kv_byt
         if stage == pp - 1 and pp > 1 and not any(tensor.name == LM_HEAD for tensor in held):
             held.append(model.tensors[0])  # tied: the last stage has a copy of the embedding to compute logits with
         kv_heads = 1 if model.is_mla else max(1, model.kv_heads // tp)
-        shares.append(
-            EngineShare(
-                stage=stage,
-                first_layer=layers.start,
-                last_layer=layers.stop - 1,
-                weights=sum(_engine_bytes(tensor, model, tp, weight_bytes) for tensor in held),
-                kv_token=kv_heads * model.kv_width * len(layers) * kv_bytes,
-            )
-        )
+        weights = sum(_engine_bytes(tensor, model, tp, weight_bytes) for tensor in held)
+        kv_token = kv_heads * model.kv_width * len(layers) * kv_bytes
+        shares.append(EngineShare(stage, layers.start, layers.stop - 1, weights, kv_token))
     return shares
 
 
@@ -186,11 +180,6 @@ def largest_bucket(model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes:
             filled, left = filled + _aligned(taken * row), left - taken
             largest = max(largest, filled)
     return largest
-
-
-def slots_bytes(bucket: int) -> int:
-    """Return the bytes of the two buffers between trainer and scheduler."""
-    return SLOTS * (_aligned(bucket) + ALIGNMENT)
 
 
 def _aligned(nbytes: int) -> int:
@@ -288,7 +277,8 @@ class MemoryEstimate:
                 parts[f"{role}: gradients"] = share.gradients
         stays_open = weights.transport == "stream" or weights.verify in ("bytes", "full")  # from the first sync on
         if name == "sync" or (stays_open and colocate):
-            size = slots_bytes(self.bucket_bytes) if colocate and weights.transport != "disk" else self.bucket_bytes
+            slots = SLOTS * (_aligned(self.bucket_bytes) + ALIGNMENT)
+            size = slots if colocate and weights.transport != "disk" else self.bucket_bytes
             parts["sync: its two buffers" if colocate else "sync: bucket gathered"] = size
         if self.casts and name == "sync":
             parts["sync: own rows, cast"] = self.bucket_bytes // self.ranks

@@ -1,12 +1,9 @@
 """Properties of a plan, for random shapes on one or several hosts:
 
 - it says of every rank and engine what ParallelDims and place say;
-- no two engine nodes of a host share a port block, and an engine's dist_init_addr is a port of its node 0's block;
-- its JSON holds every field.
+- no two engine nodes of a host share a port block, and an engine's dist_init_addr is a port of its node 0's block.
 """
 
-import json
-from dataclasses import asdict
 from itertools import combinations
 
 import pytest
@@ -60,14 +57,6 @@ def test_engine_nodes_of_a_host_have_different_blocks(plan: PlacementPlan) -> No
     for engine in plan.engines:
         first = engine.nodes[0]
         assert engine.dist_init_addr == f"{first.host}:{first.ports.dist_init_port}"
-
-
-@settings(deadline=None, max_examples=25)
-@given(plans())
-def test_json_holds_every_field(plan: PlacementPlan) -> None:
-    fields = asdict(plan)
-    del fields["locations"]
-    assert json.loads(plan.as_json({"fits": True})) == json.loads(json.dumps(fields)) | {"memory": {"fits": True}}
 
 
 def test_an_engine_over_two_hosts() -> None:
