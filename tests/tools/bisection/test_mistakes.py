@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection import verbs
+from harness.tools.bisection import candidates, verbs
 from tests.tools.bisection.bisecting import Bench, bare_python
 from tests.tools.bisection.wheels import make_wheel
 
@@ -182,6 +182,12 @@ def index(tmp_path: Path) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+
+
+def test_the_releases_of_an_index(monkeypatch: pytest.MonkeyPatch, index: str) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(candidates, "index_arguments", lambda: ["--index-url", index])
+    assert [str(version) for version in sorted(candidates.releases("Moving"))] == ["1.0", "1.1", "1.2", "1.3"]
 
 
 @pytest.mark.long
