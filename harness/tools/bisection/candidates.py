@@ -54,9 +54,9 @@ class Candidate:
         return f"{self.name[:12]} {self.title}" if self.title else self.name
 
 
-def labels(candidates: Iterable[Candidate], most: int = 12) -> str:
+def labels(candidates: Iterable[Candidate]) -> str:
     listed = [each.label for each in candidates]
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+    return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")
 
 
 def settle(question: Question) -> Question:
@@ -204,20 +204,13 @@ def _files_of_index(index: str, package: str) -> list[Mapping[str, Any]]:
 
 
 def commit_of(checkout: Path, name: str) -> str:
-    """Return the full hash of what a name, or v and the name, stands for now. Raises WrongQuestion."""
-    for each in (name, f"v{name}"):
+    """Return the full hash of what v and the name, or the name, stands for now. Raises WrongQuestion."""
+    for each in (f"v{name}", name):
         if found := git(checkout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{each}^{{commit}}"):
             return found
     if not git(checkout, "rev-parse", "--git-dir"):
         raise WrongQuestion(f"--git must be a git checkout, got {checkout}.")
-    raise WrongQuestion(f"{checkout} has no commit {name}.")
-
-
-def commit_of_release(checkout: Path, package: str, version: str) -> str:
-    for tag in (f"v{version}", version, f"{package}-v{version}", f"{package}-{version}"):
-        with suppress(WrongQuestion):
-            return commit_of(checkout, f"refs/tags/{tag}")
-    raise WrongQuestion(f"{checkout} has no tag v{version}; fetch its tags.")
+    raise WrongQuestion(f"{checkout} has no commit or tag {name}; fetch its tags.")
 
 
 def fork_point(checkout: Path, older: str, newer: str) -> str:

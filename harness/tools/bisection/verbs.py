@@ -23,7 +23,7 @@ from harness.runtime.errors import CANNOT_RUN_HERE, report_user_error
 from harness.tools.bisection.answer import EXIT_CODES, Answer, answer_of, as_dict, candidate_rows, sentences
 from harness.tools.bisection.bisect_report import write_reports
 from harness.tools.bisection.bisection import Bisection, Progress, describe_left
-from harness.tools.bisection.candidates import commit_of_release, find_candidates, fork_point, settle
+from harness.tools.bisection.candidates import commit_of, find_candidates, fork_point, settle
 from harness.tools.bisection.classify import FIRST_STOPPING_CODE, StopRequested, run_once
 from harness.tools.bisection.installation import Environment, Unavailable, provider_of, store_of
 from harness.tools.bisection.question import SCRIPT, Options, Question, WrongQuestion, ask, check_run, parse_seconds
@@ -195,7 +195,7 @@ def _question_of_commits(state: State, edge: Edge, checkout: Path, folder: Path)
     A tag that lies on a branch gives way to where the branch began. Raises WrongQuestion.
     """
     options, sides = state.question.options, (edge.before, edge.after)
-    before, after = (commit_of_release(checkout, options.package, state.candidates[i].name) for i in sides)
+    before, after = (commit_of(checkout, state.candidates[i].name) for i in sides)
     older = fork_point(checkout, before, after)
     bad = next(state.record(i) for i in sides if state.verdicts[i] == "bad")
     unset = ("then_git", "environments", "wheels", "only_package", "hold", "second_look")
