@@ -12,7 +12,7 @@ import torch
 
 from harness.config.layers import ConfigError
 from harness.tools.export import pasted
-from harness.tools.export.program import MOST_LINES, ORDER, STEP_PHASES, literal, missing_tensors, planted_fault, render
+from harness.tools.export.program import MOST_LINES, literal, missing_tensors, planted_fault, render
 from harness.tools.export.subject import RunEnd, Subject, behind, read_subject
 from tests.tools.report.fake_run import fake_run
 
@@ -193,34 +193,6 @@ def test_a_phase_that_takes_too_long_ends_the_rank_with_124(
     assert ends == [(124, "rank 0 FAILED: its timeout passed in sync of step 1\n")]
     printed = capfd.readouterr()
     assert printed.out == "sync of step 1\n" and "most recent call first" in printed.err
-
-
-class Settings:
-    steps, seed, tolerance, learning_rate, vocab_size = 2, 0, 0.1, 0.0, 8
-
-
-@pytest.mark.parametrize("gap", [0.05, 0.5])
-def test_a_program_trains_in_the_phases_of_a_run_and_stops_where_weights_did_not_arrive(
-    gap: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    phases: list[str] = []
-    fakes: dict[str, Any] = {
-        "build_actor": lambda folder, rate: ("model", None),
-        "log_prob_difference": lambda *args: gap,
-        "phase": lambda name, step=None: phases.append(name),
-        **dict.fromkeys(("memory", "sync_weights", "rollout", "change"), lambda *args: None),
-    }
-    for name, value in fakes.items():
-        monkeypatch.setattr(pasted, name, value, raising=False)
-    monkeypatch.setattr(pasted.transformers.AutoConfig, "from_pretrained", lambda folder: Settings)
-    whole = [*ORDER[2:4], *STEP_PHASES * 2]
-    if gap > Settings.tolerance:
-        whole = whole[: whole.index("update_actor")]
-        with pytest.raises(pasted.WeightsDidNotArrive, match=r"step 0: the engine's log-probs are off by 5\.00e-01"):
-            pasted.train__in_phases(Settings, None, None, "folder")
-    else:
-        pasted.train__in_phases(Settings, None, None, "folder")
-    assert phases == whole
 
 
 @pytest.mark.parametrize(("master", "begins"), [("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")])

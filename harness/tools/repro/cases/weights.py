@@ -132,7 +132,6 @@ def tied_embeddings(broken: bool) -> None:
 
     model = tiny_model(tiny_config("qwen2", overrides={"tie_word_embeddings": broken}), seed=0)
     last_stage = [name for name, _ in model.named_parameters() if name.startswith(("model.norm", "lm_head"))]
-    print("for the last stage:", *last_stage)
     if "lm_head.weight" not in last_stage:
         print("the last stage gets no weight for its head")
 
