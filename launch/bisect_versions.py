@@ -25,7 +25,7 @@ import _checkout
 
 _checkout.use()
 
-from harness.runtime.exit import exit_with
+from harness.runtime.errors import exit_with
 from harness.tools import environments
 
 

@@ -19,8 +19,7 @@ import _checkout
 _checkout.use()
 
 from harness.config.cli import parse, print_help
-from harness.runtime.errors import UnsupportedEnvironment, report_user_error
-from harness.runtime.exit import exit_with
+from harness.runtime.errors import UnsupportedEnvironment, exit_with, report_user_error
 from harness.tools import preflight
 
 

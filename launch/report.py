@@ -13,8 +13,7 @@ import _checkout
 
 _checkout.use()
 
-from harness.runtime.errors import report_user_error
-from harness.runtime.exit import exit_with
+from harness.runtime.errors import exit_with, report_user_error
 from harness.tools import environments
 from harness.tools.report.write_reports import write_reports
 

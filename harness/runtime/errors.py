@@ -7,10 +7,14 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 MISTAKE, CANNOT_RUN_HERE = 2, 125
+READER_GONE = 141
+"""What a shell says of a program that SIGPIPE ended, such as `yes` in `yes | head`."""
 
 SPEAK_FIRST_SECONDS = 1.0
 """How long other ranks wait: torchrun ends all ranks at the first exit, rank 0 perhaps in mid-word."""
@@ -26,6 +30,20 @@ SPEAKS_LAST = "HARNESS_SPEAKS_LAST"
 
 class UnsupportedEnvironment(RuntimeError):
     """What was asked is right, but this machine or this sglang cannot do it."""
+
+
+def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
+    """Call it, and end this process with what it returns; without a traceback where nobody reads on, as in `... | head`."""
+    try:
+        try:
+            code: int | str | None = main(*arguments)
+        except SystemExit as end:  # of argparse's --help
+            code = end.code
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more as it ends
+        code = READER_GONE
+    sys.exit(code)
 
 
 def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:

@@ -16,29 +16,21 @@ import torch
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
-def _installed() -> importlib.machinery.ModuleSpec:
+def _loads(extension: Path) -> bool:
+    try:
+        torch.ops.load_library(str(extension))
+    except OSError:
+        return False
+    return True
+
+
+def _hand_over() -> None:
     standins = Path(__file__).resolve().parent.parent
     path = [entry for entry in sys.path if Path(entry).resolve() != standins]
     spec = importlib.machinery.PathFinder.find_spec("torchvision", path)
     if spec is None or spec.loader is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'torchvision': only its stand-in was found", name="torchvision")
-    return spec
-
-
-def _extension_loads(package: Path) -> bool:
-    for extension in package.glob("_C*.so"):
-        try:
-            torch.ops.load_library(str(extension))
-        except OSError:
-            continue
-        return True
-    return False
-
-
-def _hand_over() -> None:
-    spec = _installed()
-    assert spec.loader is not None and spec.origin is not None
-    if not _extension_loads(Path(spec.origin).parent):
+    if not any(map(_loads, Path(spec.origin).parent.glob("_C*.so"))):
         for name in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, name):
                 torch.library.define(f"torchvision::{name}", _SCHEMA)
