@@ -43,10 +43,9 @@ from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
 from harness.trainer.model import Attention, choose_attention, load_causal_lm
-from harness.weights.reload import Reload, check_shared
 from harness.weights.snapshot import check_gpus
 from harness.weights.sync import WeightSync
-from harness.weights.transports import choose_transport
+from harness.weights.transports import check_shared, choose_transport
 from harness.weights.verification_summary import report_section, verdict_phrase
 from harness.weights.verify import Verification, check_level
 
@@ -153,7 +152,8 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         events=events,
         memory=memory,
         sync=sync,
-        reload=Reload(sync=sync, world=world, source=model_folder, folder=checkpoints),
+        source=model_folder,
+        checkpoints=checkpoints,
         prompts=[prompt.input_ids for prompt in prompts.prompts[:4]],
     )
     return Ppo(

@@ -1,45 +1,19 @@
 """From shards to full tensors: buckets planned once, each gathered by one fused all-gather straight into its slot.
 
 FSDP2 cuts a tensor by rows, a chunk a rank. All chunks of a bucket are gathered in one grouped collective, each to where
-its tensor is whole again, so nothing is packed before and nothing is unpacked after. A tensor of many experts may go in
-several pieces: some rows of every rank's chunk each time. What the trainer holds wider than it is sent (float32 master
-weights of a bfloat16 engine) is cast shard by shard before the collective.
+its tensor is whole again, so nothing is packed or unpacked. A tensor of many experts may go in several pieces: some rows
+of every rank's chunk each time. What the trainer holds wider than it is sent is cast shard by shard before.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from harness.weights.names import CheckpointTensor
+from harness.weights.names import CheckpointTensor, span
 from harness.weights.stream.slots import ALIGNMENT, SlotEntry
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Rows start to stop of each rank's chunk of one live tensor, and where they go in the slot."""
-
-    live_name: str
-    dtype: torch.dtype
-    """As it is sent."""
-    start: int
-    stop: int
-    offset: int
-    """Bytes from the first of the slot."""
-    nbytes: int
-    """Of all ranks' rows together, with the padding of the last ranks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
-    """What one call or one slot carries."""
-
-    pieces: tuple[Piece, ...]
-    entries: tuple[SlotEntry, ...]
-    nbytes: int
-    """Of the pieces, with the gaps that align them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +45,62 @@ class Chunks:
         return self.ranks * self.row_elements * self.dtype.itemsize
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Rows start to stop of each rank's chunk of one live tensor, and where they go in the slot."""
+
+    live_name: str
+    chunks: Chunks
+    tensors: Sequence[CheckpointTensor]
+    """All of the live tensor; some may lie in other rows."""
+    group: int
+    """As of SlotEntry."""
+    start: int
+    stop: int
+    offset: int = 0
+    """Bytes from the first of the slot."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all ranks' rows together, with the padding of the last ranks."""
+        return (self.stop - self.start) * self.chunks.row_bytes
+
+    @property
+    def end(self) -> int:
+        """Where the next piece may begin."""
+        return self.offset + -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def entries(self) -> Iterator[SlotEntry]:
+        """Yield the tensors in these rows, where they lie in the slot once the rows of all ranks are there."""
+        for each in self.tensors:
+            row, inside = divmod(each.offset, self.chunks.row_elements)
+            rank, local = divmod(row, self.chunks.rows)
+            if self.start <= local < self.stop:
+                gathered = rank * (self.stop - self.start) + local - self.start
+                offset = self.offset + (gathered * self.chunks.row_elements + inside) * each.dtype.itemsize
+                yield SlotEntry(
+                    name=each.name,
+                    dtype=each.dtype,
+                    shape=each.shape,
+                    stride=each.stride,
+                    offset=offset,
+                    group=self.group,
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What one call or one slot carries."""
+
+    pieces: tuple[Piece, ...]
+    entries: tuple[SlotEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the pieces, with the gaps that align them."""
+        return self.pieces[-1].end
+
+
 def plan_buckets(
     layout: Iterable[CheckpointTensor], live: Mapping[str, torch.Tensor], limit_bytes: int
 ) -> tuple[Bucket, ...]:
@@ -80,20 +110,43 @@ def plan_buckets(
     keeps the halves it waits for only until the call returns, and then drops them silently. A tensor of experts is split
     between experts.
     """
-    groups: dict[str, list[CheckpointTensor]] = {}
+    groups: dict[str, dict[str, list[CheckpointTensor]]] = {}
     for tensor in layout:
-        groups.setdefault(_fusing_group(tensor), []).append(tensor)
-    filler = _Filler(limit_bytes)
-    for number, unsorted in enumerate(groups.values()):
-        # By name: an engine that derives the fused name from the last half to arrive (0.4.6) expects kv_a before q_a.
-        group = sorted(unsorted, key=lambda tensor: tensor.name)
-        chunks = {tensor.live_name: Chunks.of(live[tensor.live_name], tensor.dtype) for tensor in group}
-        if len(chunks) == 1 and _splits_by_row(group, live[group[0].live_name]):
-            filler.add_rows(number, chunks[group[0].live_name], group)
+        groups.setdefault(_fusing_group(tensor), {}).setdefault(tensor.live_name, []).append(tensor)
+    buckets: list[list[Piece]] = [[]]
+
+    def room() -> int:
+        return limit_bytes - (buckets[-1][-1].end if buckets[-1] else 0)
+
+    def add(piece: Piece) -> None:
+        buckets[-1].append(replace(piece, offset=limit_bytes - room()))
+
+    for number, group in enumerate(groups.values()):
+        pieces = []
+        for name, tensors in group.items():
+            chunks = Chunks.of(live[name], tensors[0].dtype)
+            piece = Piece(live_name=name, chunks=chunks, tensors=tensors, group=number, start=0, stop=chunks.rows)
+            pieces.append(piece)
+        if len(pieces) == 1 and _splits_by_row(piece, live[piece.live_name]):
+            start = 0
+            while start < chunks.rows:
+                if room() < chunks.row_bytes and buckets[-1]:
+                    buckets.append([])
+                stop = min(chunks.rows, start + max(1, room() // chunks.row_bytes))
+                add(replace(piece, start=start, stop=stop))
+                start = stop
         else:
-            filler.add_whole(number, chunks, group)
-    filler.close_bucket()
-    return tuple(filler.buckets)
+            if sum(each.end for each in pieces) > room() and buckets[-1]:
+                buckets.append([])
+            for piece in pieces:
+                add(piece)
+    # By name: an engine that derives the fused name from the last half to arrive (0.4.6) expects kv_a before q_a.
+    order = attrgetter("group", "name")
+    return tuple(
+        Bucket(tuple(each), tuple(sorted((entry for piece in each for entry in piece.entries()), key=order)))
+        for each in buckets
+        if each
+    )
 
 
 def _fusing_group(tensor: CheckpointTensor) -> str:
@@ -105,74 +158,18 @@ def _fusing_group(tensor: CheckpointTensor) -> str:
     return tensor.live_name.rsplit(".", 2)[0]
 
 
-def _splits_by_row(group: Sequence[CheckpointTensor], live: torch.Tensor) -> bool:
+def _splits_by_row(piece: Piece, live: torch.Tensor) -> bool:
     """Return whether the tensors are experts of which each lies within one row of the live tensor."""
-    if ".experts." not in group[0].live_name or live.ndim < 3:
-        return False
-    row = live.numel() // live.shape[0]
-    spans = [sum((size - 1) * step for size, step in zip(each.shape, each.stride, strict=True)) for each in group]
-    return all(each.offset // row == (each.offset + span) // row for each, span in zip(group, spans, strict=True))
-
-
-class _Filler:
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit = limit_bytes
-        self.buckets: list[Bucket] = []
-        self.pieces: list[Piece] = []
-        self.entries: list[SlotEntry] = []
-        self.filled = 0
-
-    def add_whole(self, group: int, chunks: Mapping[str, Chunks], tensors: Sequence[CheckpointTensor]) -> None:
-        """Add whole live tensors, all in one bucket."""
-        size = sum(_aligned(each.rows * each.row_bytes) for each in chunks.values())
-        if self.filled and self.filled + size > self.limit:
-            self.close_bucket()
-        at = {name: self._add_piece(name, 0, each.rows, each) for name, each in chunks.items()}
-        for tensor in tensors:
-            self._add_entry(tensor, at[tensor.live_name], tensor.offset, group)
-
-    def add_rows(self, group: int, chunks: Chunks, tensors: Sequence[CheckpointTensor]) -> None:
-        """Add as many rows of every chunk as a bucket still takes, then the rest in the next ones."""
-        start = 0
-        while start < chunks.rows:
-            room = (self.limit - self.filled) // chunks.row_bytes
-            if room < 1 and self.filled:
-                self.close_bucket()
-                continue
-            stop = min(chunks.rows, start + max(room, 1))
-            at = self._add_piece(tensors[0].live_name, start, stop, chunks)
-            for tensor in tensors:
-                row, inside = divmod(tensor.offset, chunks.row_elements)
-                rank, local = divmod(row, chunks.rows)
-                if start <= local < stop:
-                    gathered = rank * (stop - start) + local - start
-                    self._add_entry(tensor, at, gathered * chunks.row_elements + inside, group)
-            start = stop
-
-    def close_bucket(self) -> None:
-        if self.pieces:
-            self.buckets.append(Bucket(pieces=tuple(self.pieces), entries=tuple(self.entries), nbytes=self.filled))
-        self.pieces, self.entries, self.filled = [], [], 0
-
-    def _add_piece(self, name: str, start: int, stop: int, chunks: Chunks) -> int:
-        at, nbytes = self.filled, (stop - start) * chunks.row_bytes
-        self.pieces.append(Piece(live_name=name, dtype=chunks.dtype, start=start, stop=stop, offset=at, nbytes=nbytes))
-        self.filled += _aligned(nbytes)
-        return at
-
-    def _add_entry(self, tensor: CheckpointTensor, piece_at: int, elements: int, group: int) -> None:
-        at = piece_at + elements * tensor.dtype.itemsize
-        shape, stride = tensor.shape, tensor.stride
-        entry = SlotEntry(name=tensor.name, dtype=tensor.dtype, shape=shape, stride=stride, offset=at, group=group)
-        self.entries.append(entry)
+    row = piece.chunks.row_elements
+    within = (each.offset // row == (each.offset + span(each.shape, each.stride) - 1) // row for each in piece.tensors)
+    return ".experts." in piece.live_name and live.ndim > 2 and all(within)
 
 
 @torch.no_grad()
 def gather_into(slot: torch.Tensor, bucket: Bucket, live: Mapping[str, torch.Tensor]) -> None:
     """Fill the slot (uint8, 1-D) with the bucket's tensors, whole; a collective call of the mesh's ranks.
 
-    On CUDA the current stream waits for it, the caller does not. A rank that holds fewer rows than others sends padding,
-    which lies behind the tensor's last row.
+    On CUDA the current stream waits for it, the caller does not.
     """
     outputs, inputs, group = [], [], None
     for piece in bucket.pieces:
@@ -180,28 +177,21 @@ def gather_into(slot: torch.Tensor, bucket: Bucket, live: Mapping[str, torch.Ten
         target = slot[piece.offset : piece.offset + piece.nbytes]
         if isinstance(tensor, DTensor):
             group = tensor.device_mesh.get_group()
-            rows = _bytes(tensor.to_local()[piece.start : piece.stop], piece.dtype)
-            padding = target.numel() // tensor.device_mesh.size() - rows.numel()
+            rows = _bytes(tensor.to_local()[piece.start : piece.stop], piece.chunks.dtype)
+            padding = target.numel() // tensor.device_mesh.size() - rows.numel()  # comes behind the tensor's last row
             outputs.append(target)
             inputs.append(torch.nn.functional.pad(rows, (0, padding)) if padding else rows)
         else:
-            target.copy_(_bytes(tensor[piece.start : piece.stop] if tensor.ndim else tensor, piece.dtype))
+            target.copy_(_bytes(tensor[piece.start : piece.stop] if tensor.ndim else tensor, piece.chunks.dtype))
     if group is not None:
         group.allgather_into_tensor_coalesced(outputs, inputs).wait()
 
 
 def gather(bucket: Bucket, live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return the bucket's tensors, full and contiguous, under their checkpoint names, in memory of their own.
-
-    live: by live name; DTensors are gathered over their mesh, so every rank of it must call this with the same bucket.
-    """
+    """Return the bucket's tensors, full and contiguous, under their checkpoint names; collective, as gather_into."""
     slot = torch.empty(bucket.nbytes, dtype=torch.uint8, device=next(iter(live.values())).device)
     gather_into(slot, bucket, live)
     return [(entry.name, entry.view(slot).contiguous()) for entry in bucket.entries]
-
-
-def group_of(live: Mapping[str, torch.Tensor]) -> dist.ProcessGroup | None:
-    return next((each.device_mesh.get_group() for each in live.values() if isinstance(each, DTensor)), None)
 
 
 def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -212,7 +202,3 @@ def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 
 def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,11 +1,10 @@
 """Live parameter names -> checkpoint names: what `save_pretrained` would write, as views of the live tensors.
 
-Since version 5 transformers holds experts fused in memory (`experts.gate_up_proj`) and writes them one by one
-(`experts.0.gate_proj.weight`). SGLang knows the names on disk and silently ignores all others. transformers knows how
-to undo its own fusing; that is run once on meta tensors, and each checkpoint tensor is remembered as a strided view.
+transformers 5 holds experts fused (`experts.gate_up_proj`) and writes them one by one (`experts.0.gate_proj.weight`). SGLang
+knows the names on disk and silently ignores all others. transformers undoes its own fusing, here once, on meta tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -35,16 +34,24 @@ class CheckpointTensor:
         return torch.as_strided(live, self.shape, self.stride, live.storage_offset() + self.offset)
 
 
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements lie from the first of a strided view to its last, both counted."""
+    return sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+
+
 def checkpoint_layout(
     model: Any, live: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> tuple[CheckpointTensor, ...]:
     """Return what a checkpoint of `model` holds, in the order of the live tensors, by name within one of them.
 
-    live: full shapes and dtypes by live name; the values are not read, so DTensors and meta tensors do. dtype: what the
-    checkpoint has the parameters in, which live may hold wider; None: as live has them. Buffers keep theirs.
-    Raise NotAViewError for an architecture whose checkpoint form needs a transpose or a merge.
+    live: full shapes and dtypes by live name; the values are not read. dtype: what the checkpoint has the parameters in,
+    which live may hold wider; None: as live has them. Buffers keep theirs. Raise NotAViewError for an architecture whose
+    checkpoint form needs a transpose or a merge.
     """
-    meta = {name: torch.empty(each.shape, dtype=_sent_dtype(each, dtype), device="meta") for name, each in live.items()}
+    meta = {}
+    for name, each in live.items():
+        is_weight = isinstance(each, torch.nn.Parameter) and each.is_floating_point()
+        meta[name] = torch.empty(each.shape, dtype=dtype if dtype and is_weight else each.dtype, device="meta")
     owner_of = {each.untyped_storage()._cdata: name for name, each in meta.items()}
     saved_as = meta
     if find_spec("transformers.core_model_loading") is not None:  # transformers 4 fuses nothing
@@ -64,8 +71,3 @@ def checkpoint_layout(
             CheckpointTensor(name=name, live_name=owner, shape=shape, stride=stride, offset=offset, dtype=saved.dtype)
         )
     return tuple(tensor for tensors in layout.values() for tensor in tensors)
-
-
-def _sent_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
-    return dtype if dtype is not None and is_weight else tensor.dtype

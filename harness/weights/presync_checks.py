@@ -3,13 +3,14 @@ own loader would take each tensor whole (a dry run of it, worker/loader_trace.py
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import all_gather
 from harness.weights.gather import Chunks
-from harness.weights.names import CheckpointTensor
+from harness.weights.names import CheckpointTensor, span
 from harness.weights.stream.slots import Region, SlotEntry
 from harness.weights.worker.reader import LoadCoverage
 
@@ -21,10 +22,7 @@ class WeightsRefused(ValueError):
 
 
 def check_shards(live: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightsRefused, on every rank, where a shard is missing or ranks differ in a name, shape or dtype.
-
-    A collective call of all ranks.
-    """
+    """Raise WeightsRefused, on every rank, where a shard is missing or ranks differ in a name, shape or dtype. Collective."""
     mine = {name: (tuple(tensor.shape), str(tensor.dtype), _missing_rows(tensor)) for name, tensor in live.items()}
     everyone = all_gather(mine)
     for name in dict.fromkeys(name for each in everyone for name in each):
@@ -62,14 +60,12 @@ def check_complete(layout: Iterable[CheckpointTensor], live: Mapping[str, torch.
 
 def check_finite(live: Mapping[str, torch.Tensor]) -> None:
     """Raise WeightsRefused, on every rank, naming tensors with a NaN or an infinity. A collective call of all ranks."""
-    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in live.items()}
-    # Zero times a finite number is zero; the sum carries any NaN on, without a temporary as large as the tensor.
-    sums = {
-        name: tensor.detach().mul(0).sum(dtype=torch.float32)
-        for name, tensor in local.items()
-        if tensor.is_floating_point()
-    }
-    wrong = [name for name, bad in zip(sums, torch.stack(list(sums.values())).isnan().tolist(), strict=True) if bad]
+    sums = {}
+    for name, tensor in live.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_floating_point():
+            sums[name] = local.detach().mul(0).sum(dtype=torch.float32)  # zero, unless one is not finite
+    wrong = list(compress(sums, torch.stack(list(sums.values())).isnan().tolist()))
     found = {name: rank for rank, names in reversed(list(enumerate(all_gather(wrong)))) for name in names}
     if found:
         listed = ", ".join(f"{name} (rank {rank})" for name, rank in list(found.items())[:SHOWN])
@@ -116,8 +112,7 @@ def _misfit(entry: SlotEntry, regions: Sequence[Region]) -> list[str]:
             f" rounded; send {short}"
         )
     # Ranks that hold the same rows (replicated heads) read the same elements; others share a tensor.
-    span = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True)) + 1
-    read = torch.zeros(max(span, 0), dtype=torch.bool)
+    read = torch.zeros(max(span(entry.shape, entry.stride), 0), dtype=torch.bool)
     for offset, steps in {(each.offset - entry.offset // entry.dtype.itemsize, each.steps) for each in held}:
         read.as_strided([size for _, size in steps], [stride for stride, _ in steps], offset).fill_(True)
     if (count := int(read.count_nonzero())) < entry.numel:

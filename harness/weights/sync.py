@@ -39,9 +39,9 @@ class WeightSync:
     ) -> None:
         """Plan the buckets and choose the transport; a collective call of all ranks.
 
-        config: its transport "auto" becomes SGLang's own update call. folder: the run directory, for checkpoints on disk.
-        dtype: the engine's, to which parameters are cast on their way; None: they are sent as the model has them. Raise
-        NotAViewError for an architecture that the sync cannot name, WeightsRefused for shards that do not fit together.
+        folder: the run directory, for checkpoints on disk. dtype: the engine's, to which parameters are cast on their way;
+        None: they are sent as the model has them. Raise NotAViewError for an architecture that the sync cannot name,
+        WeightsRefused for shards that do not fit together.
         """
         self.engine = engine
         self.config = config
@@ -107,7 +107,7 @@ class WeightSync:
             self.close_link()  # it keeps two buckets
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of the parts of the last push on this rank, as WeightLink.seconds names them; stream only."""
+        """Return the seconds of the last push's parts on this rank, as WeightLink.seconds names them; stream only."""
         return dict(self._link.seconds) if self._link else {}
 
     def close_link(self) -> None:
@@ -124,8 +124,8 @@ class WeightSync:
     def save(self, folder: Path, source: Path, rank: int) -> None:
         """Write the trainer's weights as a checkpoint folder; a collective call, rank 0 writes.
 
-        source: the folder whose config.json and tokenizer belong to the model; where it is a hub id, only weights are
-        written. Its index of shards is left out: it would hide the one file from a loader.
+        source: the folder whose config.json and tokenizer belong to the model; of a hub id, only weights are written. Its
+        index of shards is left out: it would hide the one file from a loader.
         """
         from safetensors.torch import save_file
 

@@ -1,10 +1,10 @@
 """The ways in which weights travel from trainer to engine, one class each, and the choice between them.
 
-All but the stream take buckets one after the other, each gathered whole on every rank. What fuses on arrival is in one
-bucket, and a bucket is one call of the engine.
+All but the stream take buckets one after the other, each gathered whole on every rank, in one call of the engine.
 """
 
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from harness.cluster.world import all_gather
+from harness.cluster.world import World, all_gather
 from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.config.rules import check_transport
@@ -26,6 +26,9 @@ from harness.rollout.verl_engine import VerlEngine
 from harness.weights.gather import Bucket, gather_into
 from harness.weights.stream.weight_link import WeightLink
 from harness.weights.update_group import UpdateGroup
+
+SHARED_FOLDER_SECONDS = 10.0
+"""How long a file system may take to show on one host what another one wrote."""
 
 Gather = Callable[[Bucket], list[tuple[str, torch.Tensor]]]
 """Return full, contiguous tensors under their checkpoint names; a collective call of the trainer's ranks."""
@@ -44,10 +47,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorTransport(Transport):
-    """SGLang's own update call, once for each bucket: each rank hands its own copies to the TP rank beside it.
-
-    A list of named tensors, or flattened into one buffer.
-    """
+    """SGLang's own update call for each bucket, as named tensors or one buffer: each rank's for the TP rank beside it."""
 
     engine: VerlEngine
     flattened: bool = False
@@ -155,6 +155,26 @@ def choose_transport(
     if not has_it:
         raise ConfigError(f'weights.transport = "{name}" cannot work: sglang {api.version} has no {what}.')
     return name, reason
+
+
+def check_shared(folder: Path, world: World, key: str) -> None:
+    """Raise ConfigError, on every rank, when a host does not see what rank 0 writes; key names the setting. Collective."""
+    note = folder / ".seen"
+    if world.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        note.touch()
+    dist.barrier()
+    deadline = time.monotonic() + SHARED_FOLDER_SECONDS
+    while not note.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = sorted({host for host, found in all_gather((world.host, note.exists())) if not found})
+    if world.rank == 0:
+        note.unlink()
+    if blind:
+        raise ConfigError(
+            f"{key} must be a folder that all hosts share, got {folder}: as rank 0 sees it, it is not there on"
+            f" {', '.join(blind)}."
+        )
 
 
 def _together(what: str, work: Callable[[], None]) -> None:

@@ -1,7 +1,6 @@
-"""The process group through which an engine's head broadcasts weights to the engine's TP ranks.
+"""The process group through which an engine's head, rank 0, broadcasts weights to the engine's TP ranks, 1 + r.
 
-Rank 0 of it is the head, a trainer; rank 1 + r is TP rank r. Two calls must run at the same time, each on a thread of its
-own: the engine's, which makes its ranks receive, and the broadcast.
+Two calls run at once, each on its own thread: the engine's, which makes its ranks receive, and the broadcast.
 """
 
 from collections.abc import Callable
@@ -115,20 +114,13 @@ def _broadcast_all(group: dist.ProcessGroup | None, tensors: list[torch.Tensor])
         torch.cuda.current_stream().synchronize()  # NCCL's wait only orders the stream
 
 
-def side_by_side(
-    theirs: Callable[[], object],
-    ours: Callable[[], T],
-    seconds: float,
-    give_up: Callable[[], None],
-    grace_seconds: float = GRACE_SECONDS,
-) -> T:
+def side_by_side(theirs: Callable[[], object], ours: Callable[[], T], seconds: float, give_up: Callable[[], None]) -> T:
     """Run both calls at once, each on a daemon thread; return what `ours` returned, when both have.
 
-    Once one fails, or both have taken `seconds`, give_up() must free whichever still waits. Raise the first failure, with
-    a note of what became of the other call, or TimeoutError; a thread that does not end in grace_seconds is left behind.
+    Once one fails, or both have taken `seconds`, give_up() must free whichever still waits, and the first failure is
+    raised, or TimeoutError; a thread that does not end in GRACE_SECONDS is left behind.
     """
-    trainer = in_background(ours, "update-group-trainer")
-    engine = in_background(theirs, "update-group-engine")
+    engine, trainer = in_background(theirs, "update-group-engine"), in_background(ours, "update-group-trainer")
     sides: dict[str, Future[Any]] = {"the engine's call": engine, "the trainer's side": trainer}
     wait(sides.values(), seconds, FIRST_EXCEPTION)
     errors = [error for side in sides.values() if side.done() and (error := side.exception())]
@@ -136,15 +128,9 @@ def side_by_side(
     if not errors and not late:
         return trainer.result()
     give_up()
-    wait(sides.values(), grace_seconds)
-    first = (
+    wait(sides.values(), GRACE_SECONDS)
+    raise (
         errors[0]
         if errors
         else TimeoutError(f"{' and '.join(late)} took more than {seconds:.0f} s in the update group")
     )
-    for name, side in sides.items():
-        if not side.done():
-            first.add_note(f"{name} is still running")
-        elif (other := side.exception()) and other is not first:
-            first.add_note(f"{name} failed too: {type(other).__name__}: {other}")
-    raise first

@@ -27,7 +27,7 @@ from harness.task.tiny_models import save_tiny_model
 from harness.trainer.actor import token_log_probs
 from harness.trainer.batch import from_sequences, scatter_responses
 from harness.trainer.model import load_causal_lm, named_tensors
-from harness.weights.fingerprint import FingerprintComparison, Fingerprints
+from harness.weights.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.weights.gather import plan_buckets
 from harness.weights.log_probs import Allowed, log_prob_difference
 from harness.weights.names import CheckpointTensor
@@ -101,7 +101,7 @@ class Stand:
         """What fingerprints, which the default level takes, say of what the engine holds now."""
         asked = sync or self.sync
         asked.link()
-        return Fingerprints(sync=asked, world=self.world).compare()
+        return compare_fingerprints(asked)
 
     def log_prob_violations(self) -> list[str]:
         """The engine's log-probs of its own responses to PROMPTS against the trainer's."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -100,6 +100,7 @@ def test_a_tensor_of_which_a_part_is_never_read_is_refused(ranks: tuple[list[tor
 @given(
     st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from([None, 0, 1]), st.data()
 )
+@settings(deadline=None)
 def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
     rows: int, columns: int, down: int, across: int, axis: int | None, data: st.DataObject
 ) -> None:

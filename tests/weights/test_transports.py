@@ -61,33 +61,18 @@ def test_a_run_takes_what_its_devices_allow(config: schema.Config, device: Any, 
 
 
 @pytest.mark.parametrize(
-    ("config", "device", "sentence"),
+    ("config", "device", "facts"),
     [
-        (
-            config_of("distributed"),
-            "cuda",
-            'weights.transport = "distributed" cannot work: NCCL refuses two ranks on one GPU, and an engine rank is on'
-            " its trainer rank's; use parallel.colocate = false, or another transport.",
-        ),
-        (
-            config_of("bucket", False),
-            "cuda",
-            'weights.transport = "bucket" cannot work: with parallel.colocate = false the engine does not see the'
-            ' trainer\'s GPU, and opens no handle of its memory; use "distributed" or "disk".',
-        ),
-        (
-            config_of("disk", False),
-            "cpu",
-            "parallel.colocate = false cannot work: on the CPU there are no GPUs to separate; use true.",
-        ),
+        (config_of("distributed"), "cuda", r'transport = "distributed" cannot work: .* use parallel.colocate = false'),
+        (config_of("bucket", False), "cuda", r'transport = "bucket" cannot work: .* use "distributed" or "disk"'),
+        (config_of("disk", False), "cpu", r"parallel.colocate = false cannot work: .* use true"),
     ],
 )
 def test_what_auto_makes_of_the_device_is_refused_too(
-    config: schema.Config, device: Any, sentence: str, new: SGLangApi
+    config: schema.Config, device: Any, facts: str, new: SGLangApi
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=facts):
         choose_transport(config, new, device)
-    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize(

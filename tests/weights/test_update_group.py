@@ -36,25 +36,23 @@ def test_ours_is_returned_when_both_have_returned() -> None:
 def test_the_first_failure_is_raised_and_frees_the_other_side(who: str) -> None:
     connection = Connection()
     sides = (refuse, connection.wait) if who == "theirs" else (connection.wait, refuse)
-    waiting = "the trainer's side" if who == "theirs" else "the engine's call"
-    with pytest.raises(ValueError, match="refused") as caught:
+    with pytest.raises(ValueError, match="refused"):
         side_by_side(*sides, 20, connection.close)
-    assert caught.value.__notes__ == [f"{waiting} failed too: ConnectionError: closed by peer"]
+    assert connection.closed.is_set()
 
 
-def test_a_side_that_cannot_be_freed_is_left_behind_and_said() -> None:
+def test_a_side_that_cannot_be_freed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.weights.update_group.GRACE_SECONDS", 0.1)
     connection = Connection()
-    with pytest.raises(ValueError, match="refused") as caught:
-        side_by_side(refuse, connection.wait, 20, lambda: None, grace_seconds=0.1)
-    assert caught.value.__notes__ == ["the trainer's side is still running"]
+    with pytest.raises(ValueError, match="refused"):
+        side_by_side(refuse, connection.wait, 20, lambda: None)
     connection.close()
 
 
 def test_two_sides_that_wait_for_ever_time_out() -> None:
     connection = Connection()
-    with pytest.raises(TimeoutError, match="the engine's call and the trainer's side took more than 0 s") as caught:
+    with pytest.raises(TimeoutError, match="the engine's call and the trainer's side took more than 0 s"):
         side_by_side(connection.wait, connection.wait, 0.1, connection.close)
-    assert len(caught.value.__notes__) == 2
 
 
 def test_one_side_that_waits_for_ever_is_named() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.utils.logging import disable_progress_bar
 
 from harness.cluster.mesh import build_meshes
@@ -30,7 +31,7 @@ from harness.runtime.units import GIB, MIB
 from harness.task.data import load_rows
 from harness.train import as_config_error, import_sglang, make_model_folder, start_engine, trainer_attention
 from harness.trainer.model import load_causal_lm
-from harness.weights.gather import full_tensor, group_of
+from harness.weights.gather import full_tensor
 from harness.weights.perturb import perturb
 from harness.weights.readback import unreadable, weight_differences
 from harness.weights.sync import WeightSync
@@ -194,7 +195,8 @@ def _row(
 
 def all_gather_limit(sync: WeightSync, world: World) -> Callable[[], None]:
     """Return a plain all-gather of as many bytes, in pieces, into one buffer. A collective call of all ranks."""
-    group = group_of(sync.live) or dist.group.WORLD
+    groups = (each.device_mesh.get_group() for each in sync.live.values() if isinstance(each, DTensor))
+    group = next(groups, dist.group.WORLD)
     assert group is not None
     ranks = dist.get_world_size(group)
     piece = min(GIB if world.device.type == "cuda" else 64 * MIB, sync.nbytes) // ranks * ranks

@@ -88,12 +88,12 @@ class Region:
 
 
 def typed(slot: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a slot (uint8, 1-D) as elements of dtype, as many as are whole, without a copy."""
+    """Return a slot (uint8, 1-D) as elements of dtype, as many as are whole."""
     return slot[: slot.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def slot_bytes(payload: int) -> int:
-    """Return the bytes of a slot for buckets up to `payload` bytes: rounded up, with room for the stamp."""
+    """Return the bytes of a slot for buckets up to `payload` bytes, with room for the stamp."""
     return -(-payload // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 

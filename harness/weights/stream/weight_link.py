@@ -69,10 +69,10 @@ class WeightLink:
         return cls(engine, device, layout, link, tuple(by_rank[rank] for rank in group.ranks))
 
     def load(self, fill: Callable[[int, torch.Tensor], None]) -> None:
-        """Call fill(bucket, slot) for each bucket in order, while the schedulers load the ones before.
+        """Call fill(bucket, slot) for each bucket in order, while the schedulers load the ones before. Collective.
 
         Every rank fills its slot with the same bytes, once its reader is done with the slot: on CUDA the current stream
-        waits for the reader's event. The prefix cache is flushed. A collective call; raise EngineFailed.
+        waits for the reader's event. The prefix cache is flushed. Raise EngineFailed.
         """
         there, here = self._feed(reader.LOAD, fill, flush_cache=True)
         self.seconds = here | {f"scheduler_{name}": seconds for name, seconds in there.items()}

@@ -19,9 +19,7 @@ import torch.distributed as dist
 
 from harness.weights.worker.loader_trace import Copy
 
-SNAPSHOT = f"{__name__}.report_tensors"
-FINGERPRINT = f"{__name__}.report_fingerprints"
-IDENTIFY = f"{__name__}.report_device"
+REPORT = f"{__name__}.report"
 SENTINEL = f"{__name__}.fill_model"
 REPORT_SECONDS = 60.0
 # Plain attributes that SGLang derives as it loads a weight, and of which: MLA computes with these alone.
@@ -50,33 +48,25 @@ class WorkerReport:
     """Fingerprints: of parameters and buffers by the engine's own (fused, sharded) names, or of copies by bucket."""
 
 
-def report_tensors(model: Any, call: Call) -> None:
-    """Report a fingerprint of each parameter and buffer, and of what is derived from them."""
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    named |= dict(synced_tensors(model))
-    sums = {name: weighted_sum(each.detach().contiguous().reshape(-1), (1,), 0) for name, each in named.items()}
-    _write_report(model, {name: int(each) for name, each in sums.items()}, call)
+def report(model: Any, call: Call) -> None:
+    """Write the WorkerReport of this scheduler, whole or not at all. The text of the call: "<what> <folder>".
 
-
-def report_fingerprints(model: Any, call: Call) -> None:
-    """Report `fingerprints` of what the copies of each bucket filled."""
-    _write_report(model, fingerprints(model), call)
-
-
-def report_device(model: Any, call: Call) -> None:
-    """Report without fingerprints, which read the whole model."""
-    _write_report(model, {}, call)
-
-
-def _write_report(model: Any, tensors: dict[str, int], call: Call) -> None:
-    """Write the WorkerReport of this scheduler, whole or not at all, to the folder that the text of the call names."""
-    folder, rank = Path(call[0][0]), dist.get_rank()
+    what: "tensors", of each parameter and buffer and what is derived from them; "copies"; or "device", without any.
+    """
+    what, _, folder = call[0][0].partition(" ")
+    tensors: dict[str, int] = {}
+    if what == "copies":
+        tensors = fingerprints(model)
+    elif what == "tensors":
+        named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        for name, tensor in (named | dict(synced_tensors(model))).items():
+            tensors[name] = int(weighted_sum(tensor.detach().contiguous().reshape(-1), (1,), 0))
     device = current_gpu_uuid() if next(model.parameters()).is_cuda else "cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"rank{rank}.unfinished"
-    report = WorkerReport(rank=rank, device=device, tensors=tensors)
-    unfinished.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    unfinished.rename(folder / f"rank{rank}.json")
+    file = Path(folder) / f"rank{dist.get_rank()}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = WorkerReport(rank=dist.get_rank(), device=device, tensors=tensors)
+    file.with_suffix(".unfinished").write_text(json.dumps(asdict(made)), encoding="utf-8")
+    file.with_suffix(".unfinished").rename(file)
 
 
 def read_reports(folder: Path, count: int) -> list[WorkerReport]:
@@ -98,8 +88,7 @@ def current_gpu_uuid() -> str:
 def fill_model(model: Any, call: Call) -> None:
     """Fill all that a sync must bring with values uniform in (-0.5, 0.5), from the seed that the text of the call gives.
 
-    Finite, since a NaN in the logits would kill the sampler before anything is compared. Integers and 8-bit floats, which
-    no unquantized model has among its weights, stay as they are.
+    Finite, since a NaN in the logits would kill the sampler before anything is compared. Integers and 8-bit floats stay.
     """
     for name, tensor in synced_tensors(model):
         if tensor.is_floating_point() and tensor.itemsize > 1:
@@ -155,10 +144,7 @@ def kept_copies(model: Any) -> Sequence[Sequence[Copy]] | None:
 
 @torch.no_grad()
 def fingerprints(model: Any) -> dict[str, int]:
-    """Return the fingerprint of what each copy filled as "<bucket>/<copy>" -> number.
-
-    Empty where SGLang has meanwhile put other tensors in the place of those: the copies must be traced anew.
-    """
+    """Return the fingerprint of what each copy filled as "<bucket>/<copy>" -> number; empty without `kept_copies`."""
     copies = kept_copies(model) or ()
     sums = {f"{bucket}/{part}": _sum_of(copy) for bucket, each in enumerate(copies) for part, copy in enumerate(each)}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}

@@ -1,11 +1,10 @@
 """The scheduler's end of the slots: opens them once, then loads bucket after bucket as they are filled.
 
-`stream` runs in every scheduler of an engine. What lasts between calls (slots, connection, plans) is kept on the model, as
-there is no other place. A failure is answered to the trainer rank, not raised: SGLang would end the scheduler.
+`stream` runs in every scheduler of an engine; what lasts between calls (slots, connection, plans) is kept on the model. A
+failure is answered to the trainer rank, not raised: SGLang would end the scheduler.
 """
 
 import json
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -120,9 +119,7 @@ class SlotReader:
     def _trace(self, entries: Sequence[SlotEntry], slot: torch.Tensor) -> GroupTrace:
         """trace_loader(), and what no dispatch mode sees: a loader that replaces a parameter by another tensor."""
         members = [each for module in self.model.modules() for each in (module._parameters, module._buffers)]
-        before = [
-            (each, name, tensor, tensor.data) for each in members for name, tensor in each.items() if tensor is not None
-        ]
+        before = [(each, name, held, held.data) for each in members for name, held in each.items() if held is not None]
         traced = trace_loader(self.model.load_weights, entries, slot)
         for each, name, tensor, data in before:
             now = each.get(name)
@@ -163,8 +160,7 @@ class SlotReader:
     def load(self, first: int) -> dict[str, float]:
         """Load every bucket as the trainer fills it; return the seconds of waiting and loading.
 
-        first: the stamp of the first bucket; the others count on. Raise RuntimeError when a slot was written again before
-        it was read.
+        first: the stamp of the first bucket. Raise RuntimeError when a slot was written again before it was read.
         """
         return self._read_each(first, lambda plan, slot: plan.load(self.model))
 
@@ -231,10 +227,7 @@ class SlotReader:
 
 
 def stream(model: Any, call: Call) -> None:
-    """Do what the text of the call says: JSON with do = open | load | compare | close.
-
-    With open comes the folder of the listeners, in this host's temporary directory; with load and compare the first stamp.
-    """
+    """Do what the text of the call says: JSON with do = open (and the listeners' folder) | load | compare | close."""
     request = json.loads(call[0][0])
     rank = dist.get_rank()
     reader: SlotReader | None = getattr(model, _KEPT, None)
@@ -256,6 +249,5 @@ def stream(model: Any, call: Call) -> None:
             reader.link.send(("done", work(request["first"])))
     except Exception as error:
         traceback.print_exc()
-        sys.stderr.flush()
         if reader is not None and not isinstance(error, PeerGone):
             reader.link.send(("failed", f"{type(error).__name__}: {error}"))

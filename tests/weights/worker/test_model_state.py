@@ -8,7 +8,7 @@ from harness.weights.worker.model_state import (
     WorkerReport,
     fill_model,
     read_reports,
-    report_tensors,
+    report,
     synced_tensors,
 )
 from tests.cluster.gloo import on_ranks
@@ -20,7 +20,7 @@ def _report(rank: int, folder: str) -> None:
         model.weight.fill_(rank)
         model.bias.fill_(0)
     model.register_buffer("scale", torch.tensor(3.0))
-    report_tensors(model, [(folder, torch.zeros(1))])
+    report(model, [(f"tensors {folder}", torch.zeros(1))])
 
 
 def test_schedulers_report_what_they_hold(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import torch
 
 from harness.cluster.placement import RankLocation
 from harness.cluster.world import World
-from harness.weights.reload import Output, Reload, check_shared, output_difference
-from harness.weights.snapshot import changed_names
+from harness.weights import snapshot
+from harness.weights.snapshot import changed_tensors, check_devices, describe_tensor
+from harness.weights.transports import check_shared
+from harness.weights.verify import Output, output_difference
 from harness.weights.worker.reader import LoadCoverage
 from tests.cluster.gloo import on_ranks
 
@@ -22,9 +24,9 @@ def world_of(rank: int) -> World:
 
 
 def _shared(rank: int, folder: str) -> str:
-    from harness.weights import reload
+    from harness.weights import transports
 
-    reload.SHARED_FOLDER_SECONDS = 0.3
+    transports.SHARED_FOLDER_SECONDS = 0.3
     (own := Path(folder) / f"rank{rank}").mkdir()
     os.chdir(own)  # a relative path is then another folder on each rank
     check_shared(Path(folder) / "checkpoints", world_of(rank), "weights.folder")
@@ -59,13 +61,20 @@ def test_outputs_differ_by_the_mean_up_to_the_first_other_token(
     assert output_difference(before, after) == pytest.approx(mean)
 
 
-def test_changed_names_what_differs_or_is_new_on_any_scheduler() -> None:
-    before = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "2"}}
-    assert changed_names(before, before) == set()
-    assert changed_names(before, {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3", "c": "4"}}) == {
-        "b"
-    }  # c is new, an alias
-    assert changed_names({}, {}) == set()
+@pytest.mark.parametrize(
+    ("after", "changed"),
+    [
+        ({0: {"a": 1, "b": 2}, 1: {"a": 1, "b": 2}}, []),
+        ({0: {"a": 1, "b": 2}, 1: {"a": 1, "b": 3, "c": 4}}, ["b"]),  # c is new, an alias
+    ],
+)
+def test_changed_is_what_differs_on_any_scheduler(
+    after: snapshot.Snapshot, changed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "snapshot_weights", lambda engine: after)
+    monkeypatch.setattr(snapshot, "all_gather", lambda mine: [mine])
+    sync: Any = SimpleNamespace(engine=None, layout=(), coverage=())
+    assert changed_tensors(sync, {0: {"a": 1, "b": 2}, 1: {"a": 1, "b": 2}}) == changed
 
 
 ATTENTION = [f"l.0.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")]
@@ -82,7 +91,7 @@ EXPERTS = [f"l.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(3)
         ("rotary.cos_sin_cache", "rotary.cos_sin_cache"),
     ],
 )
-def test_an_engine_tensor_is_described_by_what_fills_it(name: str, described: str, tmp_path: Path) -> None:
+def test_an_engine_tensor_is_described_by_what_fills_it(name: str, described: str) -> None:
     """Half of the experts is on each rank."""
     first = {"l.0.self_attn.fused_qkv_a.weight": ATTENTION[:2], "l.0.mlp.experts.w13_weight": EXPERTS[:3]}
     coverage = (
@@ -91,5 +100,21 @@ def test_an_engine_tensor_is_described_by_what_fills_it(name: str, described: st
     )
     layout = [SimpleNamespace(name=each) for each in (*ATTENTION, *EXPERTS)]
     sync: Any = SimpleNamespace(coverage=coverage, layout=layout)
-    reload = Reload(sync=sync, world=world_of(0), source=tmp_path, folder=tmp_path)
-    assert reload.describe_tensor(name) == described
+    assert describe_tensor(sync, name) == described
+
+
+def test_shared_is_each_on_its_own() -> None:
+    check_devices(["a", "b"], {0: "a", 1: "b"}, True)
+    check_devices(["a", "b"], {1: "b"}, True)
+    check_devices(["a", "b"], {}, True)
+    with pytest.raises(ValueError, match=r"rank 1 runs on GPU a, but its trainer is on GPU b .* check CUDA_VIS"):
+        check_devices(["a", "b"], {1: "a"}, True)
+
+
+def test_apart_is_on_no_trainers_gpu() -> None:
+    check_devices(["a", "b"], {0: "c", 1: "d"}, False)
+    check_devices(["a", "b"], {}, False)
+    with pytest.raises(ValueError, match=r"rank 0 runs on GPU b, but rank 1 trains there \(parallel\.colocate = false"):
+        check_devices(["a", "b"], {0: "b"}, False)
+    with pytest.raises(ValueError, match=r"rank 1 runs on GPU c, but so does the engine rank of rank 0"):
+        check_devices(["a", "b"], {0: "c", 1: "c"}, False)
