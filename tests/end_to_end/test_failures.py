@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,36 +55,47 @@ def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
     assert job.left_behind() == []
 
 
+CGROUPS = (
+    ("/sys/fs/cgroup/memory", {"memory.limit_in_bytes": "0", "memory.oom_control": "1"}, ("memory.oom_control", "0")),
+    ("/sys/fs/cgroup", {"memory.max": "max"}, ("memory.max", "0")),
+)
+"""Of the first and the second version: folder, what spares a process in a new group, and what has it killed."""
+
+
 @pytest.fixture
-def starving_cgroup() -> Iterator[Path]:
-    """A memory cgroup of this machine without a byte to spare: the kernel's out-of-memory killer strikes whoever moves in and
-    asks for a page."""
-    group = make_group("/sys/fs/cgroup/memory", "memory.limit_in_bytes") or make_group("/sys/fs/cgroup", "memory.max")
-    if group is None:
+def starve() -> Iterator[Callable[[int], None]]:
+    """Let the kernel's out-of-memory killer strike a process, in a memory cgroup of this machine without a byte to spare."""
+    for parent, spared, kills in CGROUPS:
+        group = Path(parent) / f"harness-test-{os.getpid()}"
+        with suppress(OSError):
+            group.mkdir()
+            for name, value in spared.items():
+                with (group / name).open("r+") as file:  # which makes no file where this is no such cgroup
+                    file.write(value)
+            name, value = kills
+            break
+        with suppress(OSError):
+            group.rmdir()
+    else:
         pytest.skip("no memory cgroup can be made here, which takes root and a cgroup file system that can be written")
-    yield group
+
+    def strike(pid: int) -> None:
+        (group / "cgroup.procs").write_text(str(pid))
+        time.sleep(2.5)  # the watchdog looks once a second in which group a process is
+        (group / name).write_text(value)
+
+    yield strike
     group.rmdir()
 
 
-def make_group(parent: str, limit: str) -> Path | None:
-    group = Path(parent) / f"harness-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        with (group / limit).open("r+") as file:  # which makes no file where this is no such cgroup
-            file.write("0")
-    except OSError:
-        with suppress(OSError):
-            group.rmdir()
-        return None
-    return group
-
-
 @pytest.mark.long
-def test_a_scheduler_that_the_out_of_memory_killer_ends_is_told_so(tmp_path: Path, starving_cgroup: Path) -> None:
+def test_a_scheduler_that_the_out_of_memory_killer_ends_is_told_so(
+    tmp_path: Path, starve: Callable[[int], None]
+) -> None:
     job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART, "--run.steps", "50"]).start()
     job.wait_for_phase("update_actor")
     victim = next(process for process in job.processes() if "scheduler" in process.name())
-    (starving_cgroup / "cgroup.procs").write_text(str(victim.pid))
+    starve(victim.pid)
     assert job.wait(60) == 1
     first = next(line for line in job.output().splitlines() if line.startswith("FIRST FAILURE: "))
     assert f"(pid {victim.pid}) died of SIGKILL" in first and "out-of-memory killer" in first

@@ -117,14 +117,15 @@ class MemoryKills:
     """
 
     root: Path = Path("/")
-    _files: dict[int, Path | None] = field(default_factory=dict)  # pid -> where its cgroup's count is
+    _files: dict[int, Path] = field(default_factory=dict)  # pid -> where its cgroup's count is
     _counts: dict[Path, deque[int]] = field(default_factory=dict)  # the last ones
 
     def look(self, pids: Iterable[int]) -> None:
         """Note the cgroups of these processes, and what they count."""
-        for pid in set(pids) - set(self._files):
-            self._files[pid] = _count_file(self.root, pid)
-        for file in {file for file in self._files.values() if file}:
+        for pid in pids:
+            if file := _count_file(self.root, pid):
+                self._files[pid] = file
+        for file in set(self._files.values()):
             self._counts.setdefault(file, deque(maxlen=COUNTS)).append(_count(file))
 
     def killed(self, pid: int) -> str:
@@ -139,7 +140,9 @@ class MemoryKills:
 def _count_file(root: Path, pid: int) -> Path | None:
     """Return where the innermost cgroup that accounts this process's memory counts kills; None if there is none."""
     group, top, name = "", "", "memory.events"
-    for line in _lines(root / f"proc/{pid}/cgroup"):
+    if not (lines := _lines(root / f"proc/{pid}/cgroup")):
+        return None
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):  # cgroup v1, which alone accounts memory then
             group, top, name = path, "memory", "memory.oom_control"
