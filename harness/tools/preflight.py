@@ -10,10 +10,10 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.cli import parse
@@ -27,12 +27,13 @@ from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.data import check_rows, is_hub_id
 from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
-from harness.tools import environments, hub
+from harness.tools import environments
 from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
 from harness.tools.plan.refusals import padded, refusals
 
 Device = Literal["cpu", "cuda"]
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_SECONDS = 10.0  # how long the hub may take to answer
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 """In /dev: NVIDIA's, those of Windows' Linux, AMD's."""
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -120,7 +121,7 @@ def _check(config: Config, device: Device, on_hub: bool) -> Fields:
             f' "{task.source}": a step takes no prompt twice.'
         )
     if on_hub and is_hub_id(task.source):
-        _of_hub(lambda: hub.look_up("dataset", task.source), "task.source", task.source)
+        _look_up("dataset", "task.source", task.source)
     return fields
 
 
@@ -140,10 +141,7 @@ def _model_fields(config: Config, device: Device, on_hub: bool) -> Fields:
             raise ConfigError(f"model.overrides cannot work: {error}.") from error
         return fields
     if not folder.exists() and HUB_ID.fullmatch(name):
-        if on_hub:
-            return _of_hub(lambda: hub.model_fields(name), "model.name", name)
-        file = hub.cached_config(name)
-        return json.loads(file.read_text(encoding="utf-8")) if file else {}
+        return _hub_config(name, on_hub)
     if not folder.is_dir():
         nearest = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)[0]
         hint = f"nor a hub id (OWNER/NAME), nor a tiny model; the nearest of these is {nearest}"
@@ -175,11 +173,45 @@ def shape_fields(name: str) -> set[str]:
     return found - NOT_OVERRIDABLE
 
 
-def _of_hub(ask: Callable[[], Any], key: str, name: str) -> Any:
+def _look_up(kind: Literal["model", "dataset"], key: str, name: str) -> None:
+    """Ask the hub for it once: every later request of every rank would be retried for a minute. Raise ConfigError.
+
+    Nothing under HF_HUB_OFFLINE, where the cache decides.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
     try:
-        return ask()
-    except ValueError as error:
-        raise ConfigError(f'{key} = "{name}" is no folder here, and as a hub id cannot be loaded: {error}.') from error
+        HfApi().repo_info(name, repo_type=kind, timeout=HUB_SECONDS)
+    except Exception as error:  # of the hub's client, of its HTTP library, of sockets, by release
+        cause = next((line for line in str(error).splitlines() if line.strip()), "").strip()
+        raise ConfigError(
+            f'{key} = "{name}" is no folder here, and as a hub id cannot be loaded: {constants.ENDPOINT} was asked once for'
+            f" this {kind} ({type(error).__name__}: {cause}); give a folder, or set HF_HUB_OFFLINE=1 to use what is in the"
+            " cache."
+        ) from error
+
+
+def _hub_config(name: str, on_hub: bool) -> Fields:
+    """Return the config of a hub's model, downloaded if on_hub and not in the cache; else none. Raise ConfigError."""
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ModuleNotFoundError:
+        return {}
+    if on_hub:
+        _look_up("model", "model.name", name)
+    try:
+        file = Path(hf_hub_download(name, "config.json", local_files_only=not on_hub))
+    except LocalEntryNotFoundError as error:
+        if not on_hub:
+            return {}
+        raise ConfigError(
+            f'model.name = "{name}" is no folder here, and as a hub id cannot be loaded: HF_HUB_OFFLINE is set, and its'
+            " config.json is not in the cache."
+        ) from error
+    return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def main(words: Sequence[str]) -> int:

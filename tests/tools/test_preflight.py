@@ -239,3 +239,21 @@ def test_a_hub_that_does_not_answer_is_asked_once(words: tuple[str, str]) -> Non
     assert done.returncode == 2
     assert done.stderr.startswith(f'error: {words[0][2:]} = "{words[1]}" is no folder here, and as a hub id')
     assert len(done.stderr.splitlines()) == 1 and time.monotonic() - begin < 20
+
+
+def test_a_hubs_model_that_is_cached_is_read_and_another_is_refused_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    assert preflight._hub_config("some/model", on_hub=True) == {"model_type": "qwen2"}
+    assert preflight._hub_config("some/other", on_hub=False) == {}
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        preflight._hub_config("some/other", on_hub=True)
