@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTimeError
 from contextlib import suppress
@@ -82,9 +82,6 @@ class HostCleanup:
         """Write to this descriptor, on a thread."""
         return self._screen.submit(say, text, screen)
 
-    def look_at_memory(self, ranks: Iterable[int]) -> None:
-        self.shared.look([*ranks, *self.descendants.known])
-
     def send_snapshot(
         self,
         line: socket.socket,
@@ -122,7 +119,7 @@ class HostCleanup:
         def alive() -> dict[int, psutil.Process]:
             left = {each.pid: each for each in ranks if is_alive(each)}
             self.descendants.look(left)
-            self.look_at_memory(left)
+            self.shared.look([*left, *self.descendants.known])
             return left
 
         alive()

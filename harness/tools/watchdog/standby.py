@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from harness.runtime.processes import is_alive, is_stopped
+from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import WatchdogSettings
 from harness.tools.watchdog.ending import HostCleanup, Snapshot, stderr_of
 from harness.tools.watchdog.failures import Place, RunFailure
@@ -49,6 +50,7 @@ def main(words: list[str]) -> None:
         Watchdog(settings, launcher, listener, Path(words[1]), hosts_socket, standby=other).watch()
         if is_stopped(os.getppid()):  # otherwise the standby would stay
             os.kill(os.getppid(), signal.SIGKILL)
+    channel.remove(Path(words[1]))
     os._exit(0)  # without waiting for threads
 
 

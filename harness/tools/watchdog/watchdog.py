@@ -147,7 +147,6 @@ class Watchdog:
         screen = stderr_of(self.launcher.pid)
         self.serve(lambda: bool(self._failures()) or self._is_over())
         has_failed = bool(self._failures()) and self._end_run(screen)
-        channel.remove(self.socket_folder)
         self.ending.remove_files()
         for _ in range(FAREWELLS if self.beats else 0):
             self._beat(left=True)
@@ -341,7 +340,7 @@ class Watchdog:
         for peer in self.beats.newly_lost() if self.beats else ():
             place = max(peer.places.values(), key=lambda each: each.progress, default=Place())
             self._note("lost", peer.node.ranks, place, time=peer.heard, host=peer.node.host)
-        self.ending.look_at_memory(each.pid for each in self.ranks)
+        self.ending.shared.look([*(each.pid for each in self.ranks), *self.ending.descendants.known])
         if now - self._looked > BEAT_SECONDS:
             self._looked = now
             self._look_at_processes()
