@@ -47,8 +47,8 @@ def test_two_healthy_ranks_are_ok() -> None:
 
 
 @on_cpu
-def test_a_variable_that_differs_is_a_fault_in_json_too() -> None:
-    run = torchrun(2, "tests/tools/doctor/doctor_with_an_odd_rank.py", "NCCL_CUMEM_ENABLE=0", "--json")
+def test_a_variable_that_differs_on_another_host_is_a_fault_in_json_too() -> None:
+    run = torchrun(2, "tests/tools/doctor/doctor_with_an_odd_rank.py", "NCCL_CUMEM_ENABLE=0,HARNESS_HOST=odd", "--json")
     assert run.returncode == 1
     found = json.loads(run.stdout)
     assert found["verdict"] == "faults" and len(found["ranks"]) == len(found["links"]) == 2
@@ -56,6 +56,12 @@ def test_a_variable_that_differs_is_a_fault_in_json_too() -> None:
     assert fault["check"] == "environment" and fault["ranks"] == [1]
     assert fault["what"] == "NCCL_CUMEM_ENABLE differs: unset on rank 0; 0 on rank 1"
     assert found["links"][0]["collectives"][0]["bandwidth"] > 1e6
+    assert found["hosts"] == {socket.gethostname(): [0], "odd": [1]}
+    assert [[(reach["to"], reach["error"]) for reach in each["reaches"]] for each in found["links"]] == [
+        [(1, "")],
+        [(0, "")],
+    ]
+    assert abs(found["links"][1]["clock"]["offset"]) < 0.5
 
 
 @pytest.fixture
