@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,7 +87,7 @@ class Emulation:
         self._started = time.monotonic()
         self._folder = Path()
         self._selector = selectors.DefaultSelector()
-        self._router: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._router: socket.socket | None = None
         self._end_at = self._kill_at = math.inf
 
     def run(self) -> int:
@@ -105,8 +105,7 @@ class Emulation:
             for host in self._running():
                 host.power_off()
             if self._router:
-                self._router[1].close()
-                self._router[0].wait()
+                self._router.close()
             end_descendants()  # of hosts without namespaces whose own process was killed by others
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -122,10 +121,9 @@ class Emulation:
         if self.plan.namespaces:
             addresses = {host.name: host.addresses for host in self.plan.hosts}
             router = Router(conditions=self.plan.conditions, addresses=addresses, ports=ports)
-            descriptors = [descriptor for own in ports.values() for descriptor in own]
-            self._router = _start_process("router", router, descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
+            self._router, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            threading.Thread(target=router.serve, args=(theirs,), daemon=True).start()
+            self._selector.register(self._router, selectors.EVENT_READ, self._router_gone)
         for host in self.hosts.values():
             host.tell(GO)
         self._started = time.monotonic()
@@ -146,7 +144,7 @@ class Emulation:
             environment=environment(self.plan, plan, folder, os.environ),
             working_folder=str(Path.cwd()),
         )
-        host = self.hosts[plan.name] = RunningHost(plan, *_start_process("host", spec, output=subprocess.PIPE))
+        host = self.hosts[plan.name] = RunningHost(plan, *_start_process(spec))
         host.printer = threading.Thread(target=self._print_output, args=(host,), daemon=True)
         host.printer.start()
         if any(fault.phase for fault in self.plan.faults):
@@ -173,8 +171,6 @@ class Emulation:
         for host in self.hosts.values():
             if host.code is None and host.process.poll() is not None:
                 self._host_ended(host, host.process.returncode)
-        if self._router and self._router[0].poll() is not None:
-            self._end_all(f"the router between the hosts ended with exit code {self._router[0].returncode}")
         if self.signals:
             self._end_all(signal.Signals(self.signals[0]).name)
         if self._end_at <= now and self._kill_at == math.inf:
@@ -185,6 +181,11 @@ class Emulation:
         if now >= self._kill_at or len(self.signals) > 1:
             for host in self._running():
                 host.power_off()
+
+    def _router_gone(self) -> None:
+        assert self._router
+        self._selector.unregister(self._router)
+        self._end_all("the router between the hosts failed")
 
     def _end_all(self, why: str) -> None:
         if self._end_at > time.monotonic():
@@ -233,9 +234,8 @@ class Emulation:
         host = self.hosts[fault.host]
         # A killed host is cut off too: no power, no packet. The kernel would tell every peer that the connection is closed.
         if self._router:
-            self._router[1].send(fault.host.encode())
-            if not self._router[1].recv(MESSAGE_BYTES):
-                raise StartError("the router between the hosts is gone.")
+            self._router.send(fault.host.encode())
+            self._router.recv(MESSAGE_BYTES)  # once it is cut off
         if fault.kind == "cut":
             self._say(f"cut {fault.host} from the others {fault.when}")
         else:
@@ -247,8 +247,6 @@ class Emulation:
         """Return that of the rank that failed first, if torchrun reported it."""
         if self.signals:
             return 128 + self.signals[0]
-        if self._router and self._router[0].poll() is not None:
-            return 1  # it serves until its control socket closes, which is after this
         if any(host.code for host in self.ended):
             return next((host.cause.code for host in self.ended if (host.cause.code or 0) > 1), None) or 1
         for fault in self.waiting:
@@ -256,18 +254,16 @@ class Emulation:
         return MISTAKE if self.waiting else 0
 
 
-def _start_process(
-    module: str, spec: object, descriptors: Sequence[int] = (), output: int | None = None
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a module of this package, send it its spec over a control socket; return the process and our end."""
+def _start_process(spec: HostSpec) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a host's process, send it its spec over a control socket; return the process and our end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
-        [sys.executable, "-m", f"harness.tools.hosts.{module}", str(theirs.fileno())],
+        [sys.executable, "-m", "harness.tools.hosts.host", str(theirs.fileno())],
         cwd=REPOSITORY,
         stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output and subprocess.STDOUT,
-        pass_fds=(theirs.fileno(), *descriptors),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(theirs.fileno(),),
         start_new_session=True,  # Ctrl-C is the launcher's, which ends the hosts in order
     )
     theirs.close()
