@@ -4,27 +4,26 @@ import faulthandler
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from harness.cluster.mesh import build_meshes
-from harness.cluster.placement import place
 from harness.cluster.world import all_gather, hard_exit
 from harness.config.layers import ConfigError
 from harness.config.rules import warnings
 from harness.config.run_folder import write_config
-from harness.config.schema import Config, TransportName
+from harness.config.schema import Config
 from harness.ppo import Ppo
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import require_absorbed_mla
@@ -119,7 +118,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         events.say("engine starts with dummy weights, so tensors missing from the first sync are detected")
     meshes = build_meshes(run.dims, world.device.type)
     with record.timed("sglang_import"):
-        import_sglang(run, [transport])
+        import_sglang(events)
     shipped = config.engine.implementation == "sglang"
 
     def start_trainer() -> Future[tuple[Actor, Critic | None, Reference | None]]:
@@ -181,30 +180,29 @@ def build_trainer(
     config, device = run.config, run.world.device
     compute, master = getattr(torch, config.model.dtype), getattr(torch, config.model.master_dtype)
 
-    def load(dtype: torch.dtype, checkpointing: bool = False, value_head: bool = False) -> nn.Module:
-        return load_causal_lm(
-            str(model_folder),
-            dtype,
-            device,
-            mesh,
-            weights=config.model.weights,
-            seed=config.run.seed,
-            attention=attention,
-            gradient_checkpointing=checkpointing,
-            compute_dtype=compute,
-            value_head=value_head,
-        )
-
+    load = partial(
+        load_causal_lm,
+        str(model_folder),
+        device=device,
+        mesh=mesh,
+        weights=config.model.weights,
+        seed=config.run.seed,
+        attention=attention,
+        compute_dtype=compute,
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the current device is each thread's own
     critic = reference = None
     with record.timed("models"):
-        actor = Actor(load(master, config.actor.gradient_checkpointing), config, mesh, device)
+        model = load(dtype=master, gradient_checkpointing=config.actor.gradient_checkpointing)
+        actor = Actor(model, config, mesh, device)
         if config.algorithm.has_critic:
-            critic = Critic(load(master, config.critic.gradient_checkpointing, value_head=True), config, mesh, device)
+            recompute = config.critic.gradient_checkpointing
+            value_model = load(dtype=master, gradient_checkpointing=recompute, value_head=True)
+            critic = Critic(value_model, config, mesh, device)
         if config.algorithm.kl_placement != "none":
             # Without updates there is nothing that rounding to the compute dtype could lose.
-            reference = Reference(load(compute), config, mesh, device)
+            reference = Reference(load(dtype=compute), config, mesh, device)
     return actor, critic, reference
 
 
@@ -262,17 +260,10 @@ def _end_with(message: str, events: EventLog) -> NoReturn:
     hard_exit(1)
 
 
-def import_sglang(run: RunContext, transports: Sequence[TransportName]) -> None:
-    """Import what an engine needs: it takes as long as starting it, and no other thread may import meanwhile.
-
-    On the CPU only on ranks that use it: the others would take the cores of those that do.
-    """
-    config, world = run.config, run.world
-    with run.events.phase("import_sglang", waiting_for="SGLang's import"):
-        nodes = [node for each in place(run.dims, world.locations, world.device_type) for node in each.nodes]
-        shipped = config.engine.implementation == "sglang"
-        if shipped or world.device_type == "cuda" or "bucket" in transports or world.rank in {n.builder for n in nodes}:
-            sglang_api.import_engine()
+def import_sglang(events: EventLog) -> None:
+    """Import what an engine needs: it takes as long as starting it, and no other thread may import meanwhile."""
+    with events.phase("import_sglang", waiting_for="SGLang's import"):
+        sglang_api.import_engine()
     faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python
 
 

@@ -7,7 +7,6 @@ run: options, TOML files, and --section.key VALUE.
 
 import argparse
 import ast
-import difflib
 import inspect
 import json
 import math
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
-from harness.config.layers import COMMAND_LINE, KINDS, ConfigError, build_config, override_layer, read_layer
+from harness.config.layers import COMMAND_LINE, KINDS, ConfigError, build_config, nearest, override_layer, read_layer
 from harness.config.rules import check
 from harness.config.schema import Config
 
@@ -147,8 +146,8 @@ def _parse_known(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
 
 def _unknown_option(kind: type, word: str, otherwise: str) -> ConfigError:
     name = word.partition("=")[0]
-    close = difflib.get_close_matches(name, [_option(each.name) for each in fields(kind)], n=1)
-    hint = f"the nearest is {close[0]}" if close else otherwise
+    options = [_option(each.name)[2:] for each in fields(kind)]
+    hint = nearest(name.lstrip("-"), options, otherwise).replace("nearest is ", "nearest is --")
     return ConfigError(f"{name} ({COMMAND_LINE}) is not an option; {hint}.")
 
 

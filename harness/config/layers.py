@@ -52,7 +52,7 @@ def read_layer(path: str) -> Layer:
 
 def override_layer(overrides: Iterable[tuple[str, str]]) -> Layer:
     """Turn ("actor.learning_rate", "1e-5") pairs into a layer; the field's type decides how the text is read."""
-    kinds = _kinds()
+    kinds = key_types()
     table: dict[str, Any] = {}
     for key, text in overrides:
         *parents, name = key.split(".")
@@ -87,9 +87,10 @@ def digest(config: Config) -> str:
     return hashlib.sha256(to_toml(config).encode()).hexdigest()
 
 
-def all_keys() -> list[str]:
-    """Return every dotted key that a config file or an override may set."""
-    return list(_kinds())
+def key_types() -> dict[str, Any]:
+    """Return the type of every dotted key that a config file or an override may set."""
+    sections = {each.name: getattr(Config(), each.name) for each in dataclasses.fields(Config)}
+    return {f"{name}.{item.name}": item.type for name, each in sections.items() for item in dataclasses.fields(each)}
 
 
 def nearest(name: str, names: Iterable[str], otherwise: str) -> str:
@@ -101,12 +102,6 @@ def nearest(name: str, names: Iterable[str], otherwise: str) -> str:
 def shown(value: Any) -> str:
     """Write a value as TOML and JSON write it."""
     return json.dumps(value, default=str)
-
-
-def _kinds() -> dict[str, Any]:
-    """Return the type of every dotted key."""
-    sections = {each.name: getattr(Config(), each.name) for each in dataclasses.fields(Config)}
-    return {f"{name}.{item.name}": item.type for name, each in sections.items() for item in dataclasses.fields(each)}
 
 
 def _apply(target: Any, table: Mapping[str, Any], source: str, prefix: str) -> None:
@@ -175,9 +170,9 @@ def _unknown_key(key: str, source: str, known: list[str]) -> str:
         [full for full in known if "".join(word[0] for word in full.rsplit(".", 1)[-1].split("_")) == name]
         or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
         # A key that is right, but in another section.
-        or [full for full in all_keys() if full.rsplit(".", 1)[-1] == name]
+        or [full for full in key_types() if full.rsplit(".", 1)[-1] == name]
         # The name of a section looks like no key.
-        or ("." in key and difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.5))
+        or ("." in key and difflib.get_close_matches(key, key_types(), n=1, cutoff=0.5))
     )
     hint = f"the nearest is {found[0]}" if found else f"the keys there are {', '.join(known)}"
     return f"{key} ({source}) is not a key; {hint}."

@@ -54,8 +54,6 @@ QUANTIZED = (
     "a quantized engine takes quantized tensors with their scales, and the trainer has neither, or keeps parameters of other"
     " shapes, which no later load fits"
 )
-WITHOUT_DRAFT_MODEL = ("NGRAM", "UNO")
-"""Ways of speculative decoding in SGLang that load no second model."""
 
 
 def check(config: Config) -> None:
@@ -199,7 +197,7 @@ def _updates(config: Config) -> Iterator[Rule]:
     for argument in ("quantization", "torchao_config"):
         yield not arguments.get(argument), f"engine.args.{argument}", f"{QUANTIZED}; leave it out"
     draft = str(arguments.get("speculative_algorithm") or "").upper()
-    if draft and draft not in WITHOUT_DRAFT_MODEL:
+    if draft not in ("", "NGRAM", "UNO"):  # these load no second model
         why = f"SGLang calls a weight loader for the draft model of speculative_algorithm = {draft} too, and one stream feeds one"
         use = f'{why}; use "bucket", "tensor" or "disk"'
         yield config.weights.transport != "stream", "weights.transport", use

@@ -103,7 +103,12 @@ class Learner(ShardedModel):
         gradient. Raise ValueError if no rank has a response token, FloatingPointError if the gradient is not finite;
         the model is then as before.
         """
-        counts = self._global_counts(minibatch.response_mask)
+        counts = Counts(*self.all_sum(local_counts(minibatch.response_mask.to(self.device))).tolist())
+        if counts.tokens == 0:
+            raise ValueError(
+                "the minibatch must have at least 1 response token over all ranks, got 0; where rollout.truncated ="
+                ' "mask" left none, raise rollout.max_response_tokens'
+            )
         self.model.train()
         self.gradients.clear()
         share_of_loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -134,15 +139,6 @@ class Learner(ShardedModel):
         """Yield AdamW's moments: none before the first step. Its step counts stay where they are."""
         for state in self.optimizer.state.values():
             yield from (value for name, value in state.items() if name != "step")
-
-    def _global_counts(self, response_mask: Tensor) -> Counts:
-        counts = Counts(*self.all_sum(local_counts(response_mask.to(self.device))).tolist())
-        if counts.tokens == 0:
-            raise ValueError(
-                "the minibatch must have at least 1 response token over all ranks, got 0; where rollout.truncated ="
-                ' "mask" left none, raise rollout.max_response_tokens'
-            )
-        return counts
 
     @torch.no_grad()
     def _gradient_norm(self) -> float:

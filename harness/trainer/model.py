@@ -175,17 +175,6 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a plain tensor, or of a DTensor sharded by rows, and its first row's index.
-
-    Rows are shared out as torch.chunk does, so that the last ranks may hold fewer, or none.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor, 0
-    rows_per_rank = -(-tensor.shape[0] // tensor.device_mesh.size())
-    return tensor.to_local(), min(tensor.device_mesh.get_local_rank() * rows_per_rank, tensor.shape[0])
-
-
 @torch.no_grad()
 def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str | None = None) -> None:
     """Fill this rank's shards of every named tensor, or of the one called `only`, with normal values drawn from seed.
@@ -196,7 +185,10 @@ def fill_random(model: nn.Module, config: PretrainedConfig, seed: int, only: str
     for name, tensor in named_tensors(model):
         if only not in (None, name):
             continue
-        local, first_row = local_rows(tensor)
+        local, first_row, rows = tensor, 0, tensor.shape[0]
+        if isinstance(tensor, DTensor):  # sharded by rows as torch.chunk does: the last ranks may hold fewer, or none
+            share = -(-rows // tensor.device_mesh.size())
+            local, first_row = tensor.to_local(), min(tensor.device_mesh.get_local_rank() * share, rows)
         key = f"{seed}/{name}"
         if tensor.ndim == 1:
             whole = _normal(tuple(tensor.shape), key, local.device) * 0.1 + (

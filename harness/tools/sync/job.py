@@ -70,7 +70,7 @@ class SyncJob:
         run = replace(run, config=replace(run.config, weights=replace(weights, transport=chosen[0][0])))
         if world.rank == 0:
             write_config(folder, run.config, world.device_type)
-        engine, model = make_engine_and_model(run, [name for name, _ in chosen])
+        engine, model = make_engine_and_model(run)
         verdicts = []
         for name, reason in chosen:
             dtype = getattr(torch, run.config.model.dtype)
@@ -122,7 +122,7 @@ class SyncJob:
         )
 
 
-def make_engine_and_model(run: RunContext, transports: Sequence[TransportName]) -> tuple[VerlEngine, nn.Module]:
+def make_engine_and_model(run: RunContext) -> tuple[VerlEngine, nn.Module]:
     """Return an engine for each (tp, pp) group, and the sharded model. A collective call of all ranks."""
     config, world, events = run.config, run.world, run.events
     with as_config_error(), events.phase("inputs", waiting_for="the model's folder"):
@@ -131,7 +131,7 @@ def make_engine_and_model(run: RunContext, transports: Sequence[TransportName]) 
         model_folder = make_model_folder(run, rows)
         attention = trainer_attention(config, model_folder, world.device_type, events.say)
     meshes = build_meshes(run.dims, world.device.type)
-    import_sglang(run, transports)
+    import_sglang(events)
     engine = start_engine(run, meshes.engines, model_folder)
     with events.phase("build_trainer", waiting_for="the sharded model"):
         model = load_causal_lm(

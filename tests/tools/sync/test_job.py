@@ -83,7 +83,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     DONE.clear()
     engine = SimpleNamespace(shutdown=lambda: DONE.append("shutdown"))
     fakes = {
-        "make_engine_and_model": lambda run, names: (engine, None),
+        "make_engine_and_model": lambda run: (engine, None),
         "WeightSync": FakeSync,
         "choose_transport": lambda config, api, device: (config.weights.transport, "asked"),
         "perturb": lambda live, seed: DONE.append(f"perturb {seed}"),
