@@ -94,10 +94,7 @@ def _engine_sums(sync: WeightSync) -> dict[int, dict[str, int]]:
 
 
 def _followed(sync: WeightSync) -> Iterator[tuple[Unit, list[str], dict[Box, list[tuple[int, str]]]]]:
-    """Yield the units of which every element is held once and as wide as it was sent.
-
-    With the names of their tensors, and box -> (engine rank, "<bucket>/<copy>") of each copy of it.
-    """
+    """Yield each unit whose every element is held once, as wide as it was sent: its names, box -> (rank, copy) of each."""
     lost = {name for each in sync.coverage for name in each.opaque}
     for index, bucket in enumerate(sync.buckets):
         boxes: dict[int, dict[Box, list[tuple[int, str]]]] = {entry.group: {} for entry in bucket.entries}

@@ -14,13 +14,11 @@ from harness.cluster.world import all_gather
 
 Dtype = Literal["float32", "bfloat16"]
 
-# No statistic below its floor is a failure. bfloat16: matrix products add up in float32, so what counts is the rounding
-# of the logits, one epsilon of a number around 1; healthy 10M-parameter models were within 0.003 on H200, and the
-# smallest silent failure there was 0.014. float32: the sums themselves round, in another order in each program, and
-# random errors of 7000 additions make sqrt(7000) = 84 epsilons, 1e-5; healthy models were within 5e-7 on CPU.
+# No statistic below its floor is a failure. bfloat16: one epsilon, the rounding of logits around 1; on H200 healthy models
+# of 10M parameters were within 0.003, and the smallest silent failure was 0.014. float32: random errors of 7000 additions
+# make sqrt(7000) = 84 epsilons, 1e-5; healthy models were within 5e-7 on CPU.
 FLOOR = {"float32": 84 * 2.0**-23, "bfloat16": 2.0**-7}
-# Without a baseline a difference must be allowed that may be healthy in a bfloat16 model of that kind: on H200 tiny
-# models had up to 0.011, mixtures of experts up to 0.020 in the mean.
+# Without a baseline what may be healthy is allowed: on H200 tiny models had up to 0.011, mixtures of experts up to 0.020.
 FLOOR_WITHOUT_BASELINE = {"float32": FLOOR["float32"], "bfloat16": 0.05}
 # Healthy means of one run stayed within a factor of 2 of each other; silent failures were 4.8 times and more above their
 # healthy controls (0.0145 against 0.0030, 0.0139 against 0.0029).
@@ -28,8 +26,7 @@ FACTOR = 3.0
 # exp(0.1) is half of PPO's usual clip range: with a baseline above it nothing could be learnt, and nothing be proven.
 LARGEST_BASELINE = 0.1
 # A tiny bfloat16 mixture of experts on CPU had means from 0.005 to 0.014 over 38 healthy rollouts of 256 tokens, and from
-# 0.0087 to 0.0116 over 8 of 1024: a router that chooses another expert moves one token by up to 0.7. So a baseline is of
-# more tokens than a tiny run's one rollout.
+# 0.0087 to 0.0116 over 8 of 1024: a router that chooses another expert moves one token by up to 0.7.
 BASELINE_TOKENS = 2048
 # The same jumps make the mean of a healthy sequence of 16 tokens 7 times the mean of all. Its lower three quarters have few
 # of them; where fewer tokens are, a part is shown and not judged.

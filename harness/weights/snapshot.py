@@ -19,8 +19,7 @@ Snapshot = dict[int, dict[str, int]]
 def report_of_schedulers(engine: VerlEngine, what: str) -> list[model_state.WorkerReport]:
     """Let all schedulers report (model_state.report); return the reports of this host on the rank that built them.
 
-    Empty on other ranks, and before sglang 0.4.8, which has no custom weight loaders. A collective call of the engine's
-    ranks.
+    Empty on other ranks, and before sglang 0.4.8, which has no custom weight loaders. A collective call.
     """
     if not engine.api.custom_weight_loader:
         return []

@@ -1,7 +1,4 @@
-"""The trainer's end of the slots: every rank of an engine beside its own scheduler, one engine call for all of them.
-
-The head's call runs on a thread of its own while each rank, the head too, feeds its scheduler.
-"""
+"""The trainer's end of the slots: every rank of an engine feeds its own scheduler, during one engine call for all."""
 
 import json
 import shutil

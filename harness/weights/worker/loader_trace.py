@@ -55,7 +55,7 @@ def trace_loader(
 ) -> GroupTrace:
     """Run `load`, the load_weights of a model, on the entries of one group without changing what they fill.
 
-    What a loader derives from weights that it already holds, such as DeepSeek's absorbed projections, it derives anew.
+    What a loader derives from weights that it holds, such as DeepSeek's absorbed projections, it derives anew.
     """
     traced = GroupTrace(tuple(entries))
     recorder = _Recorder(slot, traced)
