@@ -7,6 +7,7 @@ does not find its place is an error.
 import ast
 import builtins
 import re
+import runpy
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -109,8 +110,7 @@ class _Program:
         if self.device == "cpu":
             sources = _sources(PASTED)
             shown += ["", "# In every process of an engine too: SGLang's import this file, as __mp_main__."]
-            tree = ast.parse((STANDINS / "sgl_kernel" / "__init__.py").read_text(encoding="utf-8"))
-            names = [ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)]
+            names = runpy.run_path(str(STANDINS / "sgl_kernel" / "__init__.py"))["NAMES"]
             shown += [f"NAMES = {literal(names, 'NAMES')}", textwrap.dedent(_inside(sources["add_stand_ins"]))]
             if self.config.model.name in ("deepseek_v3", "moonlight"):
                 shown += ['if __name__ == "__mp_main__":', _inside(sources["register_absorbed_mla"])]

@@ -82,6 +82,7 @@ def test_other_choices_make_clean_files_too(
     monkeypatch.chdir(REPOSITORY)
     for device in ("cpu", "cuda"):
         subject = subject_of("configs/cpu/quickstart.toml", "--engine.device", device, *words)
+        assert ("'copy_all_layer_kv_cache_cpu'," in render(subject)) == (device == "cpu"), "the names of the stand-in"
         (tmp_path / f"{device}.py").write_text(render(subject))
         (tmp_path / f"{device}_lost.py").write_text(render(replace(subject, seen=LOST)))
     check(tmp_path)
