@@ -15,7 +15,6 @@ _checkout.use()
 
 from harness.runtime.errors import exit_with, report_user_error
 from harness.tools import environments
-from harness.tools.report.write_reports import write_reports
 
 
 def main(arguments: list[str]) -> int:
@@ -24,6 +23,8 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0
     environments.need("jinja2")
+    from harness.tools.report.write_reports import write_reports
+
     try:
         if len(arguments) != 1:
             raise ValueError(f"{len(arguments)} run directories are given; give one.")
