@@ -189,6 +189,9 @@ def files_of_page(text: str, is_json: bool) -> list[Mapping[str, Any]]:
 
 def _files_of_index(index: str, package: str) -> list[Mapping[str, Any]]:
     address = f"{index.rstrip('/')}/{canonicalize_name(package)}/"
+    if urlsplit(index).scheme == "file":
+        page = Path(unquote(urlsplit(address).path)) / "index.html"
+        return files_of_page(page.read_text(), is_json=False) if page.is_file() else []
     request = urllib.request.Request(address, headers={"Accept": _ACCEPT})
     certificates = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
     try:

@@ -190,6 +190,13 @@ def test_the_releases_of_an_index(monkeypatch: pytest.MonkeyPatch, index: str) -
     assert [str(version) for version in sorted(candidates.releases("Moving"))] == ["1.0", "1.1", "1.2", "1.3"]
 
 
+def test_an_index_in_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "moving").mkdir()
+    (tmp_path / "moving" / "index.html").write_text('<a href="moving-1.0-py3-none-any.whl">x</a>')
+    monkeypatch.setattr(candidates, "index_arguments", lambda: ["--index-url", tmp_path.as_uri()])
+    assert list(map(str, candidates.releases("moving"))) == ["1.0"] and not candidates.releases("absent")
+
+
 @pytest.mark.long
 def test_an_index_that_is_lost_pauses_and_is_gone_on_from(tmp_path: Path, index: str) -> None:
     bench = Bench(tmp_path)
