@@ -27,6 +27,7 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The terminal's are for the parent. A failing scheduler of SGLang sends SIGQUIT to its parent: an orphan's is the supervisor."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = "/dev/shm"
+UNKNOWN_SECONDS = 3.0  # a process that has just started may be noted so long after its first file
 CANNOT_START = 127
 """The exit code for a command that cannot be started, as in a shell."""
 
@@ -201,17 +202,19 @@ class SharedFiles:
         self.before = self.known = _shared_files()
         self.ours: set[tuple[str, int]] = set()
         self.pids: set[int] = set()  # of all processes of ours that were ever seen
-        self._seen_once: set[tuple[str, int]] = set()
+        self._since: dict[tuple[str, int], float] = {}  # when a file that is nobody's yet was first seen
 
     def look(self, pids: Iterable[int]) -> None:
-        """Note what these processes of ours use; a file that they do not use at its second look is not ours."""
+        """Note what these processes of ours use; a file that they do not use for UNKNOWN_SECONDS is another program's."""
         pids = set(pids)
         self.pids |= pids
         if new := _shared_files() - self.known:
             used = _used_by(pids)
             self.ours |= {file for file in new if file[1] in used or self._is_of_torch(file)}
-            self.known = self.known | self.ours | (new & self._seen_once)
-            self._seen_once = new
+            now = time.monotonic()
+            self._since = {file: self._since.get(file, now) for file in new}
+            theirs = {file for file, since in self._since.items() if now - since > UNKNOWN_SECONDS}
+            self.known = self.known | self.ours | theirs
 
     def remove(self) -> None:
         """Unlink, once our processes are dead, what no other process uses."""

@@ -19,6 +19,7 @@ ONE = {"host0": [0, 1]}
 TWO = {"host0": [0, 1], "host1": [2, 3]}
 TIME = r"\d\d:\d\d:\d\d UTC"
 HANG = "begin:meet:0 meet end:meet begin:sync:1 hang"
+HANG_WITH_CHILD = HANG.replace("end:meet", "end:meet child")
 
 Start = Callable[..., Hosts]
 
@@ -173,7 +174,7 @@ def a_lost_peer_is_told_as_such_when_nothing_else_is_known(start: Start) -> None
 
 @scenario(by_default=True)
 def ranks_end_when_their_launcher_is_killed(start: Start) -> None:
-    hosts = start(TWO, {-1: f"child {HANG}"})
+    hosts = start(TWO, {-1: HANG_WITH_CHILD})
     hosts.wait_until_hanging(0, 1, 2, 3)
     hosts.harm(signal.SIGKILL, "host1", "stand_in_agent")
     hosts.wait()
@@ -204,9 +205,9 @@ def a_mistake_is_left_to_the_rank_that_said_it(start: Start) -> None:
 @scenario(harms=("SIGSTOP watchdog", "SIGKILL stand_in_agent"), how=r"is stopped .*")
 @scenario(harms=("SIGKILL watchdog", "SIGKILL stand_in_agent"), how=r"was .*")
 def all_ends_without_its_watchdog_and_its_standby_says_so(start: Start, harms: tuple[str, ...], how: str) -> None:
-    hosts = start(ONE, {-1: f"child {HANG}"})
+    hosts = start(ONE, {-1: HANG_WITH_CHILD})
     hosts.wait_until_hanging(0, 1)
-    time.sleep(1.5)  # until the watchdog has said which processes it has
+    time.sleep(3)  # until the watchdog has told its standby of all processes and files
     for name, kind in map(str.split, harms):
         hosts.processes(kind=kind)[0].send_signal(signal.Signals[name])
     assert hosts.wait() < 15
@@ -229,7 +230,7 @@ def ranks_end_without_watchdog_and_standby(start: Start) -> None:
 
 @scenario(by_default=True)
 def a_run_directory_that_blocks_keeps_nothing_alive(start: Start) -> None:
-    hosts = start(ONE, {1: f"child meet begin:sync:1 wait:1.2 kill:{int(signal.SIGKILL)}", -1: f"child {HANG}"})
+    hosts = start(ONE, {1: f"meet child begin:sync:1 wait:1.2 kill:{int(signal.SIGKILL)}", -1: HANG_WITH_CHILD})
     os.mkfifo(hosts.folder / "failure-host0.json")  # blocks who opens it, as a dead mount does
     assert hosts.wait() < 15
     assert "FIRST FAILURE: rank 1 on host0 was killed by SIGKILL in sync of step 1" in hosts.verdict("host0")
@@ -238,7 +239,7 @@ def a_run_directory_that_blocks_keeps_nothing_alive(start: Start) -> None:
 
 @scenario(by_default=True)
 def a_stopped_process_of_an_engine_is_named_at_the_deadline(start: Start) -> None:
-    hosts = start(ONE, {0: f"child {HANG}", -1: HANG}, phase_timeouts={"sync": 2.0})
+    hosts = start(ONE, {0: HANG_WITH_CHILD, -1: HANG}, phase_timeouts={"sync": 2.0})
     hosts.wait_until_hanging(0, 1)
     engine = int((hosts.folder / "child-0").read_text())
     os.kill(engine, signal.SIGSTOP)
@@ -267,7 +268,7 @@ def a_host_that_was_never_heard_is_warned_of_and_not_lost(start: Start) -> None:
 
 @scenario()
 def a_run_that_is_told_to_end_says_so(start: Start) -> None:
-    hosts = start(ONE, {-1: f"child {HANG}"})
+    hosts = start(ONE, {-1: HANG_WITH_CHILD})
     hosts.wait_until_hanging(0, 1)
     hosts.harm(signal.SIGTERM, "host0", "stand_in_rank")
     hosts.wait()
