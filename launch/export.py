@@ -18,10 +18,6 @@ _checkout.use()
 
 from harness.runtime.errors import exit_with, report_user_error
 from harness.tools import environments
-from harness.tools.diagnose.diagnose import diagnose
-from harness.tools.diagnose.log_lines import log_files
-from harness.tools.export.program import MOST_LINES, render
-from harness.tools.export.subject import read_subject
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +25,12 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    environments.need("torch")
+    environments.need("torch", "msgspec")
+    from harness.tools.diagnose.diagnose import diagnose
+    from harness.tools.diagnose.log_lines import log_files
+    from harness.tools.export.program import MOST_LINES, render
+    from harness.tools.export.subject import read_subject
+
     try:
         if not arguments:
             raise ValueError("there is nothing to export; give a TOML file or a run directory.")

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    environments.need("jinja2")
+    environments.need("jinja2", "msgspec")
     from harness.tools.report.write_reports import write_reports
 
     try:
