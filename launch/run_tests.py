@@ -3,7 +3,7 @@
     python3 launch/run_tests.py [pytest's arguments]
 
 Makes the environment where it is missing (harness/tools/environments.py), tests included, and becomes `python -m pytest
--n 2 --dist loadfile` with the arguments passed on. Tests marked long, and without a GPU those marked gpu, are left out;
+-n 3 --dist loadfile` with the arguments passed on. Tests marked long, and without a GPU those marked gpu, are left out;
 `-m long` runs the long ones. Exit code: pytest's; 125: the environment cannot be made here.
 """
 
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     if made.returncode:
         return made.returncode
     # Two at a time, a file to one of them: an engine started for a file's tests serves them all.
-    command = [made.stdout.strip(), "-m", "pytest", "-n", "2", "--dist", "loadfile", *arguments]
+    command = [made.stdout.strip(), "-m", "pytest", "-n", "3", "--dist", "loadfile", *arguments]
     print(f"+ {shlex.join(command)}", flush=True)
     os.execv(command[0], command)
 

@@ -65,6 +65,7 @@ def python(*arguments: str, timeout: float = 240, **environment: str) -> subproc
     )
 
 
+@pytest.mark.long
 def test_the_real_packages_import_in_parent_and_children(tmp_path: Path) -> None:
     script = tmp_path / "imports.py"
     script.write_text(IMPORTS)

@@ -24,7 +24,7 @@ def drawings(page: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(each) for each in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
 
 
-@pytest.mark.parametrize("ranks", [1, 64])
+@pytest.mark.parametrize("ranks", [1, 16])
 def test_a_page_has_a_row_and_a_memory_plot_for_every_rank_and_needs_no_other_file(ranks: int, tmp_path: Path) -> None:
     page = page_of(fake_run(tmp_path / "run", ranks, passed=True))
     assert (
