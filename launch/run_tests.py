@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     made = subprocess.run(making, stdout=subprocess.PIPE, text=True)
     if made.returncode:
         return made.returncode
-    # Two at a time, a file to one of them: an engine started for a file's tests serves them all.
+    # Three at a time, as many of them wait; a file to one worker: an engine started for a file's tests serves them all.
     command = [made.stdout.strip(), "-m", "pytest", "-n", "3", "--dist", "loadfile", *arguments]
     print(f"+ {shlex.join(command)}", flush=True)
     os.execv(command[0], command)
