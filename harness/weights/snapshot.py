@@ -25,7 +25,8 @@ def report_of_schedulers(engine: VerlEngine, what: str) -> list[model_state.Work
         return []
     folder = Path(engine.on_head(lambda _: tempfile.mkdtemp(prefix="harness-inspect-")))
     call_schedulers(engine, model_state.REPORT, f"{what} {folder}", lambda ended: None)
-    reports = model_state.read_reports(folder, len(engine.node.ranks)) if engine.is_builder else []
+    ranks = [engine.group.ranks.index(rank) for rank in engine.node.ranks]
+    reports = model_state.read_reports(folder, ranks) if engine.is_builder else []
     dist.barrier(group=engine.group.process_group)
     shutil.rmtree(folder, ignore_errors=True)
     return reports

@@ -69,12 +69,16 @@ def report(model: Any, call: Call) -> None:
     file.with_suffix(".unfinished").rename(file)
 
 
-def read_reports(folder: Path, count: int) -> list[WorkerReport]:
-    """Wait for the reports of the `count` schedulers of this host: the engine answers for its first stage alone."""
+def read_reports(folder: Path, ranks: Sequence[int]) -> list[WorkerReport]:
+    """Wait for the reports of these engine ranks: the engine answers for its first stage alone.
+
+    Only theirs: where hosts share the folder's file system, those of other hosts lie beside them.
+    """
     deadline = time.monotonic() + REPORT_SECONDS
-    while len(files := sorted(folder.glob("rank*.json"))) < count:
+    files = [folder / f"rank{rank}.json" for rank in ranks]
+    while missing := [file.name for file in files if not file.exists()]:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{folder} has not {count} reports of schedulers after {REPORT_SECONDS:.0f} s.")
+            raise TimeoutError(f"{folder} has no {', '.join(missing)} of its schedulers after {REPORT_SECONDS:.0f} s.")
         time.sleep(0.01)
     return [WorkerReport(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
