@@ -6,6 +6,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,9 +33,10 @@ def enter(name: str) -> Path:
 def remove(name: str) -> None:
     """Remove this user's folders of the run, in a process that has not entered one; what cannot be removed stays."""
     for folder in Path(_base_of_run(name)).glob(f"{_prefix(name)}*"):
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # a process that is ending removes its own
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_what_exit_would() -> None:

@@ -96,3 +96,10 @@ def test_ranks_and_schedulers_of_a_host_still_meet_in_one_folder(base: Path) -> 
     environment = os.environ | {"TMPDIR": str(base)}
     command = [sys.executable, "-c", MEET, "rank"]
     assert subprocess.check_output(command, env=environment, text=True).strip() == str(base)
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_is_no_error(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = entered(base)
+    monkeypatch.setattr(Path, "glob", lambda *_: [base / f"{NAME}.tmp-gone", Path(folder)])
+    scratch.remove(NAME)
+    assert not Path(folder).exists()

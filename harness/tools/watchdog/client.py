@@ -107,7 +107,9 @@ class WatchdogObserver(Observer):
         self._deadline, self._order_seconds = deadline, settings.heartbeat_timeout + ORDER_SECONDS
         pid, host, is_torchrun = launcher_pid(), settings.host, "TORCHELASTIC_RUN_ID" in os.environ
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        name = f"harness-{os.getuid()}-{pid}-{started_at(pid)}-{restart}"
+        # Containers with pids of their own may share the folder for temporary files.
+        pids = os.stat("/proc/self/ns/pid").st_ino
+        name = f"harness-{os.getuid()}-{pids}-{pid}-{started_at(pid)}-{restart}"
         settings = replace(settings, name=name, launcher=pid, is_torchrun=is_torchrun)
         port = _start_watchdog(settings) if local_rank == 0 else 0
         os.environ[MARK] = name  # in the environment of the processes that this one starts
