@@ -169,8 +169,16 @@ def _same_message(one: Cause, other: Cause, specific: bool) -> bool:
         return False
     if one.shape == other.shape and (one.kind == other.kind or specific):
         return True
-    here = one.place and one.place == other.place
-    return bool(here) and specific and SequenceMatcher(None, one.shape, other.shape, autojunk=False).ratio() >= _ALIKE
+    return bool(one.place) and one.place == other.place and specific and _is_rephrased(one, other)
+
+
+def _is_rephrased(one: Cause, other: Cause) -> bool:
+    """Return whether most words are shared: of both messages, or of the shorter one where they name the same things."""
+    words = [[word.casefold() for word in each.shape] for each in (one, other)]
+    shared = sum(block.size for block in SequenceMatcher(None, *words, autojunk=False).get_matching_blocks())
+    lengths = [len(each) for each in words]
+    names_the_same = one.kind == other.kind and bool(one.names) and one.names == other.names
+    return shared >= _ALIKE * (min(lengths) if names_the_same else sum(lengths) / 2)
 
 
 def _same_place(one: Cause, other: Cause, specific: bool) -> bool:

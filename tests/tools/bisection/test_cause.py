@@ -28,6 +28,10 @@ SAME = [
     ),
     (("ValueError: the batch size must be positive", WORK), ("AssertionError: the batch size must be positive", WORK)),
     (("TypeError: the batch must be a list of ints", WORK), ("TypeError: the batch must be a list of tensors", WORK)),
+    (
+        ("TypeError: Args.__init__() got an unexpected keyword argument 'max_bs'", "s.py:<module>"),
+        ("TypeError: Unexpected keyword argument 'max_bs'", "s.py:<module>"),
+    ),
     (("", "", -11), ("", "", -11)),
 ]
 OTHERWISE = [
@@ -37,6 +41,7 @@ OTHERWISE = [
     (("ModuleNotFoundError: No module named 'moving.fp8'", "s.py:<module>"), ("ModuleNotFoundError: No module named 'moving.fp4'", "s.py:<module>")),
     (("ImportError: cannot import name 'a' from 'moving'", "s.py:<module>"), ("ModuleNotFoundError: No module named 'moving'", "s.py:<module>")),
     (("TypeError: f() got an unexpected keyword argument 'a'", WORK), ("TypeError: f() got an unexpected keyword argument 'b'", WORK)),
+    (("TypeError: f() got an unexpected keyword argument 'a'", WORK), ("TypeError: f() missing 1 required positional argument: 'a'", WORK)),
     (("KeyError: 'weights'", WORK), ("KeyError: 'scales'", WORK)),
     (("", "", -11), ("", "", -6)),
     (("", "", -11), ("RuntimeError: it is over", WORK)),
