@@ -46,7 +46,8 @@ class Bench:
 
     def script(self, code: str, name: str = "script.py") -> str:
         """A script that also notes every run in the file `ran`."""
-        note = f"import os; open({str(self.folder / 'ran')!r}, 'a').write(os.environ.get('BISECT_CANDIDATE', '?') + '\\n')\n"
+        line = f"open({str(self.folder / 'ran')!r}, 'a').write(os.environ.get('BISECT_CANDIDATE', '?') + '\\n')"
+        note = f"import os\nif __name__ == '__main__':  # not in the processes that an engine spawns\n    {line}\n"
         (self.folder / name).write_text(note + code)
         return name
 
