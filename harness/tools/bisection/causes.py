@@ -174,9 +174,9 @@ def _same_message(one: Cause, other: Cause, specific: bool) -> bool:
 
 def _is_rephrased(one: Cause, other: Cause) -> bool:
     """Return whether most words are shared: of both messages, or of the shorter one where they name the same things."""
-    words = [[word.casefold() for word in each.shape] for each in (one, other)]
-    shared = sum(block.size for block in SequenceMatcher(None, *words, autojunk=False).get_matching_blocks())
-    lengths = [len(each) for each in words]
+    here, there = ([word.casefold() for word in each.shape] for each in (one, other))
+    matching = SequenceMatcher(None, here, there, autojunk=False).get_matching_blocks()
+    shared, lengths = sum(block.size for block in matching), (len(here), len(there))
     names_the_same = one.kind == other.kind and bool(one.names) and one.names == other.names
     return shared >= _ALIKE * (min(lengths) if names_the_same else sum(lengths) / 2)
 
