@@ -40,11 +40,14 @@ def _flip(tensor: torch.Tensor, key: str) -> None:
     integer, bits = VIEWS[tensor.dtype]
     flat = tensor.view(integer).view(-1)  # raises where the shard is no contiguous memory
     digest = hashlib.sha256(key.encode()).digest()
-    # Multiplied by 2**32 over the golden ratio, neighbours fall far apart, so bit 31 is as good as a coin. A factor drawn
-    # from the key could be too small for that: every element of a tensor then got the same bit (seed 272).
-    factor, offset = 0x9E3779B1, int.from_bytes(digest[:4], "little")
+    # Odd factors of full width, with the high bits folded in between: a factor drawn from the key could be too small (every
+    # element of a tensor then got the same bit: seed 272), and one factor alone gives as few patterns as there are
+    # rotations of one (246 of 1,001 seeds changed a tensor as another seed did).
+    offset = int.from_bytes(digest[:8], "little") >> 2
     for start in range(0, flat.numel(), CHUNK):
         chunk = flat[start : start + CHUNK]
-        position = torch.arange(start, start + chunk.numel(), device=flat.device, dtype=torch.int64)
-        coin = position.add_(offset).mul_(factor).bitwise_right_shift_(31).bitwise_and_(1)
+        mixed = torch.arange(start, start + chunk.numel(), device=flat.device, dtype=torch.int64)
+        mixed.add_(offset).mul_(0x1E3779B97F4A7C15)
+        mixed.bitwise_xor_(mixed >> 29).mul_(0x3F58476D1CE4E5B9)
+        coin = mixed.bitwise_right_shift_(40).bitwise_and_(1)
         chunk.bitwise_xor_(coin.add_(1).mul_(1 << (bits - 6)).to(integer))

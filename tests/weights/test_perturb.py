@@ -118,3 +118,11 @@ def test_each_shard_changes_and_copies_stay_copies(tmp_path: Path) -> None:
     # The two shards do not change alike: 3 rows on rank 0, 2 on rank 1.
     ratio = (rows / whole - 1).abs()
     assert not all(math.isclose(a, b, rel_tol=0.3) for a, b in zip(ratio[0], ratio[3], strict=True))
+
+
+def test_no_two_seeds_change_a_tensor_alike() -> None:
+    changes = set()
+    for seed in range(1000):
+        perturb({"a": (tensor := torch.ones(100))}, seed)
+        changes.add(tuple(tensor.tolist()))
+    assert len(changes) == 1000
