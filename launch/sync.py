@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         options, rest = read_known_options(Options, "launch/sync.py", __doc__ or "", arguments)
         if options.syncs < 1 or options.repeats < 1:
             raise ValueError(f"--syncs = {options.syncs} and --repeats = {options.repeats} must each be at least 1.")
-        command = parse(rest)
+        command = parse(rest, Options)
         asked = command.options
         if asked.dry_run or asked.check or asked.json or asked.cuda_visible_devices or asked.nnodes != 1:
             raise ValueError(

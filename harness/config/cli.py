@@ -54,8 +54,11 @@ class Command(NamedTuple):
     options: RunOptions
 
 
-def parse(arguments: Sequence[str]) -> Command:
-    """Read `[FILE.toml ...] [--section.key VALUE ...] [--dry-run ...]`. Raise ConfigError for anything else."""
+def parse(arguments: Sequence[str], script_options: type | None = None) -> Command:
+    """Read `[FILE.toml ...] [--section.key VALUE ...] [--dry-run ...]`. Raise ConfigError for anything else.
+
+    script_options: those that the script has read before, in place of RunOptions in a hint at the nearest one.
+    """
     options, rest = _parse_known(RunOptions, arguments)
     files: list[str] = []
     overrides: list[tuple[str, str]] = []
@@ -69,7 +72,7 @@ def parse(arguments: Sequence[str]) -> Command:
             what = f'"{word}" ({COMMAND_LINE}) must be a TOML file or an option'
             raise ConfigError(f"{what}; write --section.key VALUE, or FILE.toml.")
         if "." not in key:
-            raise _unknown_option(RunOptions, word, "config keys are written --section.key VALUE")
+            raise _unknown_option(script_options or RunOptions, word, "config keys are written --section.key VALUE")
         if not has_value:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{key} ({COMMAND_LINE}) has no value; write --{key} VALUE.")
@@ -145,10 +148,8 @@ def _parse_known(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
 
 
 def _unknown_option(kind: type, word: str, otherwise: str) -> ConfigError:
-    name = word.partition("=")[0]
-    options = [_option(each.name)[2:] for each in fields(kind)]
-    hint = nearest(name.lstrip("-"), options, otherwise).replace("nearest is ", "nearest is --")
-    return ConfigError(f"{name} ({COMMAND_LINE}) is not an option; {hint}.")
+    name, options = word.partition("=")[0], [_option(each.name) for each in fields(kind)]
+    return ConfigError(f"{name} ({COMMAND_LINE}) is not an option; {nearest(name, options, otherwise)}.")
 
 
 def _check_options(options: RunOptions, config: Config) -> None:

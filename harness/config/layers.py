@@ -94,9 +94,10 @@ def key_types() -> dict[str, Any]:
 
 
 def nearest(name: str, names: Iterable[str], otherwise: str) -> str:
-    """Return a hint at the name that looks most like it, or `otherwise`."""
-    match = difflib.get_close_matches(name, list(names), n=1)
-    return f"the nearest is {match[0]}" if match else otherwise
+    """Return a hint at the name that looks most like it, dashes before an option aside, or `otherwise`."""
+    plain = {each.lstrip("-"): each for each in names}
+    match = difflib.get_close_matches(name.lstrip("-"), plain, n=1)
+    return f"the nearest is {plain[match[0]]}" if match else otherwise
 
 
 def shown(value: Any) -> str:

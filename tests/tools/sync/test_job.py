@@ -143,7 +143,7 @@ def launch(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess
     [
         (["--syncs", "0"], "--syncs = 0 and --repeats = 5 must each be at least 1."),
         (["--bench", "--repeats", "-1"], "--syncs = 3 and --repeats = -1 must each be at least 1."),
-        (["--synks", "3"], "--synks (command line) is not an option; "),
+        (["--synks", "3"], "--synks (command line) is not an option; the nearest is --syncs."),
         (["--weights.bukket_size_mib", "1"], "weights.bukket_size_mib (command line) is not a key; the nearest is weights.bucket_size_mib."),
         (["--weights.transport", "pigeon"], 'weights.transport (command line) must be one of "auto", "stream", "tensor", "bucket", "distributed", "disk", got "pigeon".'),
         (["nowhere.toml"], "nowhere.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml."),
