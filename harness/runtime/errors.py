@@ -33,7 +33,7 @@ class UnsupportedEnvironment(RuntimeError):
 
 
 def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
-    """Call it, and end this process with what it returns; without a traceback where nobody reads on, as in `... | head`."""
+    """Call it, and end this process with what it returns; without a traceback into a closed pipe, as in `... | head`."""
     try:
         try:
             code: int | str | None = main(*arguments)

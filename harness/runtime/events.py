@@ -47,7 +47,9 @@ class Console:
             self.stream.write(text)
             self.stream.flush()
         except BrokenPipeError as error:
-            raise ConsoleGone("nobody reads this run's output any more: standard output is a closed pipe.") from error
+            raise ConsoleGone(
+                "standard output is a closed pipe: the program that read this run's output has ended."
+            ) from error
 
 
 @dataclass(slots=True)

@@ -126,7 +126,7 @@ def need(*packages: str) -> None:
 def uv_sources(pip_config: str) -> list[str]:
     """Return uv's arguments for the package sources that `pip config list` prints; uv does not read pip's configuration.
 
-    pip considers every index and link at once, so uv is told to do so too.
+    pip considers every index and link at once, and so does uv with this setting.
     """
     settings: dict[str, str] = {}
     for scope in ("global.", "install.", ":env:."):  # the last one wins, as in pip

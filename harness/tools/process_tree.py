@@ -202,7 +202,7 @@ class SharedFiles:
         self.before = self.known = _shared_files()
         self.ours: set[tuple[str, int]] = set()
         self.pids: set[int] = set()  # of all processes of ours that were ever seen
-        self._since: dict[tuple[str, int], float] = {}  # when a file that is nobody's yet was first seen
+        self._since: dict[tuple[str, int], float] = {}  # when a file of no known process was first seen
 
     def look(self, pids: Iterable[int]) -> None:
         """Note what these processes of ours use; a file that they do not use for UNKNOWN_SECONDS is another program's."""

@@ -1,4 +1,4 @@
-"""Commands whose output nobody reads on, as in `... | head`: real processes, real pipes."""
+"""Commands whose output goes into a closed pipe, as in `... | head`: real processes, real pipes."""
 
 import os
 import subprocess

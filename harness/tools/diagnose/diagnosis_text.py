@@ -43,7 +43,7 @@ def in_brief(found: Diagnosis) -> list[str]:
     if not found.finding:
         return ["no known failure of the catalogue"] if found.verdict == "unknown" else []
     entry = found.finding.entry
-    known = "follows from something unknown, as" if entry.consequence else "known as"
+    known = "the log shows a consequence of it:" if entry.consequence else "known as"
     lines = [f"{known} {entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
     lines += [line for paragraph in _explained(entry) for line in paragraph.splitlines()]
     return [*lines, *(_paragraph("link", link) for link in entry.links[:1])]

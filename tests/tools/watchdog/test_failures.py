@@ -24,7 +24,7 @@ CAUSES = [
     "ArithmeticError: planted on rank 1",
     "WeightsRefused: lm_head.weight: rank 1 holds 3 of the 4 rows of its shard",
     "FloatingPointError: the gradient norm of the actor is nan, but must be finite: it is not on ranks 0, 1",
-    "ConsoleGone: nobody reads this run's output any more: standard output is a closed pipe.",
+    "ConsoleGone: standard output is a closed pipe: the program that read this run's output has ended.",
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     "EngineFailed: engine process sglang::scheduler_TP1 (pid 17) died: it printed nothing (whole log: engine-rank0.log)",
     "WeightsDidNotArrive: step 0: the engine's log-probs are off by 0.3 in the mean",

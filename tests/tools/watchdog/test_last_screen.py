@@ -117,7 +117,7 @@ def test_a_console_that_nobody_reads_is_named(tmp_path: Path, read_until: str, f
     assert process.wait(120) == 1
     wait_for(lambda: "".join(errors.read_text().splitlines()[-1:]).startswith("  reported by the watchdog on "))
     first, *rest = last(errors.read_text().splitlines())
-    assert "ConsoleGone: nobody reads this run's output any more" in first
+    assert "ConsoleGone: standard output is a closed pipe" in first
     named = [line for line in rest if "run directory" in line]
     assert named == ([folder_line.format(tmp_path / "run")] if folder_line else [])
 
