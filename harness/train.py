@@ -142,7 +142,8 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
             memory.release_all()
     with events.phase("build_trainer", waiting_for="actor, critic and reference"):
         actor, critic, reference = (trainer or start_trainer()).result()
-    sync = WeightSync(engine, actor.model, config.weights, run.folder, getattr(torch, config.model.dtype))
+    offloaded = "actor" in config.memory.offload_parameters
+    sync = WeightSync(engine, actor.model, config.weights, run.folder, getattr(torch, config.model.dtype), offloaded)
     for name, part in (("sync", sync), ("actor", actor), *([("critic", critic)] if critic else [])):
         events.observer.built(name, part)
     verification = Verification(

@@ -1,15 +1,14 @@
 """The weight sync alone, from an FSDP2 trainer to its engines: verified, or timed.
 
     torchrun --nproc-per-node=2 launch/sync.py configs/cpu/quickstart.toml --syncs 200
-    torchrun --nproc-per-node=2 launch/sync.py configs/cpu/quickstart.toml --transports stream tensor bucket disk
+    torchrun --nproc-per-node=2 launch/sync.py configs/cpu/quickstart.toml --transports pull tensor bucket disk
     torchrun --nproc-per-node=2 launch/sync.py configs/cpu/sync.toml --bench
     torchrun --nproc-per-node=4 launch/sync.py configs/gpu/sync_qwen2_7b.toml --bench --json sync.json
 
 Without --bench: before each of --syncs syncs every trainer tensor is changed; after it, every element that the engines
-hold is read back and compared, bit for bit. With --bench: the configured transport, verification off, beside an
-all-gather of the same bytes (what the wire could do) and one tensor a call (VerlEngine's way), with where the time
-went. TOML files and --section.key VALUE as for launch/ppo.py. Exit codes: 0 passed, 1 failed, 2 the command line
-or config is wrong.
+hold is read back and compared, bit for bit. With --bench: each transport, verification off, in one table beside an
+all-gather of the same bytes (what the wire could do) and one tensor a call (VerlEngine's way). TOML files and
+--section.key VALUE as for launch/ppo.py. Exit codes: 0 passed, 1 failed, 2 the command line or config is wrong.
 """
 
 import os
@@ -35,7 +34,7 @@ class Options:
     syncs: int = 3
     """Verified syncs, where not --bench."""
     transports: tuple[TransportName, ...] = ()
-    """Several transports one after the other, such as stream tensor bucket disk, in place of weights.transport."""
+    """Several transports one after the other, such as pull tensor bucket disk, in place of weights.transport."""
     repeats: int = 5
     """Timed syncs of --bench; the table shows their median."""
     one_by_one: bool = True

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, host_name, place
+from harness.cluster.placement import EngineNode, RankLocation, engine_gpu_of, gpu_of, host_name, place
 from harness.cluster.ports import planned_ports
 
 if TYPE_CHECKING:
@@ -44,11 +44,7 @@ def picture(
     for engine in engines:
         for node in engine.nodes:
             items = [f"ranks {runs(node.ranks)}", f"builder rank {node.builder}"]
-            if node.visible_devices:
-                first, *more = node.visible_devices
-                uuids = "-" in first  # so long that each is an item
-                items += [f"CUDA_VISIBLE_DEVICES={first if uuids else ','.join(node.visible_devices)}"]
-                items += more if uuids else []
+            items += _devices(node)
             if base_port is not None:
                 ports = planned_ports(base_port, blocks[node.host])
                 blocks[node.host] += 1
@@ -83,6 +79,19 @@ def _rank(dims: ParallelDims, location: RankLocation, device: str) -> str:
         return text
     own, engine = (gpu if "-" in gpu else f"GPU {gpu}" for gpu in (gpu_of(location), engine_gpu_of(location)))
     return f"{text} {own}" + ("" if own == engine else f", engine's {engine}")
+
+
+def _devices(node: EngineNode) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES of an engine's node as items: its own GPUs, and in brackets those behind them."""
+    own, others = node.visible_devices, node.other_devices
+    if not own:
+        return []
+    uuids = "-" in own[0]  # so long that each is an item, and that others are only counted
+    items = list(own) if uuids else [",".join(own)]
+    items[0] = f"CUDA_VISIBLE_DEVICES={items[0]}"
+    if others:
+        items[-1] += f" (then {f'{len(others)} more' if uuids else runs([int(gpu) for gpu in others])})"
+    return items
 
 
 def _wrapped(head: str, items: Sequence[str], separator: str) -> list[str]:

@@ -1,8 +1,9 @@
 """Which hosts and GPUs each engine spans, from the locations of all ranks.
 
-Every engine node is given exactly its own ranks' GPUs, in engine order, with base_gpu_id 0. SGLang then puts the
-scheduler of (tp, pp) on the GPU of the trainer rank with the same (tp, pp), which CUDA-IPC handles of weights rely on;
-with parallel.colocate = false, on the GPU kept for that rank's engine, where no such handle can be opened.
+Every engine node sees its own ranks' GPUs first, in engine order, with base_gpu_id 0. SGLang then puts the scheduler of
+(tp, pp) on the GPU of the trainer rank with the same (tp, pp), which SGLang's own CUDA-IPC handles of weights rely on;
+with parallel.colocate = false, on the GPU kept for that rank's engine. Behind them it sees the other GPUs of its
+builder: nothing of it runs there, but without them it could open no handle of a trainer there.
 """
 
 import re
@@ -48,18 +49,25 @@ class EngineNode:
     """One host's share of an engine.
 
     ranks: world ranks in engine order. visible_devices: their engine GPUs' tokens in the same order, None on CPU.
+    other_devices: tokens of every other GPU that the builder sees, in its order.
     """
 
     node_rank: int
     host: str
     ranks: tuple[int, ...]
     visible_devices: tuple[str, ...] | None
+    other_devices: tuple[str, ...] = ()
     base_gpu_id: int = 0
 
     @property
     def builder(self) -> int:
         """The world rank that constructs sglang.Engine on this node."""
         return self.ranks[0]
+
+    @property
+    def cuda_visible_devices(self) -> str | None:
+        """CUDA_VISIBLE_DEVICES of the engine's processes here: its own GPUs, then the others; None on CPU."""
+        return None if self.visible_devices is None else ",".join((*self.visible_devices, *self.other_devices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,13 @@ def engine_gpu_of(location: RankLocation) -> str:
     return _gpu_at(location, location.local_rank + offset) if offset else gpu_of(location)
 
 
+def all_gpus_of(location: RankLocation) -> tuple[str, ...]:
+    """Return every GPU (index or UUID) that the rank sees, in CUDA's order; none where their number is not known."""
+    if location.visible is None:
+        return tuple(map(str, range(location.gpu_count or 0)))
+    return location.visible[: location.gpu_count]
+
+
 def place(
     dims: ParallelDims, locations: Sequence[RankLocation], device: Literal["cpu", "cuda"]
 ) -> tuple[EnginePlacement, ...]:
@@ -141,8 +156,9 @@ def place(
         nodes = []
         for node_rank, (host, group) in enumerate(groupby(dims.engine_ranks(dp), key=lambda rank: ordered[rank].host)):
             ranks = tuple(group)
-            gpus = tuple(engine_gpu_of(ordered[rank]) for rank in ranks) if device == "cuda" else None
-            nodes.append(EngineNode(node_rank, host, ranks, gpus))
+            own = tuple(engine_gpu_of(ordered[rank]) for rank in ranks) if device == "cuda" else None
+            others = tuple(gpu for gpu in all_gpus_of(ordered[ranks[0]]) if gpu not in own) if own else ()
+            nodes.append(EngineNode(node_rank, host, ranks, own, others))
         engines.append(EnginePlacement(dp, tuple(nodes)))
     return tuple(engines)
 

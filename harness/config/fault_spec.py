@@ -66,7 +66,7 @@ def check_fault(text: str, config: Config) -> None:
         raise ValueError(f"the mesh has the ranks 0 to {ranks - 1}")
     if (fault.step or 0) > steps:  # the last update is synced, and rolled out with, once more
         raise ValueError(f"run.steps = {steps}, so the last step with a phase is {steps}")
-    if fault.kind == "lost-message" and transport != "stream":
-        raise ValueError(f'weights.transport = "{transport}" sends no messages of its own; use "stream"')
+    if fault.kind == "lost-message" and transport != "pull":
+        raise ValueError(f'weights.transport = "{transport}" sends no messages of its own; use "pull"')
     if fault.phase == "update_critic" and not config.algorithm.has_critic:
         raise ValueError(f'algorithm.advantage = "{config.algorithm.advantage}" has no critic')

@@ -26,6 +26,8 @@ RENAMED = {
     "weights.bucket_megabytes": "weights.bucket_size_mib",
 }
 """Keys of 0.1's first months, and what to write now."""
+REPLACED = {'weights.transport = "stream"': '"pull"'}
+"""Values of these months, and those that took their place."""
 
 
 class ConfigError(ValueError):
@@ -135,6 +137,8 @@ def _checked(key: str, value: Any, kind: Any, source: str) -> Any:
     else:
         fits, wanted = type(value) is kind, KINDS[kind]
     if not fits:
+        if instead := REPLACED.get(f"{key} = {shown(value)}"):
+            raise ConfigError(f"{key} = {shown(value)} ({source}) was replaced: use {instead}.")
         raise ConfigError(_must_be(wanted, key, value, source))
     return value
 

@@ -1,5 +1,6 @@
 """Range and cross-field validation of a config: what the types of its fields do not say."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -69,12 +70,23 @@ def check(config: Config) -> None:
         check_transport(config, config.engine.device)
 
 
-def check_transport(config: Config, device: Literal["cpu", "cuda"]) -> None:
+def check_transport(
+    config: Config, device: Literal["cpu", "cuda"], environment: Mapping[str, str] = os.environ
+) -> None:
     """Raise ConfigError where weights cannot travel, on that device, the way the config asks for.
 
     Apart from `check`, since engine.device = "auto" is known only once a rank runs.
     """
-    _require(config, _transport(config, device))
+    _require(config, _transport(config, device, expandable_segments(environment)))
+
+
+def expandable_segments(environment: Mapping[str, str]) -> str:
+    """Return the setting, NAME=VALUE, by which torch's allocator makes memory that CUDA IPC cannot share; "" for none."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = environment.get(name, "")
+        if "expandable_segments:true" in value.lower().replace(" ", ""):
+            return f"{name}={value}"
+    return ""
 
 
 def check_unquantized(model_config: Mapping[str, Any], name: str) -> None:
@@ -198,9 +210,9 @@ def _updates(config: Config) -> Iterator[Rule]:
         yield not arguments.get(argument), f"engine.args.{argument}", f"{QUANTIZED}; leave it out"
     draft = str(arguments.get("speculative_algorithm") or "").upper()
     if draft not in ("", "NGRAM", "UNO"):  # these load no second model
-        why = f"SGLang calls a weight loader for the draft model of speculative_algorithm = {draft} too, and one stream feeds one"
+        why = f"SGLang calls a weight loader for the draft model of speculative_algorithm = {draft} too, and one trainer feeds one"
         use = f'{why}; use "bucket", "tensor" or "disk"'
-        yield config.weights.transport != "stream", "weights.transport", use
+        yield config.weights.transport != "pull", "weights.transport", use
         yield config.weights.verify == "off", "weights.verify", f'{why}, so that nothing can be compared; use "off"'
 
 
@@ -217,7 +229,7 @@ def _memory(config: Config) -> Iterator[Rule]:
             yield kept, f"memory.{name}", f"{reason}; leave {model} out"
 
 
-def _transport(config: Config, device: Literal["cpu", "cuda"]) -> Iterator[Rule]:
+def _transport(config: Config, device: Literal["cpu", "cuda"], expandable: str) -> Iterator[Rule]:
     transport, colocate = config.weights.transport, config.parallel.colocate
     yield colocate or device == "cuda", "parallel.colocate", "on the CPU there are no GPUs to separate; use true"
     if device == "cuda":
@@ -227,3 +239,6 @@ def _transport(config: Config, device: Literal["cpu", "cuda"]) -> Iterator[Rule]
             'with parallel.colocate = false the engine cannot open the trainer\'s memory; use "distributed" or "disk"'
         )
         yield transport in ("auto", "distributed", "disk") or colocate, "weights.transport", apart
+        why = f"{expandable} makes memory that no scheduler can open (CUDA IPC); take expandable_segments out of it"
+        yield transport != "pull" or not expandable, "weights.transport", why
+        yield config.weights.verify not in ("bytes", "full") or not expandable, "weights.verify", why

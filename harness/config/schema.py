@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
-TransportName = Literal["stream", "tensor", "bucket", "distributed", "disk"]
+TransportName = Literal["pull", "tensor", "bucket", "distributed", "disk"]
 KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -223,9 +223,9 @@ class Weights:
     """How the actor's weights reach the engines, and how far to trust that they did."""
 
     transport: Literal["auto", TransportName] = "auto"
-    """bucket: SGLang's own update call with one flattened buffer (0.5.6 and newer). tensor: the same call with a list of named tensors. stream: through two buffers that the engine keeps open, gathered and loaded side by side (0.4.8 and newer). distributed: broadcast from each engine's first rank (0.4.9 and newer). disk: through a checkpoint folder. auto: bucket where this sglang has it, else tensor; with parallel.colocate = false, distributed."""
+    """bucket: SGLang's own update call with one flattened buffer (0.5.6 and newer). tensor: the same call with a list of named tensors. pull: each scheduler copies exactly its own shards out of the trainers' memory; nothing is gathered (0.4.8 and newer). distributed: broadcast from each engine's first rank (0.4.9 and newer). disk: through a checkpoint folder. auto: bucket where this sglang has it, else tensor; with parallel.colocate = false, distributed."""
     bucket_size_mib: int = 512
-    """Bytes of one call or buffer, in MiB. The largest tensor, and tensors that fuse on arrival, stay whole even beyond it."""
+    """Bytes of one call, or for pull of the buffer for what comes from other hosts, in MiB. The largest tensor, and tensors that fuse on arrival, stay whole even beyond it."""
     folder: str = ""
     """disk, and verify = full: where checkpoints are written. All hosts must see it; empty means the run directory."""
     verify: Literal["off", "log_probs", "bytes", "full"] = "log_probs"

@@ -1,19 +1,21 @@
-"""Run a function of the harness in every scheduler of an engine; with it, updates of an engine with pipeline stages.
+"""A connection between each trainer rank and the scheduler beside it, over which the rank asks for functions to be run.
 
-SGLang runs a custom weight loader in each scheduler (since 0.4.8); the harness registers one, LOADER, and the name of the
-tensor that it is given says which function to call. SGLang's stages all open the payload of their TP rank, which is the
-first stage's, and only the first stage answers: so each scheduler is given the payloads of all stages, loads its own, and
-leaves an answer in a file for the trainer rank beside it.
+An SGLang call costs milliseconds, and only tp rank 0 of the first stage answers it. So one call alone is made, with LOADER
+as custom weight loader (since 0.4.8): each scheduler connects to its own trainer rank and serves it on a thread.
 """
 
-import json
+import os
 import pickle
+import stat
+import sys
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,167 +25,178 @@ import torch.distributed as dist
 
 from harness.rollout import sglang_api
 from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFailed
+from harness.rollout.engine_processes import in_one_line
 from harness.runtime import scratch
-from harness.runtime.background import in_background
 
 if TYPE_CHECKING:
     from harness.rollout.verl_engine import VerlEngine
 
 T = TypeVar("T")
 
-LOADER = "harness.rollout.schedulers.run_in_scheduler"
-LOAD_OWN = "harness.rollout.schedulers.load_own"
-ANSWER = "harness.rollout.schedulers.answer"
+LOADER = f"{__name__}.start_serving"
 WATCH_SECONDS = 2.0
 """How long a rank whose scheduler is gone waits: the rank that built the engine sees within half a second which process
 died, and must report it first."""
-POLL_SECONDS = 0.002
-ANSWER_SECONDS = 300.0
-"""How long a later stage may take when the first has answered."""
+CONNECT_SECONDS = 300.0
+"""How long a scheduler may take to connect when SGLang has answered: what it was asked before may still run."""
 
 
-def call_schedulers(
-    engine: "VerlEngine",
-    function: str,
-    message: str,
-    meanwhile: Callable[[Callable[[], bool]], T],
-    flush_cache: bool = False,
-    carried: Sequence[torch.Tensor] = (),
-) -> T:
-    """Run a function in every scheduler of the engine and `meanwhile(ended)` on every rank; return what the latter returns.
+class SchedulerChannel:
+    """A rank's connection to its scheduler: opened by the first ask, and by the first one after close()."""
 
-    function: its dotted path; it gets the model and [(message, tensor)], as a custom weight loader does. message: the
-    head's counts. carried: on the head, the tensor (on the CPU) for each tp rank; every stage is given the same.
-    ended() says whether the engine's call is over, so that no rank waits for a scheduler that will not come; SGLang's
-    answer is that of the first stage alone.
-    A collective call of the engine's ranks. Raises the engine's failure, or what meanwhile raised, on every rank.
-    """
-    group = engine.group
-    flag = torch.zeros(1)
-    call: Future[None] = Future()
-    if engine.is_head:
-        # By value, not as a handle: a handle of this rank's GPU or memory opens on no other host, and on the CPU once.
-        tensors = carried or [torch.zeros(1)] * group.tp
-        payloads = [[(f"{function} {message}", pickle.dumps(tensor))] for tensor in tensors]
-        send = partial(engine.send, engine.inner, payloads, LOADER, flush_cache)
-        call = in_background(sglang_api.for_another_thread(engine.inner, send), "engine-call")
-        ended: Callable[[], bool] = call.done
-    else:
-        signal = dist.broadcast(flag, group.head, group.process_group, async_op=True)
-        assert signal is not None
-        ended = signal.is_completed
-    failure: Exception | None = None
-    try:
-        value = meanwhile(ended)
-    except Exception as error:
-        if isinstance(error, PeerGone):
+    def __init__(self, engine: "VerlEngine") -> None:
+        self._engine = engine
+        self._connection: Connection | None = None
+
+    def ask(self, function: Callable[[Any, Any], T], argument: object) -> T:
+        """See VerlEngine.ask."""
+        if self._connection is None:
+            self.open()
+        return self._together(partial(self._request, function, argument))
+
+    def open(self) -> None:
+        """Connect anew; every scheduler does so when it has done all that SGLang's calls asked of it before.
+
+        A collective call. Raise EngineFailed on every rank: where a scheduler does not come, after CONNECT_SECONDS.
+        """
+        self.close()
+        engine, group = self._engine, self._engine.group
+        name = group.broadcast(f"harness-{uuid.uuid4().hex[:12]}")
+        with ExitStack() as stack:
+            meeting = _listening(socket_folder(name), group.ranks.index(group.rank))
+            listener = self._together(partial(stack.enter_context, meeting))
+            payloads = [[(name, pickle.dumps(torch.zeros(1)))]] * group.tp
+            engine.on_head(lambda inner: engine.send(inner, payloads, LOADER, flush_cache=False))
+            self._connection = self._together(partial(self._accept, listener))
+
+    def close(self) -> None:
+        """Disconnect; the scheduler's thread ends."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _accept(self, listener: Listener) -> Connection:
+        try:
+            return listener.accept()
+        except TimeoutError as error:
+            rank, log = self._engine.group.rank, self._engine.log
+            message = f"the scheduler beside rank {rank} has not connected in {CONNECT_SECONDS:.0f} s; see {log}"
+            raise SchedulerFailed(message) from error
+
+    def _request(self, function: Callable[[Any, Any], T], argument: object) -> T:
+        assert self._connection is not None
+        request = sglang_api.serialize((f"{function.__module__}.{function.__qualname__}", argument))
+        try:
+            self._connection.send_bytes(request)
+            answer = self._connection.recv_bytes()
+        except (EOFError, OSError) as error:  # OSError: it died in mid-message
+            raise PeerGone("the scheduler has closed its connection") from error
+        outcome, value = sglang_api.deserialize(answer)
+        if outcome == "failed":
+            raise SchedulerFailed(f"the scheduler beside rank {self._engine.group.rank}: {value}")
+        result: T = value
+        return result
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Return what work() returns here; where it fails on any rank, raise its failure there, EngineFailed elsewhere.
+
+        A collective call, and a barrier. Where the scheduler is gone, EngineFailed is raised on this rank alone.
+        """
+        group = self._engine.group
+        failure: Exception | None = None
+        try:
+            value = work()
+        except PeerGone as error:
             time.sleep(WATCH_SECONDS)
-            if not ended():
-                raise EngineFailed(f"the scheduler beside rank {group.rank} is gone; see {engine.log}") from error
-        elif not isinstance(error, SchedulerFailed) and not ended():
-            raise  # on this rank alone: the others are in their own meanwhile, and no collective can reach them
-        failure = error
-    if engine.is_head:
-        call.exception()  # waits
-        dist.broadcast(flag, group.head, group.process_group)
-    else:
-        signal.wait()
-    engine.on_head(lambda _: call.result())
-    failures = group.all_gather(str(failure) if failure else None)
-    if failure is not None:
-        raise failure
-    for rank, other in failures.items():
-        if other:
-            raise EngineFailed(f"on rank {rank}: {other}")
-    return value
+            raise EngineFailed(f"the scheduler beside rank {group.rank} is gone; see {self._engine.log}") from error
+        except Exception as error:
+            failure = error
+        failed = torch.tensor(int(failure is not None))
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group.process_group)
+        if not failed:
+            return value
+        messages = group.all_gather(failure and in_one_line(failure))
+        if failure is not None:
+            raise failure
+        raise EngineFailed(next(f"on rank {rank}: {message}" for rank, message in messages.items() if message))
 
 
-def run_in_scheduler(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Call the function that the one name begins with, in a scheduler; no other than the harness's own."""
-    name, tensor = named_tensors[0]
-    path, _, message = name.partition(" ")
-    if not path.startswith("harness."):
-        raise ValueError(f"function must be one of harness.*, got {path}.")
-    resolve_name(path)(model, [(message, tensor)])
+def socket_folder(name: str) -> Path:
+    """Return the folder of that name in which the ranks and schedulers of one host meet, short enough for sockets."""
+    return scratch.shared_for_sockets(len(f"/{name}/99999.socket")) / name
 
 
-def update_stages(engine: "VerlEngine", sent: Any, load_format: str | None, flush_cache: bool) -> None:
-    """Load `sent` in all stages: named tensors, or for "flattened_bucket" what sglang_api.flattened_bucket makes.
-
-    Returns when every stage has loaded it: only then may the memory behind its handles go. A collective call of the
-    engine's ranks; raises EngineFailed on every rank.
-    """
-    tp = engine.group.tp
-    payloads = engine.group.gather(sglang_api.serialize(sent))
-    name = _new_name(engine)
-    message, carried = "", []
-    if engine.is_head:
-        size = max(map(len, payloads))
-        padded = [payload.ljust(size, b"\0") for payload in payloads]  # a pickle ends at its own stop mark
-        stages = [b"".join(padded[rank::tp]) for rank in range(tp)]
-        carried = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in stages]
-        message = json.dumps({"name": name, "tp": tp, "flattened": load_format is not None, "size": size})
-    call_schedulers(engine, LOAD_OWN, message, lambda ended: _await_answer(engine, name, ended), flush_cache, carried)
-
-
-def await_stages(engine: "VerlEngine") -> None:
-    """Return when every stage has done what it was asked; a collective call of the engine's ranks."""
-    if engine.group.pp > 1:
-        name = _new_name(engine)
-        call_schedulers(engine, ANSWER, name, lambda ended: _await_answer(engine, name, ended))
-
-
-def load_own(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load the payload of this rank's stage, in a scheduler.
-
-    The message is JSON; the tensor holds the stages' payloads one after the other, of `size` bytes each. The answer is
-    empty, or the error.
-    """
-    message, payloads = named_tensors[0]
-    asked = json.loads(message)
-    failure = ""
+@contextmanager
+def _listening(folder: Path, engine_rank: int) -> Iterator[Listener]:
+    """Make the folder and listen in it; remove what was made. accept() of the listener raises TimeoutError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_private(folder)
     try:
-        own = payloads.cpu().split(asked["size"])[dist.get_rank() // asked["tp"]]
-        sent = sglang_api.deserialize(own.numpy().tobytes())
-        tensors = sglang_api.tensors_of_bucket(sent) if asked["flattened"] else sent
-        model.load_weights([(name, tensor.to(payloads.device)) for name, tensor in tensors])
-        if payloads.is_cuda:
-            torch.cuda.synchronize()
+        with Listener(str(folder / f"{engine_rank}.socket"), family="AF_UNIX") as listener:
+            # It has no timeout of its own.
+            listener._listener._socket.settimeout(CONNECT_SECONDS)  # type: ignore[attr-defined]
+            yield listener
+    finally:
+        with suppress(OSError):  # another rank's socket may still be there: the last one removes the folder
+            folder.rmdir()
+
+
+def require_private(folder: Path) -> None:
+    """Raise PermissionError unless the folder is private to this user: what its sockets deliver is unpickled."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f"{folder} must be a folder of user {os.getuid()} with mode 0700: another user may have made it"
+        )
+
+
+def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Connect this scheduler to the trainer rank beside it, in the folder that the one name says, and serve it."""
+    folder = socket_folder(named_tensors[0][0])
+    try:
+        require_private(folder)
+        connection = Client(str(folder / f"{dist.get_rank()}.socket"), family="AF_UNIX")
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        # SGLang would end this scheduler, which would look like the cause of what ended the trainer rank.
+        print(f"no trainer rank listens: {error!r}", file=sys.stderr, flush=True)
+        return
+    threading.Thread(target=_serve, args=(model, connection), name="harness-channel", daemon=True).start()
+
+
+@torch.no_grad()
+def _serve(model: Any, connection: Connection) -> None:
+    """Answer one request after the other until the trainer rank disconnects."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with connection, suppress(EOFError, OSError):
+        while True:
+            connection.send_bytes(_answer(model, device, connection.recv_bytes()))
+
+
+def _answer(model: Any, device: torch.device, request: bytes) -> bytes:
+    """Run a function of the harness, no other, between what SGLang has queued on a GPU before and what comes after."""
+    try:
+        path, argument = sglang_api.deserialize(request)
+        if not path.startswith("harness."):
+            raise ValueError(f"function must be one of harness.*, got {path}.")
+        _synchronize(device)
+        value = resolve_name(path)(model, argument)
+        _synchronize(device)
+        return sglang_api.serialize(("done", value))
     except Exception as error:
         traceback.print_exc()
-        failure = f"{type(error).__name__}: {error}"
-    answer(model, [(asked["name"], payloads)], failure)
+        sys.stderr.flush()
+        return sglang_api.serialize(("failed", f"{type(error).__name__}: {error}"))
 
 
-def answer(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]], failure: str = "") -> None:
-    """Leave an answer of this scheduler: what it was asked before is done. Changes no weight."""
-    file = answer_file(named_tensors[0][0], dist.get_rank())
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(failure, encoding="utf-8")
-    unfinished.rename(file)  # its reader finds it whole
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def answer_file(name: str, engine_rank: int) -> Path:
-    """Return the file of that scheduler's answer, on its host."""
-    return scratch.shared() / f"{name}-{engine_rank}.answer"
-
-
-def _new_name(engine: "VerlEngine") -> str:
-    return engine.group.broadcast(f"harness-{uuid.uuid4().hex[:12]}")
-
-
-def _await_answer(engine: "VerlEngine", name: str, ended: Callable[[], bool]) -> None:
-    """Wait for the scheduler beside this rank. One that dies is noticed by the rank that built the engine."""
-    group = engine.group
-    file = answer_file(name, group.ranks.index(group.rank))
-    give_up = float("inf")
-    while not file.exists():
-        if ended():
-            give_up = min(give_up, time.monotonic() + ANSWER_SECONDS)
-        if time.monotonic() > give_up:
-            raise SchedulerFailed(f"the scheduler beside rank {group.rank} has not answered; see {engine.log}")
-        time.sleep(POLL_SECONDS)
-    failure = file.read_text(encoding="utf-8")
-    file.unlink()
-    if failure:
-        raise SchedulerFailed(f"the scheduler beside rank {group.rank}: {failure}")
+def load_own(model: Any, sent: Any) -> None:
+    """Load named tensors, or what sglang_api.flattened_bucket makes of them: those of this scheduler's own rank."""
+    device = next(model.parameters()).device
+    tensors = sglang_api.tensors_of_bucket(sent) if isinstance(sent, dict) else sent
+    model.load_weights([(name, tensor.to(device)) for name, tensor in tensors])

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.network import bracketed, own_address
+from harness.cluster.placement import gpu_of
 from harness.cluster.ports import PortLease
 from harness.cluster.world import child_environment, hard_exit
 from harness.rollout import engine_processes, sglang_api
@@ -32,7 +33,7 @@ from harness.rollout.defaults import Defaults, engine_defaults
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_processes import EngineLog, in_one_line, output_to, restore_handlers, started_processes
 from harness.rollout.engine_ranks import Group, locate_ranks
-from harness.rollout.schedulers import LOADER, await_stages, update_stages
+from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own
 from harness.runtime import scratch
 from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import say
@@ -85,7 +86,10 @@ class VerlEngine:
         folder = log_dir or Path(tempfile.mkdtemp(prefix="harness-engine-"))
         self.log = folder / f"engine-rank{self.node.builder}.log"
         self._engine: Any = None
+        self._channel = SchedulerChannel(self)
         self._in_update = False
+        self.has_prefixes = True
+        """Whether the prefix cache may hold keys and values of the weights before an update."""
         self._lease: PortLease | None = None
         self._stop_watching = threading.Event()
         self._on_death = on_death
@@ -119,6 +123,17 @@ class VerlEngine:
         return self.group.rank == self.node.builder
 
     @property
+    def visible_gpus(self) -> tuple[str, ...] | None:
+        """The GPUs (indices or UUIDs) of this host whose CUDA IPC handles the schedulers here can open; None on CPU."""
+        own = self.node.visible_devices
+        return None if own is None else own + self.node.other_devices
+
+    @property
+    def trainer_gpu(self) -> str | None:
+        """The GPU of this rank's trainer, written as in visible_gpus; None on CPU."""
+        return None if self._cpu else gpu_of(self._locations[self.group.rank])
+
+    @property
     def inner(self) -> Any:
         """The sglang.Engine of this process, None where there is none."""
         return self._engine
@@ -148,6 +163,7 @@ class VerlEngine:
         return self._generate(arguments)
 
     def _generate(self, arguments: dict[str, Any]) -> Any:
+        self.has_prefixes = True
         return self.on_head(lambda engine: engine.generate(**arguments))
 
     async def async_generate(self, *arguments: Any, **named: Any) -> Any:
@@ -167,8 +183,11 @@ class VerlEngine:
         flattened = load_format == "flattened_bucket"
         if flattened:
             sent = sglang_api.flattened_bucket(self.api, sent)
-        if self.group.pp > 1:
-            update_stages(self, sent, load_format, flush_cache)
+        if self.group.pp > 1:  # SGLang would give every stage the first one's tensors
+            with self.weight_update():
+                self.ask(load_own, sent)
+            if flush_cache:
+                self.flush_cache()
         else:
             whole = sglang_api.serialize(sent) if flattened else [(n, sglang_api.serialize(t)) for n, t in sent]
             payloads = self.group.gather(whole)
@@ -177,12 +196,19 @@ class VerlEngine:
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
-        """Make all updates in here one: since 0.5.21 sglang works over the whole model at the end of each session.
+        """Make all updates, and all that is asked, in here one session of SGLang's; inside another it does nothing.
 
-        Where sglang has no sessions it does nothing; without it every update is a session of its own.
+        Since 0.5.21 sglang works over the whole model at the end of each session; weights lie as a loader leaves them in
+        between. Before, there are no sessions. The connection for what is asked is made anew in it, by an update call:
+        SGLang derives tensors anew after a session without any.
         """
+        if self._in_update:
+            yield
+            return
         session = ExitStack()
-        self.on_head(lambda engine: session.enter_context(sglang_api.update_session(self.api, engine)))
+        if self.api.update_session:
+            self.on_head(lambda engine: session.enter_context(sglang_api.update_session(self.api, engine)))
+            self.disconnect()
         self._in_update = True
         try:
             yield
@@ -192,9 +218,30 @@ class VerlEngine:
                 session.__exit__(*sys.exc_info())
             raise
         else:
-            self.on_head(lambda _: session.close())
+            if self.api.update_session:
+                self.on_head(lambda _: session.close())
+                self.disconnect()
         finally:
             self._in_update = False
+
+    def ask(self, function: Callable[[Any, Any], T], argument: object = None) -> T:
+        """Run function(model, argument) in the scheduler beside each rank; return its answer. A collective call.
+
+        function: of a module of the harness, imported there by its name. argument: this rank's own; pickled, as the
+        answer is. It runs beside SGLang's own thread: the engine must be idle. What touches weights belongs in a
+        weight_update(). Needs custom weight loaders (sglang 0.4.8).
+        A failure raises on every rank: SchedulerFailed beside the scheduler that failed, EngineFailed elsewhere; where a
+        scheduler has died, EngineFailed on the rank beside it alone.
+        """
+        return self._channel.ask(function, argument)
+
+    def disconnect(self) -> None:
+        """Let the next ask wait until every scheduler has done what SGLang's calls asked of it before.
+
+        SGLang answers for tp rank 0 of the first stage alone; not all of its calls end in a barrier of the tp ranks,
+        and none in one of the stages.
+        """
+        self._channel.close()
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Free the GPU memory of "kv_cache", "weights" or both; their contents are lost. None: all."""
@@ -207,15 +254,18 @@ class VerlEngine:
     def flush_cache(self) -> None:
         """Forget the prefix cache, whose keys and values are of the old weights."""
         self.on_head(lambda engine: sglang_api.call(engine, "flush_cache"))
+        self.has_prefixes = False
 
     def update_weights_from_disk(self, path: str) -> None:
         """Load a checkpoint folder that every host of the engine can read; it may go when this returns."""
         # By default the format is the engine's own, and "dummy" would refuse.
         self.on_head(lambda engine: sglang_api.call(engine, "update_weights_from_disk", path, "auto"))
-        await_stages(self)
+        if self.api.custom_weight_loader and len(self.group.ranks) > 1:
+            self._channel.open()  # when every scheduler has loaded it
 
     def shutdown(self) -> None:
         """End the engine; return on every rank when its processes are gone. Twice does no harm."""
+        self.disconnect()
         self._stop()
         atexit.unregister(self._stop)
         if self._removes_log:
@@ -238,6 +288,7 @@ class VerlEngine:
     def _move_memory(self, method: str, tags: Sequence[str] | None) -> None:
         arguments = sglang_api.memory_arguments(self.api, tags)
         self.on_head(lambda engine: sglang_api.call(engine, method, **arguments))
+        self.disconnect()
 
     def on_head(self, call: Callable[[Any], T]) -> T:
         """Run call(engine) on the head; return its value, or raise its failure, on every rank."""
@@ -340,11 +391,12 @@ class VerlEngine:
         changes: dict[str, str | None] = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # log-probs at the sampling temperature, as the trainer's
             "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # else Engine(node_rank >= 1) never returns
+            "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": None,  # else a scheduler can open no handle of another GPU
             **sglang_api.memory_imbalance_environment(self.api),
             **scratch.variables(Path(self._scratch.name)),
         }
-        if self.node.visible_devices is not None:
-            changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.node.visible_devices)
+        if self.node.cuda_visible_devices is not None:
+            changes["CUDA_VISIBLE_DEVICES"] = self.node.cuda_visible_devices
         if self._cpu:
             # Each engine rank gets its trainer rank's share of the cores, so that engines of one host do not overlap.
             shared = cpu_environment(int(os.environ["LOCAL_WORLD_SIZE"]))

@@ -51,6 +51,11 @@ def shared() -> Path:
     return Path(os.environ.get(SHARED) or tempfile.gettempdir())
 
 
+def shared_for_sockets(below: int) -> Path:
+    """Return shared(), or /tmp where that is too long for a socket this many bytes below it."""
+    return Path(_base(below, str(shared())))
+
+
 def engine_folder() -> tempfile.TemporaryDirectory[str]:
     """Return a new folder (0700) for one engine; it is removed with this process's end, at the latest."""
     return tempfile.TemporaryDirectory(prefix="e", dir=_base(_OF_ENGINE), ignore_cleanup_errors=True)
@@ -74,7 +79,7 @@ def _base_of_run(name: str) -> str:
     return _base(len(f"/{_prefix(name)}12345678") + _OF_ENGINE)
 
 
-def _base(below: int) -> str:
+def _base(below: int, base: str | None = None) -> str:
     """Return the folder for temporary files, or /tmp where that is too long for a socket this many bytes below it."""
-    base = tempfile.gettempdir()
+    base = base or tempfile.gettempdir()
     return base if len(os.fsencode(base)) + below <= LONGEST_SOCKET else "/tmp"

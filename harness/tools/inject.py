@@ -8,7 +8,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,16 +167,9 @@ class Injector(Observer):
         sync.transport = SimpleNamespace(push=push, close=real.close)
 
     def _lost_message(self, fault: Fault) -> None:
-        """Lose the next message to the scheduler beside this rank, which announces a bucket in its slot."""
-        sync = self.parts["sync"]
-        transport = sync.transport
-
-        def link() -> Any:
-            opened = transport.link()
-            opened.link = _LosingLine(opened.link)
-            return opened
-
-        sync.transport = replace(transport, link=link)
+        """Lose the next request to the scheduler beside this rank, which therefore never answers."""
+        channel = self.parts["sync"].engine._channel
+        channel._request = lambda *_: channel._connection.recv_bytes()
 
     def _first_sent(self) -> tuple[str, torch.Tensor]:
         """Return name and tensor of the first that a sync gathers, and of which this rank has a part."""
@@ -194,19 +186,3 @@ class LateRank(Observer):
     def phase_begins(self, phase: str, step: int | None) -> None:
         if self.injector.due(phase, step, slow=True):
             time.sleep(SLOW_SECONDS)
-
-
-class _LosingLine:
-    """A line that loses the next message."""
-
-    def __init__(self, line: Any) -> None:
-        self._line = line
-        self._has_lost = False
-
-    def send(self, message: Any) -> None:
-        if self._has_lost or not isinstance(message, int):
-            self._line.send(message)
-        self._has_lost = self._has_lost or isinstance(message, int)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._line, name)

@@ -21,9 +21,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages under this rank's parts, each once, in order; without those that have no bytes."""
+    """Return the storages under this rank's parts, each once, in order.
+
+    Without those that have no bytes, and on the CPU those that schedulers have mapped, which can be given no memory again.
+    """
     found = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
-    return [storage for storage in found.values() if storage.nbytes()]
+    return [each for each in found.values() if each.nbytes() and (each.is_cuda or not each.is_shared())]
 
 
 class Offload:

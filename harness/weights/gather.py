@@ -1,4 +1,4 @@
-"""From shards to full tensors: buckets planned once, each gathered by one fused all-gather straight into its slot.
+"""From shards to full tensors: buckets planned once, each gathered by one fused all-gather straight to where it is whole.
 
 FSDP2 cuts a tensor by rows, a chunk a rank. All chunks of a bucket are gathered in one grouped collective, each to where
 its tensor is whole again, so nothing is packed or unpacked. A tensor of many experts may go in several pieces: some rows
@@ -7,13 +7,14 @@ of every rank's chunk each time. What the trainer holds wider than it is sent is
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import attrgetter
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from harness.weights.groups import PlacedTensor, aligned, fusing_key
 from harness.weights.names import CheckpointTensor, span
-from harness.weights.stream.slots import ALIGNMENT, SlotEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +48,16 @@ class Chunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Rows start to stop of each rank's chunk of one live tensor, and where they go in the slot."""
+    """Rows start to stop of each rank's chunk of one live tensor, and where they go in the bucket."""
 
     live_name: str
     chunks: Chunks
     tensors: Sequence[CheckpointTensor]
     """All of the live tensor; some may lie in other rows."""
-    group: int
-    """As of SlotEntry."""
     start: int
     stop: int
     offset: int = 0
-    """Bytes from the first of the slot."""
+    """Bytes from the first of the bucket."""
 
     @property
     def nbytes(self) -> int:
@@ -68,32 +67,31 @@ class Piece:
     @property
     def end(self) -> int:
         """Where the next piece may begin."""
-        return self.offset + -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        return self.offset + aligned(self.nbytes)
 
-    def entries(self) -> Iterator[SlotEntry]:
-        """Yield the tensors in these rows, where they lie in the slot once the rows of all ranks are there."""
+    def entries(self) -> Iterator[PlacedTensor]:
+        """Yield the tensors in these rows, where they lie in the bucket once the rows of all ranks are there."""
         for each in self.tensors:
             row, inside = divmod(each.offset, self.chunks.row_elements)
             rank, local = divmod(row, self.chunks.rows)
             if self.start <= local < self.stop:
                 gathered = rank * (self.stop - self.start) + local - self.start
                 offset = self.offset + (gathered * self.chunks.row_elements + inside) * each.dtype.itemsize
-                yield SlotEntry(
+                yield PlacedTensor(
                     name=each.name,
                     dtype=each.dtype,
                     shape=each.shape,
                     stride=each.stride,
                     offset=offset,
-                    group=self.group,
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What one call or one slot carries."""
+    """What one call carries."""
 
     pieces: tuple[Piece, ...]
-    entries: tuple[SlotEntry, ...]
+    entries: tuple[PlacedTensor, ...]
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +110,7 @@ def plan_buckets(
     """
     groups: dict[str, dict[str, list[CheckpointTensor]]] = {}
     for tensor in layout:
-        groups.setdefault(_fusing_group(tensor), {}).setdefault(tensor.live_name, []).append(tensor)
+        groups.setdefault(fusing_key(tensor), {}).setdefault(tensor.live_name, []).append(tensor)
     buckets: list[list[Piece]] = [[]]
 
     def room() -> int:
@@ -121,11 +119,11 @@ def plan_buckets(
     def add(piece: Piece) -> None:
         buckets[-1].append(replace(piece, offset=limit_bytes - room()))
 
-    for number, group in enumerate(groups.values()):
+    for group in groups.values():
         pieces = []
         for name, tensors in group.items():
             chunks = Chunks.of(live[name], tensors[0].dtype)
-            piece = Piece(live_name=name, chunks=chunks, tensors=tensors, group=number, start=0, stop=chunks.rows)
+            piece = Piece(live_name=name, chunks=chunks, tensors=tensors, start=0, stop=chunks.rows)
             pieces.append(piece)
         if len(pieces) == 1 and _splits_by_row(piece, live[piece.live_name]):
             start = 0
@@ -141,21 +139,12 @@ def plan_buckets(
             for piece in pieces:
                 add(piece)
     # By name: an engine that derives the fused name from the last half to arrive (0.4.6) expects kv_a before q_a.
-    order = attrgetter("group", "name")
-    return tuple(
-        Bucket(tuple(each), tuple(sorted((entry for piece in each for entry in piece.entries()), key=order)))
-        for each in buckets
-        if each
-    )
+    return tuple(Bucket(tuple(pieces), tuple(_by_name(pieces))) for pieces in buckets if pieces)
 
 
-def _fusing_group(tensor: CheckpointTensor) -> str:
-    """Return the live tensor for experts (an expert fuses within itself), else the module above the one that owns it."""
-    if ".experts." in tensor.live_name:
-        # An unfused expert is experts.3.gate_proj.weight: its own module, experts.3, is the group.
-        path, _, rest = tensor.live_name.partition(".experts.")
-        return f"{path}.experts.{rest.split('.')[0]}"
-    return tensor.live_name.rsplit(".", 2)[0]
+def _by_name(pieces: Sequence[Piece]) -> Iterator[PlacedTensor]:
+    for _, members in groupby(pieces, key=lambda piece: fusing_key(piece.tensors[0])):
+        yield from sorted((entry for piece in members for entry in piece.entries()), key=attrgetter("name"))
 
 
 def _splits_by_row(piece: Piece, live: torch.Tensor) -> bool:
@@ -166,15 +155,16 @@ def _splits_by_row(piece: Piece, live: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def gather_into(slot: torch.Tensor, bucket: Bucket, live: Mapping[str, torch.Tensor]) -> None:
-    """Fill the slot (uint8, 1-D) with the bucket's tensors, whole; a collective call of the mesh's ranks.
+def gather(bucket: Bucket, live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Return the bucket's tensors, full and contiguous, under their checkpoint names; a collective call of the mesh's ranks.
 
     On CUDA the current stream waits for it, the caller does not.
     """
+    buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=next(iter(live.values())).device)
     outputs, inputs, group = [], [], None
     for piece in bucket.pieces:
         tensor = live[piece.live_name].detach()
-        target = slot[piece.offset : piece.offset + piece.nbytes]
+        target = buffer[piece.offset : piece.offset + piece.nbytes]
         if isinstance(tensor, DTensor):
             group = tensor.device_mesh.get_group()
             rows = _bytes(tensor.to_local()[piece.start : piece.stop], piece.chunks.dtype)
@@ -185,13 +175,7 @@ def gather_into(slot: torch.Tensor, bucket: Bucket, live: Mapping[str, torch.Ten
             target.copy_(_bytes(tensor[piece.start : piece.stop] if tensor.ndim else tensor, piece.chunks.dtype))
     if group is not None:
         group.allgather_into_tensor_coalesced(outputs, inputs).wait()
-
-
-def gather(bucket: Bucket, live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return the bucket's tensors, full and contiguous, under their checkpoint names; collective, as gather_into."""
-    slot = torch.empty(bucket.nbytes, dtype=torch.uint8, device=next(iter(live.values())).device)
-    gather_into(slot, bucket, live)
-    return [(entry.name, entry.view(slot).contiguous()) for entry in bucket.entries]
+    return [(entry.name, entry.view(buffer).contiguous()) for entry in bucket.entries]
 
 
 def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

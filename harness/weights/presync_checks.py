@@ -2,6 +2,7 @@
 own loader would take each tensor whole (a dry run of it, worker/loader_trace.py, says what it would copy where).
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
@@ -10,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import all_gather
 from harness.weights.gather import Chunks
+from harness.weights.groups import FusingGroup, PlacedTensor, SourceView
 from harness.weights.names import CheckpointTensor, span
-from harness.weights.stream.slots import Region, SlotEntry
-from harness.weights.worker.reader import LoadCoverage
+from harness.weights.worker.puller import LoadCoverage
 
 SHOWN = 8
 
@@ -72,15 +73,15 @@ def check_finite(live: Mapping[str, torch.Tensor]) -> None:
         raise WeightsRefused(f"{len(found)} tensor(s) hold a NaN or an infinity: {listed}; nothing was sent.")
 
 
-def check_coverage(buckets: Sequence[Sequence[SlotEntry]], coverage: Sequence[LoadCoverage]) -> None:
+def check_coverage(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> None:
     """Raise WeightsRefused, naming tensors, unless the schedulers of one engine together take every element."""
-    found = coverage_problems(buckets, coverage)
+    found = coverage_problems(groups, coverage)
     if found:
         more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
         raise WeightsRefused("; ".join([*found[:SHOWN], *more]))
 
 
-def coverage_problems(buckets: Sequence[Sequence[SlotEntry]], coverage: Sequence[LoadCoverage]) -> list[str]:
+def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> list[str]:
     """Return one sentence for each tensor that would not arrive whole and as it is."""
     errors = {name: error for each in coverage for name, error in each.errors.items()}
     found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
@@ -90,18 +91,20 @@ def coverage_problems(buckets: Sequence[Sequence[SlotEntry]], coverage: Sequence
     # One rank alone may have nothing of a tensor: where sizes are padded, the last ranks hold padding only.
     unknown = set(coverage[0].unknown).intersection(*(each.unknown for each in coverage))
     named = {name for each in coverage for name in each.opaque} | {name for key in errors for name in key.split(", ")}
-    for index, bucket in enumerate(buckets):
-        for entry in bucket:
+    for number, group in enumerate(groups):
+        held: dict[str, list[SourceView]] = defaultdict(list)
+        for source in (source for each in coverage for source in each.sources[number]):
+            held[source.name].append(source)
+        for entry in group.entries:
             if entry.name in unknown:
                 found.append(f"{entry.name}: the engine knows no such parameter and would ignore it")
             elif entry.name not in named:
-                found += _misfit(entry, [each for rank in coverage for each in rank.regions[index]])
+                found += _misfit(entry, held[entry.name])
     return found
 
 
-def _misfit(entry: SlotEntry, regions: Sequence[Region]) -> list[str]:
+def _misfit(entry: PlacedTensor, held: Sequence[SourceView]) -> list[str]:
     sentences = []
-    held = [each for each in regions if each.name == entry.name]
     narrower = {
         each.target_dtype for each in held if torch.promote_types(each.dtype, each.target_dtype) != each.target_dtype
     }

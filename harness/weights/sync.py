@@ -1,4 +1,4 @@
-"""One sync: every bucket gathered over the trainer's ranks and handed to the engine, in checkpoint names."""
+"""One sync: all weights of the trainer's ranks brought to the engine, in checkpoint names, by one of the transports."""
 
 from pathlib import Path
 
@@ -11,19 +11,19 @@ from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.units import MIB
 from harness.trainer.model import named_tensors
 from harness.weights.gather import gather, plan_buckets
+from harness.weights.groups import fusing_groups
 from harness.weights.names import checkpoint_layout
 from harness.weights.presync_checks import check_complete, check_coverage, check_finite, check_shards
-from harness.weights.stream.weight_link import WeightLink
+from harness.weights.pull.link import PullLink
 from harness.weights.transports import (
     DiskTransport,
     DistributedTransport,
-    StreamTransport,
+    PullTransport,
     TensorTransport,
     Transport,
     default_transport,
 )
 from harness.weights.update_group import UpdateGroup
-from harness.weights.worker.reader import LoadCoverage
 
 
 class WeightSync:
@@ -36,30 +36,34 @@ class WeightSync:
         config: schema.Weights,
         folder: Path,
         dtype: torch.dtype | None = None,
+        offloaded: bool = False,
     ) -> None:
         """Plan the buckets and choose the transport; a collective call of all ranks.
 
         folder: the run directory, for checkpoints on disk. dtype: the engine's, to which parameters are cast on their way;
-        None: they are sent as the model has them. Raise NotAViewError for an architecture that the sync cannot name,
+        None: they are sent as the model has them. offloaded: the model's memory goes between syncs, so that no scheduler may
+        hold it open. Raise NotAViewError for an architecture that the sync cannot name,
         WeightsRefused for shards that do not fit together.
         """
         self.engine = engine
         self.config = config
+        self.offloaded = offloaded
         self.live = dict(named_tensors(model))
         self.layout = checkpoint_layout(model, self.live, dtype)
         check_shards(self.live)
         check_complete(self.layout, self.live)
-        self.buckets = plan_buckets(self.layout, self.live, config.bucket_size_mib * MIB)
-        self._link: WeightLink | None = None
-        self.coverage: tuple[LoadCoverage, ...] = ()
-        """What the loader of each scheduler makes of the buckets, as traced when a link was last opened."""
+        limit = config.bucket_size_mib * MIB
+        self.buckets = plan_buckets(self.layout, self.live, limit)
+        self.link = PullLink(
+            engine=engine, live=self.live, groups=fusing_groups(self.layout, self.live), staging_limit=limit
+        )
         self._checked = False
         self.transport_name = default_transport(engine.api) if config.transport == "auto" else config.transport
         self.transport = self._make_transport(Path(config.folder).resolve() if config.folder else Path(folder))
 
     def _make_transport(self, folder: Path) -> Transport:
-        if self.transport_name == "stream":
-            return StreamTransport(self.engine, self.live, self.link)
+        if self.transport_name == "pull":
+            return PullTransport(self.engine, self.link)
         if self.transport_name in ("tensor", "bucket"):
             return TensorTransport(self.engine, flattened=self.transport_name == "bucket")
         if self.transport_name == "distributed":
@@ -70,15 +74,6 @@ class WeightSync:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for bucket in self.buckets for entry in bucket.entries)
-
-    def link(self) -> WeightLink:
-        """Return the slots beside the schedulers; the first call, a collective one of all ranks, opens them."""
-        if self._link is None or self._link.broken:
-            self.close_link()
-            layout, largest = (bucket.entries for bucket in self.buckets), max(each.nbytes for each in self.buckets)
-            self._link = WeightLink.open(self.engine, tuple(layout), largest)
-            self.coverage = self._link.coverage
-        return self._link
 
     @torch.no_grad()
     def push(self) -> None:
@@ -91,34 +86,16 @@ class WeightSync:
             check_shards(self.live)
             check_finite(self.live)
             if not self._checked and self.engine.api.custom_weight_loader:
-                check_coverage([bucket.entries for bucket in self.buckets], self.link().coverage)
+                self.link.trace()
+                check_coverage(self.link.groups, self.link.coverage)
                 self._checked = True
-                self._close_idle_link()
         self.transport.push(self.buckets, lambda bucket: gather(bucket, self.live))
-
-    def trace_again(self) -> None:
-        """Have every scheduler find anew what its loader fills: sets `coverage`. A collective call."""
-        self.close_link()
-        self.link()
-        self._close_idle_link()
-
-    def _close_idle_link(self) -> None:
-        if self.transport_name != "stream":
-            self.close_link()  # it keeps two buckets
-
-    def parts(self) -> dict[str, float]:
-        """Return the seconds of the last push's parts on this rank, as WeightLink.seconds names them; stream only."""
-        return dict(self._link.seconds) if self._link else {}
-
-    def close_link(self) -> None:
-        """Give the slots back; a later link() opens new ones. A collective call."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        if self.offloaded:
+            self.link.release()
 
     def close(self) -> None:
         self.transport.close()
-        self.close_link()
+        self.link.release()
 
     @torch.no_grad()
     def save(self, folder: Path, source: Path, rank: int) -> None:

@@ -1,11 +1,11 @@
 """The ways in which weights travel from trainer to engine, one class each, and the choice between them.
 
-All but the stream take buckets one after the other, each gathered whole on every rank, in one call of the engine.
+All but the pull take buckets one after the other, each gathered whole on every rank, in one call of the engine.
 """
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,8 @@ from harness.config.schema import TransportName
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.sglang_api import SGLangApi
 from harness.rollout.verl_engine import VerlEngine
-from harness.weights.gather import Bucket, gather_into
-from harness.weights.stream.weight_link import WeightLink
+from harness.weights.gather import Bucket
+from harness.weights.pull.link import PullLink
 from harness.weights.update_group import UpdateGroup
 
 SHARED_FOLDER_SECONDS = 10.0
@@ -61,19 +61,16 @@ class TensorTransport(Transport):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamTransport(Transport):
-    """Load one bucket while the next is gathered into the other slot; see weight_link for the order of events."""
+class PullTransport(Transport):
+    """Each scheduler copies its own shards out of the trainers' memory: nothing is gathered, and no bucket is made."""
 
     engine: VerlEngine
-    live: Mapping[str, torch.Tensor]
-    link: Callable[[], WeightLink]
-    """Opens the link at its first call, and owns it."""
+    link: PullLink
 
     def push(self, buckets: Sequence[Bucket], gather: Gather) -> None:
-        """One engine call for all buckets. gather is not used: they are gathered straight into the slots."""
-        link = self.link()
-        with self.engine.weight_update():
-            link.load(lambda index, slot: gather_into(slot, buckets[index], self.live))
+        self.link.pull()
+        if self.engine.has_prefixes:  # a flush is an engine call, which takes longer than the pull
+            self.engine.flush_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,7 @@ def choose_transport(
         has = "takes" if name == "bucket" else "has no"
         reason = f"auto: sglang {api.version} {has} flattened buckets"
     needs = {
-        "stream": (api.custom_weight_loader, 'custom weight loaders, which came with 0.4.8; use "tensor"'),
+        "pull": (api.custom_weight_loader, 'custom weight loaders, which came with 0.4.8; use "tensor"'),
         "bucket": (api.bucket_mixes_dtypes, 'flattened buckets of any dtypes, which came with 0.5.6; use "tensor"'),
         "distributed": (
             "names" in api.distributed_update_parameters,

@@ -47,6 +47,7 @@ class UpdateGroup:
         the head, and EngineFailed on the other ranks.
         """
         self._engine.on_head(lambda inner: self._exchange(inner, named_tensors, flush_cache))
+        self._engine.disconnect()
 
     def close(self) -> None:
         """Close the group on both sides, where this sglang can; a collective call that may be repeated."""

@@ -52,7 +52,8 @@ def test_every_rank_and_engine_node_is_there(world: World) -> None:
     for engine in place(dims, locations, device):
         for node in engine.nodes:
             head = f"engine {engine.dp} node {node.node_rank} on {node.host}: ranks {runs(node.ranks)}, builder rank"
-            gpus = f" CUDA_VISIBLE_DEVICES={','.join(node.visible_devices)}," if node.visible_devices else ""
+            others = f" (then {runs([int(gpu) for gpu in node.other_devices])})" if node.other_devices else ""
+            gpus = f" CUDA_VISIBLE_DEVICES={','.join(node.visible_devices)}{others}," if node.visible_devices else ""
             assert f"{head} {node.builder},{gpus} port 30" in text
 
 
@@ -90,6 +91,16 @@ def test_ranks_are_in_engine_order() -> None:
     assert "ranks 0, 2, 1, 3, builder rank 0, CUDA_VISIBLE_DEVICES=0,2,1,3," in lines[-2]
 
 
+def test_own_gpus_are_apart_from_those_behind_them() -> None:
+    lines = picture(ParallelDims(dp=4, tp=2, pp=1), locations_on(1, 8, "7,6,5,4,3,2,1,0"), "cuda")
+    assert lines[-3:-1] == [
+        "    engine 1 node 0 on host0: ranks 2, 3, builder rank 2, CUDA_VISIBLE_DEVICES=5,4 (then 7, 6, 3, 2, 1, 0)",
+        "    engine 2 node 0 on host0: ranks 4, 5, builder rank 4, CUDA_VISIBLE_DEVICES=3,2 (then 7, 6, 5, 4, 1, 0)",
+    ]
+    lines = picture(ParallelDims(dp=4, tp=2, pp=1), locations_on(1, 8, "0,1,2,3,4,5,6,7"), "cuda")
+    assert lines[-2].endswith("CUDA_VISIBLE_DEVICES=4,5 (then 0-3, 6, 7)")
+
+
 def test_512_ranks_are_cut_short() -> None:
     lines = picture(ParallelDims(dp=32, tp=16, pp=1), locations_on(64, 8), "cuda", 30000)
     assert len(lines) == MOST_LINES + 1 and max(map(len, lines)) <= 120
@@ -101,3 +112,7 @@ def test_uuids_have_room() -> None:
     lines = picture(ParallelDims(dp=1, tp=8, pp=1), locations_on(1, 8, UUIDS), "cuda", 30000)
     assert max(map(len, lines)) <= 120
     assert all(sum(uuid in line for line in lines) == 2 for uuid in UUIDS.split(","))
+    lines = picture(ParallelDims(dp=2, tp=4, pp=1), locations_on(1, 8, UUIDS), "cuda")
+    assert max(map(len, lines)) <= 120
+    assert all(sum(uuid in line for line in lines) == 2 for uuid in UUIDS.split(","))
+    assert lines[-1].endswith(f"{UUIDS.split(',')[-1]} (then 4 more)")

@@ -2,10 +2,12 @@
 
 - every rank is on exactly one node of exactly one engine, and nodes follow each other in engine order;
 - visible_devices[i] is gpu_of(the location of ranks[i]), so engine rank i shares its GPU with the trainer's (tp, pp);
+- behind them come the other GPUs that the builder sees, in its order, each once;
 - where SGLang's own arithmetic, restated here, puts (tp, pp) is the node and the index in visible_devices that it has;
 - no GPU of a host belongs to two engines, nor twice to one;
 - permuting the visible lists permutes the GPUs alike, and leaves ranks and nodes as they are;
-- the form of the lists (one for the host, one GPU for each rank) and the order of the locations do not matter;
+- the form of the lists (one for the host, one GPU for each rank) and the order of the locations do not matter, except
+  that an engine sees no GPU beside its own where its builder sees one alone;
 - of contiguous equal host shares, exactly the shapes that SGLang's arithmetic covers are accepted.
 """
 
@@ -18,7 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import EngineNode, EnginePlacement, RankLocation, gpu_of, parse_visible, place
+from harness.cluster.placement import (
+    EngineNode,
+    EnginePlacement,
+    RankLocation,
+    all_gpus_of,
+    gpu_of,
+    parse_visible,
+    place,
+)
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(80))
 MIG = "MIG-12345678-1111-2222-3333-444444444444"
@@ -105,6 +115,17 @@ def test_visible_devices_are_the_trainers_gpus(world: tuple[ParallelDims, list[R
 
 @settings(deadline=None, max_examples=25)
 @given(worlds())
+def test_others_are_what_the_builder_sees_beside(world: tuple[ParallelDims, list[RankLocation]]) -> None:
+    dims, locations = world
+    for node in _nodes(place(dims, locations, "cuda")):
+        assert node.visible_devices is not None
+        seen = all_gpus_of(locations[node.builder])
+        assert node.other_devices == tuple(gpu for gpu in seen if gpu not in node.visible_devices)
+        assert parse_visible(node.cuda_visible_devices) == node.visible_devices + node.other_devices
+
+
+@settings(deadline=None, max_examples=25)
+@given(worlds())
 def test_sglang_agrees_on_the_gpu_of_every_tp_and_pp(world: tuple[ParallelDims, list[RankLocation]]) -> None:
     dims, locations = world
     for placement in place(dims, locations, "cuda"):
@@ -135,7 +156,7 @@ def test_permuting_visible_permutes_gpus(world: tuple[ParallelDims, list[RankLoc
     ):
         assert before.visible_devices is not None
         renamed = tuple(renaming[before.host, gpu] for gpu in before.visible_devices)
-        assert after == replace(before, visible_devices=renamed)
+        assert replace(after, other_devices=()) == replace(before, visible_devices=renamed, other_devices=())
 
 
 @settings(deadline=None, max_examples=25)
@@ -145,7 +166,8 @@ def test_form_of_lists_and_order_of_locations_do_not_matter(
 ) -> None:
     dims, locations = world
     each_its_own = [replace(location, visible=(gpu_of(location),)) for location in locations]
-    assert place(dims, rng.sample(each_its_own, len(locations)), "cuda") == place(dims, locations, "cuda")
+    expected = [replace(node, other_devices=()) for node in _nodes(place(dims, locations, "cuda"))]
+    assert _nodes(place(dims, rng.sample(each_its_own, len(locations)), "cuda")) == expected
 
 
 @settings(deadline=None, max_examples=25)
@@ -153,8 +175,11 @@ def test_form_of_lists_and_order_of_locations_do_not_matter(
 def test_cpu_is_placed_alike_but_without_gpus(world: tuple[ParallelDims, list[RankLocation]]) -> None:
     dims, locations = world
     hidden = [replace(location, visible=()) for location in locations]
-    expected = [replace(node, visible_devices=None) for node in _nodes(place(dims, locations, "cuda"))]
+    expected = [
+        replace(node, visible_devices=None, other_devices=()) for node in _nodes(place(dims, locations, "cuda"))
+    ]
     assert _nodes(place(dims, hidden, "cpu")) == expected
+    assert {node.cuda_visible_devices for node in expected} == {None}
 
 
 def test_exactly_the_shapes_that_sglang_covers_are_accepted() -> None:
@@ -230,6 +255,38 @@ def test_parse_visible_refuses(value: str, message: str) -> None:
 )
 def test_gpu_of(location: RankLocation, gpu: str) -> None:
     assert gpu_of(location) == gpu
+
+
+@pytest.mark.parametrize(
+    ("location", "gpus"),
+    [
+        (RankLocation(5, "h", 1, None), ()),
+        (RankLocation(5, "h", 1, None, gpu_count=4), ("0", "1", "2", "3")),
+        (RankLocation(5, "h", 1, ("7", "10", "2")), ("7", "10", "2")),
+        (RankLocation(5, "h", 1, ("7", "2", "99", "4"), gpu_count=2), ("7", "2")),  # CUDA's list ends at a wrong index
+        (RankLocation(5, "h", 0, (MIG, MIG.replace("1", "2")), gpu_count=1), (MIG,)),
+    ],
+)
+def test_all_gpus_of(location: RankLocation, gpus: tuple[str, ...]) -> None:
+    assert all_gpus_of(location) == gpus
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu_count", "values"),
+    [
+        (None, 8, ["0,1,2,3,4,5,6,7", "2,3,0,1,4,5,6,7"]),
+        (None, 4, ["0,1,2,3", "2,3,0,1"]),
+        (None, None, ["0,1", "2,3"]),
+        (("3", "1", "0", "2", "7"), None, ["3,1,0,2,7", "0,2,3,1,7"]),
+        (UUIDS[:4], 4, [",".join(UUIDS[:4]), ",".join((*UUIDS[2:4], *UUIDS[:2]))]),
+    ],
+)
+def test_an_engine_sees_its_own_gpus_first(
+    visible: tuple[str, ...] | None, gpu_count: int | None, values: list[str]
+) -> None:
+    locations = [RankLocation(rank, "h0", rank, visible, gpu_count) for rank in range(4)]
+    nodes = _nodes(place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda"))
+    assert [node.cuda_visible_devices for node in nodes] == values
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def test_every_trainer_and_engine_rank_has_a_gpu_of_its_own(world: tuple[Paralle
     for node in nodes:
         assert node.base_gpu_id == 0
         assert node.visible_devices == tuple(engine_gpu_of(locations[rank]) for rank in node.ranks)
+        trainers = [gpu_of(location) for location in locations if location.host == node.host]
+        assert locations[node.builder].visible is None or set(trainers) <= set(node.other_devices)
         for rank, gpu in zip(node.ranks, node.visible_devices or (), strict=True):
             visible = locations[rank].visible or tuple(map(str, range(64)))
             assert visible.index(gpu) == visible.index(gpu_of(locations[rank])) + locations[rank].engine_offset
@@ -52,7 +54,8 @@ def test_ranks_and_nodes_are_those_of_shared_gpus(world: tuple[ParallelDims, lis
     shared = [replace(location, engine_offset=0) for location in locations]
 
     def without_gpus(locations: list[RankLocation]) -> list[object]:
-        return [replace(node, visible_devices=None) for each in place(dims, locations, "cuda") for node in each.nodes]
+        nodes = [node for each in place(dims, locations, "cuda") for node in each.nodes]
+        return [replace(node, visible_devices=None, other_devices=()) for node in nodes]
 
     assert without_gpus(locations) == without_gpus(shared)
 
@@ -94,7 +97,7 @@ def test_two_torchruns_of_a_host_may_not_overlap() -> None:
 def test_the_plan_shows_both_gpus() -> None:
     plan = plan_placement(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, ("3,1,0,2",), False)
     assert [(rank.gpu, rank.engine_gpu) for rank in plan.ranks] == [("3", "0"), ("1", "2")]
-    assert plan.engines[0].nodes[0].cuda_visible_devices == "0,2"
+    assert plan.engines[0].nodes[0].cuda_visible_devices == "0,2,3,1"
     assert picture(plan.dims, plan.locations, plan.device)[1] == (
         "  host0  rank 0 dp0 tp0 pp0 GPU 3, engine's GPU 0 | rank 1 dp0 tp1 pp0 GPU 1, engine's GPU 2"
     )

@@ -6,6 +6,7 @@ import pytest
 
 from harness.config.cli import parse
 from harness.config.layers import RENAMED, ConfigError, Layer, build_config, key_types
+from harness.config.rules import check_transport
 from tests.end_to_end.launching import run_script
 
 FILES = {
@@ -46,6 +47,7 @@ MISTAKES = [
     ("--memory.offload_parameters critic,actor,critic", "memory.offload_parameters", "without repeats", '"critic"]'),
     ("--memory.resume later", "memory.resume", 'one of "staged", "all"', 'got "later"'),
     ("--algorithm.advantage ppo", "algorithm.advantage", 'one of "gae", "grpo", "rloo"', 'got "ppo"'),
+    ("--weights.transport stream", 'weights.transport = "stream" (command line) was replaced: use "pull".'),
     ("--model.dtype fp16", "model.dtype", '"float32", "bfloat16"', 'got "fp16"'),
     # An option.
     ("quickstart", '"quickstart"', "must be a TOML file or an option", "--section.key VALUE"),
@@ -121,8 +123,8 @@ MISTAKES = [
     ("--engine.args.quantization fp8", 'engine.args.quantization = "fp8"', "which no later load fits", "leave it out"),
     ("--engine.args.quantization awq", 'engine.args.quantization = "awq"', "with their scales", "leave it out"),
     (
-        "--engine.args.speculative_algorithm EAGLE --weights.transport stream",
-        'weights.transport = "stream"',
+        "--engine.args.speculative_algorithm EAGLE --weights.transport pull",
+        'weights.transport = "pull"',
         "draft model",
         'use "bucket", "tensor" or "disk"',
     ),
@@ -146,8 +148,8 @@ MISTAKES = [
         "parallel.colocate = false",
     ),
     (
-        "--weights.transport stream --engine.device cuda --parallel.colocate false",
-        'weights.transport = "stream"',
+        "--weights.transport pull --engine.device cuda --parallel.colocate false",
+        'weights.transport = "pull"',
         "parallel.colocate = false",
         'use "distributed" or "disk"',
     ),
@@ -225,6 +227,36 @@ def test_what_cannot_be_placed_exits_2(words: list[str], part: str) -> None:
     done = run_script("launch/ppo.py", *words)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: ") and part in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("transport", "verify", "key"),
+    [
+        ("pull", "off", 'weights.transport = "pull"'),
+        ("auto", "bytes", 'weights.verify = "bytes"'),
+        ("disk", "full", 'weights.verify = "full"'),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_no_scheduler_can_open_is_refused(name: str, transport: str, verify: str, key: str) -> None:
+    config = parse(["--weights.transport", transport, "--weights.verify", verify]).config
+    setting = {name: "max_split_size_mb:64, Expandable_Segments: True"}
+    with pytest.raises(ConfigError) as caught:
+        check_transport(config, "cuda", setting)
+    assert str(caught.value).startswith(f"{key} cannot work: {name}=max_split_size_mb:64")
+    assert str(caught.value).endswith("(CUDA IPC); take expandable_segments out of it.")
+    check_transport(config, "cpu", setting)
+    check_transport(config, "cuda", {name: "expandable_segments:False"})
+    for config.weights.transport, config.weights.verify in (("auto", "log_probs"), ("disk", "off")):
+        check_transport(config, "cuda", setting)
+
+
+def test_expandable_segments_exit_2_before_torch_is_imported() -> None:
+    words = ["configs/cpu/quickstart.toml", "--engine.device", "cuda", "--weights.transport", "pull"]
+    started = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    done = run_script("launch/ppo.py", *words, **started)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith('error: weights.transport = "pull" cannot work: PYTORCH_CUDA_ALLOC_CONF=')
 
 
 def test_without_torchrun_it_says_how_to_start() -> None:

@@ -98,11 +98,12 @@ class Job:
         file = self.folder / "events" / f"rank{rank}.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def wait_for_phase(self, name: str, seconds: float = 300) -> None:
-        """Return when rank 0 has entered the phase."""
+    def wait_for_phase(self, name: str, seconds: float = 300, step: int | None = None) -> None:
+        """Return when rank 0 has entered the phase, of this step or of any."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if any(event["event"] == "phase_start" and event["phase"] == name for event in self.events()):
+            begun = [event for event in self.events() if event["event"] == "phase_start" and event["phase"] == name]
+            if any(step in (None, event["step"]) for event in begun):
                 return
             assert self.process.poll() is None, f"it ended before {name}:\n{self.output()[-4000:]}"
             self.look()

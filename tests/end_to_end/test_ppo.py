@@ -74,6 +74,18 @@ def test_same_seed_same_metrics_bit_for_bit(quickstart: Job, tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_a_pull_out_of_parameters_that_are_offloaded_between_steps_changes_nothing(
+    quickstart: Job, tmp_path: Path
+) -> None:
+    words = ["--weights.transport", "pull", "--weights.verify", "bytes", "--memory.offload_parameters", "actor"]
+    job = run(tmp_path / "run", 2, QUICKSTART, *words)
+    assert job.process.returncode == 0, job.output()
+    assert "4 weight syncs: each read back bit for bit" in job.output()
+    assert values(job) == values(quickstart)
+    assert job.left_behind() == []
+
+
+@pytest.mark.long
 def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart: Job, tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, QUICKSTART, "--weights.verify", "full")
     assert job.process.returncode == 0, job.output()

@@ -1,20 +1,37 @@
-"""What run_in_scheduler and a stage do in a scheduler: a small model stands in for SGLang's, and get_rank is set. Real
-engines run them in tests/weights.
+"""Questions of trainer ranks to their schedulers: gloo ranks, each with a process beside it that stands in for SGLang's
+scheduler. Real engines are asked in tests/weights.
 """
 
-import json
-import pickle
+import multiprocessing
+import operator
+import os
+import signal
+import socket
+import stat
+import struct
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.rollout.schedulers import LOADER, answer, answer_file, load_own, run_in_scheduler
+from harness.rollout import schedulers, sglang_api
+from harness.rollout.engine_errors import PeerGone
+from harness.rollout.engine_ranks import Group
+from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, socket_folder, start_serving
+from harness.weights.worker.model_state import report
+from tests.cluster.gloo import on_ranks
+
+T = TypeVar("T")
 
 
 class Stage(nn.Module):
@@ -22,63 +39,274 @@ class Stage(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(4))
 
     def load_weights(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in named:
             self.get_parameter(name).copy_(tensor)
 
 
-def at_rank(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+class Engine:
+    """What the channel needs of a VerlEngine; its calls are files, which all schedulers handle in order."""
+
+    def __init__(self, rank: int, ranks: int, folder: str, seconds_a_call: float = 0.0) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self.group = Group(process_group=group, ranks=tuple(range(ranks)), rank=rank, tp=ranks, pp=1)
+        self.log = Path("engine.log")
+        self.folder = Path(folder)
+        self.calls = 0
+        self.channel: Any = SchedulerChannel(self)  # type: ignore[arg-type]
+        arguments = (rank, self.folder, seconds_a_call)
+        self.scheduler = multiprocessing.get_context("fork").Process(target=scheduler, args=arguments, daemon=True)
+        self.scheduler.start()
+
+    def on_head(self, call: Callable[[Any], T]) -> T | None:
+        return self.group.broadcast(call(None) if self.group.rank == self.group.head else None)
+
+    def send(self, _: object, payloads: Sequence[Any], load_format: str, flush_cache: bool) -> None:
+        assert load_format == LOADER and len(payloads) == self.group.tp and not flush_cache
+        call = self.folder / f"call{self.calls}"
+        self.calls += 1
+        call.with_suffix(".unfinished").write_text(payloads[0][0][0])
+        call.with_suffix(".unfinished").rename(call)
+
+    def asked(self, function: Callable[[Any, Any], Any], argument: object = None) -> str:
+        """The answer, or the failure, as text."""
+        try:
+            return str(self.channel.ask(function, argument))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
 
-def carried(values: Sequence[torch.Tensor], tp: int) -> list[tuple[str, torch.Tensor]]:
-    """What one tp rank's schedulers of all stages are given: each stage's own payload by value, padded to one size."""
-    payloads = [pickle.dumps([("weight", value)]) for value in values]
-    size = max(map(len, payloads))
-    whole = b"".join(payload.ljust(size, b"\0") for payload in payloads)
-    message = json.dumps({"name": "harness-test", "tp": tp, "flattened": False, "size": size})
-    return [(message, torch.frombuffer(bytearray(whole), dtype=torch.uint8))]
+def scheduler(rank: int, folder: Path, seconds_a_call: float) -> None:
+    """Handle the engine's calls: each counts itself in the weight before it starts to serve. Ends with its rank."""
+    dist.get_rank = lambda group=None: rank
+    model, parent = Stage(), os.getppid()
+    for number in count():
+        call = folder / f"call{number}"
+        while not call.exists():
+            if os.getppid() != parent:
+                os._exit(0)
+            time.sleep(0.01)
+        time.sleep(seconds_a_call)
+        model.weight.data += 1
+        start_serving(model, [(call.read_text(), torch.zeros(1))])
 
 
-@pytest.mark.parametrize(("rank", "tp", "stage"), [(0, 1, 0), (1, 1, 1), (1, 2, 0), (2, 2, 1), (5, 2, 2)])
-def test_each_stage_loads_its_own(
-    rank: int, tp: int, stage: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def planted(function: Callable[..., T]) -> Callable[..., T]:
+    """The function as one of the harness's, also in the processes that are forked from here."""
+    function.__module__, function.__qualname__ = schedulers.__name__, function.__name__
+    setattr(schedulers, function.__name__, function)
+    return function
+
+
+def first(model: Any, place: int) -> float:
+    return float(model.weight[place])
+
+
+def die(model: Any, dies: bool) -> None:
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unpicklable(model: Any, argument: object) -> Any:
+    return lambda: None
+
+
+def _answers(rank: int, folder: str) -> list[Any]:
+    ask = planted(first)
+    engine = Engine(rank, 2, folder)
+    held = engine.channel.ask(ask, 0)
+    assert engine.channel.ask(load_own, [("weight", torch.full((4,), rank + 5.0))]) is None
+    found = engine.channel.ask(report, "tensors")
+    return [held, engine.channel.ask(ask, 3), found.rank, found.tensors, engine.calls]
+
+
+def test_every_rank_is_answered_by_its_own_scheduler_after_one_call_of_the_engine(tmp_path: Path) -> None:
+    zero, one = on_ranks(_answers, 2, tmp_path, str(tmp_path))
+    assert zero[:3] == [1.0, 5.0, 0] and one[:3] == [1.0, 6.0, 1]
+    assert zero[3] != one[3] and zero[3].keys() == {"weight"}
+    assert (zero[4], one[4]) == (1, 0)
+
+
+def _failures(rank: int, folder: str) -> list[str]:
+    planted(unpicklable)
+    engine = Engine(rank, 2, folder)
+    wrong_shape = [("weight", torch.zeros(3 + (rank == 0)))]
+    asked = [engine.asked(load_own, wrong_shape), engine.asked(operator.add, "true"), engine.asked(unpicklable)]
+    return [*asked, engine.asked(load_own, iter([]) if rank else []), engine.asked(load_own, [])]
+
+
+def test_a_failure_is_raised_on_every_rank_and_the_next_question_is_answered(tmp_path: Path) -> None:
+    zero, one = on_ranks(_failures, 2, tmp_path, str(tmp_path))
+    assert one[0].startswith(
+        "SchedulerFailed: the scheduler beside rank 1: RuntimeError: The size of tensor a (4) must"
+    )
+    assert zero[0] == f"EngineFailed: on rank 1: {one[0].removeprefix('SchedulerFailed: ')}"
+    for rank, seen in enumerate((zero, one)):
+        beside = f"SchedulerFailed: the scheduler beside rank {rank}: "
+        assert seen[1] == f"{beside}ValueError: function must be one of harness.*, got _operator.add."
+        assert seen[2].startswith(beside) and "pickle" in seen[2]
+        assert seen[4] == "None"
+    assert zero[3] == one[3] == "None"
+
+
+def _order(rank: int, folder: str) -> list[Any]:
+    ask = planted(first)
+    tempfile.tempdir = f"{folder}/t"
+    engine = Engine(rank, 2, folder, seconds_a_call=0.4 * rank)
+    asked = [engine.channel.ask(ask, 0)]
+    engine.channel.open()
+    asked.append(engine.channel.ask(ask, 0))
+    engine.channel.close()
+    return [*asked, engine.channel.ask(ask, 0)]
+
+
+def test_what_is_asked_on_a_new_connection_comes_after_the_engine_s_calls(tmp_path: Path) -> None:
+    (temporary := tmp_path / "t").mkdir()
+    assert on_ranks(_order, 2, tmp_path, str(tmp_path)) == [[1.0, 2.0, 3.0]] * 2
+    assert not list(temporary.iterdir()), "folders of sockets are removed"
+
+
+def _death(rank: int, folder: str) -> tuple[str, float]:
+    schedulers.WATCH_SECONDS = 0.5
+    planted(die)
+    engine = Engine(rank, 2, folder)
+    engine.asked(die, False)
+    start = time.monotonic()
+    return engine.asked(die, rank == 1), time.monotonic() - start
+
+
+def test_a_scheduler_that_dies_in_the_middle_is_named_on_the_rank_beside_it(tmp_path: Path) -> None:
+    _, (message, seconds) = on_ranks(_death, 2, tmp_path, str(tmp_path))
+    assert message == "EngineFailed: the scheduler beside rank 1 is gone; see engine.log"
+    assert 0.5 <= seconds < 5
+
+
+def _absent(rank: int, folder: str) -> str:
+    schedulers.CONNECT_SECONDS = 0.5
+    engine = Engine(rank, 2, folder)
+    if rank == 1:
+        engine.scheduler.kill()
+        engine.scheduler.join()
+    dist.barrier()
+    return engine.asked(report, "device")
+
+
+def test_a_scheduler_that_does_not_connect_is_named_on_every_rank(tmp_path: Path) -> None:
+    message = "the scheduler beside rank 1 has not connected in 0 s; see engine.log"
+    expected = [f"EngineFailed: on rank 1: {message}", f"SchedulerFailed: {message}"]
+    assert on_ranks(_absent, 2, tmp_path, str(tmp_path)) == expected
+
+
+HALF = struct.pack("!i", 1000) + b"of a thousand bytes"
+
+
+def channel_over(connection: Connection) -> Any:
+    channel: Any = SchedulerChannel(SimpleNamespace(group=SimpleNamespace(rank=0)))  # type: ignore[arg-type]
+    channel._connection = connection
+    return channel
+
+
+def test_half_an_answer_is_of_a_scheduler_that_is_gone() -> None:
+    mine, theirs = multiprocessing.Pipe()
+    os.write(theirs.fileno(), HALF)
+    with mine, pytest.raises(PeerGone):
+        threading.Timer(0.1, theirs.close).start()
+        channel_over(mine)._request(report, "device")
+
+
+def test_an_answer_is_taken_although_its_scheduler_has_died_since() -> None:
+    mine, theirs = multiprocessing.Pipe()
+
+    def answer_and_die() -> None:
+        with theirs:
+            theirs.recv_bytes()
+            theirs.send_bytes(sglang_api.serialize(("done", 5)))
+
+    scheduler = threading.Thread(target=answer_and_die)
+    scheduler.start()
+    channel = channel_over(mine)
+    with mine:
+        assert channel._request(report, "device") == 5
+        scheduler.join()
+        with pytest.raises(PeerGone):
+            channel._request(report, "device")
+
+
+@pytest.mark.parametrize("dies", ["before it asks", "in the middle of a request", "before it is answered"])
+def test_a_scheduler_outlives_its_trainer_rank(dies: str) -> None:
+    mine, theirs = multiprocessing.Pipe()
+    if dies == "in the middle of a request":
+        os.write(mine.fileno(), HALF)
+    elif dies == "before it is answered":
+        mine.send_bytes(sglang_api.serialize(("harness.weights.worker.model_state.report", "device")))
+    mine.close()
+    schedulers._serve(Stage(), theirs)
+    assert theirs.closed
+
+
+@pytest.mark.parametrize("dies", ["before it listens", "before it accepts"])
+def test_a_scheduler_outlives_a_trainer_rank_that_never_accepted(
+    dies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    at_rank(monkeypatch, tmp_path, rank)
-    model = Stage()
-    load_own(model, carried([torch.full((4,), float(index)) for index in range(1, 4)], tp))
-    assert torch.equal(model.weight, torch.full((4,), stage + 1.0))
-    assert answer_file("harness-test", rank).read_text() == ""
+    """SGLang would end a scheduler whose loader raises."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    if dies == "before it accepts":  # killed, it leaves its socket
+        (folder := socket_folder("f")).mkdir(mode=0o700)
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(folder / "0.socket"))
+    before = threading.active_count()
+    start_serving(Stage(), [("f", torch.zeros(1))])
+    assert threading.active_count() == before
+    assert "no trainer rank listens" in capsys.readouterr().err
 
 
-def test_a_stage_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    at_rank(monkeypatch, tmp_path, 1)
-    load_own(Stage(), carried([torch.zeros(4), torch.zeros(3)], 1))
-    assert answer_file("harness-test", 1).read_text().startswith("RuntimeError: The size of tensor a (4) must match")
+def test_the_folder_of_sockets_is_private_and_goes_with_the_last_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = socket_folder("f")
+    with schedulers._listening(folder, 0):
+        with schedulers._listening(folder, 1):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert folder.exists()
+    assert not folder.exists()
 
 
-def test_a_scheduler_says_that_it_has_come_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    at_rank(monkeypatch, tmp_path, 3)
-    answer(Stage(), [("harness-test", torch.zeros(1))])
-    assert [file.name for file in tmp_path.iterdir()] == ["harness-test-3.answer"]
+@pytest.mark.parametrize("made", ["open to its group", "a link", "of another user"])
+def test_a_folder_that_another_user_could_have_made_is_refused_at_both_ends(
+    made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    folder = socket_folder("f")
+    if made == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir(mode=0o700)
+    if made == "open to its group":
+        folder.chmod(0o770)
+    if made == "of another user":
+        if os.geteuid():
+            pytest.skip("only root gives a folder away")
+        os.chown(folder, 65534, 65534)
+    with pytest.raises(PermissionError, match="with mode 0700"), schedulers._listening(folder, 0):
+        pass
+    with pytest.raises(PermissionError, match="with mode 0700"):
+        start_serving(Stage(), [("f", torch.zeros(1))])
+    assert folder.exists()
 
 
-def test_the_name_says_which_function_runs_and_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    monkeypatch.setattr("harness.rollout.schedulers.answer", lambda *given: called.append(given))
-    tensor = torch.zeros(1)
-    run_in_scheduler("model", [("harness.rollout.schedulers.answer a message", tensor)])
-    assert called == [("model", [("a message", tensor)])]
+def test_a_long_path_for_temporary_files_leaves_room_for_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
+    assert socket_folder("harness-0123456789abcdef") == Path("/tmp/harness-0123456789abcdef")
 
 
-@pytest.mark.parametrize("path", ["os.system", "harnesses.x"])
-def test_no_function_from_elsewhere_runs(path: str) -> None:
-    with pytest.raises(ValueError, match="must be one of harness"):
-        run_in_scheduler("model", [(f"{path} true", torch.zeros(1))])
-
-
-def test_sglang_finds_it_by_its_path() -> None:
-    assert f"{run_in_scheduler.__module__}.{run_in_scheduler.__name__}" == LOADER
+def test_sglang_finds_the_loader_by_its_path() -> None:
+    assert f"{start_serving.__module__}.{start_serving.__name__}" == LOADER

@@ -1,7 +1,5 @@
 """Faults on purpose, on stand-ins of a run's parts; with real runs they are in tests/tools/watchdog/test_matrix.py."""
 
-import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 from harness.config.schema import Config, Run
+from harness.rollout.schedulers import SchedulerChannel
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools import inject
 from harness.tools.inject import InjectedFault, Injector, LateRank
@@ -83,20 +82,18 @@ def test_a_dropped_bucket_is_zeros_on_its_way_alone() -> None:
     assert not seen[0].any() and sync.live[NAME].all()
 
 
-@dataclasses.dataclass
-class Transport:
-    link: Callable[[], Any]
-
-
-def test_the_next_bucket_that_is_announced_is_lost() -> None:
-    sent: list[Any] = []
-    sync = sync_of(Transport(link=lambda: SimpleNamespace(link=SimpleNamespace(send=sent.append, other=5))))
+def test_the_next_request_to_the_scheduler_is_lost() -> None:
+    """And its answer is waited for."""
+    waited: list[str] = []
+    connection = SimpleNamespace(send_bytes=pytest.fail, recv_bytes=lambda: waited.append("for an answer"))
+    channel = SchedulerChannel(None)  # type: ignore[arg-type]
+    sync = sync_of()
+    sync.engine = SimpleNamespace(_channel=channel)
     injector, _ = injector_of("lost-message@sync", sync=sync)
     injector.phase_begins("sync", 0)
-    line = sync.transport.link().link
-    for message in (b"x", 1, 2):
-        line.send(message)
-    assert sent == [b"x", 2] and line.other == 5
+    channel._connection = connection  # type: ignore[assignment]
+    channel._request(max, None)
+    assert waited == ["for an answer"]
 
 
 @pytest.mark.parametrize(("largest", "refused"), [(1 << 60, False), (0, True)])

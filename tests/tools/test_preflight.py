@@ -85,7 +85,7 @@ MISTAKES = {
     "--engine.args.quantization not_yet_known": "takes quantized tensors with their scales",
     "--model.name {dir}/quantized": "is quantized (fp8, quantization_config in its config.json)",
     "--engine.args.speculative_algorithm EAGLE": 'weights.verify = "log_probs" cannot',
-    "--engine.args.speculative_algorithm nextn --weights.transport stream": 'use "bucket", "tensor" or "disk"',
+    "--engine.args.speculative_algorithm nextn --weights.transport pull": 'use "bucket", "tensor" or "disk"',
     "--engine.args.speculative_algorithm EAGLE3 --weights.transport tensor": 'weights.verify = "log_probs" cannot',
 }
 

@@ -81,3 +81,17 @@ def test_what_is_not_wanted_never_moves() -> None:
     with offload.on_device():
         pass
     assert tensor.untyped_storage().nbytes() == 12
+
+
+def test_what_schedulers_have_mapped_on_the_cpu_keeps_its_memory() -> None:
+    """As a pull shares it: the storage is moved into shared memory in place, and torch cannot give that memory again."""
+    mapped, other = torch.arange(3.0), torch.arange(5.0)
+    offload = Offload(lambda: [mapped, other], wanted=True)
+    with offload.on_device():
+        mapped.untyped_storage()._share_fd_cpu_()
+        address = mapped.data_ptr()
+        assert storages_of([mapped, other]) == [other.untyped_storage()]
+    assert (mapped.data_ptr(), mapped.tolist()) == (address, [0, 1, 2])
+    assert other.untyped_storage().nbytes() == 0
+    with offload.on_device():
+        assert mapped.data_ptr() == address and other.tolist() == [0, 1, 2, 3, 4]

@@ -1,24 +1,85 @@
-"""Run inside SGLang's schedulers, as a custom weight loader: makes them slow readers of the weight stream."""
+"""Run inside SGLang's schedulers, as custom weight loaders: break the scheduler's end of a pull.
+
+Each takes its text as the name of the one tensor; "" mends what it broke.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from harness.weights.worker.reader import SlotReader
+from harness.weights.pull.copies import CpuCopies
+from harness.weights.worker.loader_trace import GroupTrace
+from harness.weights.worker.puller import Puller
 
-SLOW_DOWN = "tests.weights.faults_in_scheduler.slow_down"
+LINGER = f"{__name__}.linger"
+SKIP = f"{__name__}.skip"
+REPLAN = f"{__name__}.replan"
 
-await_filled: Callable[[SlotReader, int], None] = SlotReader._await_filled
+Named = Sequence[tuple[str, torch.Tensor]]
+
+_run, _load, _make_copies = CpuCopies.run, Puller.load, Puller.make_copies
 
 
-def slow_down(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """The first name is a number of seconds: that long a reader lets each filled slot lie before it reads it."""
-    seconds = float(named_tensors[0][0])
+def linger(model: Any, named_tensors: Named) -> None:
+    """SECONDS: that long a pull rests when half of its copies are made."""
+    text = named_tensors[0][0]
 
-    def await_filled_and_linger(reader: SlotReader, index: int) -> None:
-        await_filled(reader, index)
-        time.sleep(seconds)
+    def run_in_halves(copies: CpuCopies) -> None:
+        everything, middle = copies.pairs, len(copies.pairs) // 2
+        copies.pairs = everything[:middle]
+        _run(copies)
+        time.sleep(float(text))
+        copies.pairs = everything[middle:]
+        _run(copies)
+        copies.pairs = everything
 
-    SlotReader._await_filled = await_filled_and_linger if seconds else await_filled  # type: ignore[method-assign,assignment]
+    CpuCopies.run = run_in_halves if text else _run  # type: ignore[method-assign]
+
+
+def skip(model: Any, named_tensors: Named) -> None:
+    """RANK: this engine rank says that it has pulled, and has not."""
+    text = named_tensors[0][0]
+
+    def pretend(puller: Puller, number: int, batch: int) -> dict[str, float]:
+        puller.done = number
+        return {"plan": 0.0, "copy": 0.0}
+
+    Puller.load = pretend if text == str(dist.get_rank()) else _load  # type: ignore[method-assign]
+
+
+def replan(model: Any, named_tensors: Named) -> None:
+    """ "shift NAME": its rows are read one row too far. "swap A B": names that begin with A are read where B's lie."""
+    words = named_tensors[0][0].split()
+
+    def make_wrong_copies(puller: Puller) -> None:
+        right = puller.traces
+        puller.traces = [
+            _shifted(each, words[1]) if words[0] == "shift" else _swapped(each, *words[1:]) for each in right
+        ]
+        try:
+            _make_copies(puller)
+        finally:
+            puller.traces = right
+
+    Puller.make_copies = make_wrong_copies if words else _make_copies  # type: ignore[method-assign]
+
+
+def _shifted(traced: GroupTrace, name: str) -> GroupTrace:
+    copies = []
+    for copy in traced.copies:
+        source = copy.source
+        if source.name == name:
+            rows = (source.shape[0] - 1, *source.shape[1:])
+            source = replace(source, offset=source.offset + source.stride[0], shape=rows)
+        copies.append(replace(copy, source=source))
+    return replace(traced, copies=copies)
+
+
+def _swapped(traced: GroupTrace, one: str, other: str) -> GroupTrace:
+    sources = {copy.source.name: copy.source for copy in traced.copies}
+    swapped = {name: name.replace(one, other) if name.startswith(one) else name.replace(other, one) for name in sources}
+    return replace(traced, copies=[replace(each, source=sources[swapped[each.source.name]]) for each in traced.copies])

@@ -1,24 +1,27 @@
 """Run by faults_program.py on two ranks; trainer and engine both tie the embeddings."""
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from harness.cluster.world import all_gather
 from harness.tools.sync.job import push_one_by_one
+from harness.trainer.offload import local
 from harness.weights.fingerprint import FingerprintComparison
-from harness.weights.gather import gather, gather_into
-from harness.weights.stream.slots import SLOTS
-from harness.weights.stream.weight_link import WeightLink
+from harness.weights.gather import gather
+from harness.weights.pull import link
+from harness.weights.worker import puller
+from tests.weights.faults_in_scheduler import LINGER, SKIP
 from tests.weights.faults_stand import Stand, patching, raising, run
 
-LINGER_SECONDS = 0.1
-
-call = WeightLink._call
-await_read = WeightLink._await_read
-say_filled = WeightLink._say_filled
+REST_SECONDS = 1.0
+"""For which a pull rests in its middle; half of it passes before something is done to it."""
 
 
 def tied_embeddings_are_sent_once(stand: Stand) -> list[str]:
@@ -34,38 +37,112 @@ def one_tensor_a_call_where_nothing_fuses(stand: Stand) -> list[str]:
     return stand.seen()
 
 
+def moved_shards_are_pulled_from_where_they_are(stand: Stand) -> list[str]:
+    """Healthy: rank 1's are elsewhere than at the last pull."""
+    move_shards(stand)
+    return stand.pushed(stand.sync)
+
+
+def move_shards(stand: Stand) -> None:
+    """As model.to(...) does, of which FSDP2 knows."""
+    if stand.world.rank == 1:
+        stand.model._apply(torch.clone)
+
+
 def stale_prefix_cache(stand: Stand, broken: bool) -> list[str]:
     """The same prompts before and after an update that leaves the cache as it is."""
-
-    def keep_the_cache(
-        link: WeightLink, what: str, meanwhile: Callable[..., Any], flush_cache: bool = False, **details: int
-    ) -> Any:
-        return call(link, what, meanwhile, flush_cache=False, **details)
-
     before = stand.log_prob_violations()
-    with patching({"harness.weights.stream.weight_link.WeightLink._call": keep_the_cache if broken else None}):
+    assert stand.engine.has_prefixes
+    keep = (lambda engine: None) if broken else None
+    with patching({"harness.rollout.verl_engine.VerlEngine.flush_cache": keep}):
         return [*before, *stand.pushed(stand.sync)]
 
 
-def bucket_reused_before_it_is_read(stand: Stand, broken: bool) -> list[str]:
-    """Readers linger over each slot; a trainer that does not wait for them fills it again meanwhile."""
+@torch.no_grad()
+def add_to_shards(stand: Stand) -> None:
+    for tensor in stand.sync.live.values():
+        local(tensor).add_(0.125)
 
-    def do_not_wait(link: WeightLink, index: int, ended: Callable[[], bool]) -> None:
-        if index == len(link.layout) - SLOTS:  # all are filled: take the answers that were passed over
-            for passed_over in range(index):
-                await_read(link, passed_over, ended)
-        if index >= len(link.layout) - SLOTS:
-            await_read(link, index, ended)
 
-    stand.slow(LINGER_SECONDS)
+def shards_changed_before_they_are_read(stand: Stand, broken: bool) -> list[str]:
+    """A trainer that does not wait for the engine changes its shards when the schedulers have read half of them."""
+    stand.hook(LINGER, str(REST_SECONDS))
+    ask, timer = stand.engine.ask, threading.Timer(REST_SECONDS / 2, add_to_shards, [stand])
+
+    def ask_and_go_on(function: Callable[..., Any], argument: object = None) -> Any:
+        if function is puller.pull:
+            timer.start()
+        return ask(function, argument)
+
+    stand.change()
+    with patch.object(stand.engine, "ask", ask_and_go_on if broken else ask):
+        stand.sync.push()
+    if broken:
+        timer.join()
+    else:
+        add_to_shards(stand)
+        stand.sync.push()
+    stand.hook(LINGER, "")
+    return stand.seen()
+
+
+def two_syncs_at_once(stand: Stand, broken: bool) -> list[str]:
+    """The second is begun while the schedulers are in the middle of the first, which is whole all the same."""
+    stand.change()
+    stand.hook(LINGER, str(REST_SECONDS))
+    stand.sync.push()
+    first = threading.Timer(0, torch.no_grad()(stand.sync.link.pull))
+    with raising() as raised:
+        first.start()
+        try:
+            if broken:
+                first.join(REST_SECONDS / 2)
+                assert first.is_alive()
+                stand.sync.link.pull()
+        finally:
+            first.join()  # before this rank's next collective call
+    stand.hook(LINGER, "")
+    return [*raised, *stand.seen()]
+
+
+def pull_out_of_turn(stand: Stand, broken: bool) -> list[str]:
+    if broken:
+        stand.sync.link._pulled += 1
+    stand.change()
+    with raising() as raised:
+        stand.sync.push()
+    return [*raised, *([] if broken else stand.seen())]
+
+
+def move_that_nobody_sees(stand: Stand, broken: bool) -> list[str]:
+    """Rank 1's shards move, and are pulled from where they were; read back they are from where they are."""
+    mine = [name for name, tensor in stand.sync.live.items() if local(tensor).numel()]
+    stand.sync.push()
+    move_shards(stand)
+    stand.change()
+    with patching({"harness.weights.pull.link.have_moved": (lambda *_: False) if broken else None}):
+        stand.sync.push()
+    moved = [f"moved: {name}" for name in all_gather(mine)[1]]
+    return [*(moved if broken else []), *stand.seen()]
+
+
+def memory_that_cannot_be_opened(stand: Stand, broken: bool) -> list[str]:
+    """Rank 1's, by the scheduler of either rank."""
+    export = link.export_shards
+
+    def export_elsewhere(*given: Any) -> Any:
+        found = export(*given)
+        lost = stand.world.rank == 1
+        return replace(found, memories=tuple(f"{path}9999" for path in found.memories)) if lost else found
+
+    stand.change()
+    stand.sync.link.release()  # the next pull opens anew
     with (
         raising() as raised,
-        patching({"harness.weights.stream.weight_link.WeightLink._await_read": do_not_wait if broken else None}),
+        patching({"harness.weights.pull.link.export_shards": export_elsewhere if broken else None}),
     ):
-        stand.change()
         stand.sync.push()
-    stand.slow(0)
-    return [*raised, *stand.seen()]
+    return [*raised, *([] if broken else stand.seen())]
 
 
 def small_changes(stand: Stand) -> None:
@@ -100,27 +177,14 @@ def last_bucket_dropped(stand: Stand, broken: bool) -> list[str]:
 
 
 def one_rank_stale(stand: Stand, broken: bool) -> list[str]:
-    """Engine rank 1 takes nothing out of its slots; on engine rank 0 all arrives."""
+    """Engine rank 1 copies nothing; on engine rank 0 all arrives."""
     stand.sync.push()
     small_changes(stand)
-
-    def deaf(link: WeightLink, index: int) -> None:
-        if stand.world.rank == 1:  # the slot that its scheduler reads is filled with what it holds already
-            link.link.slots[index % SLOTS][: len(old[index])].copy_(old[index])
-        say_filled(link, index)
-
-    if not broken:
-        stand.sync.push()
-        return named(stand.compared())
-    old: list[torch.Tensor] = []
-    small_changes(stand)  # as it was
-    for bucket in stand.sync.buckets:
-        slot = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-        gather_into(slot, bucket, stand.sync.live)
-        old.append(slot)
-    small_changes(stand)
-    with patching({"harness.weights.stream.weight_link.WeightLink._say_filled": deaf}):
-        stand.sync.push()
+    if broken:
+        stand.hook(SKIP, "1")
+    stand.sync.push()
+    if broken:
+        stand.hook(SKIP, "")
     return named(stand.compared())
 
 
@@ -129,7 +193,11 @@ CASES = (
     last_bucket_dropped,
     one_rank_stale,
     stale_prefix_cache,
-    bucket_reused_before_it_is_read,
+    shards_changed_before_they_are_read,
+    two_syncs_at_once,
+    pull_out_of_turn,
+    move_that_nobody_sees,
+    memory_that_cannot_be_opened,
 )
 
 
@@ -138,6 +206,10 @@ def main(folder: Path) -> None:
         folder,
         "llama",
         CASES,
-        [tied_embeddings_are_sent_once, one_tensor_a_call_where_nothing_fuses],
+        [
+            tied_embeddings_are_sent_once,
+            one_tensor_a_call_where_nothing_fuses,
+            moved_shards_are_pulled_from_where_they_are,
+        ],
         shape={"tie_word_embeddings": True},
     )

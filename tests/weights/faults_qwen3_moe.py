@@ -40,21 +40,22 @@ def tied_embeddings_sent_once(stand: Stand, broken: bool) -> list[str]:
 
 
 def outside_a_session(stand: Stand, broken: bool) -> list[str]:
-    """The default way, and one tensor in a call of its own."""
+    """A pull, whose connection is made by an update call, and SGLang's own calls."""
 
     def no_session(*_: Any) -> Any:
         return nullcontext()
 
     found = []
-    name = "model.norm.weight"
+    sent = [("model.norm.weight", stand.sync.live["model.norm.weight"])]
     stand.change()
     with patching({"harness.rollout.sglang_api.update_session": no_session if broken else None}):
         with raising() as raised:
             stand.sync.push()
-        found += [f"stream: {text}" for text in raised]
-        with raising() as raised:
-            stand.engine.update_weights_from_tensor([(name, stand.sync.live[name])])
-        found += [f"tensor: {text}" for text in raised]
+        found += [f"pull: {text}" for text in raised]
+        for way, load_format in (("bucket", "flattened_bucket"), ("tensor", None)):
+            with raising() as raised:
+                stand.engine.update_weights_from_tensor(sent, load_format)
+            found += [f"{way}: {text}" for text in raised]
     return [*found, *stand.seen()]
 
 

@@ -36,7 +36,7 @@ from harness.weights.presync_checks import coverage_problems
 from harness.weights.readback import weight_differences
 from harness.weights.snapshot import snapshot_weights
 from harness.weights.sync import WeightSync
-from tests.weights.faults_in_scheduler import SLOW_DOWN
+from tests.weights.faults_in_scheduler import LINGER, REPLAN, SKIP
 
 BUCKET_BYTES = 150_000
 PROMPTS = [[5 + (7 * row + 3 * at) % 300 for at in range(24)] for row in range(4)]
@@ -69,7 +69,7 @@ class Stand:
         layout: Layout | None = None,
         model: Any = None,
         verify: Any = "bytes",
-        transport: Any = "stream",
+        transport: Any = "pull",
     ) -> WeightSync:
         """A sync of the stand's model in several buckets; names and layout replace what harness.weights.sync calls."""
         with patching({"harness.weights.sync.named_tensors": names, "harness.weights.sync.checkpoint_layout": layout}):
@@ -80,13 +80,13 @@ class Stand:
 
     @contextmanager
     def syncing(self, **replaced: Any) -> Iterator[WeightSync]:
-        """make_sync, for a while in the place of the healthy one: a scheduler reads one stream at a time."""
-        self.sync.close_link()
+        """make_sync, for a while in the place of the healthy one: a scheduler has one plan at a time."""
         sync = self.make_sync(**replaced)
         try:
             yield sync
         finally:
-            sync.close_link()
+            sync.close()
+            self.sync.link.trace()
 
     def change(self) -> None:
         """Change every element of the trainer's weights."""
@@ -100,7 +100,8 @@ class Stand:
     def compared(self, sync: WeightSync | None = None) -> FingerprintComparison:
         """What fingerprints, which the default level takes, say of what the engine holds now."""
         asked = sync or self.sync
-        asked.link()
+        if not asked.link.coverage:
+            asked.link.trace()
         return compare_fingerprints(asked)
 
     def log_prob_violations(self) -> list[str]:
@@ -123,21 +124,24 @@ class Stand:
         return self.seen(sync)
 
     def refused(self, **replaced: Any) -> list[str]:
-        """What such a sync raises, then all the problems of which it names the first, then whether the engine was
-        touched; where it raises nothing, what is seen after the push."""
+        """What such a sync raises, then all the problems of which it names the first, then what of the engine
+        was touched; where it raises nothing, what is seen after the push."""
+        if not self.sync.link.coverage:
+            self.sync.link.trace()  # the first one zeroes what is padding, as a load does
         before = snapshot_weights(self.engine)
         found: list[str] = []
         with raising() as raised, self.syncing(**replaced) as sync:
-            found += coverage_problems([bucket.entries for bucket in sync.buckets], sync.link().coverage)
+            sync.link.trace()
+            found += coverage_problems(sync.link.groups, sync.link.coverage)
             found += self.pushed(sync)
-        touched = (
-            ["the engine was touched"] if raised and any(all_gather(snapshot_weights(self.engine) != before)) else []
-        )
-        return [*raised, *found, *touched]
+        after = snapshot_weights(self.engine) if raised else before
+        touched = all_gather([name for name in {*before, *after} if before.get(name) != after.get(name)])
+        return [*raised, *found, *(f"touched: {name}" for name in sorted({name for each in touched for name in each}))]
 
-    def slow(self, seconds: float) -> None:
-        """Let every scheduler wait that long before it reads a slot."""
-        self.engine.update_weights_from_tensor([(str(seconds), torch.zeros(1))], load_format=SLOW_DOWN)
+    def hook(self, path: str, text: str) -> None:
+        """Break every scheduler, or mend it: see faults_in_scheduler.py. Done in each when the next is asked of it."""
+        self.engine.update_weights_from_tensor([(text, torch.zeros(1))], load_format=path)
+        self.engine.disconnect()
 
 
 @contextmanager
@@ -242,7 +246,7 @@ def run(
             dtype="float32",
             skip_tokenizer_init=True,
             random_seed=0,
-            custom_weight_loader=[SLOW_DOWN],
+            custom_weight_loader=[LINGER, SKIP, REPLAN],
         )
         model = load_causal_lm(str(folder / "model"), torch.float32, torch.device("cpu"), meshes.fsdp)
         stand = Stand(world, meshes.fsdp, folder, engine, model)

@@ -27,6 +27,7 @@ CASES = {
         "lost_correction_bias",
         "dropped_expert",
         "expert_dropped_from_the_plan",
+        "a_region_shifted_by_a_row",
         "swapped_experts",
         "experts_swapped_in_the_plan",
         "partial_update",
@@ -37,20 +38,27 @@ CASES = {
         "wrong_dtype",
         "not_a_number",
         "missing_shard",
-        "no_room_for_two_buckets",
     ),
     "llama": (
         "push_that_does_nothing",
         "last_bucket_dropped",
         "one_rank_stale",
         "stale_prefix_cache",
-        "bucket_reused_before_it_is_read",
+        "shards_changed_before_they_are_read",
+        "two_syncs_at_once",
+        "pull_out_of_turn",
+        "move_that_nobody_sees",
+        "memory_that_cannot_be_opened",
     ),
     "qwen3_moe": ("live_names", "live_names_that_nobody_asked_about", "tied_embeddings_sent_once", "outside_a_session"),
 }
 HEALTHY = {
     "deepseek_v3": ("live_names_that_the_engine_knows", "two_hundred_updates"),
-    "llama": ("tied_embeddings_are_sent_once", "one_tensor_a_call_where_nothing_fuses"),
+    "llama": (
+        "tied_embeddings_are_sent_once",
+        "one_tensor_a_call_where_nothing_fuses",
+        "moved_shards_are_pulled_from_where_they_are",
+    ),
     "qwen3_moe": ("has_sessions",),
 }
 
@@ -115,6 +123,15 @@ def test_a_dropped_expert(deepseek_v3: Seen) -> None:
     assert has_wrong_log_probs(found)
 
 
+def test_a_region_shifted_by_a_row(deepseek_v3: Seen) -> None:
+    """Fingerprints name what fuses with it too."""
+    found = deepseek_v3["a_region_shifted_by_a_row"]["fault"]
+    assert read_back(found) == {O_PROJ}
+    assert has_wrong_log_probs(found)
+    assert O_PROJ in fingerprints(found)
+    assert {name.partition("self_attn.")[0] for name in fingerprints(found)} == {"model.layers.0."}
+
+
 def test_swapped_experts(deepseek_v3: Seen) -> None:
     found = deepseek_v3["swapped_experts"]["fault"]
     assert read_back(found) == {f"{EXPERTS}.{expert}.{name}.weight" for expert in (0, 4) for name in PROJECTIONS}
@@ -132,11 +149,37 @@ def test_tied_embeddings_sent_once_to_an_engine_that_does_not_tie(qwen3_moe: See
     assert qwen3_moe["tied_embeddings_sent_once"]["fault"] == [f"WeightsRefused: {expected}", expected]
 
 
-def test_a_bucket_reused_before_it_is_read(llama: Seen) -> None:
-    found = llama["bucket_reused_before_it_is_read"]["fault"]
-    assert "RuntimeError: bucket 0 was not in its slot when the engine had read it" in found[0]
-    assert "overwritten (+" in found[0]
-    assert "model.embed_tokens.weight" in read_back(found)
+def test_shards_changed_before_they_are_read(llama: Seen) -> None:
+    """What was read before is of the old values; the other half is right."""
+    found = llama["shards_changed_before_they_are_read"]["fault"]
+    assert set() < read_back(found) < set(llama["names"])
+
+
+def test_two_syncs_at_once(llama: Seen) -> None:
+    """The second is refused on every rank, in the same words, and the first is whole."""
+    said = "RuntimeError: a sync must have ended before the next begins, got two at once"
+    assert llama["two_syncs_at_once"]["fault"] == [said]
+
+
+def test_a_pull_out_of_turn(llama: Seen) -> None:
+    found = llama["pull_out_of_turn"]["fault"]
+    for rank, text in enumerate(found):
+        assert f"the scheduler beside rank {rank}: RuntimeError: the number of a pull must be " in text
+    assert len(found) == 2
+
+
+def test_a_move_that_nobody_sees(llama: Seen) -> None:
+    found = llama["move_that_nobody_sees"]["fault"]
+    moved = {text.removeprefix("moved: ") for text in found if text.startswith("moved: ")}
+    assert moved and read_back(found) == moved
+
+
+def test_memory_that_cannot_be_opened(llama: Seen) -> None:
+    found = llama["memory_that_cannot_be_opened"]["fault"]
+    for rank, text in enumerate(found):
+        said = f"SchedulerFailed: the scheduler beside rank {rank}: RuntimeError: "
+        assert text.startswith(f"{said}the memory of trainer rank 1 cannot be opened: [Errno 2] "), text
+    assert len(found) == 2
 
 
 def test_payloads_of_two_ranks_swapped(deepseek_v3: Seen) -> None:
@@ -173,7 +216,7 @@ def test_a_stale_prefix_cache(llama: Seen) -> None:
 
 def test_an_update_outside_a_session(qwen3_moe: Seen) -> None:
     found = qwen3_moe["outside_a_session"]["fault"]
-    for way in ("stream", "tensor"):
+    for way in ("pull", "bucket", "tensor"):
         said = [text for text in found if text.startswith(f"{way}: ")]
         assert any("EngineRefused: update_weights_from_tensor: the engine refused: " in text for text in said)
     assert read_back(found) == set(qwen3_moe["names"])
@@ -215,11 +258,6 @@ def test_what_the_engine_cannot_take_is_refused_before_it_is_touched(
     [
         ("not_a_number", f"WeightsRefused: 1 tensor(s) hold a NaN or an infinity: {NORM} (rank 1); nothing was sent."),
         ("missing_shard", f"WeightsRefused: {O_PROJ}: rank 1 holds 20 of the 32 rows of its shard"),
-        (
-            "no_room_for_two_buckets",
-            "MemoryError: weights.bucket_size_mib: two buckets take 6 MiB, but rank 1's GPU has 5 MiB free; make it"
-            " smaller, or leave the engine less (engine.args.mem_fraction_static).",
-        ),
     ],
 )
 def test_what_the_trainer_must_not_send_is_refused_on_every_rank(case: str, error: str, deepseek_v3: Seen) -> None:

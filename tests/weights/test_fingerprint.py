@@ -1,10 +1,8 @@
 """Fingerprints of what an engine holds against the trainer's; the engine is a small model in this process."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +10,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.weights import fingerprint as trainer_side
 from harness.weights.fingerprint import FingerprintComparison, compare_fingerprints
-from harness.weights.gather import plan_buckets
 from harness.weights.worker import model_state as fingerprint
-from harness.weights.worker.model_state import BASE, INTEGER, WorkerReport, fingerprints, weighted_sum
+from harness.weights.worker.model_state import BASE, INTEGER, weighted_sum
 from tests.weights.test_readback import Sync, sync_of
-from tests.weights.toy_model import SHAPES, Toy
+from tests.weights.toy_model import SHAPES, Toy, live_name
 
 
 def by_hand(values: torch.Tensor, stride: tuple[int, ...], offset: int) -> int:
@@ -86,56 +82,27 @@ class Stand:
     """Fingerprints of a model in this process, whose only scheduler is asked without an engine."""
 
     sync: Sync
-    asked_again: list[int]
 
     def compare(self) -> FingerprintComparison:
         return compare_fingerprints(self.sync)  # type: ignore[arg-type]
 
-
-@pytest.fixture
-def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stand]:
-    def make(model: Toy | None = None, names: Iterable[str] = SHAPES) -> Stand:
-        sync = sync_of(tmp_path, model or Widening(), names)
-        again: list[int] = []
-        planned = plan_buckets(sync.layout, sync.live, 1)
-        pieces = {piece.live_name: piece for bucket in planned for piece in bucket.pieces}
-        buckets = [
-            SimpleNamespace(
-                entries=bucket.entries,
-                pieces=[
-                    dataclasses.replace(pieces[entry.name], offset=entry.offset, group=entry.group)
-                    for entry in bucket.entries
-                ],
-            )
-            for bucket in sync.buckets
-        ]
-
-        def trace_again() -> None:
-            again.append(1)
-            assert sync.opened.reader is not None
-            sync.opened.reader.make_plans()
-
-        given: Any = sync
-        given.buckets, given.coverage, given.trace_again = buckets, sync.opened.coverage, trace_again
-        given.engine.group.process_group = None
-        monkeypatch.setattr(
-            trainer_side,
-            "report_of_schedulers",
-            lambda engine, loader: [WorkerReport(rank=0, device="cpu", tensors=fingerprints(sync.model))],
-        )
-        return Stand(sync, again)
-
-    return make
+    @property
+    def traces(self) -> int:
+        return self.sync.engine.asked.count("trace")
 
 
-def test_what_arrived_is_equal(stand: Callable[..., Stand]) -> None:
+def stand(model: Toy | None = None, names: Iterable[str] = SHAPES) -> Stand:
+    return Stand(sync_of(model or Widening(), names))
+
+
+def test_what_arrived_is_equal() -> None:
     here = stand()
     here.sync.push()
     count = len(SHAPES)
     assert here.compare() == FingerprintComparison(tensors=count, compared=count, wrong=())
 
 
-def test_a_push_that_does_nothing_is_caught(stand: Callable[..., Stand]) -> None:
+def test_a_push_that_does_nothing_is_caught() -> None:
     here = stand()
     here.sync.push()
     assert here.compare().wrong == ()
@@ -145,10 +112,10 @@ def test_a_push_that_does_nothing_is_caught(stand: Callable[..., Stand]) -> None
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_one_stale_element_names_its_tensor_or_what_fuses_with_it(name: str, stand: Callable[..., Stand]) -> None:
+def test_one_stale_element_names_its_tensor_or_what_fuses_with_it(name: str) -> None:
     here = stand()
     here.sync.push()
-    local = here.sync.live[name]
+    local = here.sync.live[live_name(name)]
     local.view(-1)[-1:].view(torch.int32).bitwise_xor_(1) if not hasattr(local, "to_local") else local.to_local().view(
         -1
     )[-1:].view(torch.int32).bitwise_xor_(1)
@@ -156,7 +123,7 @@ def test_one_stale_element_names_its_tensor_or_what_fuses_with_it(name: str, sta
     assert name in wrong and len(wrong) <= 3
 
 
-def test_two_that_were_swapped_are_caught(stand: Callable[..., Stand]) -> None:
+def test_two_that_were_swapped_are_caught() -> None:
     here = stand()
     here.sync.push()
     qkv = here.sync.model.qkv.data
@@ -164,7 +131,7 @@ def test_two_that_were_swapped_are_caught(stand: Callable[..., Stand]) -> None:
     assert {"k", "v"} <= set(here.compare().wrong)
 
 
-def test_what_the_engine_narrows_or_computes_is_not_said_to_be_equal(stand: Callable[..., Stand]) -> None:
+def test_what_the_engine_narrows_or_computes_is_not_said_to_be_equal() -> None:
     class Doubling(Toy):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             super().load_weights((name, loaded * 2 if name == "scale" else loaded) for name, loaded in weights)
@@ -175,11 +142,11 @@ def test_what_the_engine_narrows_or_computes_is_not_said_to_be_equal(stand: Call
     assert (found.tensors, found.compared, found.wrong) == (len(SHAPES), len(SHAPES) - 2, ())
 
 
-def test_a_tensor_put_in_a_parameter_s_place_after_the_plan_is_compared_itself(stand: Callable[..., Stand]) -> None:
+def test_a_tensor_put_in_a_parameter_s_place_after_the_plan_is_compared_itself() -> None:
     """As a release and resume that give a parameter other memory: what the plans wrote to is not what serves."""
     here = stand()
     here.sync.push()
     here.sync.model.down.data = here.sync.model.down.data.clone()
-    assert here.compare().wrong == () and here.asked_again == [1]
+    assert here.compare().wrong == () and here.traces == 2
     here.sync.model.down.data = torch.zeros_like(here.sync.model.down.data)
     assert here.compare().wrong == ("down",)

@@ -1,4 +1,4 @@
-"""Properties of plan_buckets, for any layout, world size and limit, and of gather_into on real ranks.
+"""Properties of plan_buckets, for any layout, world size and limit, and of gather on real ranks.
 
 - every checkpoint tensor is in exactly one bucket, and no bucket is empty;
 - a fusing group is never split, except a tensor of experts between rows;
@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from harness.weights import gather as module
-from harness.weights.gather import Bucket, Chunks, _fusing_group, full_tensor, gather, gather_into, plan_buckets
+from harness.weights.gather import Bucket, Chunks, full_tensor, gather, plan_buckets
+from harness.weights.groups import ALIGNMENT, PlacedTensor, fusing_key
 from harness.weights.names import CheckpointTensor
-from harness.weights.stream.slots import ALIGNMENT, SlotEntry
 from tests.cluster.gloo import on_ranks
 
 MODULES = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -104,7 +104,7 @@ def plan(live: dict[str, Sharded], limit: int) -> tuple[Bucket, ...]:
         return plan_buckets(layout_of(live), live, limit)  # type: ignore[arg-type]
 
 
-def span(entry: SlotEntry) -> tuple[int, int]:
+def span(entry: PlacedTensor) -> tuple[int, int]:
     """First byte, and the one after the last."""
     reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True)) + 1
     return entry.offset, entry.offset + reach * entry.dtype.itemsize
@@ -120,7 +120,7 @@ def test_every_tensor_is_in_one_bucket_and_no_group_is_split_but_between_experts
     live: dict[str, Sharded], limit: int
 ) -> None:
     layout = layout_of(live)
-    group_of = {each.name: _fusing_group(each) for each in layout}
+    group_of = {each.name: fusing_key(each) for each in layout}
     buckets = plan(live, limit)
     sent = [entry for bucket in buckets for entry in bucket.entries]
     assert sorted(entry.name for entry in sent) == sorted(each.name for each in layout)
@@ -131,8 +131,6 @@ def test_every_tensor_is_in_one_bucket_and_no_group_is_split_but_between_experts
 
     runs = [group for group, _ in groupby(sent, key=lambda entry: group_of[entry.name])]
     assert runs == list(dict.fromkeys(group_of.values()))  # in order, and none split
-    numbers = {(entry.group, group_of[entry.name]) for entry in sent}
-    assert len(numbers) == len(runs)  # one number a group
     seen_in: dict[str, set[int]] = {}
     for index, bucket in enumerate(buckets):
         for group, members in groupby(bucket.entries, key=lambda entry: group_of[entry.name]):
@@ -148,7 +146,7 @@ def test_every_tensor_is_in_one_bucket_and_no_group_is_split_but_between_experts
 def test_a_bucket_is_full_but_above_the_limit_only_where_what_cannot_be_split_is(
     live: dict[str, Sharded], limit: int
 ) -> None:
-    live_group = {each.live_name: _fusing_group(each) for each in layout_of(live)}
+    live_group = {each.live_name: fusing_key(each) for each in layout_of(live)}
     buckets = plan(live, limit)
     for bucket in buckets:
         assert bucket.nbytes == sum(aligned(piece.nbytes) for piece in bucket.pieces)
@@ -276,13 +274,10 @@ def _gather_all(rank: int, ranks: int, seeds: Sequence[int]) -> list[str]:
         expected = {tensor.name: tensor.view(full[tensor.live_name]) for tensor in layout}
         for limit in (1, 300, 2000, 1 << 20):
             buckets = plan_buckets(layout, live, limit)
-            slot = torch.empty(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8)
             found: dict[str, torch.Tensor] = {}
             for bucket in buckets:
                 split += any(piece.start for piece in bucket.pieces)
-                slot.fill_(0xA5)
-                gather_into(slot, bucket, live)
-                found |= {entry.name: entry.view(slot).clone() for entry in bucket.entries}
+                found |= dict(gather(bucket, live))
             wrong += [
                 f"rank {rank}, seed {seed}, limit {limit}: {name}"
                 for name, tensor in expected.items()
@@ -296,7 +291,7 @@ def _gather_all(rank: int, ranks: int, seeds: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gather_into_gives_the_full_tensors_bit_for_bit_on_every_rank(ranks: int, tmp_path: Path) -> None:
+def test_gather_gives_the_full_tensors_bit_for_bit_on_every_rank(ranks: int, tmp_path: Path) -> None:
     assert on_ranks(_gather_all, ranks, tmp_path, ranks, range(4)) == [[]] * ranks
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from harness.weights.groups import FusingGroup, PlacedTensor, SourceView
 from harness.weights.names import CheckpointTensor
 from harness.weights.presync_checks import (
     SHOWN,
@@ -21,21 +22,24 @@ from harness.weights.presync_checks import (
     check_shards,
     coverage_problems,
 )
-from harness.weights.stream.slots import Region, SlotEntry
-from harness.weights.worker.reader import LoadCoverage
+from harness.weights.worker.puller import LoadCoverage
 from tests.cluster.gloo import on_ranks
 
 
 def entry(
     name: str = "a", shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.bfloat16, offset: int = 0
-) -> SlotEntry:
+) -> PlacedTensor:
     stride = tuple(torch.empty(shape, device="meta").stride())
-    return SlotEntry(name=name, dtype=dtype, shape=shape, stride=stride, offset=offset, group=0)
+    return PlacedTensor(name=name, dtype=dtype, shape=shape, stride=stride, offset=offset)
 
 
-def region(view: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "a") -> Region:
-    """What a copy from the view would read; the view is one of a slot of bfloat16 that begins with the entry."""
-    return Region(
+def groups(*members: list[PlacedTensor]) -> list[FusingGroup]:
+    return [FusingGroup(spans=(), entries=tuple(each), nbytes=0) for each in members]
+
+
+def source(view: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "a") -> SourceView:
+    """What a copy from the view would read; the view is one of a group's memory of bfloat16 that begins with the entry."""
+    return SourceView(
         name=name,
         dtype=torch.bfloat16,
         shape=tuple(view.shape),
@@ -46,7 +50,7 @@ def region(view: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "
 
 
 def coverage(*per_rank: list[torch.Tensor]) -> list[LoadCoverage]:
-    return [LoadCoverage(rank=rank, regions=[[region(view) for view in views]]) for rank, views in enumerate(per_rank)]
+    return [LoadCoverage(rank=rank, sources=[[source(view) for view in views]]) for rank, views in enumerate(per_rank)]
 
 
 WHOLE = torch.zeros(4, 6, dtype=torch.bfloat16)
@@ -70,7 +74,7 @@ LEFT, RIGHT = WHOLE[:, :3], WHOLE[:, 3:]
     ids=["whole", "replicated", "rows", "columns", "two copies", "replicated heads", "transposed", "one only", "tiles"],
 )
 def test_a_tensor_that_the_ranks_take_together_is_whole(ranks: tuple[list[torch.Tensor], ...]) -> None:
-    assert coverage_problems([[entry()]], coverage(*ranks)) == []
+    assert coverage_problems(groups([entry()]), coverage(*ranks)) == []
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def test_a_tensor_that_the_ranks_take_together_is_whole(ranks: tuple[list[torch.
     ],
 )  # fmt: skip
 def test_a_tensor_of_which_a_part_is_never_read_is_refused(ranks: tuple[list[torch.Tensor], ...], read: int) -> None:
-    (sentence,) = coverage_problems([[entry()]], coverage(*ranks))
+    (sentence,) = coverage_problems(groups([entry()]), coverage(*ranks))
     assert sentence == (f"a: of its 24 elements ([4, 6]) the engine would read {read}; its shape is not the engine's")
 
 
@@ -114,10 +118,10 @@ def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
     for tile in tiles:
         ranks[data.draw(st.integers(0, 2))].append(tile)
     sent = [[entry(shape=tuple(whole.shape))]]
-    assert coverage_problems(sent, coverage(*ranks)) == []
+    assert coverage_problems(groups(*sent), coverage(*ranks)) == []
     lost = data.draw(st.sampled_from([rank for rank, views in enumerate(ranks) if views]))
     ranks[lost].pop()
-    assert len(coverage_problems(sent, coverage(*ranks))) == 1
+    assert len(coverage_problems(groups(*sent), coverage(*ranks))) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,19 +140,19 @@ def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
 )
 def test_a_dtype_that_would_be_rounded_is_refused(sent: str, held: str, fits: bool) -> None:
     given, kept = getattr(torch, sent), getattr(torch, held)
-    taken = Region(name="a", dtype=given, shape=(4, 6), stride=(6, 1), offset=0, target_dtype=kept)
-    found = coverage_problems([[entry(dtype=given)]], [LoadCoverage(rank=0, regions=[[taken]])])
+    taken = SourceView(name="a", dtype=given, shape=(4, 6), stride=(6, 1), offset=0, target_dtype=kept)
+    found = coverage_problems(groups([entry(dtype=given)]), [LoadCoverage(rank=0, sources=[[taken]])])
     said = f"a: sent as {sent}, but the engine holds {held}: it would be rounded; send {held}"
     assert found == ([] if fits else [said])
 
 
 def test_unknown_on_all_ranks_is_refused_but_not_on_one() -> None:
-    one = LoadCoverage(rank=0, regions=[[region(WHOLE)]])
-    padding_only = LoadCoverage(rank=1, regions=[[]], unknown=["a"])
-    assert coverage_problems([[entry()]], [one, padding_only]) == []
-    neither = LoadCoverage(rank=0, regions=[[]], unknown=["a"])
+    one = LoadCoverage(rank=0, sources=[[source(WHOLE)]])
+    padding_only = LoadCoverage(rank=1, sources=[[]], unknown=["a"])
+    assert coverage_problems(groups([entry()]), [one, padding_only]) == []
+    neither = LoadCoverage(rank=0, sources=[[]], unknown=["a"])
     said = ["a: the engine knows no such parameter and would ignore it"]
-    assert coverage_problems([[entry()]], [neither, padding_only]) == said
+    assert coverage_problems(groups([entry()]), [neither, padding_only]) == said
 
 
 def test_unfilled_on_all_ranks_is_refused_but_not_on_one() -> None:
@@ -164,31 +168,31 @@ def test_unfilled_in_one_pipeline_stage_is_refused() -> None:
 
 
 def test_what_a_loader_raises_is_said_once_and_nothing_else_of_that_tensor() -> None:
-    refusing = [LoadCoverage(rank=rank, regions=[[]], errors={"a, b": "AssertionError: no"}) for rank in range(2)]
+    refusing = [LoadCoverage(rank=rank, sources=[[]], errors={"a, b": "AssertionError: no"}) for rank in range(2)]
     sent = [[entry(), entry("b")]]
-    assert coverage_problems(sent, refusing) == ["a, b: the engine's loader refuses it: AssertionError: no"]
+    assert coverage_problems(groups(*sent), refusing) == ["a, b: the engine's loader refuses it: AssertionError: no"]
 
 
 def test_what_cannot_be_followed_is_not_refused() -> None:
-    assert coverage_problems([[entry()]], [LoadCoverage(rank=0, regions=[[]], opaque=["a"])]) == []
+    assert coverage_problems(groups([entry()]), [LoadCoverage(rank=0, sources=[[]], opaque=["a"])]) == []
 
 
-def test_each_bucket_is_judged_by_its_own_regions() -> None:
+def test_each_group_is_judged_by_what_is_read_of_it() -> None:
     sent = [[entry()], [entry("b")]]
-    right = LoadCoverage(rank=0, regions=[[region(WHOLE)], [region(WHOLE, name="b")]])
-    assert coverage_problems(sent, [right]) == []
-    swapped = LoadCoverage(rank=0, regions=[[region(WHOLE, name="b")], [region(WHOLE)]])
-    assert [sentence.split(":")[0] for sentence in coverage_problems(sent, [swapped])] == ["a", "b"]
+    right = LoadCoverage(rank=0, sources=[[source(WHOLE)], [source(WHOLE, name="b")]])
+    assert coverage_problems(groups(*sent), [right]) == []
+    swapped = LoadCoverage(rank=0, sources=[[source(WHOLE, name="b")], [source(WHOLE)]])
+    assert [sentence.split(":")[0] for sentence in coverage_problems(groups(*sent), [swapped])] == ["a", "b"]
 
 
 def test_the_refusal_names_the_first_and_counts_the_rest() -> None:
     names = [f"tensor{index}" for index in range(SHOWN + 3)]
-    nothing = LoadCoverage(rank=0, regions=[[]], unknown=names)
+    nothing = LoadCoverage(rank=0, sources=[[]], unknown=names)
     with pytest.raises(WeightsRefused) as raised:
-        check_coverage([[entry(name) for name in names]], [nothing])
+        check_coverage(groups([entry(name) for name in names]), [nothing])
     said = str(raised.value)
     assert f"tensor{SHOWN - 1}:" in said and f"tensor{SHOWN}:" not in said and said.endswith("; and 3 more")
-    check_coverage([[entry()]], coverage([WHOLE]))
+    check_coverage(groups([entry()]), coverage([WHOLE]))
 
 
 RANKS = 2

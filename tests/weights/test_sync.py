@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.task.tiny_models import tiny_config, tiny_model
+from harness.weights.groups import SourceView
 from harness.weights.names import checkpoint_layout
 from harness.weights.presync_checks import WeightsRefused
-from harness.weights.stream.slots import Region
-from harness.weights.stream.weight_link import WeightLink
 from harness.weights.sync import WeightSync
 from harness.weights.transports import choose_transport
-from harness.weights.worker.reader import LoadCoverage
+from harness.weights.worker.puller import LoadCoverage
+from tests.weights.toy_model import InProcessEngine
 
 
 class Notes:
@@ -87,14 +87,13 @@ def test_the_plan_covers_the_model_in_buckets_of_the_configured_size(tmp_path: P
     sync, _ = make(model, tmp_path, bucket_size_mib=1)
     assert sync.nbytes == sum(parameter.nbytes for parameter in model.parameters())
     assert sync.transport_name == "bucket"
-    assert sync.parts() == {}
     sync.close()
 
 
 def test_a_transport_that_this_sglang_lacks_is_refused(tmp_path: Path) -> None:
     model = tiny_model(tiny_config("qwen2"), seed=1)
-    with pytest.raises(ConfigError, match='weights.transport = "stream" cannot work: sglang 0.5.20 has no custom'):
-        make(model, tmp_path, Notes(custom_weight_loader=False), transport="stream")
+    with pytest.raises(ConfigError, match='weights.transport = "pull" cannot work: sglang 0.5.20 has no custom'):
+        make(model, tmp_path, Notes(custom_weight_loader=False), transport="pull")
     assert make(model, tmp_path, Notes(bucket_mixes_dtypes=False))[0].transport_name == "tensor"
 
 
@@ -138,67 +137,103 @@ def test_parameters_are_sent_in_the_engine_s_dtype_and_buffers_in_their_own(tran
 
 
 class Asked:
-    """In place of an open WeightLink: what the schedulers said."""
+    """In place of a PullLink: what the schedulers would say, and how often they were asked."""
 
-    broken = False
-
-    def __init__(self, arrival: LoadCoverage) -> None:
-        self.coverage = (arrival,)
-        self.closed = 0
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-def taking_all(sync: WeightSync) -> LoadCoverage:
-    """Every entry, copied as it is."""
-    regions = [
-        [
-            Region(
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                stride=entry.stride,
-                offset=entry.offset // 4,
-                target_dtype=entry.dtype,
-            )
-            for entry in bucket.entries
+    def __init__(self, sync: WeightSync, **changes: Any) -> None:
+        """Say that every entry is copied as it is, but for the changes of LoadCoverage."""
+        self.groups = sync.link.groups
+        copied = [
+            [
+                SourceView(each.name, each.dtype, each.shape, each.stride, each.offset // 4, each.dtype)
+                for each in group.entries
+                if each.name not in changes.get("unknown", ())
+            ]
+            for group in self.groups
         ]
-        for bucket in sync.buckets
-    ]
-    return LoadCoverage(rank=0, regions=regions)
+        self.coverage: tuple[LoadCoverage, ...] = ()
+        self.answer = LoadCoverage(rank=0, **{"sources": copied} | changes)
+        self.done: list[str] = []
+
+    def trace(self) -> None:
+        self.done.append("trace")
+        self.coverage = (self.answer,)
+
+    def release(self) -> None:
+        self.done.append("release")
+
+
+def asked_by(sync: WeightSync, **changes: Any) -> Asked:
+    link: Any = Asked(sync, **changes)
+    sync.link = link
+    return link
 
 
 def test_what_cannot_arrive_is_refused_at_every_push_and_nothing_is_sent(tmp_path: Path) -> None:
     sync, engine = make(tiny_model(tiny_config("qwen2"), seed=1), tmp_path, transport="tensor")
-    arrival = taking_all(sync)
-    arrival.regions[-1] = [each for each in arrival.regions[-1] if each.name != "model.norm.weight"]
-    arrival.unknown = ["model.norm.weight"]
+    asked_by(sync, unknown=["model.norm.weight"])
     for _ in range(2):
-        sync._link = Asked(arrival)  # type: ignore[assignment]
         with pytest.raises(WeightsRefused, match="^model.norm.weight: the engine knows no such parameter"):
             sync.push()
     assert engine.calls == [] and engine.sessions == 0
 
 
-def test_the_schedulers_are_asked_once_and_their_slots_given_back_before_the_first_bucket(tmp_path: Path) -> None:
+def test_the_schedulers_trace_their_loaders_once(tmp_path: Path) -> None:
     sync, engine = make(tiny_model(tiny_config("qwen2"), seed=1), tmp_path, transport="tensor")
-    asked = Asked(taking_all(sync))
-    sync._link = asked  # type: ignore[assignment]
+    asked = asked_by(sync)
     sync.push()
     sync.push()
-    assert asked.closed == 1 and engine.sessions == 2
+    assert asked.done == ["trace"] and engine.sessions == 2
+    sync.close()
+    assert asked.done == ["trace", "release"]
 
 
-def test_a_link_that_broke_is_closed_and_another_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync, _ = make(tiny_model(tiny_config("qwen2"), seed=1), tmp_path)
-    links = [Asked(taking_all(sync)) for _ in range(2)]
-    opening = iter(links)
-    monkeypatch.setattr(WeightLink, "open", lambda *_: next(opening))
-    assert sync.link() is links[0] and sync.link() is links[0]
-    links[0].broken = True
-    assert sync.link() is links[1]
-    assert [link.closed for link in links] == [1, 0]
+def test_without_verification_no_loader_is_traced(tmp_path: Path) -> None:
+    sync, engine = make(tiny_model(tiny_config("qwen2"), seed=1), tmp_path, transport="tensor", verify="off")
+    asked = asked_by(sync, unknown=["model.norm.weight"])
+    sync.push()
+    assert asked.done == [] and engine.sessions == 1
+
+
+class Holder(torch.nn.Module):
+    """An engine's model that holds each tensor under its checkpoint name."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        for name, tensor in model.state_dict().items():
+            self.register_parameter(name.replace(".", "/"), torch.nn.Parameter(torch.zeros_like(tensor)))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, loaded in weights:
+            self.get_parameter(name.replace(".", "/")).data.copy_(loaded)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_pull_keeps_the_trainers_memory_open_unless_it_is_offloaded_between_syncs(
+    offloaded: bool, tmp_path: Path
+) -> None:
+    model = tiny_model(tiny_config("qwen2"), seed=1)
+    held = Holder(model)
+    engine: Any = InProcessEngine(held)
+    engine.api.bucket_mixes_dtypes, flushes = True, []
+    engine.has_prefixes, engine.flush_cache = True, lambda: flushes.append(len(engine.asked))
+    sync = WeightSync(engine, model, schema.Weights(transport="pull"), tmp_path, offloaded=offloaded)
+    for each in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(each)
+        sync.push()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(held.get_parameter(name.replace(".", "/")), tensor), name
+    opened = ["plan", "prepare"]
+    again = ["release", *opened, "pull", "release"] if offloaded else ["pull"]
+    assert engine.asked == ["trace", *opened, "pull", *again]
+    assert flushes == [4, len(engine.asked) - offloaded], "after each pull, while prefixes may be there"
+    engine.has_prefixes = False
+    sync.push()
+    assert len(flushes) == 2
+    sync.close()
+    sync.close()
+    assert engine.asked.count("release") == (3 if offloaded else 1)
 
 
 def test_a_plan_that_leaves_an_expert_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_auto_is_the_update_call_of_sglang_and_the_reason_is_given(new: SGLangAp
     ("config", "device", "name"),
     [
         (config_of(), "cuda", "bucket"),
-        (config_of("stream"), "cuda", "stream"),
+        (config_of("pull"), "cuda", "pull"),
         (config_of(implementation="sglang"), "cuda", "tensor"),
         (config_of(colocate=False), "cuda", "distributed"),
         (config_of("disk", False), "cuda", "disk"),
@@ -79,9 +79,9 @@ def test_what_auto_makes_of_the_device_is_refused_too(
     ("transport", "absent", "sentence"),
     [
         (
-            "stream",
+            "pull",
             {"custom_weight_loader": False},
-            'weights.transport = "stream" cannot work: sglang 0.9.9 has no custom weight loaders, which came with 0.4.8;'
+            'weights.transport = "pull" cannot work: sglang 0.9.9 has no custom weight loaders, which came with 0.4.8;'
             ' use "tensor".',
         ),
         (

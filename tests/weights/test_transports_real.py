@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.long
 
 SCRIPT = Path(__file__).with_name("transports_on_two_ranks.py")
-TRANSPORTS = ("tensor", "bucket", "distributed", "disk", "stream")
+TRANSPORTS = ("tensor", "bucket", "distributed", "disk", "pull")
 SAME = 0.2
 """Log-probs of equal weights in bfloat16 differ by less, those of changed ones by more than 1."""
 
@@ -36,7 +36,7 @@ def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 @pytest.fixture(scope="module")
 def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return run(tmp_path_factory.mktemp("two"), 2, 1, "distributed", "disk")
+    return run(tmp_path_factory.mktemp("two"), 2, 1, "distributed", "disk", "pull")
 
 
 def test_the_plan_has_several_buckets(one_engine: Seen) -> None:
@@ -55,9 +55,11 @@ def test_each_engine_holds_the_bfloat16_cast_of_float32_weights_bit_for_bit(name
     assert [seen[f"{name} wrong"] for seen in one_engine] == [[], []]
 
 
-@pytest.mark.parametrize("name", ["distributed", "disk"])
+@pytest.mark.parametrize("name", ["distributed", "disk", "pull"])
 def test_two_engines_get_the_same_weights(name: str, two_engines: Seen) -> None:
+    """By pull the scheduler of either engine reads the memory of both trainer ranks."""
     for seen in two_engines:
+        assert seen[f"{name} wrong"] == []
         assert seen[f"{name} stale"] > 1
         assert max(seen[name], seen[f"{name} again"], seen[f"{name} reopened"]) < SAME
 

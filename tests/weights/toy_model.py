@@ -1,20 +1,26 @@
-"""A small model that loads as SGLang's do, a layout of what it is sent, and both ends of a link in one process."""
+"""A small model that loads as SGLang's do, a trainer's tensors for it, and an engine that answers in this process."""
 
-import threading
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from harness.weights.stream.slots import Layout, SlotConnection, SlotEntry, StreamListener, connect_slots, slot_bytes
+from harness.weights.groups import fusing_groups
+from harness.weights.names import CheckpointTensor
+from harness.weights.pull.link import PullLink
 
-CPU = torch.device("cpu")
 SHAPES = {
     "embed": (5, 4), "q": (4, 4), "k": (2, 4), "v": (2, 4), "q_a": (3, 4), "kv_a": (2, 4), "kv_b": (6, 2),
     "down": (4, 6), "gate": (3, 4), "scale": (4,),
 }  # fmt: skip
-GROUPS = {"embed": 0, "q": 1, "k": 1, "v": 1, "q_a": 2, "kv_a": 2, "kv_b": 3, "down": 4, "gate": 5, "scale": 6}
+FUSING = {"q": "qkv", "k": "qkv", "v": "qkv", "q_a": "q_and_kv_a", "kv_a": "q_and_kv_a"}
+"""The module of what fuses."""
 OWN = {"embed", "kv_b"}
 """What the model's own loader loads at each sync: it pads one and derives from the other."""
 
@@ -73,24 +79,25 @@ def same(one: Toy, other: Toy) -> bool:
     return all(torch.equal(tensor, other.values()[name]) for name, tensor in one.values().items())
 
 
-def layout_of(names: Iterable[str], per_bucket: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Layout:
-    """float32 tensors, per_bucket groups in a bucket."""
-    groups: dict[int, list[str]] = {}
-    for name in names:
-        groups.setdefault(GROUPS.get(name, 99), []).append(name)
-    buckets: list[tuple[SlotEntry, ...]] = []
-    numbers = list(groups)
-    for first in range(0, len(numbers), per_bucket):
-        entries, at = [], 0
-        for number in numbers[first : first + per_bucket]:
-            for name in groups[number]:
-                shape = shapes.get(name, (2,))
-                stride = tuple(torch.empty(shape, device="meta").stride())
-                entry = SlotEntry(name=name, dtype=torch.float32, shape=shape, stride=stride, offset=at, group=number)
-                entries.append(entry)
-                at += -(-entry.numel * 4 // 256) * 256
-        buckets.append(tuple(entries))
-    return tuple(buckets)
+def live_name(name: str) -> str:
+    return f"{FUSING.get(name, name)}.{name}.weight"
+
+
+def layout_of(
+    names: Iterable[str], shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> tuple[CheckpointTensor, ...]:
+    """One live tensor for each name; of a name without a shape, two elements."""
+    return tuple(
+        CheckpointTensor(
+            name=name,
+            live_name=live_name(name),
+            shape=shape,
+            stride=tuple(torch.empty(shape, device="meta").stride()),
+            offset=0,
+            dtype=dtype,
+        )
+        for name, shape in ((name, shapes.get(name, (2,))) for name in names)
+    )
 
 
 def sent(seed: int) -> dict[str, torch.Tensor]:
@@ -98,14 +105,51 @@ def sent(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
 
 
-def ends(folder: Path, layout: Layout) -> tuple[SlotConnection, SlotConnection]:
-    """(trainer's, scheduler's)."""
-    door = StreamListener(folder, 0)
-    links: list[SlotConnection] = []
-    nbytes = slot_bytes(4096)
-    offering = threading.Thread(target=lambda: links.append(door.offer(nbytes, CPU, layout, lambda: False)))
-    offering.start()
-    reader, _ = connect_slots(folder, 0, CPU)
-    offering.join()
-    door.close()
-    return links[0], reader
+def live_of(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The trainer's tensors by live name: every other one is a shard, of one rank. Needs a process group."""
+    mesh = init_device_mesh("cpu", (1,))
+    return {
+        live_name(name): distribute_tensor(tensor, mesh, [Shard(0)]) if index % 2 else tensor.clone()
+        for index, (name, tensor) in enumerate(values.items())
+    }
+
+
+def move(tensor: torch.Tensor) -> None:
+    """Give this rank's part other memory, with the same values; of a DTensor, `data` is a copy that has no effect."""
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    before = part.data_ptr()
+    part.data = part.data.clone()
+    assert part.data_ptr() != before or not part.numel()
+
+
+class InProcessEngine:
+    """In place of a VerlEngine of one rank: its scheduler is a model in this process, which answers as a real one does."""
+
+    device_type = "cpu"
+    trainer_gpu = None
+    visible_gpus = None
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.api = SimpleNamespace(custom_weight_loader=True, update_session=False)
+        self.node = SimpleNamespace(host="here")
+        self.group = SimpleNamespace(rank=0, ranks=(0,), all_gather=lambda value: {0: value}, process_group=None)
+        self.asked: list[str] = []
+
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        yield
+
+    def ask(self, function: Callable[[Any, Any], Any], argument: Any = None) -> Any:
+        self.asked.append(function.__name__)
+        return pickle.loads(pickle.dumps(function(self.model, pickle.loads(pickle.dumps(argument)))))
+
+
+def link_to(
+    model: Any,
+    live: Mapping[str, torch.Tensor],
+    layout: tuple[CheckpointTensor, ...],
+    engine: InProcessEngine | None = None,
+) -> PullLink:
+    given: Any = engine or InProcessEngine(model)
+    return PullLink(engine=given, live=live, groups=fusing_groups(layout, live), staging_limit=1 << 20)

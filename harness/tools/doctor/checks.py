@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EnginePlacement, RankLocation, host_name, place
 from harness.cluster.world import BEHAVIOUR_PREFIXES
+from harness.config.rules import expandable_segments
 from harness.config.schema import Config
 from harness.runtime.units import GIB, MIB
 from harness.tools.doctor.facts import NOT_INSTALLED, RankFacts
@@ -208,11 +209,10 @@ def _software(view: Examination) -> Found:
         for name in ("sglang", "transformers", *(["torch_memory_saver"] if on_gpu else [])):
             if facts.versions.get(name) == NOT_INSTALLED:
                 yield "needed_packages", here, f"{name} is not installed in this rank's Python"
-        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-            value = facts.environment.get(name, "")
-            if on_gpu and "expandable_segments:true" in value.lower().replace(" ", ""):
-                why = "torch_memory_saver does not work with expandable segments, nor does CUDA IPC everywhere"
-                yield "expandable_segments", here, f"{name}={value}: {why}"
+        setting = expandable_segments(facts.environment)
+        if on_gpu and setting:
+            why = "torch_memory_saver does not work with expandable segments, nor does CUDA IPC everywhere"
+            yield "expandable_segments", here, f"{setting}: {why}"
         preload = facts.environment.get("LD_PRELOAD", "")
         if on_gpu and preload:
             key = "preload" if "torch_memory_saver" in preload else "preload/other"

@@ -186,9 +186,9 @@ class _Doctor:
     ) -> IpcChild | None:
         """Start a child that sees what this rank's engine will see; None if their processes share no GPU."""
         node = next((node for engine in engines for node in engine.nodes if self.rank in node.ranks), None)
-        if node is None or node.visible_devices is None or device is None or not self.config.parallel.colocate:
+        visible = node.cuda_visible_devices if node else None
+        if node is None or visible is None or device is None or not self.config.parallel.colocate:
             return None
-        visible = ",".join(node.visible_devices)
         found.ipc = links.Ipc(visible=visible)
         try:
             with child_environment({"CUDA_VISIBLE_DEVICES": visible}):

@@ -39,7 +39,10 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One host's share of an engine; ranks in engine order, cuda_visible_devices None on CPU."""
+    """One host's share of an engine; ranks in engine order.
+
+    cuda_visible_devices: the GPUs of these ranks first, then the host's others that the builder sees; None on CPU.
+    """
 
     node_rank: int
     host: str
@@ -83,14 +86,23 @@ def plan_placement(
 ) -> PlacementPlan:
     """Plan `torchrun --nnodes --nproc-per-node` on hosts named host0, host1, ...
 
-    visible_by_host: CUDA_VISIBLE_DEVICES of each host; one entry is for all, none means unset everywhere.
+    visible_by_host: CUDA_VISIBLE_DEVICES of each host; one entry is for all, none means unset everywhere. Where it is
+    unset, the host is taken to have as many GPUs as its ranks need.
     Raises the ValueErrors of ParallelDims.validate, parse_visible, place and planned_ports.
     """
     dims.validate(nnodes * nproc_per_node)
     values = visible_by_host if len(visible_by_host) == nnodes else (visible_by_host or (None,)) * nnodes
     offset = nproc_per_node if not colocate and device == "cuda" else 0
+    needed = nproc_per_node + offset
     locations = [
-        RankLocation(node * nproc_per_node + local_rank, f"host{node}", local_rank, parse_visible(value), None, offset)
+        RankLocation(
+            rank=node * nproc_per_node + local_rank,
+            host=f"host{node}",
+            local_rank=local_rank,
+            visible=parse_visible(value),
+            gpu_count=needed if value is None else None,
+            engine_offset=offset,
+        )
         for node, value in enumerate(values)
         for local_rank in range(nproc_per_node)
     ]
@@ -106,7 +118,7 @@ def plan_placement(
         for node in engine.nodes:
             ports = planned_ports(base_port, blocks_on_host[node.host])
             blocks_on_host[node.host] += 1
-            shown = None if node.visible_devices is None else ",".join(node.visible_devices)
+            shown = node.cuda_visible_devices
             nodes.append(NodePlan(node.node_rank, node.host, node.ranks, node.builder, shown, node.base_gpu_id, ports))
         address = f"{nodes[0].host}:{nodes[0].ports.dist_init_port}"
         engines.append(EnginePlan(engine.dp, address, tuple(nodes)))

@@ -26,7 +26,7 @@ from harness.tools.plan.model_shapes import LM_HEAD, ModelShape, TensorShape, mo
 VOCAB_PADDING = 64
 FLOAT32_BYTES = 4
 REDUCE_BYTES = 4  # gradients are added up over ranks in float32 (harness/trainer/model.py)
-SLOTS, ALIGNMENT = 2, 256  # as in harness/weights/stream/slots.py
+ALIGNMENT = 256  # as in harness/weights/groups.py
 CONTEXT_BYTES = GIB // 2
 """Of a CUDA context, of which trainer and scheduler have one each: taken when the engine starts. Assumed."""
 BESIDE_BYTES = 5.7 * GIB
@@ -39,7 +39,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BESIDE, KV_CACHE, GATHERED = "CUDA, NCCL, SGLang", "engine: KV cache", "FSDP2: layers gathered"
 NOTES = (
     "left out: layers' activations, fragments of torch's allocator, what SGLang computes with (1 - mem_fraction_static of the"
-    " GPU is meant for that), what weights.verify = bytes or full needs, other users of the GPU.",
+    " GPU is meant for that), what weights.verify = bytes or full needs, a pull's buffer for what other hosts send, other users"
+    " of the GPU.",
     f"{BESIDE}: contexts, buffers, what SGLang does not free when released; {BESIDE_BYTES / GIB:.1f} GiB in the one run of 4"
     " H200 in which it was measured, more or less in others.",
     "experts are counted as transformers 5 holds them, a layer's in two tensors; FSDP2 gives each rank at least one row of a"
@@ -275,13 +276,12 @@ class MemoryEstimate:
                 parts[f"{role}: AdamW states"] = 2 * share.gradients
             if role == learning:
                 parts[f"{role}: gradients"] = share.gradients
-        stays_open = weights.transport == "stream" or weights.verify in ("bytes", "full")  # from the first sync on
-        if name == "sync" or (stays_open and colocate):
-            slots = SLOTS * (_aligned(self.bucket_bytes) + ALIGNMENT)
-            size = slots if colocate and weights.transport != "disk" else self.bucket_bytes
-            parts["sync: its two buffers" if colocate else "sync: bucket gathered"] = size
-        if self.casts and name == "sync":
-            parts["sync: own rows, cast"] = self.bucket_bytes // self.ranks
+        if name == "sync" and weights.transport != "pull":
+            both = colocate and weights.transport != "disk"
+            held = "bucket, gathered and sent" if both else "bucket gathered"
+            parts[f"sync: {held}"] = self.bucket_bytes * (1 + both)
+            if self.casts:
+                parts["sync: own rows, cast"] = self.bucket_bytes // self.ranks
         return parts | (passing or {})
 
     def _engine(self, kv_cache: bool) -> Parts:

@@ -7,10 +7,11 @@ stands beside what the links could do, an all-gather of the same bytes, and what
 import io
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,14 +39,6 @@ from harness.weights.sync import WeightSync
 from harness.weights.transports import choose_transport
 from harness.weights.verify import WeightsDidNotArrive
 
-PARTS = {
-    "fill": "gather (all-gathers, trainer side)",
-    "scheduler_load": "load (copies, scheduler side)",
-    "wait": "wait (trainer, for a slot to be read)",
-    "scheduler_wait": "wait (scheduler, for a slot to be filled)",
-}
-"""What a stream's seconds went into, by names of WeightLink.seconds."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncJob:
@@ -71,16 +64,26 @@ class SyncJob:
         if world.rank == 0:
             write_config(folder, run.config, world.device_type)
         engine, model = make_engine_and_model(run)
-        verdicts = []
-        for name, reason in chosen:
-            dtype = getattr(torch, run.config.model.dtype)
-            sync = WeightSync(engine, model, replace(weights, transport=name), folder, dtype)
+        dtype = getattr(torch, run.config.model.dtype)
+        syncs = (WeightSync(engine, model, replace(weights, transport=name), folder, dtype) for name, _ in chosen)
+        verdicts: list[str] = []
+        rows: list[BenchRow] = []
+        for sync, (name, reason) in zip(syncs, chosen, strict=True):
             events.observer.built("sync", sync)
             events.say(f"{sync.nbytes / 1e6:.1f} MB in {len(sync.buckets)} buckets, by {name} ({reason})")
-            verdicts.append(self.time(sync, run) if self.bench else self.verify(sync, run))
+            if self.bench:
+                with events.phase("bench", waiting_for="the timed syncs"):
+                    rows += [] if rows else [all_gather_row(sync, world, self.repeats)]
+                    rows.append(transport_row(sync, world, self.repeats))
+                    if self.one_by_one and name == chosen[-1][0]:
+                        rows.append(one_by_one_row(sync, world, self.repeats))
+            else:
+                verdicts.append(self.verify(sync, run))
             sync.close()
         with events.phase("shutdown", waiting_for="the engine's processes to end"):
             engine.shutdown()
+        if rows:
+            verdicts = [self.show(rows, sync, run)]
         for verdict in verdicts[:-1]:
             events.say(verdict)
         return verdicts[-1]
@@ -99,7 +102,7 @@ class SyncJob:
             if found:
                 shown = "; ".join(found[:8])
                 raise WeightsDidNotArrive(f"sync {index}: {len(found)} tensors are not what was sent: {shown}")
-        unread = unreadable(sync.link())
+        unread = unreadable(sync.link)
         left_out = f"; not read back: {', '.join(unread[:4])}" if unread else ""
         return (
             f"PASSED: {self.syncs} syncs of {sync.nbytes / 1e6:.1f} MB in {len(sync.layout)} tensors by"
@@ -107,10 +110,8 @@ class SyncJob:
             f" {min(seconds):.3f} to {max(seconds):.3f} s a sync"
         )
 
-    def time(self, sync: WeightSync, run: RunContext) -> str:
+    def show(self, rows: Sequence["BenchRow"], sync: WeightSync, run: RunContext) -> str:
         """Print the table; rank 0 also writes it as JSON."""
-        with run.events.phase("bench", waiting_for="the timed syncs"):
-            rows = bench(sync, run.world, self.repeats, self.one_by_one)
         if run.events.console:
             run.events.console.show(as_table(rows, sync))
         if run.world.rank == 0 and self.json:
@@ -118,7 +119,7 @@ class SyncJob:
         limit, own = rows[0].seconds, rows[1].seconds
         return (
             f"PASSED: {sync.nbytes / 1e9:.3f} GB in {len(sync.layout)} tensors and {len(sync.buckets)} buckets;"
-            f" {sync.transport_name} {own:.4f} s, {own / limit:.1f} times its all-gather ({limit:.4f} s)"
+            f" {rows[1].way} {own:.4f} s, {own / limit:.2f} of its all-gather ({limit:.4f} s)"
         )
 
 
@@ -148,49 +149,64 @@ def make_engine_and_model(run: RunContext) -> tuple[VerlEngine, nn.Module]:
     return engine, model
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRow:
     """One way of moving the same bytes."""
 
     way: str
-    seconds: float  # median over the repetitions, of the slowest rank
+    seconds: float
+    """Median over the repetitions, of the slowest rank."""
     fastest: float
     nbytes: int
-    parts: Mapping[str, float]  # seconds of the median repetition, on the rank where it was longest; parts overlap
-    peak_extra_bytes: int | None  # most that a trainer's process held beyond what it held before; None on the CPU
+    first: float | None = None
+    """Seconds of the first sync, with all that is made once."""
+    copy: float | None = None
+    """pull: median seconds of the schedulers' own copies, of the slowest rank."""
+    extra_bytes: int | None = None
+    """Of a GPU, trainer and engine together, that the syncs left taken; the most of all ranks. None on the CPU."""
+    sent_bytes: int | None = None
+    """pull: to other hosts, by all ranks, in one sync."""
 
 
-def bench(sync: WeightSync, world: World, repeats: int, one_by_one: bool) -> list[BenchRow]:
-    """Time the limit, the configured transport and, where asked, one tensor a call; a collective call of all ranks."""
+def all_gather_row(sync: WeightSync, world: World, repeats: int) -> BenchRow:
+    """Time an all-gather of the same bytes: what the links could do. A collective call of all ranks, as the next two."""
     gather = all_gather_limit(sync, world)
-    rows = [_row("all-gather of the same bytes", sync, [_timed(world, gather) for _ in range(repeats)])]
-    sync.push()  # opens the slots and makes plans
-    on_cuda, before = world.device.type == "cuda", 0
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats(world.device)
-        slots = sync.link().link.slots if sync.transport_name == "stream" else ()  # there when a later sync begins
-        before = torch.cuda.memory_allocated(world.device) - sum(slot.numel() for slot in slots)
-    runs = [(_timed(world, sync.push), sync.parts()) for _ in range(repeats)]
-    peak = max(all_gather(torch.cuda.max_memory_allocated(world.device) - before)) if on_cuda else None
-    seconds = [each for each, _ in runs]
-    chosen = min(range(repeats), key=lambda index: abs(seconds[index] - median(seconds)))
-    parts = all_gather(runs[chosen][1])
-    longest = {name: max(each.get(name, 0.0) for each in parts) for name in parts[0]}
-    rows.append(_row(f"transport {sync.transport_name}", sync, seconds, longest, peak))
-    if one_by_one:
-        seconds = [_timed(world, lambda: push_one_by_one(sync)) for _ in range(max(1, repeats // 5))]
-        rows.append(_row("one tensor a call, as VerlEngine", sync, seconds))
-    return rows
+    return _row("all-gather", sync, [_timed(world, gather) for _ in range(repeats)])
 
 
-def _row(
-    way: str,
-    sync: WeightSync,
-    seconds: Sequence[float],
-    parts: Mapping[str, float] | None = None,
-    peak: int | None = None,
-) -> BenchRow:
-    return BenchRow(way, median(seconds), min(seconds), sync.nbytes, parts or {}, peak)
+def transport_row(sync: WeightSync, world: World, repeats: int) -> BenchRow:
+    """Time the transport of a sync."""
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # from here on the allocator keeps what a sync has taken, so that the most of it shows
+    before = _gpu_free(world)
+    first, seconds, copies = _timed(world, sync.push), [], []
+    for _ in range(repeats):
+        seconds.append(_timed(world, sync.push))
+        copies.append(max(all_gather(sync.link.seconds.get("copy", 0.0))))
+    row = _row(sync.transport_name, sync, seconds, first=first, extra_bytes=max(all_gather(before - _gpu_free(world))))
+    if world.device.type != "cuda":
+        row = replace(row, extra_bytes=None)
+    if sync.transport_name != "pull":
+        return row
+    return replace(row, copy=median(copies), sent_bytes=sum(all_gather(sync.link.sent_bytes)))
+
+
+def one_by_one_row(sync: WeightSync, world: World, repeats: int) -> BenchRow:
+    """Time one tensor a call, which is slow: a fifth of the repetitions."""
+    seconds = [_timed(world, lambda: push_one_by_one(sync)) for _ in range(max(1, repeats // 5))]
+    return _row("one tensor a call, as VerlEngine", sync, seconds)
+
+
+def _row(way: str, sync: WeightSync, seconds: Sequence[float], **more: Any) -> BenchRow:
+    return BenchRow(way=way, seconds=median(seconds), fastest=min(seconds), nbytes=sync.nbytes, **more)
+
+
+def _gpu_free(world: World) -> int:
+    """Return the free bytes of this rank's GPU, whichever process has the rest; 0 on the CPU."""
+    if world.device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    return int(torch.cuda.mem_get_info(world.device)[0])
 
 
 def all_gather_limit(sync: WeightSync, world: World) -> Callable[[], None]:
@@ -242,24 +258,16 @@ def _timed(world: World, call: Callable[[], object]) -> float:
 
 
 def as_table(rows: Sequence[BenchRow], sync: WeightSync) -> str:
-    """Return the rows as a table, then what the configured transport's time went into."""
+    """Return the rows as a table."""
     table = Table(title=f"{sync.nbytes / 1e9:.3f} GB, {len(sync.layout)} tensors, {len(sync.buckets)} buckets")
-    for heading in ("way", "seconds", "fastest", "GB/s", "extra memory, MiB"):
+    for heading in ("way", "seconds", "fastest", "first", "copy", "GB/s", "extra, MiB", "sent, MB"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     for row in rows:
-        extra = "" if row.peak_extra_bytes is None else f"{row.peak_extra_bytes / MIB:.0f}"
-        rate = f"{row.nbytes / row.seconds / 1e9:.1f}"  # 10^9 bytes of checkpoint tensors: what each rank has gathered
-        table.add_row(row.way, f"{row.seconds:.4f}", f"{row.fastest:.4f}", rate, extra)
+        extra = "" if row.extra_bytes is None else f"{row.extra_bytes / MIB:.0f}"
+        sent = "" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.1f}"
+        rate = f"{row.nbytes / row.seconds / 1e9:.1f}"  # 10^9 bytes of checkpoint tensors
+        once = ("" if seconds is None else f"{seconds:.4f}" for seconds in (row.first, row.copy))
+        table.add_row(row.way, f"{row.seconds:.4f}", f"{row.fastest:.4f}", *once, rate, extra, sent)
     text = io.StringIO()
-    Console(width=100, color_system=None, file=text).print(table)
-    parts = [f"  {name:<44} {seconds:.4f} s" for name, seconds in breakdown(rows[1]).items()]
-    return "\n".join([text.getvalue().rstrip(), *parts])
-
-
-def breakdown(row: BenchRow) -> dict[str, float]:
-    """Return what a stream's seconds went into; the parts between hand-over and the end run side by side."""
-    if not row.parts:
-        return {}
-    call = max(0.0, row.seconds - row.parts["feed"])
-    parts = {label: row.parts[name] for name, label in PARTS.items()}
-    return {"hand-over (the engine's call around the loads)": call} | parts
+    Console(width=110, color_system=None, file=text).print(table)
+    return text.getvalue().rstrip()

@@ -1,1 +1,1 @@
-"""What runs inside SGLang's scheduler processes, called through the custom-weight-loader hook (rollout/schedulers.py)."""
+"""What runs inside SGLang's scheduler processes, asked for by VerlEngine.ask."""

@@ -1,6 +1,6 @@
 """Dry-run a model's load_weights under a TorchDispatchMode and record what it copies where.
 
-The loader runs on views of a slot, and each copy from the slot into the model is recorded instead of made. So the engine
+The loader runs on views of a buffer, and each copy from the buffer into the model is recorded instead of made. So the engine
 itself says which of its elements a tensor fills, which names it ignores, and which tensors it does more with than copy.
 """
 
@@ -15,26 +15,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.weights.stream.slots import Region, SlotEntry
+from harness.weights.groups import PlacedTensor, SourceView
 
 aten = torch.ops.aten
 Pieces = list[tuple[Any, torch.Tensor]]
-"""(subscript of a part of a tensor, view of the slot that the part is a copy of)."""
+"""(subscript of a part of a tensor, view of the buffer that the part is a copy of)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy from the slot into the model; it keeps no slot alive."""
+    """One copy from the buffer into the model; it keeps no buffer alive."""
 
     target: torch.Tensor
-    region: Region
+    source: SourceView
 
 
 @dataclass(slots=True)
 class GroupTrace:
     """What the loader did with the entries of one group."""
 
-    entries: tuple[SlotEntry, ...]
+    entries: tuple[PlacedTensor, ...]
     copies: list[Copy] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     """Names of which at least one element was read."""
@@ -51,19 +51,19 @@ class GroupTrace:
 
 
 def trace_loader(
-    load: Callable[[list[tuple[str, torch.Tensor]]], Any], entries: Sequence[SlotEntry], slot: torch.Tensor
+    load: Callable[[list[tuple[str, torch.Tensor]]], Any], entries: Sequence[PlacedTensor], buffer: torch.Tensor
 ) -> GroupTrace:
     """Run `load`, the load_weights of a model, on the entries of one group without changing what they fill.
 
     What a loader derives from weights that it holds, such as DeepSeek's absorbed projections, it derives anew.
     """
     traced = GroupTrace(tuple(entries))
-    recorder = _Recorder(slot, traced)
+    recorder = _Recorder(buffer, traced)
     # A dispatch mode sees its own thread alone.
     inline = patch.object(concurrent.futures, "ThreadPoolExecutor", _InlineExecutor)
     try:
         with torch.no_grad(), inline, recorder:
-            load([(entry.name, entry.view(slot)) for entry in entries])
+            load([(entry.name, entry.view(buffer)) for entry in entries])
     except Exception as error:  # asserts, shape errors, KeyErrors: whatever the loader of an architecture raises
         traced.error = f"{type(error).__name__}: {error}".strip()
     with torch.no_grad():
@@ -73,15 +73,15 @@ def trace_loader(
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies out of the slot instead of making them; all other operations run."""
+    """Records copies out of the buffer instead of making them; all other operations run."""
 
-    def __init__(self, slot: torch.Tensor, traced: GroupTrace) -> None:
+    def __init__(self, buffer: torch.Tensor, traced: GroupTrace) -> None:
         super().__init__()
-        self.slot_at = _address(slot)
+        self.buffer_at = _address(buffer)
         self.traced = traced
         self.by_offset = sorted(traced.entries, key=lambda entry: entry.offset)
         self.moved: dict[int, tuple[torch.Tensor, Pieces]] = {}
-        """Tensors made of slot elements, such as the cat of two halves, by address of the storage."""
+        """Tensors made of buffer elements, such as the cat of two halves, by address of the storage."""
         self.made: dict[int, torch.Tensor] = {}
         """What the loader made itself, by address of the storage; kept, so that no address is used again."""
         self.tainted: dict[int, set[str]] = {}
@@ -89,14 +89,14 @@ class _Recorder(TorchDispatchMode):
         self.escaped = False
         """A value became a Python number: whatever is written afterwards may come from it."""
         self.undone: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What was written over by something that came from the slot, and a copy of what it was."""
+        """What was written over by something that came from the buffer, and a copy of what it was."""
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
         tensors = _tensors((arguments, keywords))
-        sources = [each for each in tensors if _address(each) == self.slot_at or _address(each) in self.moved]
+        sources = [each for each in tensors if _address(each) == self.buffer_at or _address(each) in self.moved]
         if function is aten.copy_.default and sources and sources[0] is arguments[1]:
             self._record(arguments[0], arguments[1])
             return arguments[0]
@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
             return result
         self.traced.used |= names
         pieces = _pieces(function, arguments, keywords, result)
-        if pieces and all(_address(source) == self.slot_at for _, source in pieces):
+        if pieces and all(_address(source) == self.buffer_at for _, source in pieces):
             self.moved[_address(result)] = result, pieces
         else:
             self.traced.opaque |= names
@@ -142,8 +142,8 @@ class _Recorder(TorchDispatchMode):
         for where, piece in pieces:
             stride, offset = tuple(piece.stride()), int(piece.storage_offset())
             part, name = target[where], self._name(offset * piece.dtype.itemsize)
-            region = Region(name, piece.dtype, tuple(part.shape), stride, offset, target.dtype)
-            self.traced.copies.append(Copy(part, region))
+            view = SourceView(name, piece.dtype, tuple(part.shape), stride, offset, target.dtype)
+            self.traced.copies.append(Copy(part, view))
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
         _, pieces = self.moved.get(_address(tensor), (tensor, [(..., tensor)]))

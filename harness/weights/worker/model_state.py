@@ -7,11 +7,8 @@ of many that differ, 2**-60 are missed.
 """
 
 import hashlib
-import json
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +16,6 @@ import torch.distributed as dist
 
 from harness.weights.worker.loader_trace import Copy
 
-REPORT = f"{__name__}.report"
-SENTINEL = f"{__name__}.fill_model"
-REPORT_SECONDS = 60.0
 # Plain attributes that SGLang derives as it loads a weight, and of which: MLA computes with these alone.
 DERIVED = {"w_kc": "kv_b_proj", "w_vc": "kv_b_proj"}
 BASE = 6364136223846793005
@@ -31,9 +25,6 @@ INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22
 """Elements summed at a time: 32 MiB of products."""
 _KEPT = "_harness_fingerprints"
-
-Call = Sequence[tuple[str, torch.Tensor]]
-"""What the custom-weight-loader hook gives a function beside the model: one (text, tensor) pair."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +36,14 @@ class WorkerReport:
     device: str
     """UUID of its GPU, or "cpu"."""
     tensors: dict[str, int]
-    """Fingerprints: of parameters and buffers by the engine's own (fused, sharded) names, or of copies by bucket."""
+    """Fingerprints: of parameters and buffers by the engine's own (fused, sharded) names, or of copies by group."""
 
 
-def report(model: Any, call: Call) -> None:
-    """Write the WorkerReport of this scheduler, whole or not at all. The text of the call: "<what> <folder>".
+def report(model: Any, what: str) -> WorkerReport:
+    """Return what this scheduler holds.
 
     what: "tensors", of each parameter and buffer and what is derived from them; "copies"; or "device", without any.
     """
-    what, _, folder = call[0][0].partition(" ")
     tensors: dict[str, int] = {}
     if what == "copies":
         tensors = fingerprints(model)
@@ -62,25 +52,7 @@ def report(model: Any, call: Call) -> None:
         for name, tensor in (named | dict(synced_tensors(model))).items():
             tensors[name] = int(weighted_sum(tensor.detach().contiguous().reshape(-1), (1,), 0))
     device = current_gpu_uuid() if next(model.parameters()).is_cuda else "cpu"
-    file = Path(folder) / f"rank{dist.get_rank()}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    made = WorkerReport(rank=dist.get_rank(), device=device, tensors=tensors)
-    file.with_suffix(".unfinished").write_text(json.dumps(asdict(made)), encoding="utf-8")
-    file.with_suffix(".unfinished").rename(file)
-
-
-def read_reports(folder: Path, ranks: Sequence[int]) -> list[WorkerReport]:
-    """Wait for the reports of these engine ranks: the engine answers for its first stage alone.
-
-    Only theirs: where hosts share the folder's file system, those of other hosts lie beside them.
-    """
-    deadline = time.monotonic() + REPORT_SECONDS
-    files = [folder / f"rank{rank}.json" for rank in ranks]
-    while missing := [file.name for file in files if not file.exists()]:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{folder} has no {', '.join(missing)} of its schedulers after {REPORT_SECONDS:.0f} s.")
-        time.sleep(0.01)
-    return [WorkerReport(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    return WorkerReport(rank=dist.get_rank(), device=device, tensors=tensors)
 
 
 def current_gpu_uuid() -> str:
@@ -89,14 +61,14 @@ def current_gpu_uuid() -> str:
 
 
 @torch.no_grad()
-def fill_model(model: Any, call: Call) -> None:
-    """Fill all that a sync must bring with values uniform in (-0.5, 0.5), from the seed that the text of the call gives.
+def fill_model(model: Any, seed: str) -> None:
+    """Fill all that a sync must bring with values uniform in (-0.5, 0.5), drawn from the seed.
 
     Finite, since a NaN in the logits would kill the sampler before anything is compared. Integers and 8-bit floats stay.
     """
     for name, tensor in synced_tensors(model):
         if tensor.is_floating_point() and tensor.itemsize > 1:
-            digest = hashlib.sha256(f"{call[0][0]}/{name}".encode()).digest()
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest[:4], "little"))
             tensor.uniform_(-0.5, 0.5, generator=generator)
 
@@ -133,14 +105,14 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def keep_copies(model: Any, copies: Sequence[Sequence[Copy]]) -> None:
-    """Remember, on the model, what the copies of each bucket fill, and where that lies."""
-    filled = {storage(copy.target) for bucket in copies for copy in bucket}
+    """Remember, on the model, what the copies of each group fill, and where that lies."""
+    filled = {storage(copy.target) for group in copies for copy in group}
     found = {name: tensor.data_ptr() for name, tensor in model_tensors(model).items() if storage(tensor) in filled}
     setattr(model, _KEPT, (copies, found))
 
 
 def kept_copies(model: Any) -> Sequence[Sequence[Copy]] | None:
-    """Return the copies of each bucket; None where SGLang has put other tensors in the place of what they fill."""
+    """Return the copies of each group; None where SGLang has put other tensors in the place of what they fill."""
     copies, at = getattr(model, _KEPT, ((), {}))
     now = {name: tensor.data_ptr() for name, tensor in model_tensors(model).items()}
     return copies if at.items() <= now.items() else None
@@ -148,9 +120,9 @@ def kept_copies(model: Any) -> Sequence[Sequence[Copy]] | None:
 
 @torch.no_grad()
 def fingerprints(model: Any) -> dict[str, int]:
-    """Return the fingerprint of what each copy filled as "<bucket>/<copy>" -> number; empty without `kept_copies`."""
+    """Return the fingerprint of what each copy filled as "<group>/<copy>" -> number; empty without `kept_copies`."""
     copies = kept_copies(model) or ()
-    sums = {f"{bucket}/{part}": _sum_of(copy) for bucket, each in enumerate(copies) for part, copy in enumerate(each)}
+    sums = {f"{number}/{part}": _sum_of(copy) for number, each in enumerate(copies) for part, copy in enumerate(each)}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
@@ -184,9 +156,9 @@ def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> to
 
 
 def _sum_of(copy: Copy) -> torch.Tensor:
-    target, region = copy.target, copy.region
-    values = target.to(region.dtype)
-    found = weighted_sum(values, region.stride, region.offset)
+    target, source = copy.target, copy.source
+    values = target.to(source.dtype)
+    found = weighted_sum(values, source.stride, source.offset)
     # What an engine holds wider than it was sent must be what it was sent, and not something between.
     return found if values is target else found + (values.to(target.dtype) != target).sum()
 

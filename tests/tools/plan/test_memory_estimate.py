@@ -12,6 +12,7 @@ from harness.tools.plan.memory_estimate import MemoryEstimate
 CONFIGS = Path(__file__).parents[3] / "configs"
 MEMORY_7B = str(CONFIGS / "gpu/memory_7b.toml")
 DEEPSEEK = str(CONFIGS / "multinode/deepseek_v3_671b.toml")
+BUCKET = "sync: bucket, gathered and sent"
 H200 = 139.8  # GiB that torch sees of one
 
 
@@ -40,10 +41,29 @@ def test_float32_masters_cost_what_they_are_and_the_config_still_fits() -> None:
         assert wide[part] == 2 * thin[part]
     assert wide["reference: parameters"] == thin["reference: parameters"], "it does not learn"
     sync = mixed.stages["sync"]
-    assert sync["sync: its two buffers"] == narrow.stages["sync"]["sync: its two buffers"], "what is sent is bfloat16"
+    assert sync[BUCKET] == narrow.stages["sync"][BUCKET] == 2 * mixed.bucket_bytes, "what is sent is bfloat16"
     assert sync["sync: own rows, cast"] == mixed.bucket_bytes // 4
     assert "sync: own rows, cast" not in narrow.stages["sync"]
     assert mixed.bucket_bytes == narrow.bucket_bytes and mixed.engine == narrow.engine
+
+
+@pytest.mark.parametrize(
+    ("words", "held"),
+    [
+        ("--weights.transport tensor", {BUCKET: 2}),
+        ("--weights.transport disk", {"sync: bucket gathered": 1}),
+        ("--weights.transport distributed --parallel.colocate false", {"sync: bucket gathered": 1}),
+        ("--weights.transport pull", {}),
+        ("--weights.transport pull --weights.verify full", {}),
+    ],
+)
+def test_a_transport_holds_its_buckets_during_the_sync_alone_and_a_pull_none(words: str, held: dict[str, int]) -> None:
+    found = of(MEMORY_7B, *words.split())
+    parts = {name: size for name, size in found.stages["sync"].items() if name.startswith("sync: ")}
+    cast = {"sync: own rows, cast": found.bucket_bytes // 4} if held else {}
+    assert parts == {name: times * found.bucket_bytes for name, times in held.items()} | cast
+    others = (stage for stage in found.stages if stage not in ("sync", "engine's GPU"))
+    assert not any(name.startswith("sync: ") for stage in others for name in found.stages[stage])
 
 
 def test_at_once_fails_in_the_sync_and_says_which_fraction_would_do() -> None:

@@ -7,14 +7,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from harness.config.schema import ActorConfig, Config
 from harness.task.tiny_models import ARCHITECTURES, tiny_config
+from harness.tools.plan import memory_estimate
 from harness.tools.plan.memory_estimate import largest_bucket, trainer_share
 from harness.tools.plan.model_shapes import ModelShape, model_fields, model_shape
 from harness.trainer.actor import Actor
 from harness.trainer.model import load_causal_lm, named_tensors
 from harness.trainer.offload import storages_of
 from harness.weights.gather import plan_buckets
+from harness.weights.groups import ALIGNMENT
 from harness.weights.names import checkpoint_layout
-from harness.weights.stream.slots import ALIGNMENT, SLOTS
 
 SHAPE = {"num_hidden_layers": 3}
 
@@ -68,7 +69,5 @@ def test_the_largest_bucket_is_the_planner_s(name: str, ranks: int, tmp_path: ob
         dist.destroy_process_group()
 
 
-def test_slots_are_those_of_the_link() -> None:
-    from harness.tools.plan import memory_estimate
-
-    assert (memory_estimate.SLOTS, memory_estimate.ALIGNMENT) == (SLOTS, ALIGNMENT)
+def test_tensors_are_aligned_as_in_a_bucket() -> None:
+    assert memory_estimate.ALIGNMENT == ALIGNMENT

@@ -4,7 +4,7 @@ import json
 import subprocess
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,38 +15,31 @@ import torch
 from harness.config.schema import Config, Weights
 from harness.runtime.observer import RunContext
 from harness.tools.sync import job
-from harness.tools.sync.job import BenchRow, as_table, breakdown
+from harness.tools.sync.job import BenchRow, as_table
 from harness.weights.verify import WeightsDidNotArrive
 from tests.end_to_end.launching import run_script
 
 SECONDS = 3.0
-LIMIT = BenchRow("all-gather of the same bytes", 0.038, 0.037, 2 * 10**9, {}, None)
-PARTS = {"feed": 0.7, "fill": 0.3, "wait": 0.2, "scheduler_load": 0.4, "scheduler_wait": 0.1}
+LIMIT = BenchRow(way="all-gather", seconds=0.038, fastest=0.037, nbytes=2 * 10**9)
 
 
-def row(parts: dict[str, float], seconds: float = 1.0, peak: int | None = None) -> BenchRow:
-    return BenchRow("transport stream", seconds, 0.9, 2 * 10**9, parts, peak)
+def row(way: str, **more: Any) -> BenchRow:
+    values: dict[str, Any] = {"way": way, "seconds": 1.0, "fastest": 0.9} | more
+    return replace(LIMIT, **values)
 
 
-def test_the_breakdown_is_of_the_parts_that_were_measured() -> None:
-    assert list(breakdown(row(PARTS)).values()) == pytest.approx([0.3, 0.3, 0.4, 0.2, 0.1])
-
-
-def test_a_transport_without_parts_has_no_breakdown_and_none_is_negative() -> None:
-    assert breakdown(row({})) == {}
-    assert next(iter(breakdown(row(PARTS, seconds=0.1)).values())) == 0.0
-
-
-def test_the_table_has_a_line_for_each_way_and_each_part() -> None:
+def test_the_table_has_a_line_for_each_way_and_blanks_for_what_was_not_measured() -> None:
     sync: Any = SimpleNamespace(nbytes=2 * 10**9, layout=range(339), buckets=range(30))
-    text = as_table([LIMIT, row(PARTS, peak=300 << 20)], sync)
+    pull = row("pull", first=1.25, copy=0.5, extra_bytes=31 << 20, sent_bytes=7_000_000)
+    text = as_table([LIMIT, pull, row("bucket", first=2.0, extra_bytes=300 << 20)], sync)
     assert "2.000 GB, 339 tensors, 30 buckets" in text
-    lines = {
-        name: line.split() for line in text.splitlines() for name in (LIMIT.way, "transport stream") if name in line
-    }
-    assert [word for word in lines[LIMIT.way] if word[0].isdigit()] == ["0.0380", "0.0370", "52.6"]
-    assert [word for word in lines["transport stream"] if word[0].isdigit()] == ["1.0000", "0.9000", "2.0", "300"]
-    assert sum(line.endswith(" s") for line in text.splitlines()) == 5
+    lines = {line.split()[1]: line.split() for line in text.splitlines() if len(line.split()) > 3}
+    headings = [word for word in lines["way"] if word.isalpha()]
+    assert headings == ["way", "seconds", "fastest", "first", "copy", "MiB", "MB"]
+    figures = {way: [word for word in words if word[0].isdigit()] for way, words in lines.items()}
+    assert figures["all-gather"] == ["0.0380", "0.0370", "52.6"]
+    assert figures["pull"] == ["1.0000", "0.9000", "1.2500", "0.5000", "2.0", "31", "7.0"]
+    assert figures["bucket"] == ["1.0000", "0.9000", "2.0000", "2.0", "300"]
 
 
 @dataclass
@@ -62,13 +55,10 @@ class FakeSync:
     layout, buckets, live = range(27), range(3), ("live",)
 
     def __post_init__(self) -> None:
-        self.transport_name = self.weights.transport
+        self.transport_name, self.link = self.weights.transport, None
 
     def push(self) -> None:
         DONE.append(f"push by {self.transport_name}")
-
-    def link(self) -> None:
-        return None
 
     def close(self) -> None:
         DONE.append("close")
@@ -89,7 +79,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         "perturb": lambda live, seed: DONE.append(f"perturb {seed}"),
         "weight_differences": lambda sync: [],
         "unreadable": lambda link: ["one.weight"],
-        "bench": lambda sync, world, repeats, one_by_one: [LIMIT, row(PARTS)],
+        "all_gather_row": lambda sync, world, repeats: LIMIT,
+        "transport_row": lambda sync, world, repeats: row(sync.transport_name, seconds=repeats * 0.019),
+        "one_by_one_row": lambda sync, world, repeats: row("one tensor a call"),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(job, name, fake)
@@ -108,14 +100,14 @@ def sync_job(**changes: Any) -> job.SyncJob:
 
 
 def test_each_transport_is_verified_and_only_the_last_verdict_is_returned(run: RunContext) -> None:
-    verdict = sync_job(transports=("stream", "disk"))(run)
+    verdict = sync_job(transports=("pull", "disk"))(run)
     assert verdict.startswith("PASSED: 2 syncs of 2.0 MB in 27 tensors by disk")
     assert "not read back: one.weight" in verdict
     steps = [each for each in DONE if each.startswith(("push", "perturb", "close", "shutdown", "PASSED"))]
-    assert steps[:5] == ["perturb 0", "push by stream", "perturb 1", "push by stream", "close"]
+    assert steps[:5] == ["perturb 0", "push by pull", "perturb 1", "push by pull", "close"]
     assert steps[5:9] == ["perturb 0", "push by disk", "perturb 1", "push by disk"]
-    assert steps[9:11] == ["close", "shutdown"] and "by stream" in steps[11]
-    assert 'transport = "stream"' in (run.folder / "config.toml").read_text()
+    assert steps[9:11] == ["close", "shutdown"] and "by pull" in steps[11]
+    assert 'transport = "pull"' in (run.folder / "config.toml").read_text()
 
 
 def test_the_first_difference_ends_the_job(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,12 +116,22 @@ def test_the_first_difference_ends_the_job(run: RunContext, monkeypatch: pytest.
         sync_job(transports=("tensor",))(run)
 
 
-def test_a_bench_turns_verification_off_and_writes_its_rows(run: RunContext, tmp_path: Path) -> None:
+def test_a_bench_turns_verification_off_and_writes_one_table_of_all_transports(run: RunContext, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    verdict = sync_job(bench=True, transports=("tensor",), json=str(file))(run)
-    assert verdict.endswith("tensor 1.0000 s, 26.3 times its all-gather (0.0380 s)")
-    assert [each["way"] for each in json.loads(file.read_text())] == [LIMIT.way, "transport stream"]
-    assert 'verify = "off"' in (run.folder / "config.toml").read_text()
+    verdict = sync_job(bench=True, transports=("pull", "bucket"), one_by_one=True, json=str(file))(run)
+    assert verdict.endswith("27 tensors and 3 buckets; pull 0.0190 s, 0.50 of its all-gather (0.0380 s)")
+    rows = json.loads(file.read_text())
+    assert [each["way"] for each in rows] == ["all-gather", "pull", "bucket", "one tensor a call"]
+    assert rows[0] == asdict(LIMIT)
+    settings = (run.folder / "config.toml").read_text()
+    assert 'verify = "off"' in settings and 'transport = "pull"' in settings
+    assert [each for each in DONE if each in ("close", "shutdown", "0.002")] == ["close", "close", "shutdown", "0.002"]
+
+
+def test_a_bench_of_one_transport_may_leave_one_tensor_a_call_out(run: RunContext, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    sync_job(bench=True, transports=("tensor",), json=str(file))(run)
+    assert [each["way"] for each in json.loads(file.read_text())] == ["all-gather", "tensor"]
 
 
 def launch(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -145,7 +147,7 @@ def launch(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess
         (["--bench", "--repeats", "-1"], "--syncs = 3 and --repeats = -1 must each be at least 1."),
         (["--synks", "3"], "--synks (command line) is not an option; the nearest is --syncs."),
         (["--weights.bukket_size_mib", "1"], "weights.bukket_size_mib (command line) is not a key; the nearest is weights.bucket_size_mib."),
-        (["--weights.transport", "pigeon"], 'weights.transport (command line) must be one of "auto", "stream", "tensor", "bucket", "distributed", "disk", got "pigeon".'),
+        (["--weights.transport", "pigeon"], 'weights.transport (command line) must be one of "auto", "pull", "tensor", "bucket", "distributed", "disk", got "pigeon".'),
         (["nowhere.toml"], "nowhere.toml is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml."),
     ],
 )  # fmt: skip

@@ -14,6 +14,7 @@ from harness.config.fault_spec import ANYWHERE
 from harness.runtime.phases import MEET, RUN, STEP_PHASES
 from harness.runtime.processes import shared_memory_files
 from harness.tools.hosts import kernel
+from harness.tools.inject import SLOW_SECONDS
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
 
 pytestmark = pytest.mark.slow
@@ -144,12 +145,18 @@ REAL_DEADLINE = "{sync = 20, update_actor = 20}"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", REAL)
-def test_the_same_with_real_engines(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "transport"), [*((fault, "auto") for fault in REAL), ("dropped-bucket@sync:1:1", "pull")]
+)
+def test_the_same_with_real_engines(tmp_path: Path, fault: str, transport: str) -> None:
     arguments = [QUICKSTART, "--run.steps", "2", "--run.phase_timeouts", REAL_DEADLINE, "--inject", fault]
-    if fault.startswith("lost-message"):
-        arguments += ["--weights.transport", "stream"]
+    arguments += ["--weights.transport", "pull" if fault.startswith("lost-message") else transport]
     job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments).start()
+    check_end(job, code=124 if fault.startswith(("hang", "stop", "lost")) else 1, verdict=REAL[fault])
+
+
+def check_end(job: Job, code: int, verdict: str) -> None:
+    """Wait for the end of a job, which must report this first failure last, and leave nothing behind."""
     memory: set[Path] = set()
     end = time.monotonic() + 500
     while job.process.poll() is None:
@@ -159,10 +166,36 @@ def test_the_same_with_real_engines(tmp_path: Path, fault: str) -> None:
         time.sleep(0.5)
     assert job.left_behind() == []
     said = job.output().splitlines()
-    verdict = max(index for index, line in enumerate(said) if line.startswith("FIRST FAILURE: "))
-    assert re.match(f"FIRST FAILURE: {REAL[fault]}", said[verdict]), job.output()
+    first = max(index for index, line in enumerate(said) if line.startswith("FIRST FAILURE: "))
+    assert re.match(f"FIRST FAILURE: {verdict}", said[first]), job.output()
     assert said[-1].startswith("  reported by the watchdog on ")
-    assert not any("ChildFailedError" in line for line in said[verdict:])
+    assert not any("ChildFailedError" in line for line in said[first:])
     assert [file for file in memory if file.exists()] == []
-    code = json.loads(next(job.folder.glob("failure-*.json")).read_text())["code"]
-    assert code == (124 if fault.startswith(("hang", "stop", "lost")) else 1)
+    assert json.loads(next(job.folder.glob("failure-*.json")).read_text())["code"] == code
+
+
+SCHEDULER = r"engine process sglang::scheduler\S* \(pid \d+\)"
+IN_A_PULL = {
+    "scheduler killed": (1, rf"rank 0 on \S+ .* in sync of step 1 at .*: {SCHEDULER} died of SIGKILL"),
+    "scheduler stopped": (124, rf"{SCHEDULER} .*was stopped in sync of step 1 "),
+    "trainer killed": (1, r"rank 1 on \S+ (was killed by SIGKILL|died) in sync of step 1 at "),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", IN_A_PULL)
+def test_an_end_in_the_middle_of_a_pull(tmp_path: Path, end: str) -> None:
+    """Rank 1 comes late to the sync. Until then its scheduler is stopped, so that the pull begins and does not end."""
+    arguments = [QUICKSTART, "--run.steps", "2", "--run.phase_timeouts", REAL_DEADLINE, "--inject", "slow@sync:1:1"]
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=[*arguments, "--weights.transport", "pull"]).start()
+    job.wait_for_phase("sync", step=1)
+    scheduler = next(each for each in job.processes() if each.name() == "sglang::scheduler_TP1")
+    scheduler.suspend()
+    time.sleep(SLOW_SECONDS + 3)
+    began = time.monotonic()
+    if end == "scheduler killed":
+        scheduler.kill()
+    elif end == "trainer killed":
+        next(each for each in job.processes() if each.environ().get("RANK") == "1").kill()
+    check_end(job, *IN_A_PULL[end])
+    assert time.monotonic() - began < END_SECONDS + (20 if end == "scheduler stopped" else 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from harness.weights.stream.slots import SlotEntry, slot_bytes
+from harness.weights.groups import PlacedTensor, aligned
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Loader = Callable[["Model", Weights], None]
@@ -55,27 +55,26 @@ class Sizes:
         return Model({name: self.random(*shape) for name, shape in shapes.items()}, loader, self.rank)
 
 
-def slot_of(
-    sent: Mapping[str, torch.Tensor], groups: Mapping[str, int] | None = None
-) -> tuple[torch.Tensor, list[SlotEntry]]:
-    """A slot that holds the tensors one after the other, each 256-aligned."""
+def memory_of(
+    sent: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, list[PlacedTensor]]:
+    """Memory that holds the tensors one after the other, each 256-aligned."""
     entries, at = [], 0
     for name, tensor in sent.items():
         entries.append(
-            SlotEntry(
+            PlacedTensor(
                 name=name,
                 dtype=tensor.dtype,
                 shape=tuple(tensor.shape),
                 stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
                 offset=at,
-                group=groups[name] if groups else 0,
             )
         )
-        at += -(-tensor.nbytes // 256) * 256
-    slot = torch.zeros(slot_bytes(at), dtype=torch.uint8)
+        at += aligned(tensor.nbytes)
+    memory = torch.zeros(at, dtype=torch.uint8)
     for entry in entries:
-        entry.view(slot).copy_(sent[entry.name])
-    return slot, entries
+        entry.view(memory).copy_(sent[entry.name])
+    return memory, entries
 
 
 # Loaders, as SGLang writes them.

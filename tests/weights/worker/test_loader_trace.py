@@ -7,20 +7,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from harness.weights.stream.slots import SlotEntry
+from harness.weights.groups import PlacedTensor
 from harness.weights.worker.loader_trace import GroupTrace, trace_loader
-from tests.weights.worker.loading_styles import STYLES, Loader, Model, Sizes, Weights, sizes, slot_of
+from tests.weights.worker.loading_styles import STYLES, Loader, Model, Sizes, Weights, memory_of, sizes
 
 
 def same(one: Model, other: Model) -> bool:
     return all(torch.equal(one.held[name], other.held[name]) for name in one.held)
 
 
-def replay(traced: GroupTrace, slot: torch.Tensor) -> None:
-    """What SlotReader does with copies."""
+def replay(traced: GroupTrace, memory: torch.Tensor) -> None:
+    """Make the copies that were noted."""
     for copy in traced.copies:
-        source = copy.region.view(slot)
-        assert source.shape == copy.target.shape and source.dtype == copy.region.dtype
+        source = copy.source.view(memory)
+        assert source.shape == copy.target.shape and source.dtype == copy.source.dtype
         copy.target.copy_(source)
 
 
@@ -29,11 +29,11 @@ def replay(traced: GroupTrace, slot: torch.Tensor) -> None:
 @settings(max_examples=15, deadline=None)
 def test_tracing_changes_nothing_and_the_copies_are_the_load(style: str, s: Sizes) -> None:
     case = STYLES[style](s)
-    slot, entries = slot_of(case.sent)
+    memory, entries = memory_of(case.sent)
     loaded, traced_model = case.model.fresh(), case.model.fresh()
-    loaded.load_weights([(entry.name, entry.view(slot).clone()) for entry in entries])
+    loaded.load_weights([(entry.name, entry.view(memory).clone()) for entry in entries])
 
-    traced = trace_loader(traced_model.load_weights, entries, slot)
+    traced = trace_loader(traced_model.load_weights, entries, memory)
     assert not traced.error
     assert same(traced_model, case.model)
     assert traced.used == set(case.sent)
@@ -42,8 +42,8 @@ def test_tracing_changes_nothing_and_the_copies_are_the_load(style: str, s: Size
     if not case.followed:
         assert not traced.copies
         return
-    assert {copy.region.name for copy in traced.copies} == set(case.sent)
-    replay(traced, slot)
+    assert {copy.source.name for copy in traced.copies} == set(case.sent)
+    replay(traced, memory)
     assert same(traced_model, loaded)
     assert not same(loaded, case.model)
 
@@ -51,8 +51,8 @@ def test_tracing_changes_nothing_and_the_copies_are_the_load(style: str, s: Size
 def only(name: str, load: Loader) -> tuple[Model, GroupTrace]:
     """A model of one tensor of ones, sent twos under `name`, after the trace."""
     model = Model({"a": torch.ones(3, 2)}, load)
-    slot, entries = slot_of({name: torch.full((3, 2), 2.0)})
-    return model, trace_loader(model.load_weights, entries, slot)
+    memory, entries = memory_of({name: torch.full((3, 2), 2.0)})
+    return model, trace_loader(model.load_weights, entries, memory)
 
 
 def test_a_name_that_the_loader_ignores_is_not_used() -> None:
@@ -104,7 +104,7 @@ def test_what_a_loader_derives_makes_it_run_itself() -> None:
 
     model, traced = only("a", load)
     assert (traced.used, traced.opaque, traced.does_more) == ({"a"}, set(), True)
-    assert torch.equal(model.held["derived"], torch.full((3, 2), 3.0))  # of what the model holds, not of the slot
+    assert torch.equal(model.held["derived"], torch.full((3, 2), 3.0))  # of what the model holds, not of the memory
 
 
 def converted(model: Model, weights: Weights) -> None:
@@ -155,9 +155,9 @@ def test_of_tensors_that_lie_side_by_side_the_right_one_is_named() -> None:
             model.held["a"].copy_(loaded[1:])
 
     left, right = (
-        SlotEntry(name=name, dtype=torch.float32, shape=(4, 2), stride=(4, 1), offset=offset, group=0)
+        PlacedTensor(name=name, dtype=torch.float32, shape=(4, 2), stride=(4, 1), offset=offset)
         for name, offset in (("left", 0), ("right", 8))
     )
-    slot = torch.zeros(512, dtype=torch.uint8)
-    traced = trace_loader(Model({"a": torch.ones(3, 2)}, load).load_weights, [left, right], slot)
-    assert [copy.region.name for copy in traced.copies] == ["left", "right"]
+    memory = torch.zeros(512, dtype=torch.uint8)
+    traced = trace_loader(Model({"a": torch.ones(3, 2)}, load).load_weights, [left, right], memory)
+    assert [copy.source.name for copy in traced.copies] == ["left", "right"]

@@ -1,0 +1,1 @@
+"""The fast transport: each engine rank copies exactly its own shards out of the trainers' memory."""

@@ -1,1 +1,0 @@
-"""The fast transport: buffers shared with the schedulers, and the plan that fills them."""

@@ -1,0 +1,352 @@
+"""The scheduler's end of a pull: traces its loader once, then copies its shards out of the trainers' memory.
+
+The functions are what a trainer rank asks the scheduler beside it (rollout/schedulers.py); what lasts between them is kept
+on the model, as there is no other place.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from harness.weights.groups import FusingGroup, LiveSpan, SourceView
+from harness.weights.pull.copies import Copies, copies_of
+from harness.weights.pull.exchange import Need, Parcel, PullBatch, packed
+from harness.weights.pull.regions import Cut, Region, regions
+from harness.weights.pull.shards import OpenShards, RankShards
+from harness.weights.pull.tiles import Move
+from harness.weights.worker.loader_trace import GroupTrace, trace_loader
+from harness.weights.worker.model_state import (
+    INTEGER,
+    derived_tensors,
+    keep_copies,
+    kept_copies,
+    model_tensors,
+    storage,
+)
+
+STAGING = "staging"
+"""The name under which a trainer rank's staging buffer is exported."""
+_KEPT = "_harness_puller"
+
+
+@dataclass(kw_only=True, slots=True)
+class LoadCoverage:
+    """What the load_weights of one scheduler, of engine rank `rank`, makes of the groups."""
+
+    rank: int
+    sources: list[list[SourceView]] = field(default_factory=list)
+    """What the copies of each group read."""
+    unknown: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+    """Name, or names joined by commas -> what the loader raised."""
+    opaque: list[str] = field(default_factory=list)
+    """Names that arrive in a way that cannot be followed, so cannot be compared."""
+    filled: dict[str, list[str]] = field(default_factory=dict)
+    """The engine's own names of tensors -> names that fill them, in whole or in part."""
+    unfilled: list[str] = field(default_factory=list)
+    """Parameters that nothing fills; empty where that cannot be known of all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """Where a scheduler finds the elements of the live tensors."""
+
+    cuts: dict[str, tuple[Cut, ...]]
+    """By live name."""
+    shards: tuple[RankShards, ...]
+    """Of the ranks whose memory this process can open."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deliveries:
+    """What is brought to this host from elsewhere, and in which order all of it is pulled."""
+
+    batches: tuple[PullBatch, ...]
+    staging: tuple[RankShards, ...] = ()
+    """The buffers of this host's ranks, if anything is brought."""
+
+
+@dataclass(slots=True)
+class Puller:
+    """One scheduler's plan, and what it needs to carry it out."""
+
+    model: Any
+    groups: tuple[FusingGroup, ...]
+    traces: list[GroupTrace] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)
+    """Numbers of groups for the model's own load_weights, which does more than copy."""
+    derives: bool = False
+    """The loader ends with post_load_weights, which derives tensors from what was copied."""
+    sources: Sources | None = None
+    shards: OpenShards = field(default_factory=OpenShards)
+    staging: OpenShards = field(default_factory=OpenShards)
+    deliveries: Deliveries = field(default_factory=lambda: Deliveries(batches=()))
+    parcels: dict[Need, Parcel] = field(default_factory=dict)
+    copies: list[Copies] = field(default_factory=list)
+    """Of each batch."""
+    done: int = 0
+    """The number of the last batch pulled, counted over all pulls."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(next(self.model.parameters()).device)
+
+    def trace(self) -> None:
+        """Ask the model's own loader what it would do with every group."""
+        self.derives = False
+        self.traces = [self._trace(group) for group in self.groups]
+        keep_copies(self.model, [traced.copies for traced in self.traces])
+        inside = {storage(tensor) for tensor in model_tensors(self.model).values()}
+        self.own = {
+            number
+            for number, traced in enumerate(self.traces)
+            # A copy into a tensor that the loader then puts into the model does not last.
+            if not traced.only_copies or any(storage(copy.target) not in inside for copy in traced.copies)
+        }
+
+    def _trace(self, group: FusingGroup) -> GroupTrace:
+        """trace_loader(), and what no dispatch mode sees: a loader that replaces a parameter by another tensor.
+
+        The memory is the CPU's, as where SGLang loads from disk, and is never touched: no page of it exists. Where the
+        loader ends with SGLang's own post-load step, that is noted, not run.
+        """
+        memory = torch.empty(group.nbytes, dtype=torch.uint8)
+        members = [each for module in self.model.modules() for each in (module._parameters, module._buffers)]
+        before = [(each, name, held, held.data) for each in members for name, held in each.items() if held is not None]
+        with self._post_load_noted():
+            traced = trace_loader(self.model.load_weights, group.entries, memory)
+        for each, name, tensor, data in before:
+            now = each.get(name)
+            if now is tensor and tensor.data_ptr() == data.data_ptr():
+                continue
+            if now is not None and storage(now) == storage(memory):
+                traced.error = f"it puts the tensor it is given in the place of its {name} instead of copying it"
+            each[name], tensor.data = tensor, data
+            traced.opaque |= {entry.name for entry in group.entries}
+        return traced
+
+    def _post_load_noted(self) -> Any:
+        def note(*_: object, **__: object) -> None:
+            self.derives = True
+
+        has_it = hasattr(self.model, "post_load_weights")
+        return patch.object(self.model, "post_load_weights", note) if has_it else nullcontext()
+
+    def open(self, sources: Sources) -> None:
+        """Open the memory of the trainers that can be opened. Raise RuntimeError, naming the rank, where that fails."""
+        self.close()
+        self.sources, self.shards = sources, OpenShards(sources.shards)
+
+    def close(self) -> None:
+        """Close all memory of others; what was planned on it goes too."""
+        self.copies = []
+        self.shards.close()
+        self.staging.close()
+
+    def needs(self) -> tuple[Need, ...]:
+        """Return what is in no memory that this process has opened."""
+        found = dict.fromkeys(
+            Need.of(region, span.live_name, number, span.dtype)
+            for number in range(len(self.groups))
+            for region, span, _ in self._reads(number)
+            if region.owner not in self.shards.places
+        )
+        return tuple(found)
+
+    def prepare(self, deliveries: Deliveries) -> None:
+        """Make ready all copies, batch by batch."""
+        self.deliveries, self.staging = deliveries, OpenShards(deliveries.staging)
+        brought = (parcel for batch in deliveries.batches for parcel in batch.parcels)
+        self.parcels = {each.need: each for each in brought if each.receiver in self.staging.places}
+        self.make_copies()
+
+    def make_copies(self) -> None:
+        self.copies = [
+            copies_of([move for number in self._numbers(batch) for move in self._moves(number)], self.device)
+            for batch in self.deliveries.batches
+        ]
+
+    def _numbers(self, batch: PullBatch) -> list[int]:
+        return [number for number in range(batch.start, batch.stop) if number not in self.own]
+
+    def _moves(self, number: int, targets: Sequence[torch.Tensor] = ()) -> Iterator[Move]:
+        """Yield what fills the tensors of a group: those of its copies, or others of the same shapes."""
+        for region, span, copy in self._reads(number):
+            target = targets[copy] if targets else self.traces[number].copies[copy].target
+            yield self._move(region, span, number, target)
+
+    def _reads(self, number: int) -> Iterator[tuple[Region, LiveSpan, int]]:
+        """Yield what is read for a group, of which live tensor, and for which of its copies.
+
+        For the model's own loader: all elements of each of its live tensors, in place of copies.
+        """
+        assert self.sources is not None
+        group = self.groups[number]
+        if number in self.own:
+            for place, span in enumerate(group.spans):
+                for region in regions(0, (span.numel,), (1,), (1,), self.sources.cuts[span.live_name]):
+                    yield region, span, place
+            return
+        for place, copy in enumerate(self.traces[number].copies):
+            source = copy.source
+            offset = source.offset * source.dtype.itemsize
+            span = group.span_of(offset)
+            first = (offset - span.offset) // source.dtype.itemsize
+            cuts = self.sources.cuts[span.live_name]
+            for region in regions(first, source.shape, source.stride, copy.target.stride(), cuts):
+                yield region, span, place
+
+    def _move(self, region: Region, span: LiveSpan, number: int, target: torch.Tensor) -> Move:
+        into = target.data_ptr() + region.target * target.element_size()
+        if region.owner in self.shards.places:
+            address, held = self.shards.find(region.owner, span.live_name)
+            return Move(region, address + region.source * held.itemsize, into, held, span.dtype, target.dtype)
+        parcel = self.parcels[Need.of(region, span.live_name, number, span.dtype)]
+        address, _ = self.staging.find(parcel.receiver, STAGING)
+        return Move(packed(region), address + parcel.offset, into, span.dtype, span.dtype, target.dtype)
+
+    def whole(self, number: int) -> torch.Tensor:
+        """Return the memory of a group for the model's own loader, uint8 [nbytes], filled from the shards."""
+        group = self.groups[number]
+        filled = torch.empty(group.nbytes, dtype=torch.uint8, device=self.device)
+        parts = [filled[each.offset :][: each.numel * each.dtype.itemsize].view(each.dtype) for each in group.spans]
+        copies_of(list(self._moves(number, parts)), self.device).run()
+        return filled
+
+    @torch.no_grad()
+    def load(self, number: int, batch: int) -> dict[str, float]:
+        """Pull one batch; return the seconds of planning and copying.
+
+        number: counted over the batches of all pulls. Raise RuntimeError for one out of turn.
+        """
+        if number != self.done + 1:
+            raise RuntimeError(f"the number of a pull must be {self.done + 1}, as {self.done} are done, got {number}")
+        started = time.perf_counter()
+        if kept_copies(self.model) is None:  # SGLang has put other tensors in the place of those that were traced
+            self.trace()
+            self.make_copies()
+        planned = time.perf_counter()
+        self.copies[batch].run()
+        each = self.deliveries.batches[batch]
+        for group in sorted(self.own.intersection(range(each.start, each.stop))):
+            filled = self.whole(group)
+            self.model.load_weights([(entry.name, entry.view(filled)) for entry in self.groups[group].entries])
+        if self.derives and each is self.deliveries.batches[-1]:
+            self.model.post_load_weights()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.done = number
+        return {"plan": planned - started, "copy": time.perf_counter() - planned}
+
+    @torch.no_grad()
+    def compare(self, batch: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
+        """Compare what the model holds, in its own dtype, with the trainers' shards, read by a plan made anew.
+
+        Return name -> (elements that differ in any bit, all of its copies), and the names of derived tensors that are
+        stale; these are derived anew.
+        """
+        wrong: dict[str, tuple[int, int]] = {}
+        derived = {name: tensor.clone() for name, tensor in derived_tensors(self.model).items()}
+        each = self.deliveries.batches[batch]
+        for number in range(each.start, each.stop):
+            traced = self.traces[number]
+            for copy, expected in zip(traced.copies, self._expected(number), strict=True):
+                integer = INTEGER[expected.element_size()]
+                differing = int((expected.view(integer) != copy.target.view(integer)).sum())
+                if differing:
+                    before = wrong.get(copy.source.name, (0, 0))
+                    wrong[copy.source.name] = before[0] + differing, before[1] + copy.target.numel()
+            if traced.does_more:
+                self._trace(self.groups[number])  # the loader derives anew
+        if self.derives and each is self.deliveries.batches[-1]:
+            self.model.post_load_weights()
+        after = derived_tensors(self.model)
+        return wrong, [name for name, tensor in derived.items() if not torch.equal(tensor, after[name])]
+
+    def _expected(self, number: int) -> list[torch.Tensor]:
+        """Return what the tensors of a group's copies should hold, in their dtypes."""
+        copies = self.traces[number].copies
+        if number in self.own:
+            filled = self.whole(number)
+            return [copy.source.view(filled).to(copy.target.dtype) for copy in copies]
+        # As far apart as in the target: a region's steps are the target's.
+        found = [
+            torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=self.device)
+            for target in (copy.target for copy in copies)
+        ]
+        copies_of(list(self._moves(number, found)), self.device).run()
+        return found
+
+    def coverage(self) -> LoadCoverage:
+        """Return what the traces mean for the sender."""
+        found = LoadCoverage(rank=dist.get_rank())
+        filled_by: dict[int, dict[str, None]] = {}
+        for group, traced in zip(self.groups, self.traces, strict=True):
+            found.sources.append([copy.source for copy in traced.copies])
+            for copy in traced.copies:
+                filled_by.setdefault(storage(copy.target), {})[copy.source.name] = None
+            if traced.error:
+                found.errors |= self._blame(group, traced)
+                continue
+            found.unknown += [entry.name for entry in traced.entries if entry.name not in traced.used]
+            found.opaque += sorted(traced.opaque)
+        for name, tensor in model_tensors(self.model).items():
+            if names := filled_by.get(storage(tensor)):
+                found.filled[name] = list(names)
+        if not found.opaque and not found.errors:
+            found.unfilled = [name for name, _ in self.model.named_parameters() if name not in found.filled]
+        return found
+
+    def _blame(self, group: FusingGroup, traced: GroupTrace) -> dict[str, str]:
+        """Return the entries that alone make the loader raise; the whole group where none does."""
+        alone = {entry.name: self._trace(replace(group, entries=(entry,))).error for entry in group.entries}
+        guilty = {name: error for name, error in alone.items() if error}
+        return guilty or {", ".join(alone): traced.error}
+
+
+def _kept(model: Any) -> Puller:
+    found = getattr(model, _KEPT, None)
+    assert isinstance(found, Puller), "this scheduler has never traced its loader"
+    return found
+
+
+def trace(model: Any, groups: tuple[FusingGroup, ...]) -> LoadCoverage:
+    """Trace the loader of this scheduler's model, now and for all that follows."""
+    if hasattr(model, _KEPT):
+        _kept(model).close()
+    puller = Puller(model, groups)
+    puller.trace()
+    setattr(model, _KEPT, puller)
+    return puller.coverage()
+
+
+def plan(model: Any, sources: Sources) -> tuple[Need, ...]:
+    """Open the memory of the trainers of this host; return what must be brought from elsewhere."""
+    _kept(model).open(sources)
+    return _kept(model).needs()
+
+
+def prepare(model: Any, deliveries: Deliveries) -> None:
+    """Make every copy of the pulls to come ready."""
+    _kept(model).prepare(deliveries)
+
+
+def pull(model: Any, numbers: tuple[int, int]) -> dict[str, float]:
+    """Do one batch of one pull; see Puller.load."""
+    return _kept(model).load(*numbers)
+
+
+def compare(model: Any, batch: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """Compare one batch with what the trainers hold; see Puller.compare."""
+    return _kept(model).compare(batch)
+
+
+def release(model: Any, _: None) -> None:
+    """Close the trainers' memory, which cannot be given back to the GPU while it is open."""
+    _kept(model).close()

@@ -1,0 +1,48 @@
+"""Which GPUs an engine's processes are shown, for both VerlEngines, without building one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.cluster.mesh import ParallelDims
+from harness.cluster.placement import RankLocation, place
+from harness.rollout.sglang_api import probe
+from harness.rollout.shipped_verl_engine import ShippedVerlEngine
+from harness.rollout.verl_engine import VerlEngine
+
+
+def engine_of(kind: type[VerlEngine], rank: int, locations: list[RankLocation]) -> Any:
+    """What `rank` has of an engine of tp 2, one of two of a host."""
+    engine: Any = object.__new__(kind)
+    placement = place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda")[rank // 2]
+    engine.api, engine.node, engine._cpu = probe(), placement.nodes[0], False
+    engine._locations, engine.group = dict(enumerate(locations)), SimpleNamespace(rank=rank)
+    engine._scratch = SimpleNamespace(name="/tmp")
+    return engine
+
+
+@pytest.mark.parametrize("kind", [VerlEngine, ShippedVerlEngine])
+@pytest.mark.parametrize(
+    ("offset", "visible", "seen", "trains_on"),
+    [
+        (0, None, ("2", "3", "0", "1", "4", "5", "6", "7"), "3"),
+        (0, ("6", "4", "2", "0"), ("2", "0", "6", "4"), "0"),
+        (4, None, ("6", "7", "0", "1", "2", "3", "4", "5"), "3"),  # parallel.colocate = false
+    ],
+)
+def test_own_gpus_come_first(
+    kind: type[VerlEngine], offset: int, visible: tuple[str, ...] | None, seen: tuple[str, ...], trains_on: str
+) -> None:
+    count = 8 if visible is None else len(visible)
+    locations = [RankLocation(rank, "h", rank, visible, count, offset) for rank in range(4)]
+    engine = engine_of(kind, 3, locations)
+    made = engine._environment()
+    assert made["CUDA_VISIBLE_DEVICES"] == ",".join(seen)
+    assert made["SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"] is None
+    assert (engine.visible_gpus, engine.trainer_gpu) == (seen, trains_on)
+
+
+def test_ranks_of_one_gpu_each_add_none() -> None:
+    engine = engine_of(VerlEngine, 2, [RankLocation(rank, "h", rank, (str(rank),), 1) for rank in range(4)])
+    assert (engine.visible_gpus, engine.trainer_gpu) == (("2", "3"), "2")

@@ -1,0 +1,372 @@
+"""What other islands own arrives in each island once, where its schedulers find it, in batches of a bounded size."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from harness.weights.pull.exchange import (
+    SEGMENT_ALIGNMENT,
+    Need,
+    Parcel,
+    PullBatch,
+    exchange,
+    packed,
+    plan_exchange,
+    staging_bytes,
+)
+from harness.weights.pull.regions import Region, cut_by_rows, regions
+from tests.cluster.gloo import on_ranks
+from tests.weights.pull.exchange_bytes import least_bytes, received_bytes, sent_bytes
+
+Slice = tuple[str, np.ndarray]
+"""Live name, and the view of its whole tensor of element numbers that one copy of a loader reads."""
+
+
+@dataclass
+class Model:
+    """Live tensors cut over all ranks, and what the scheduler beside each rank copies of them."""
+
+    islands: dict[int, int]
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    groups: dict[str, int]
+    slices: dict[int, list[Slice]]
+
+    def owner(self, name: str, element: int) -> int:
+        rows, ranks = self.shapes[name][0], len(self.islands)
+        return element // (int(np.prod(self.shapes[name])) // rows) // -(-rows // ranks)
+
+    def foreign(self, island: int, slices: list[Slice]) -> Counter[tuple[str, int]]:
+        """How often the slices read each element that no rank of the island owns."""
+        elements = ((name, int(each)) for name, view in slices for each in view.flat)
+        return Counter(each for each in elements if self.islands[self.owner(*each)] != island)
+
+    def regions(self, rank: int) -> list[tuple[Region, Need]]:
+        """What the scheduler beside the rank cannot open."""
+        found = []
+        for name, view in self.slices[rank]:
+            rows, columns = self.shapes[name][0], int(np.prod(self.shapes[name][1:]))
+            cuts = cut_by_rows(rows, columns, len(self.islands))
+            stride, target_stride = [s // 8 for s in view.strides], [s // 8 for s in np.empty(view.shape).strides]
+            for region in regions(int(view.flat[0]), view.shape, stride, target_stride, cuts):
+                if self.islands[region.owner] != self.islands[rank]:
+                    found.append((region, Need.of(region, name, self.groups[name], self.dtypes[name])))
+        return found
+
+    def needs(self) -> dict[int, list[Need]]:
+        return {rank: [need for _, need in self.regions(rank)] for rank in self.islands}
+
+    def shard(self, name: str, rank: int) -> torch.Tensor:
+        rows, ranks = self.shapes[name][0], len(self.islands)
+        chunk = -(-rows // ranks)
+        return whole(self.shapes[name])[rank * chunk : (rank + 1) * chunk]
+
+
+@cache
+def whole(shape: tuple[int, ...]) -> torch.Tensor:
+    """The number of each element, modulo what every dtype holds exactly."""
+    return (torch.arange(int(np.prod(shape))) % 251).reshape(shape)
+
+
+def numbers(shape: tuple[int, ...]) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    ranks = draw(st.integers(1, 6))
+    islands = {rank: draw(st.integers(0, 2)) for rank in range(ranks)}
+    names = [f"live{index}" for index in range(draw(st.integers(1, 5)))]
+    shapes = {name: tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))) for name in names}
+    slices: dict[int, list[Slice]] = {rank: [] for rank in range(ranks)}
+    for name in names:
+        live = numbers(shapes[name])
+        tp, axis = draw(st.integers(1, 3)), draw(st.integers(0, live.ndim - 1))
+        for rank in slices:
+            kind = draw(st.sampled_from(["slice", "slice", "slice", "none", "box"]))
+            if kind == "slice":  # of tensor parallelism, by rows or columns, in another order of axes
+                part = np.array_split(live, tp, axis)[rank % tp]
+                slices[rank].append((name, part.transpose(draw(st.permutations(range(part.ndim))))))
+            elif kind == "box":  # which overlaps others' without being equal
+                box = [slice(start := draw(st.integers(0, n - 1)), draw(st.integers(start + 1, n))) for n in live.shape]
+                slices[rank].append((name, live[tuple(box)]))
+        for rank in slices:
+            slices[rank] = [(name, view) for name, view in slices[rank] if view.size]
+    return Model(
+        islands=islands,
+        shapes=shapes,
+        dtypes={name: draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8])) for name in names},
+        groups={name: draw(st.integers(0, 3)) for name in names},
+        slices=slices,
+    )
+
+
+GROUPS = 5  # one more than models() fills
+LIMITS = st.sampled_from([0, 16, 32, 48, 64, 96, 200, 1000, 10**6])
+
+
+@settings(max_examples=200, deadline=None)
+@given(models(), LIMITS)
+def test_each_need_arrives_once_in_its_island_and_nothing_else(model: Model, limit: int) -> None:
+    needs = model.needs()
+    arrived = Counter(
+        (model.islands[each.receiver], each.need)
+        for batch in plan_exchange(needs, model.islands, GROUPS, limit)
+        for each in batch.parcels
+    )
+    assert arrived == {(model.islands[rank], need): 1 for rank, each in needs.items() for need in each}
+
+
+@settings(max_examples=200, deadline=None)
+@given(models(), LIMITS)
+def test_batches_cover_the_groups_in_order_and_are_as_large_as_the_limit_lets_them(model: Model, limit: int) -> None:
+    batches = plan_exchange(model.needs(), model.islands, GROUPS, limit)
+    assert batches[0].start == 0 and batches[-1].stop == GROUPS
+    assert all(each.stop == after.start for each, after in pairwise(batches))
+    for batch in batches:
+        assert {each.need.group for each in batch.parcels} <= set(range(batch.start, batch.stop))
+        for parcels in by_receiver(batch).values():
+            assert bytes_of(parcels) <= limit or len({each.need.group for each in parcels}) == 1
+    for batch, after in pairwise(batches):  # the next group does not fit in
+        joining = {receiver: [each for each in parcels if each.need.group == after.start]
+                   for receiver, parcels in by_receiver(after).items()}  # fmt: skip
+        assert any(bytes_of(held + joining.get(receiver, [])) > limit and joining.get(receiver)
+                   for receiver, held in by_receiver(batch).items())  # fmt: skip
+    assert staging_bytes(batches) <= max(
+        (bytes_of(parcels) for batch in batches for parcels in by_receiver(batch).values()), default=0
+    )
+
+
+def by_receiver(batch: PullBatch) -> dict[int, list[Parcel]]:
+    return {
+        rank: [each for each in batch.parcels if each.receiver == rank]
+        for rank in {each.receiver for each in batch.parcels}
+    }
+
+
+def bytes_of(parcels: list[Parcel]) -> int:
+    """Bytes of a staging buffer for these, counted apart from their offsets."""
+    of_owner: Counter[int] = Counter()
+    for each in parcels:
+        of_owner[each.need.owner] += each.need.nbytes
+    return sum(-(-nbytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for nbytes in of_owner.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(models(), LIMITS)
+def test_parcels_do_not_overlap_and_those_of_one_owner_are_one_message(model: Model, limit: int) -> None:
+    for batch in plan_exchange(model.needs(), model.islands, GROUPS, limit):
+        ends: dict[tuple[int, int], int] = {}
+        taken: set[tuple[int, int]] = set()
+        for each in batch.parcels:
+            bytes_of_it = {(each.receiver, each.offset + byte) for byte in range(each.need.nbytes)}
+            assert len(bytes_of_it) == each.need.nbytes > 0 and not bytes_of_it & taken
+            taken |= bytes_of_it
+            assert each.offset % each.need.dtype.itemsize == 0
+            sender = each.receiver, each.need.owner
+            assert each.offset == ends.get(sender, -(-each.offset // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT)
+            ends[sender] = each.offset + each.need.nbytes
+            if each.need.nbytes % SEGMENT_ALIGNMENT == 0:
+                assert each.offset % SEGMENT_ALIGNMENT == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(models(), LIMITS)
+def test_bytes_are_those_of_the_elements_that_an_island_reads_and_does_not_own(model: Model, limit: int) -> None:
+    needs = model.needs()
+    batches = plan_exchange(needs, model.islands, GROUPS, limit)
+    received, least = received_bytes(batches, model.islands), least_bytes(needs, model.islands)
+    assert sum(received.values()) == sum(sent_bytes(batches).values())
+    for island in set(model.islands.values()):
+        schedulers = [slices for rank, slices in model.slices.items() if model.islands[rank] == island]
+        elements = model.foreign(island, [each for slices in schedulers for each in slices])
+        assert least[island] == sum(model.dtypes[name].itemsize for name, _ in elements)
+        all_reads = sum(count * model.dtypes[name].itemsize for (name, _), count in elements.items())
+        assert least[island] <= received[island] <= all_reads
+    for owner, nbytes in sent_bytes(batches).items():
+        assert nbytes == sum(
+            need.nbytes
+            for island in set(model.islands.values())
+            for need in {need for rank, each in needs.items() if model.islands[rank] == island for need in each}
+            if need.owner == owner
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(models(), LIMITS)
+def test_a_region_reads_in_its_parcel_what_it_would_read_in_the_shard(model: Model, limit: int) -> None:
+    batches = plan_exchange(model.needs(), model.islands, GROUPS, limit)
+    read: dict[int, int] = dict.fromkeys(model.islands, 0)
+    for batch in batches:
+        staging = {rank: torch.full((staging_bytes(batches),), 255, dtype=torch.uint8) for rank in model.islands}
+        place = {}
+        for each in batch.parcels:
+            each.view(staging[each.receiver]).copy_(each.need.view(model.shard(each.need.live_name, each.need.owner)))
+            place[model.islands[each.receiver], each.need] = each
+        for rank, island in model.islands.items():
+            for region, need in model.regions(rank):
+                if batch.start <= need.group < batch.stop:
+                    parcel, inside = place[island, need], packed(region)
+                    assert [axis[::2] for axis in inside.axes] == [axis[::2] for axis in region.axes]
+                    found = staging[parcel.receiver][parcel.offset :][: need.nbytes].view(need.dtype)
+                    expected = box(model.shard(need.live_name, region.owner).reshape(-1), region)
+                    assert torch.equal(box(found, inside).to(expected.dtype), expected)
+                    read[rank] += expected.numel()
+    for rank, island in model.islands.items():
+        assert read[rank] == model.foreign(island, model.slices[rank]).total()
+
+
+def box(flat: torch.Tensor, region: Region) -> torch.Tensor:
+    sizes, strides = [axis[0] for axis in region.axes], [axis[1] for axis in region.axes]
+    return flat[region.source :].as_strided(sizes, strides, flat.storage_offset() + region.source)
+
+
+@settings(max_examples=100, deadline=None)
+@given(models(), LIMITS, st.randoms())
+def test_the_plan_is_the_same_whatever_the_order_of_the_needs(model: Model, limit: int, random: Any) -> None:
+    def shuffled(mapping: Mapping[int, Any]) -> dict[int, Any]:
+        return dict(random.sample(list(mapping.items()), len(mapping)))
+
+    needs = model.needs()
+    mixed = {rank: random.sample(each, len(each)) for rank, each in shuffled(needs).items()}
+    plan = plan_exchange(needs, model.islands, GROUPS, limit)
+    assert plan == plan_exchange(mixed, shuffled(model.islands), GROUPS, limit)
+
+
+@settings(max_examples=100, deadline=None)
+@given(models())
+def test_the_ranks_of_an_island_receive_the_same_to_within_one_need(model: Model) -> None:
+    (batch,) = plan_exchange(model.needs(), model.islands, GROUPS, 10**9)
+    received = dict.fromkeys(model.islands, 0)
+    for each in batch.parcels:
+        received[each.receiver] += each.need.nbytes
+    for island in set(model.islands.values()):
+        of_ranks = [received[rank] for rank in model.islands if model.islands[rank] == island]
+        parcels = [each.need.nbytes for each in batch.parcels if model.islands[each.receiver] == island]
+        assert max(of_ranks) - min(of_ranks) <= max(parcels, default=0)
+
+
+def need_of(owner: int, axes: tuple[tuple[int, int], ...] = ((8, 1),), group: int = 0) -> Need:
+    return Need(owner, "live", group, 0, axes, torch.float32)
+
+
+def test_the_largest_needs_are_dealt_first_and_equal_ones_by_owner_name_and_place() -> None:
+    sizes = {(size, 1): receiver for size, receiver in ((6, 0), (5, 1), (4, 1), (3, 0), (2, 0))}
+    equal = [Need(owner, name, 1, place, (), torch.uint8) for owner in (2, 3) for name in "ab" for place in range(9)]
+    plan = plan_exchange({0: [*equal, *(need_of(2, (axis,)) for axis in sizes)]}, {0: 0, 1: 0, 2: 1, 3: 1}, 2, 10**6)
+    found = {each.need: each.receiver for each in plan[0].parcels}
+    assert {need.axes[0]: receiver for need, receiver in found.items() if need.group == 0} == sizes
+    assert [found[need] for need in equal] == [1] * 8 + [0, 1] * 14  # rank 1 had 8 bytes fewer
+
+
+def test_groups_share_a_batch_while_its_staging_just_fits() -> None:
+    needs = [need_of(1, ((2, 1),), group) for group in range(6)]  # 8 bytes each, of one owner
+    assert [each.stop for each in plan_exchange({0: needs}, {0: 0, 1: 1}, 6, 16)] == [2, 4, 6]
+
+
+def test_parcels_of_all_sizes_lie_aligned_in_one_message() -> None:
+    dtypes = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+    needs = [Need(1, f"{size} {dtype}", 0, 0, ((size, 1),), dtype) for size in (3, 16, 2, 9) for dtype in dtypes]
+    (batch,) = plan_exchange({0: needs}, {0: 0, 1: 1}, 1, 10**6)
+    for each in batch.parcels:
+        assert each.offset % each.need.dtype.itemsize == 0
+        assert each.offset % 16 == 0 or each.need.nbytes % 16
+    assert staging_bytes([batch]) == sum(need.nbytes for need in needs)
+
+
+def test_without_needs_one_batch_has_all_groups() -> None:
+    assert plan_exchange({}, {0: 0, 1: 1}, 7, 0) == (PullBatch(0, 7, ()),)
+    assert staging_bytes([PullBatch(0, 7, ())]) == 0
+
+
+def test_an_owner_of_the_same_island_never_sends() -> None:
+    with pytest.raises(ValueError, match="can open rank 1"):
+        plan_exchange({0: [need_of(1)]}, {0: 0, 1: 0}, 1, 100)
+
+
+def test_a_rank_without_an_island_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"none for \[2\]"):
+        plan_exchange({2: [need_of(0)]}, {0: 0, 1: 1}, 1, 100)
+
+
+def test_boxes_that_overlap_are_sent_whole_and_the_least_says_what_that_costs() -> None:
+    needs = {0: [need_of(2, ((4, 8), (4, 1)))], 1: [need_of(2, ((2, 8), (6, 1)))]}
+    islands = {0: "left", 1: "left", 2: "right"}
+    plan = plan_exchange(needs, islands, 1, 1000)
+    assert received_bytes(plan, islands) == {"left": (16 + 12) * 4}
+    assert least_bytes(needs, islands) == {"left": (16 + 4) * 4}
+
+
+def test_one_box_is_one_need_however_its_axes_were_written() -> None:
+    runs = [((6, 8, 8), (8, 1, 1)), ((6, 8, 100), (8, 1, 1)), ((8, 1, 6), (6, 8, 1)), ((48, 1, 1), (5, 0, 48))]
+    needs = {Need.of(Region(0, 3, 7, axes), "live", 0, torch.float32) for axes in runs}
+    assert needs == {Need(0, "live", 0, 3, ((48, 1),), torch.float32)}
+
+
+EXCHANGED = {"large": (4096, 1024), "uneven": (5, 7), "few": (2, 3, 2), "one_row": (1, 6), "bias": (9,)}
+"""On 4 ranks: in each but the first some ranks hold less than others or nothing."""
+ISLANDS = ({0: 0, 1: 0, 2: 1, 3: 1}, {0: 0, 1: 1, 2: 2, 3: 3}, {0: 0, 1: 1, 2: 0, 3: 0})
+LIMIT = 3000  # "large" exceeds it alone
+
+
+def exchanged(islands: dict[int, int]) -> Model:
+    slices: dict[int, list[Slice]] = {}
+    for rank in islands:
+        slices[rank] = [(name, numbers(shape)) for name, shape in EXCHANGED.items() if name in ("few", "one_row")]
+        for name, parts, axis in (("large", 4, 1), ("uneven", 2, 1), ("bias", 3, 0)):
+            slices[rank].append((name, np.array_split(numbers(EXCHANGED[name]), parts, axis)[rank % parts].T))
+    dtypes = dict.fromkeys(EXCHANGED, torch.bfloat16) | {"bias": torch.float32}
+    return Model(islands, EXCHANGED, dtypes, {name: group for group, name in enumerate(EXCHANGED)}, slices)
+
+
+def _exchange_all(rank: int) -> list[tuple[int, list[str]]]:
+    return [_exchange(rank, islands) for islands in ISLANDS]
+
+
+def _exchange(rank: int, islands: dict[int, int]) -> tuple[int, list[str]]:
+    """Bytes that this rank sent, and the batches in which its staging buffer then held something else than it should."""
+    model = exchanged(islands)
+    mesh = init_device_mesh("cpu", (4,))
+    live = {}
+    for name in EXCHANGED:
+        held = whole(EXCHANGED[name]).float() + 2**-12  # which bfloat16 rounds off
+        live[name] = torch.nn.Parameter(distribute_tensor(held, mesh, [Shard(0)]))
+    batches = plan_exchange(model.needs(), islands, len(EXCHANGED), LIMIT)
+    sent, wrong = 0, []
+    for batch in batches:
+        staging = torch.full((staging_bytes(batches),), 0xAA, dtype=torch.uint8)
+        expected = staging.clone()
+        for each in batch.parcels:
+            if each.receiver == rank:
+                shard = (model.shard(each.need.live_name, each.need.owner).float() + 2**-12).reshape(-1)
+                elements = each.need.view(shard).to(each.need.dtype).reshape(-1)
+                expected[each.offset : each.offset + each.need.nbytes] = elements.contiguous().view(torch.uint8)
+        sent += exchange(batch, live, staging)
+        if not torch.equal(staging, expected):
+            wrong.append(f"groups {batch.start} to {batch.stop}")
+        dist.barrier()
+    return sent, wrong
+
+
+def test_real_ranks_receive_exactly_what_the_plan_says(tmp_path: Path) -> None:
+    found = on_ranks(_exchange_all, 4, tmp_path)
+    for islands, of_ranks in zip(ISLANDS, zip(*found, strict=True), strict=True):
+        model = exchanged(islands)
+        batches = plan_exchange(model.needs(), islands, len(EXCHANGED), LIMIT)
+        assert len(batches) > 1 and staging_bytes(batches) > LIMIT
+        planned = sent_bytes(batches)
+        assert list(of_ranks) == [(planned[rank], []) for rank in range(4)]
+        assert received_bytes(batches, islands) == least_bytes(model.needs(), islands)
