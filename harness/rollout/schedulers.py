@@ -37,6 +37,9 @@ LOADER = f"{__name__}.start_serving"
 WATCH_SECONDS = 2.0
 """How long a rank whose scheduler is gone waits: the rank that built the engine sees within half a second which process
 died, and must report it first."""
+SWITCH_SECONDS = 5e-5
+"""For how long, in a scheduler, SGLang's thread may keep the interpreter while an answer waits for it. Its loop polls without
+a pause, so with Python's own 5 ms every wait for a GPU would cost as much again. With no second thread it has no effect."""
 CONNECT_SECONDS = 300.0
 """How long a scheduler may take to connect when SGLang has answered: what it was asked before may still run."""
 
@@ -160,6 +163,7 @@ def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]])
         # SGLang would end this scheduler, which would look like the cause of what ended the trainer rank.
         print(f"no trainer rank listens: {error!r}", file=sys.stderr, flush=True)
         return
+    sys.setswitchinterval(SWITCH_SECONDS)
     threading.Thread(target=_serve, args=(model, connection), name="harness-channel", daemon=True).start()
 
 

@@ -21,8 +21,8 @@ SHAPES = {
 }  # fmt: skip
 FUSING = {"q": "qkv", "k": "qkv", "v": "qkv", "q_a": "q_and_kv_a", "kv_a": "q_and_kv_a"}
 """The module of what fuses."""
-OWN = {"embed", "kv_b"}
-"""What the model's own loader loads at each sync: it pads one and derives from the other."""
+OWN = {"kv_b"}
+"""What the model's own loader loads at each sync: it derives from it."""
 
 
 class Toy(nn.Module):

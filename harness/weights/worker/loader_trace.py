@@ -1,7 +1,8 @@
 """Dry-run a model's load_weights under a TorchDispatchMode and record what it copies where.
 
-The loader runs on views of a buffer, and each copy from the buffer into the model is recorded instead of made. So the engine
-itself says which of its elements a tensor fills, which names it ignores, and which tensors it does more with than copy.
+The loader runs on views of a buffer, and each copy from the buffer into the model, and each constant that it fills a padding
+with, is recorded instead of made. So the engine itself says which of its elements a tensor fills, which names it ignores, and
+which tensors it does more with than copy.
 """
 
 import concurrent.futures
@@ -30,12 +31,22 @@ class Copy:
     source: SourceView
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A constant that the loader writes into a part of the model, such as the padding of a vocabulary."""
+
+    target: torch.Tensor
+    value: float
+
+
 @dataclass(slots=True)
 class GroupTrace:
     """What the loader did with the entries of one group."""
 
     entries: tuple[PlacedTensor, ...]
     copies: list[Copy] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+    """To be made before the copies."""
     used: set[str] = field(default_factory=set)
     """Names of which at least one element was read."""
     opaque: set[str] = field(default_factory=set)
@@ -46,7 +57,7 @@ class GroupTrace:
 
     @property
     def only_copies(self) -> bool:
-        """Whether the copies alone are the whole load."""
+        """Whether the fills and copies alone are the whole load."""
         return not (self.error or self.does_more or self.opaque)
 
 
@@ -73,7 +84,7 @@ def trace_loader(
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies out of the buffer instead of making them; all other operations run."""
+    """Records copies out of the buffer, and constants, instead of making them; all other operations run."""
 
     def __init__(self, buffer: torch.Tensor, traced: GroupTrace) -> None:
         super().__init__()
@@ -100,6 +111,13 @@ class _Recorder(TorchDispatchMode):
         if function is aten.copy_.default and sources and sources[0] is arguments[1]:
             self._record(arguments[0], arguments[1])
             return arguments[0]
+        if (
+            function in (aten.fill_.Scalar, aten.zero_.default)
+            and not self.escaped
+            and self._of_the_model(arguments[0])
+        ):
+            self._record_fill(*arguments)
+            return arguments[0]
         names = {name for tensor in sources for name in self._names(tensor)}
         names |= {name for tensor in tensors for name in self.tainted.get(_address(tensor), ())}
         written = _written(function, arguments, keywords)
@@ -124,6 +142,16 @@ class _Recorder(TorchDispatchMode):
                 self._taint(tensor, names)
             self.escaped |= function is aten._local_scalar_dense.default
         return result
+
+    def _of_the_model(self, tensor: torch.Tensor) -> bool:
+        return _address(tensor) != self.buffer_at and _address(tensor) not in self.made
+
+    def _record_fill(self, target: torch.Tensor, value: float = 0) -> None:
+        """Note a constant; one that is written over a copy leaves the load to the loader itself."""
+        if any(_overlap(copy.target, target) for copy in self.traced.copies):
+            self.traced.does_more = True
+        elif target.numel():
+            self.traced.fills.append(Fill(target, value))
 
     def _taint(self, tensor: torch.Tensor, names: set[str]) -> None:
         if _address(tensor) in self.made:
@@ -194,6 +222,19 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the memory between the first and the last element of each has bytes in common."""
+    if not one.numel() or not other.numel():
+        return False
+    first, second = (
+        (each.data_ptr(), sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True)))
+        for each in (one, other)
+    )
+    return (
+        first[0] < second[0] + (second[1] + 1) * other.itemsize and second[0] < first[0] + (first[1] + 1) * one.itemsize
+    )
 
 
 def _address(tensor: torch.Tensor) -> int:

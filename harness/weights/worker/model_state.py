@@ -107,15 +107,26 @@ def storage(tensor: torch.Tensor) -> int:
 def keep_copies(model: Any, copies: Sequence[Sequence[Copy]]) -> None:
     """Remember, on the model, what the copies of each group fill, and where that lies."""
     filled = {storage(copy.target) for group in copies for copy in group}
-    found = {name: tensor.data_ptr() for name, tensor in model_tensors(model).items() if storage(tensor) in filled}
+    members = [each for module in model.modules() for each in (module._parameters, module._buffers, vars(module))]
+    found = [
+        (each, name, value.data_ptr())
+        for each in members
+        for name, value in each.items()
+        if isinstance(value, torch.Tensor) and storage(value) in filled
+    ]
     setattr(model, _KEPT, (copies, found))
 
 
 def kept_copies(model: Any) -> Sequence[Sequence[Copy]] | None:
-    """Return the copies of each group; None where SGLang has put other tensors in the place of what they fill."""
-    copies, at = getattr(model, _KEPT, ((), {}))
-    now = {name: tensor.data_ptr() for name, tensor in model_tensors(model).items()}
-    return copies if at.items() <= now.items() else None
+    """Return the copies of each group; None where SGLang has put other tensors in the place of what they fill.
+
+    It comes before each pull, so it looks at those tensors alone.
+    """
+    copies, found = getattr(model, _KEPT, ((), ()))
+    for members, name, at in found:
+        if (tensor := members.get(name)) is None or tensor.data_ptr() != at:
+            return None
+    return copies
 
 
 @torch.no_grad()

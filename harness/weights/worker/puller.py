@@ -20,7 +20,7 @@ from harness.weights.pull.exchange import Need, Parcel, PullBatch, packed
 from harness.weights.pull.regions import Cut, Region, regions
 from harness.weights.pull.shards import OpenShards, RankShards
 from harness.weights.pull.tiles import Move
-from harness.weights.worker.loader_trace import GroupTrace, trace_loader
+from harness.weights.worker.loader_trace import Fill, GroupTrace, trace_loader
 from harness.weights.worker.model_state import (
     INTEGER,
     derived_tensors,
@@ -90,6 +90,8 @@ class Puller:
     parcels: dict[Need, Parcel] = field(default_factory=dict)
     copies: list[Copies] = field(default_factory=list)
     """Of each batch."""
+    fills: list[list[Fill]] = field(default_factory=list)
+    """Of each batch: what its copies are made over."""
     done: int = 0
     """The number of the last batch pulled, counted over all pulls."""
 
@@ -167,9 +169,11 @@ class Puller:
         self.make_copies()
 
     def make_copies(self) -> None:
+        """Make ready what fills the model in each batch, but for what its own loader does."""
+        batches = [self._numbers(batch) for batch in self.deliveries.batches]
+        self.fills = [[fill for number in numbers for fill in self.traces[number].fills] for numbers in batches]
         self.copies = [
-            copies_of([move for number in self._numbers(batch) for move in self._moves(number)], self.device)
-            for batch in self.deliveries.batches
+            copies_of([move for number in numbers for move in self._moves(number)], self.device) for numbers in batches
         ]
 
     def _numbers(self, batch: PullBatch) -> list[int]:
@@ -232,6 +236,8 @@ class Puller:
             self.trace()
             self.make_copies()
         planned = time.perf_counter()
+        for fill in self.fills[batch]:
+            fill.target.fill_(fill.value)
         self.copies[batch].run()
         each = self.deliveries.batches[batch]
         for group in sorted(self.own.intersection(range(each.start, each.stop))):

@@ -213,8 +213,18 @@ def padded(s: Sizes) -> Case:
             model.held[name][loaded.shape[0] :].data.fill_(0)
 
     model = s.model(load, a=(s.rows + s.tp, s.columns))
-    model.held["a"][s.rows :] = 0
-    return Case(model, {"a": s.random(s.rows, s.columns)}, only_copies=False)
+    return Case(model, {"a": s.random(s.rows, s.columns)})
+
+
+def filled_first(s: Sizes) -> Case:
+    """All of a parameter is set before a part of it is loaded."""
+
+    def load(model: Model, weights: Weights) -> None:
+        for name, loaded in weights:
+            model.held[name].zero_()
+            model.held[name][1:].copy_(loaded)
+
+    return Case(s.model(load, a=(s.rows + 1, s.columns)), {"a": s.random(s.rows, s.columns)})
 
 
 def set_items(s: Sizes) -> Case:
@@ -239,7 +249,7 @@ STYLES = {
     "halves, then a part": halves(0, True), "halves side by side, then a part": halves(1, True),
     "transposed": transposed(lambda view: view), "transposed, contiguous": transposed(torch.Tensor.contiguous),
     "transposed, cloned": transposed(torch.clone), "transposed, then flat": transposed_then_flat, "other dtype": other_dtype,
-    "stacked": stacked, "experts": experts, "in threads": in_threads, "padded": padded, "set items": set_items,
+    "stacked": stacked, "experts": experts, "in threads": in_threads, "padded": padded, "filled first": filled_first, "set items": set_items,
     "one scale for all": one_scale_for_all,
 }  # fmt: skip
 
