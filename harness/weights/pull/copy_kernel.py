@@ -27,7 +27,7 @@ def _copy_tiles(
     tile_columns: tl.constexpr,
     aligned: tl.constexpr,
 ) -> None:
-    tile = table + tl.program_id(0) * 5
+    tile = table + tl.program_id(0) * (4 if aligned else 5)
     source = tl.load(tile).to(tl.pointer_type(source_dtype))
     target = tl.load(tile + 1).to(tl.pointer_type(target_dtype))
     size, step = tl.load(tile + 2), tl.load(tile + 3)
@@ -50,7 +50,7 @@ def _copy_tiles(
 
 
 def copy_tiles(kind: TileKind, table: torch.Tensor) -> None:
-    """Copy the tiles of a table, int64 [tiles, 5] as `in_pairs` makes it, on the GPU, on its current stream."""
+    """Copy the tiles of a table, as `in_pairs` makes it, on the GPU, on its current stream."""
     _copy_tiles[(len(table),)](
         table,
         TRITON_DTYPES[kind.source_dtype],

@@ -55,15 +55,17 @@ def tile_tables(moves: Iterable[Move]) -> dict[TileKind, np.ndarray]:
     return {kind: _tiles(np.concatenate(parts), kind) for kind, parts in boxes.items()}
 
 
-def in_pairs(tiles: np.ndarray) -> np.ndarray:
+def in_pairs(kind: TileKind, tiles: np.ndarray) -> np.ndarray:
     """Return int64 [tiles, 5]: the two addresses, and the other fields in pairs, the first of each in the lower 32 bits.
 
-    A table of a large model is tens of MiB. Raise ValueError for a field of more than 31 bits.
+    Of aligned tiles [tiles, 4]: the strides of their columns are 1, and a table of a large model is tens of MiB. Raise
+    ValueError for a field of more than 31 bits.
     """
     pairs = tiles[:, 2:].reshape(-1, 3, 2)
     if pairs.max(initial=0) >= 1 << 31:
         raise ValueError(f"the sizes and steps of tiles must be below 2**31, got {pairs.max()}")
-    return np.concatenate([tiles[:, :2], pairs[..., 0] | pairs[..., 1] << 32], axis=1)
+    found = np.concatenate([tiles[:, :2], pairs[..., 0] | pairs[..., 1] << 32], axis=1)
+    return found[:, :4] if kind.aligned else found
 
 
 def _matrices(move: Move) -> tuple[TileKind, np.ndarray]:

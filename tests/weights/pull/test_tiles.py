@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.weights.pull.regions import Region
-from harness.weights.pull.tiles import Move, in_pairs, tile_tables
+from harness.weights.pull.tiles import Move, TileKind, in_pairs, tile_tables
 
 
 @st.composite
@@ -82,7 +82,7 @@ for source_dtype, target_dtype in ((torch.float32, torch.float16), (torch.bfloat
         axes = tuple(axis for axis in ((rows, room, columns), (columns, 1, 1)) if axis[0] > 1)
         move = Move(Region(0, 0, 0, axes), source.data_ptr(), target.data_ptr(), source_dtype, source_dtype, target_dtype)
         for kind, table in tile_tables([move]).items():
-            copy_tiles(kind, torch.from_numpy(in_pairs(table)))
+            copy_tiles(kind, torch.from_numpy(in_pairs(kind, table)).contiguous())
         assert torch.equal(target, source.to(target_dtype)), (rows, columns, source_dtype)
 print("same")
 """
@@ -97,7 +97,9 @@ def test_the_kernel_casts_as_copy_does() -> None:
 
 def test_a_step_that_is_too_long_for_the_table_is_refused() -> None:
     tile = np.array([[1 << 40, 1 << 41, 2, 3, 2**31, 5, 1, 1]], dtype=np.int64)
+    apart, aligned = (TileKind(*(torch.int64,) * 3, (16, 512), aligned) for aligned in (False, True))
     with pytest.raises(ValueError, match="below 2\\*\\*31, got 2147483648"):
-        in_pairs(tile)
+        in_pairs(apart, tile)
     tile[0, 4] = 2**31 - 1
-    assert in_pairs(tile).tolist() == [[1 << 40, 1 << 41, 2 | 3 << 32, (2**31 - 1) | 5 << 32, 1 | 1 << 32]]
+    row = [1 << 40, 1 << 41, 2 | 3 << 32, (2**31 - 1) | 5 << 32, 1 | 1 << 32]
+    assert (in_pairs(apart, tile).tolist(), in_pairs(aligned, tile).tolist()) == ([row], [row[:4]])
