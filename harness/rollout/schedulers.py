@@ -50,6 +50,8 @@ class SchedulerChannel:
     def __init__(self, engine: "VerlEngine") -> None:
         self._engine = engine
         self._connection: Connection | None = None
+        self.answer_seconds = 0.0
+        """Of the last ask in this rank's scheduler, its GPU included."""
 
     def ask(self, function: Callable[[Any, Any], T], argument: object) -> T:
         """See VerlEngine.ask."""
@@ -94,7 +96,7 @@ class SchedulerChannel:
             answer = self._connection.recv_bytes()
         except (EOFError, OSError) as error:  # OSError: it died in mid-message
             raise PeerGone("the scheduler has closed its connection") from error
-        outcome, value = sglang_api.deserialize(answer)
+        outcome, value, self.answer_seconds = sglang_api.deserialize(answer)
         if outcome == "failed":
             raise SchedulerFailed(f"the scheduler beside rank {self._engine.group.rank}: {value}")
         result: T = value
@@ -180,6 +182,7 @@ def _serve(model: Any, connection: Connection) -> None:
 
 def _answer(model: Any, device: torch.device, request: bytes) -> bytes:
     """Run a function of the harness, no other, between what SGLang has queued on a GPU before and what comes after."""
+    started = time.perf_counter()
     try:
         path, argument = sglang_api.deserialize(request)
         if not path.startswith("harness."):
@@ -187,11 +190,12 @@ def _answer(model: Any, device: torch.device, request: bytes) -> bytes:
         _synchronize(device)
         value = resolve_name(path)(model, argument)
         _synchronize(device)
-        return sglang_api.serialize(("done", value))
+        return sglang_api.serialize(("done", value, time.perf_counter() - started))
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
-        return sglang_api.serialize(("failed", f"{type(error).__name__}: {error}"))
+        failure = f"{type(error).__name__}: {error}"
+        return sglang_api.serialize(("failed", failure, time.perf_counter() - started))
 
 
 def _synchronize(device: torch.device) -> None:

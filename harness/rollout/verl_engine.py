@@ -235,6 +235,11 @@ class VerlEngine:
         """
         return self._channel.ask(function, argument)
 
+    @property
+    def answer_seconds(self) -> float:
+        """How long this rank's scheduler took for the last ask, its GPU included."""
+        return self._channel.answer_seconds
+
     def disconnect(self) -> None:
         """Let the next ask wait until every scheduler has done what SGLang's calls asked of it before.
 

@@ -223,13 +223,13 @@ def test_an_answer_is_taken_although_its_scheduler_has_died_since() -> None:
     def answer_and_die() -> None:
         with theirs:
             theirs.recv_bytes()
-            theirs.send_bytes(sglang_api.serialize(("done", 5)))
+            theirs.send_bytes(sglang_api.serialize(("done", 5, 0.25)))
 
     scheduler = threading.Thread(target=answer_and_die)
     scheduler.start()
     channel = channel_over(mine)
     with mine:
-        assert channel._request(report, "device") == 5
+        assert (channel._request(report, "device"), channel.answer_seconds) == (5, 0.25)
         scheduler.join()
         with pytest.raises(PeerGone):
             channel._request(report, "device")

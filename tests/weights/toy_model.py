@@ -126,6 +126,7 @@ class InProcessEngine:
     """In place of a VerlEngine of one rank: its scheduler is a model in this process, which answers as a real one does."""
 
     device_type = "cpu"
+    answer_seconds = 1.0
     trainer_gpu = None
     visible_gpus = None
 

@@ -161,7 +161,7 @@ class BenchRow:
     first: float | None = None
     """Seconds of the first sync, with all that is made once."""
     copy: float | None = None
-    """pull: median seconds of the schedulers' own copies, of the slowest rank."""
+    """pull: median seconds in the schedulers, of the slowest rank."""
     extra_bytes: int | None = None
     """Of a GPU, trainer and engine together, that the syncs left taken; the most of all ranks. None on the CPU."""
     sent_bytes: int | None = None
@@ -182,7 +182,7 @@ def transport_row(sync: WeightSync, world: World, repeats: int) -> BenchRow:
     first, seconds, copies = _timed(world, sync.push), [], []
     for _ in range(repeats):
         seconds.append(_timed(world, sync.push))
-        copies.append(max(all_gather(sync.link.seconds.get("copy", 0.0))))
+        copies.append(max(all_gather(sync.link.seconds)))
     row = _row(sync.transport_name, sync, seconds, first=first, extra_bytes=max(all_gather(before - _gpu_free(world))))
     if world.device.type != "cuda":
         row = replace(row, extra_bytes=None)

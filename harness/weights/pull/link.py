@@ -34,8 +34,8 @@ class PullLink:
     batches: tuple[PullBatch, ...] = ()
     sent_bytes: int = 0
     """By this rank over the network, in the last pull or comparison."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Of the last pull's parts in this rank's scheduler: plan and copy."""
+    seconds: float = 0.0
+    """Of the last pull in this rank's scheduler."""
     _exported: RankShards | None = None
     _staging: torch.Tensor | None = None
     _pulled: int = 0
@@ -51,12 +51,12 @@ class PullLink:
     def pull(self) -> None:
         """Have every scheduler copy its shards; no rank may change one before this returns. Raise EngineFailed."""
         with self._alone():
-            self.seconds = {}
+            self.seconds = 0.0
             try:
                 for index in self._arrivals():
                     self._pulled += 1
-                    for name, seconds in self.engine.ask(puller.pull, (self._pulled, index)).items():
-                        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+                    self.engine.ask(puller.pull, (self._pulled, index))
+                    self.seconds += self.engine.answer_seconds
             except Exception:
                 self.coverage = ()  # schedulers may have got differently far: the next pull begins with a trace
                 raise
@@ -79,7 +79,10 @@ class PullLink:
             self._exported = self._staging = None
 
     def _arrivals(self) -> Iterator[int]:
-        """Yield the number of each batch once all that it needs is on this host; on to the next when all ranks are done."""
+        """Yield the number of each batch once all that it needs is on this host; on to the next when all ranks are done.
+
+        In between, the caller asks the schedulers, which is a barrier of the engine's ranks.
+        """
         if not self.coverage:
             self.trace()
         self.sent_bytes = 0
@@ -93,7 +96,8 @@ class PullLink:
                 self.sent_bytes += exchange(batch, self.live, self._staging)
                 any_of(False, self.live)
             yield index
-            any_of(False, self.live)
+            if len(self.engine.group.ranks) < dist.get_world_size():
+                any_of(False, self.live)
 
     def _prepare(self) -> None:
         """Export the shards, plan what goes over the network, and have every scheduler make its copies ready."""

@@ -1,8 +1,8 @@
 """Dry-run a model's load_weights under a TorchDispatchMode and record what it copies where.
 
-The loader runs on views of a buffer, and each copy from the buffer into the model, and each constant that it fills a padding
-with, is recorded instead of made. So the engine itself says which of its elements a tensor fills, which names it ignores, and
-which tensors it does more with than copy.
+The loader runs on views of a buffer, and each copy from the buffer into the model, and each zero of a padding, is recorded
+instead of made. So the engine itself says which of its elements a tensor fills, which names it ignores, and which tensors it
+does more with than copy.
 """
 
 import concurrent.futures
@@ -31,22 +31,14 @@ class Copy:
     source: SourceView
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """A constant that the loader writes into a part of the model, such as the padding of a vocabulary."""
-
-    target: torch.Tensor
-    value: float
-
-
 @dataclass(slots=True)
 class GroupTrace:
     """What the loader did with the entries of one group."""
 
     entries: tuple[PlacedTensor, ...]
     copies: list[Copy] = field(default_factory=list)
-    fills: list[Fill] = field(default_factory=list)
-    """To be made before the copies."""
+    zeros: list[torch.Tensor] = field(default_factory=list)
+    """Parts of the model that are zero before the copies, such as the padding of a vocabulary."""
     used: set[str] = field(default_factory=set)
     """Names of which at least one element was read."""
     opaque: set[str] = field(default_factory=set)
@@ -57,7 +49,7 @@ class GroupTrace:
 
     @property
     def only_copies(self) -> bool:
-        """Whether the fills and copies alone are the whole load."""
+        """Whether the zeros and copies alone are the whole load."""
         return not (self.error or self.does_more or self.opaque)
 
 
@@ -84,7 +76,7 @@ def trace_loader(
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies out of the buffer, and constants, instead of making them; all other operations run."""
+    """Records copies out of the buffer, and zeros, instead of making them; all other operations run."""
 
     def __init__(self, buffer: torch.Tensor, traced: GroupTrace) -> None:
         super().__init__()
@@ -111,12 +103,8 @@ class _Recorder(TorchDispatchMode):
         if function is aten.copy_.default and sources and sources[0] is arguments[1]:
             self._record(arguments[0], arguments[1])
             return arguments[0]
-        if (
-            function in (aten.fill_.Scalar, aten.zero_.default)
-            and not self.escaped
-            and self._of_the_model(arguments[0])
-        ):
-            self._record_fill(*arguments)
+        if _zeroes(function, arguments) and not self.escaped and self._of_the_model(arguments[0]):
+            self._record_zeros(arguments[0])
             return arguments[0]
         names = {name for tensor in sources for name in self._names(tensor)}
         names |= {name for tensor in tensors for name in self.tainted.get(_address(tensor), ())}
@@ -146,12 +134,12 @@ class _Recorder(TorchDispatchMode):
     def _of_the_model(self, tensor: torch.Tensor) -> bool:
         return _address(tensor) != self.buffer_at and _address(tensor) not in self.made
 
-    def _record_fill(self, target: torch.Tensor, value: float = 0) -> None:
-        """Note a constant; one that is written over a copy leaves the load to the loader itself."""
+    def _record_zeros(self, target: torch.Tensor) -> None:
+        """Note a part that is set to zero; over what was copied, that is left to the loader itself."""
         if any(_overlap(copy.target, target) for copy in self.traced.copies):
             self.traced.does_more = True
         elif target.numel():
-            self.traced.fills.append(Fill(target, value))
+            self.traced.zeros.append(target)
 
     def _taint(self, tensor: torch.Tensor, names: set[str]) -> None:
         if _address(tensor) in self.made:
@@ -222,6 +210,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _zeroes(function: Any, arguments: Any) -> bool:
+    return function is aten.zero_.default or (function is aten.fill_.Scalar and arguments[1] == 0)
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

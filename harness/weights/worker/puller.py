@@ -4,7 +4,6 @@ The functions are what a trainer rank asks the scheduler beside it (rollout/sche
 on the model, as there is no other place.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from harness.weights.pull.exchange import Need, Parcel, PullBatch, packed
 from harness.weights.pull.regions import Cut, Region, regions
 from harness.weights.pull.shards import OpenShards, RankShards
 from harness.weights.pull.tiles import Move
-from harness.weights.worker.loader_trace import Fill, GroupTrace, trace_loader
+from harness.weights.worker.loader_trace import GroupTrace, trace_loader
 from harness.weights.worker.model_state import (
     INTEGER,
     derived_tensors,
@@ -90,8 +89,8 @@ class Puller:
     parcels: dict[Need, Parcel] = field(default_factory=dict)
     copies: list[Copies] = field(default_factory=list)
     """Of each batch."""
-    fills: list[list[Fill]] = field(default_factory=list)
-    """Of each batch: what its copies are made over."""
+    zeros: list[list[torch.Tensor]] = field(default_factory=list)
+    """Of each batch: what is set to zero before its copies."""
     done: int = 0
     """The number of the last batch pulled, counted over all pulls."""
 
@@ -171,7 +170,7 @@ class Puller:
     def make_copies(self) -> None:
         """Make ready what fills the model in each batch, but for what its own loader does."""
         batches = [self._numbers(batch) for batch in self.deliveries.batches]
-        self.fills = [[fill for number in numbers for fill in self.traces[number].fills] for numbers in batches]
+        self.zeros = [[zeros for number in numbers for zeros in self.traces[number].zeros] for numbers in batches]
         self.copies = [
             copies_of([move for number in numbers for move in self._moves(number)], self.device) for numbers in batches
         ]
@@ -224,20 +223,18 @@ class Puller:
         return filled
 
     @torch.no_grad()
-    def load(self, number: int, batch: int) -> dict[str, float]:
-        """Pull one batch; return the seconds of planning and copying.
+    def load(self, number: int, batch: int) -> None:
+        """Pull one batch; a GPU may still be at it on return.
 
         number: counted over the batches of all pulls. Raise RuntimeError for one out of turn.
         """
         if number != self.done + 1:
             raise RuntimeError(f"the number of a pull must be {self.done + 1}, as {self.done} are done, got {number}")
-        started = time.perf_counter()
         if kept_copies(self.model) is None:  # SGLang has put other tensors in the place of those that were traced
             self.trace()
             self.make_copies()
-        planned = time.perf_counter()
-        for fill in self.fills[batch]:
-            fill.target.fill_(fill.value)
+        if self.zeros[batch]:
+            torch._foreach_zero_(self.zeros[batch])
         self.copies[batch].run()
         each = self.deliveries.batches[batch]
         for group in sorted(self.own.intersection(range(each.start, each.stop))):
@@ -245,10 +242,7 @@ class Puller:
             self.model.load_weights([(entry.name, entry.view(filled)) for entry in self.groups[group].entries])
         if self.derives and each is self.deliveries.batches[-1]:
             self.model.post_load_weights()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         self.done = number
-        return {"plan": planned - started, "copy": time.perf_counter() - planned}
 
     @torch.no_grad()
     def compare(self, batch: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
@@ -343,9 +337,9 @@ def prepare(model: Any, deliveries: Deliveries) -> None:
     _kept(model).prepare(deliveries)
 
 
-def pull(model: Any, numbers: tuple[int, int]) -> dict[str, float]:
+def pull(model: Any, numbers: tuple[int, int]) -> None:
     """Do one batch of one pull; see Puller.load."""
-    return _kept(model).load(*numbers)
+    _kept(model).load(*numbers)
 
 
 def compare(model: Any, batch: int) -> tuple[dict[str, tuple[int, int]], list[str]]:

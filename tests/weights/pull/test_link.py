@@ -104,6 +104,12 @@ class RankEngine(InProcessEngine):
             return dict(zip(ranks, found, strict=True))
 
         self.group.all_gather = all_gather
+        self.together = group
+
+    def ask(self, function: Callable[[Any, Any], Any], argument: Any = None) -> Any:
+        answer = super().ask(function, argument)
+        dist.barrier(self.together)
+        return answer
 
 
 def expected(values: Mapping[str, torch.Tensor], tp: int, rank: int) -> Part:

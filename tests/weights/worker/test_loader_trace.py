@@ -17,9 +17,9 @@ def same(one: Model, other: Model) -> bool:
 
 
 def replay(traced: GroupTrace, memory: torch.Tensor) -> None:
-    """Make the fills and copies that were noted."""
-    for fill in traced.fills:
-        fill.target.fill_(fill.value)
+    """Set to zero and copy what was noted."""
+    for zeros in traced.zeros:
+        zeros.zero_()
     for copy in traced.copies:
         source = copy.source.view(memory)
         assert source.shape == copy.target.shape and source.dtype == copy.source.dtype
@@ -109,14 +109,15 @@ def test_what_a_loader_derives_makes_it_run_itself() -> None:
     assert torch.equal(model.held["derived"], torch.full((3, 2), 3.0))  # of what the model holds, not of the memory
 
 
-def test_a_constant_over_what_was_loaded_makes_the_loader_run_itself() -> None:
+@pytest.mark.parametrize("part", [slice(-1, None), slice(None)])
+def test_zeros_over_what_was_loaded_make_the_loader_run_itself(part: slice) -> None:
     def load(model: Model, weights: Weights) -> None:
         for name, loaded in weights:
             model.held[name].copy_(loaded)
-            model.held[name][-1:].fill_(2.5)
+            model.held[name][part].fill_(0)
 
     model, traced = only("a", load)
-    assert (traced.fills, traced.does_more) == ([], True)
+    assert (traced.zeros, traced.does_more) == ([], True)
     assert torch.equal(model.held["a"], torch.ones(3, 2))
 
 

@@ -79,7 +79,7 @@ def test_a_pull_gives_what_the_models_own_loader_gives_and_compares_equal(names:
         values = sent(seed + step)
         model.calls.clear()
         stand.pull(values)
-        assert stand.link.seconds.keys() == {"plan", "copy"} and stand.link.sent_bytes == 0
+        assert stand.link.seconds > 0 and stand.link.sent_bytes == 0
         assert {name for call in model.calls for name in call} == OWN
         expected.load_weights(values.items())
         assert same(model, expected)
