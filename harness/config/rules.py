@@ -204,10 +204,17 @@ def _engine(config: Config) -> Iterator[Rule]:
 
 
 def _updates(config: Config) -> Iterator[Rule]:
-    """Refuse an engine that no sync can reach: quantized, or with a draft model beside the one that is trained."""
+    """Refuse an engine that no sync can reach: quantized, replicated, or with a draft model beside the one that is trained."""
     arguments = config.engine.args
     for argument in ("quantization", "torchao_config"):
         yield not arguments.get(argument), f"engine.args.{argument}", f"{QUANTIZED}; leave it out"
+    replicas = "SGLang updates no weights of data-parallel replicas; use parallel.dp, or enable_dp_attention too"
+    alone = arguments.get("dp_size") in (None, 1) or bool(arguments.get("enable_dp_attention"))
+    yield alone, "engine.args.dp_size", replicas
+    counts = "takes every GPU that an engine sees for its own, and engines see all of a host (pull); leave it out"
+    yield not arguments.get("enable_mscclpp"), "engine.args.enable_mscclpp", f"mscclpp {counts}"
+    backend = arguments.get("moe_a2a_backend")
+    yield backend != "flashinfer", "engine.args.moe_a2a_backend", f'"flashinfer" {counts}'
     draft = str(arguments.get("speculative_algorithm") or "").upper()
     if draft not in ("", "NGRAM", "UNO"):  # these load no second model
         why = f"SGLang calls a weight loader for the draft model of speculative_algorithm = {draft} too, and one trainer feeds one"

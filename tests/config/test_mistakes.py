@@ -121,6 +121,19 @@ MISTAKES = [
         "leave it out",
     ),
     ("--engine.args.quantization fp8", 'engine.args.quantization = "fp8"', "which no later load fits", "leave it out"),
+    ("--engine.args.dp_size 2", "engine.args.dp_size = 2", "no weights of data-parallel replicas", "use parallel.dp"),
+    (
+        "--engine.args.enable_mscclpp true",
+        "engine.args.enable_mscclpp",
+        "every GPU that an engine sees",
+        "leave it out",
+    ),
+    (
+        "--engine.args.moe_a2a_backend flashinfer",
+        'engine.args.moe_a2a_backend = "flashinfer"',
+        "every GPU",
+        "leave it out",
+    ),
     ("--engine.args.quantization awq", 'engine.args.quantization = "awq"', "with their scales", "leave it out"),
     (
         "--engine.args.speculative_algorithm EAGLE --weights.transport pull",
