@@ -84,8 +84,9 @@ def _engine_sums(sync: WeightSync) -> dict[int, dict[str, int]]:
         if attempt:
             sync.link.trace()  # SGLang has put other tensors in the place of those that were traced
         with sync.engine.weight_update():
-            report = sync.engine.ask(model_state.report, "copies")
-        found = {each.rank: each.tensors for each in all_gather(report, sync.engine.group.process_group)}
+            mine = sync.engine.ask(model_state.fingerprints)
+        by_rank = sync.engine.group.all_gather(mine)
+        found = {place: by_rank[rank] for place, rank in enumerate(sync.engine.group.ranks)}
         due = {each.rank: sum(map(len, each.sources)) for each in sync.link.coverage}
         if {rank: len(sums) for rank, sums in found.items()} == due:
             return found

@@ -14,7 +14,7 @@ def snapshot_weights(engine: VerlEngine) -> Snapshot:
     if not engine.api.custom_weight_loader:
         return {}
     with engine.weight_update():
-        return engine.ask(model_state.report, "tensors").tensors
+        return engine.ask(model_state.held_tensors)
 
 
 def changed_tensors(sync: WeightSync, before: Snapshot) -> list[str]:
@@ -52,7 +52,7 @@ def check_gpus(world: World, engine: VerlEngine, colocate: bool) -> None:
     """Compare the GPUs of trainers and engines; a collective call of all ranks. See check_devices."""
     if world.device.type == "cuda":
         asked = engine.api.custom_weight_loader
-        found = all_gather(engine.ask(model_state.report, "device").device if asked else None)
+        found = all_gather(engine.ask(model_state.current_gpu_uuid) if asked else None)
         engines = {rank: gpu for rank, gpu in enumerate(found) if gpu is not None}
         check_devices(all_gather(model_state.current_gpu_uuid()), engines, colocate)
 

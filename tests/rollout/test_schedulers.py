@@ -28,7 +28,7 @@ from harness.rollout import schedulers, sglang_api
 from harness.rollout.engine_errors import PeerGone
 from harness.rollout.engine_ranks import Group
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, socket_folder, start_serving
-from harness.weights.worker.model_state import report
+from harness.weights.worker.model_state import held_tensors
 from tests.cluster.gloo import on_ranks
 
 T = TypeVar("T")
@@ -119,15 +119,15 @@ def _answers(rank: int, folder: str) -> list[Any]:
     engine = Engine(rank, 2, folder)
     held = engine.channel.ask(ask, 0)
     assert engine.channel.ask(load_own, [("weight", torch.full((4,), rank + 5.0))]) is None
-    found = engine.channel.ask(report, "tensors")
-    return [held, engine.channel.ask(ask, 3), found.rank, found.tensors, engine.calls]
+    found = engine.channel.ask(held_tensors, None)
+    return [held, engine.channel.ask(ask, 3), found, engine.calls]
 
 
 def test_every_rank_is_answered_by_its_own_scheduler_after_one_call_of_the_engine(tmp_path: Path) -> None:
     zero, one = on_ranks(_answers, 2, tmp_path, str(tmp_path))
-    assert zero[:3] == [1.0, 5.0, 0] and one[:3] == [1.0, 6.0, 1]
-    assert zero[3] != one[3] and zero[3].keys() == {"weight"}
-    assert (zero[4], one[4]) == (1, 0)
+    assert zero[:2] == [1.0, 5.0] and one[:2] == [1.0, 6.0]
+    assert zero[2] != one[2] and zero[2].keys() == {"weight"}
+    assert (zero[3], one[3]) == (1, 0)
 
 
 def _failures(rank: int, folder: str) -> list[str]:
@@ -191,7 +191,7 @@ def _absent(rank: int, folder: str) -> str:
         engine.scheduler.kill()
         engine.scheduler.join()
     dist.barrier()
-    return engine.asked(report, "device")
+    return engine.asked(held_tensors)
 
 
 def test_a_scheduler_that_does_not_connect_is_named_on_every_rank(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_half_an_answer_is_of_a_scheduler_that_is_gone() -> None:
     os.write(theirs.fileno(), HALF)
     with mine, pytest.raises(PeerGone):
         threading.Timer(0.1, theirs.close).start()
-        channel_over(mine)._request(report, "device")
+        channel_over(mine)._request(held_tensors, None)
 
 
 def test_an_answer_is_taken_although_its_scheduler_has_died_since() -> None:
@@ -229,10 +229,10 @@ def test_an_answer_is_taken_although_its_scheduler_has_died_since() -> None:
     scheduler.start()
     channel = channel_over(mine)
     with mine:
-        assert (channel._request(report, "device"), channel.answer_seconds) == (5, 0.25)
+        assert (channel._request(held_tensors, None), channel.answer_seconds) == (5, 0.25)
         scheduler.join()
         with pytest.raises(PeerGone):
-            channel._request(report, "device")
+            channel._request(held_tensors, None)
 
 
 @pytest.mark.parametrize("dies", ["before it asks", "in the middle of a request", "before it is answered"])
@@ -241,7 +241,7 @@ def test_a_scheduler_outlives_its_trainer_rank(dies: str) -> None:
     if dies == "in the middle of a request":
         os.write(mine.fileno(), HALF)
     elif dies == "before it is answered":
-        mine.send_bytes(sglang_api.serialize(("harness.weights.worker.model_state.report", "device")))
+        mine.send_bytes(sglang_api.serialize(("harness.weights.worker.model_state.held_tensors", None)))
     mine.close()
     schedulers._serve(Stage(), theirs)
     assert theirs.closed

@@ -8,11 +8,9 @@ of many that differ, 2**-60 are missed.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from harness.weights.worker.loader_trace import Copy
 
@@ -27,35 +25,15 @@ CHUNK = 1 << 22
 _KEPT = "_harness_fingerprints"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerReport:
-    """What one scheduler holds."""
-
-    rank: int
-    """Engine rank: pp major, then tp."""
-    device: str
-    """UUID of its GPU, or "cpu"."""
-    tensors: dict[str, int]
-    """Fingerprints: of parameters and buffers by the engine's own (fused, sharded) names, or of copies by group."""
+@torch.no_grad()
+def held_tensors(model: Any, _: None = None) -> dict[str, int]:
+    """Return fingerprints of parameters, buffers and what is derived from them, by the engine's own (fused, sharded) names."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    tensors = (named | dict(synced_tensors(model))).items()
+    return {name: int(weighted_sum(tensor.contiguous().reshape(-1), (1,), 0)) for name, tensor in tensors}
 
 
-def report(model: Any, what: str) -> WorkerReport:
-    """Return what this scheduler holds.
-
-    what: "tensors", of each parameter and buffer and what is derived from them; "copies"; or "device", without any.
-    """
-    tensors: dict[str, int] = {}
-    if what == "copies":
-        tensors = fingerprints(model)
-    elif what == "tensors":
-        named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-        for name, tensor in (named | dict(synced_tensors(model))).items():
-            tensors[name] = int(weighted_sum(tensor.detach().contiguous().reshape(-1), (1,), 0))
-    device = current_gpu_uuid() if next(model.parameters()).is_cuda else "cpu"
-    return WorkerReport(rank=dist.get_rank(), device=device, tensors=tensors)
-
-
-def current_gpu_uuid() -> str:
+def current_gpu_uuid(*_: object) -> str:
     """Return the UUID of the current CUDA device, as nvidia-smi names it without its GPU- prefix."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
@@ -130,7 +108,7 @@ def kept_copies(model: Any) -> Sequence[Sequence[Copy]] | None:
 
 
 @torch.no_grad()
-def fingerprints(model: Any) -> dict[str, int]:
+def fingerprints(model: Any, _: None = None) -> dict[str, int]:
     """Return the fingerprint of what each copy filled as "<group>/<copy>" -> number; empty without `kept_copies`."""
     copies = kept_copies(model) or ()
     sums = {f"{number}/{part}": _sum_of(copy) for number, each in enumerate(copies) for part, copy in enumerate(each)}
