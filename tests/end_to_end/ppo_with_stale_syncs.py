@@ -16,7 +16,7 @@ def do_nothing_after_the_first() -> None:
     push = WeightSync.push
 
     def push_once(self: WeightSync) -> None:
-        if not self.coverage:
+        if not self.link.coverage:  # traced at the first push
             push(self)
 
     WeightSync.push = push_once  # type: ignore[method-assign]

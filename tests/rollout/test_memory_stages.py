@@ -94,7 +94,8 @@ def failure(kind: type[Exception], work: Callable[[], None]) -> str:
 def three_steps(group: Any, mode: str) -> Any:
     engine = FakeEngine(group, late=group.rank * 3)
     facts: list[dict[str, Any]] = []
-    stages = stages_of(engine, resume_mode=mode, fact=lambda name, **values: facts.append(values))
+    # a busy machine may take long for the late readings; nothing waits as long as this when the bytes are right
+    stages = stages_of(engine, resume_mode=mode, patience_seconds=30, fact=lambda name, **values: facts.append(values))
     free = []
     for _ in range(3):
         stages.resume_weights()  # the first one finds the engine resumed
