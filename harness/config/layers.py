@@ -15,6 +15,7 @@ from harness.config.schema import Config
 
 COMMAND_LINE = "command line"
 KINDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+SEVERAL: dict[type, str] = {int: "integers", float: "numbers", str: "strings"}
 
 RENAMED = {
     "memory.wake": 'memory.resume ("at_once" is now "all")',
@@ -129,11 +130,13 @@ def _checked(key: str, value: Any, kind: Any, source: str) -> Any:
     if get_origin(kind) is Literal:
         fits, wanted = value in get_args(kind), f"one of {_listed(get_args(kind))}"
     elif get_origin(kind) is tuple:
-        # Some of the choices, each at most once; without choices, any strings.
-        choices = get_args(get_args(kind)[0])
-        wanted = f"a list of {_listed(choices) or 'strings'} without repeats"
-        fits = isinstance(value, list) and all(type(each) is str and each in (choices or (each,)) for each in value)
-        fits, value = fits and len(set(value)) == len(value), tuple(value) if fits else value
+        (kind, *others), choices = get_args(kind), get_args(get_args(kind)[0])
+        number, many = kind in (int, float), f"{1 + len(others)} " if others != [...] else ""
+        wanted = f"a list of {_listed(choices) or many + SEVERAL[kind]}" + " without repeats" * (not number)
+        fits = isinstance(value, list) and (not many or len(value) == 1 + len(others))
+        fits = fits and all(each in choices if choices else type(each) in (kind, int)[: 1 + number] for each in value)
+        if fits := fits and (number or len(set(value)) == len(value)):
+            value = tuple(map(kind, value)) if number else tuple(value)
     else:
         fits, wanted = type(value) is kind, KINDS[kind]
     if not fits:
@@ -157,7 +160,8 @@ def _parse_text(text: str, kind: Any) -> Any:
     if kind is str or get_origin(kind) is Literal:
         return text
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
-        return [name.strip() for name in text.split(",") if name.strip()]
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        return [_parse_text(name, get_args(kind)[0]) for name in names]
     if kind is float:  # also what is not TOML, but what people write: .5
         with suppress(ValueError):
             return float(text)
