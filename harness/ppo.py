@@ -5,6 +5,7 @@ advantages -> updates of critic and actor -> metrics. The checks that the weight
 """
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,12 +113,13 @@ class Ppo:
             "truncated_share": self.mean(batch.require("truncated").float()),
             "rollout_entropy": self.token_mean(entropy, batch),
             **difference.metrics(),
+            "importance_clipped_share": self.importance_clipped_share(batch, old),
             **self.verification.sync_metrics(),
             **self.verification.take_seconds(),
         }
 
     def learn(self, index: int, rollout: Batch) -> Metrics:
-        """Estimate advantages, then update critic and actor."""
+        """Estimate advantages, then update critic and actor; in the first algorithm.critic_warmup steps the critic alone."""
         phase, batch = self.events.phase, rollout
         metrics: Metrics = {}
         if self.reference:
@@ -134,6 +136,9 @@ class Ppo:
         if self.critic:
             with phase("update_critic", index, "the critic's optimizer steps"), self.critic.learning():
                 metrics |= {f"critic/{name}": value for name, value in self.critic.update(batch, generator).items()}
+        if index < self.config.algorithm.critic_warmup:
+            self.verification.movement = 0.0  # the next sync sends the same weights
+            return reward_metrics | metrics
         waiting = "the actor's optimizer steps"
         with phase("update_actor", index, waiting), self.actor.learning(), self.measured_movement(index, rollout):
             metrics |= {f"actor/{name}": value for name, value in self.actor.update(batch, generator).items()}
@@ -232,6 +237,11 @@ class Ppo:
             compared = advantages.grpo(column, everywhere, groups, algorithm.normalize_by_std)
         mine = compared.split([len(each[0]) for each in gathered])[self.world.rank]
         return batch.replace(advantages=mine * mask), metrics
+
+    def importance_clipped_share(self, batch: Batch, old: torch.Tensor) -> float:
+        """Return the share of tokens whose p_trainer / p_engine is above algorithm.importance_cap; 0 where that is off."""
+        cap, log_ratio = self.config.algorithm.importance_cap, old - batch.require("rollout_log_probs")
+        return self.token_mean((log_ratio > math.log(cap)).double(), batch) if cap else 0.0
 
     def difference(self, batch: Batch, log_probs: torch.Tensor) -> LogProbDifference:
         """Return the engine's log-probs of the batch against the actor's, [B, T]."""

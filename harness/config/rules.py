@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from harness.config.fault_spec import check_fault
 from harness.config.layers import ConfigError, nearest, shown
-from harness.config.schema import Config
+from harness.config.schema import Config, Updates
 from harness.runtime.phases import PHASES
 from harness.task.tiny_models import ARCHITECTURES, is_tiny
 
@@ -20,12 +20,15 @@ _AT_LEAST_1 = (
     "dp tp pp steps prompts_per_step responses_per_prompt max_response_tokens max_prompt_tokens bucket_size_mib kl_horizon"
     " minibatch_size microbatch_size ppo_epochs"
 )
-_AT_LEAST_0 = "seed rows weight_decay entropy_coefficient value_clip kl_coefficient kl_target"
+_AT_LEAST_0 = (
+    "seed rows weight_decay entropy_coefficient value_clip kl_coefficient kl_target warmup_steps critic_warmup"
+    " importance_cap"
+)
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1", lambda value: value >= 1, _AT_LEAST_1),
     ("above 0", lambda value: value > 0, "timeout_seconds learning_rate max_grad_norm clip_low clip_high"),
     ("0 or more", lambda value: value >= 0, _AT_LEAST_0),
-    ("between 0 and 1", lambda value: 0 <= value <= 1, "gamma lam"),
+    ("between 0 and 1", lambda value: 0 <= value <= 1, "gamma lam warmup_ratio"),
     ("below 1", lambda value: value < 1, "clip_low"),
     ("above 0 and at most 1", lambda value: 0 < value <= 1, "top_p"),
     ("0 (off) or above 1", lambda value: value == 0 or value > 1, "dual_clip"),
@@ -59,7 +62,7 @@ QUANTIZED = (
 
 def check(config: Config) -> None:
     """Raise ConfigError, one sentence, for the first value or combination that cannot work."""
-    for rules in (_values, _batches, _algorithm, _engine, _updates, _memory):
+    for rules in (_values, _batches, _algorithm, _optimizers, _engine, _updates, _memory):
         _require(config, rules(config))
     for text in config.run.inject:
         try:
@@ -170,6 +173,19 @@ def _algorithm(config: Config) -> Iterator[Rule]:
     yield algorithm.kl_target == 0 or algorithm.kl_placement == "reward", "algorithm.kl_target", fixed
     group = f'must be at least 2 for algorithm.advantage = "{algorithm.advantage}", which compares the responses of one prompt'
     yield algorithm.has_critic or config.rollout.responses_per_prompt >= 2, key, group
+    missing = f'algorithm.advantage = "{algorithm.advantage}" has no critic, so that nothing would learn; use 0'
+    yield algorithm.has_critic or algorithm.critic_warmup == 0, "algorithm.critic_warmup", missing
+
+
+def _optimizers(config: Config) -> Iterator[Rule]:
+    for section in ("actor", "critic"):
+        updates: Updates = getattr(config, section)
+        yield all(0 <= beta < 1 for beta in updates.betas), f"{section}.betas", "must be at least 0 and below 1"
+        one = f"{section}.warmup_steps = {updates.warmup_steps} is given too; give one of the two"
+        yield not (updates.warmup_ratio and updates.warmup_steps), f"{section}.warmup_ratio", one
+        warms = updates.schedule != "constant" or not (updates.warmup_ratio or updates.warmup_steps)
+        why = 'transformers\' constant schedule ignores a warm-up; use "constant_with_warmup"'
+        yield warms, f"{section}.schedule", why
 
 
 def _engine(config: Config) -> Iterator[Rule]:

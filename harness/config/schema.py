@@ -9,6 +9,7 @@ from typing import Any, Literal
 Dtype = Literal["float32", "bfloat16"]
 TransportName = Literal["pull", "tensor", "bucket", "distributed", "disk"]
 KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "inverse_sqrt"]
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
@@ -158,6 +159,10 @@ class Algorithm:
     """Above 0, kl_coefficient adapts to hold the KL here (kl_placement = "reward" only)."""
     kl_horizon: int = 10000
     """How many sequences the adaptation of kl_coefficient takes."""
+    critic_warmup: int = 0
+    """PPO steps, from the first, in which the critic alone learns."""
+    importance_cap: float = 0.0
+    """Above 0: weigh each token's policy loss by p_trainer / p_engine of its sampling, at most this (truncated importance sampling)."""
 
     @property
     def has_critic(self) -> bool:
@@ -177,6 +182,14 @@ class Updates:
     """Optimizer steps of one model."""
 
     learning_rate: float
+    """AdamW's: after warm-up, and before any decay."""
+    schedule: Schedule = "constant"
+    """Of the learning rate over the model's optimizer steps of the run, as transformers names it."""
+    warmup_steps: int = 0
+    """Optimizer steps in which the learning rate rises from 0, at the first, to learning_rate."""
+    warmup_ratio: float = 0.0
+    """In place of warmup_steps: their share of the model's optimizer steps of the run, rounded down."""
+    betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's."""
     weight_decay: float = 0.0
     """AdamW's."""
@@ -262,3 +275,9 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     weights: Weights = field(default_factory=Weights)
     memory: Memory = field(default_factory=Memory)
+
+    def optimizer_steps(self, role: Literal["actor", "critic"]) -> int:
+        """Return how many optimizer steps that model takes in run.steps PPO steps."""
+        updates, steps = getattr(self, role), self.run.steps - self.algorithm.critic_warmup * (role == "actor")
+        sequences = self.rollout.prompts_per_step * self.rollout.responses_per_prompt
+        return max(0, steps) * (sequences // updates.minibatch_size) * updates.ppo_epochs

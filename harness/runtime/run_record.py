@@ -76,9 +76,9 @@ def step_line(metrics: Metrics) -> str:
         f"reward {metrics['reward_mean']:.3f}",
         f"truncated {metrics['truncated_share']:.0%}",
         f"log-prob difference {metrics['log_prob_difference_mean']:.1e}",
-        f"actor loss {metrics['actor/loss']:+.4f}",
-        f"grad norm {metrics['actor/grad_norm']:.3f}",
     ]
+    if "actor/loss" in metrics:  # not while the critic learns alone
+        parts += [f"actor loss {metrics['actor/loss']:+.4f}", f"grad norm {metrics['actor/grad_norm']:.3f}"]
     if "critic/explained_variance" in metrics:
         parts.append(f"explained variance {metrics['critic/explained_variance']:+.3f}")
     return "  ".join([*parts, f"{metrics['seconds']:.1f} s"])

@@ -8,7 +8,14 @@ from harness.config import schema
 from harness.trainer.advantages import kl, masked_sum
 from harness.trainer.batch import Batch
 from harness.trainer.learner import Learner, ShardedModel
-from harness.trainer.losses import Counts, aggregate, entropy_from_logits, log_probs_from_logits, policy_loss
+from harness.trainer.losses import (
+    Counts,
+    aggregate,
+    entropy_from_logits,
+    importance_weights,
+    log_probs_from_logits,
+    policy_loss,
+)
 
 
 def token_log_probs(
@@ -52,13 +59,17 @@ class Actor(Policy, Learner):
     role = "actor"
 
     def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
-        """See Learner.loss. The batch needs old_log_probs, advantages and, with the KL in the loss, reference_log_probs."""
+        """See Learner.loss. The batch needs old_log_probs, advantages and, with the KL in the loss, reference_log_probs,
+        with algorithm.importance_cap rollout_log_probs.
+        """
         config, algorithm, mask = self.config.actor, self.config.algorithm, batch.response_mask
         log_probs, entropy = token_log_probs(
             self.model, batch, self.config.rollout.temperature, entropy_gradient=config.entropy_coefficient != 0
         )
         old, advantages = batch.require("old_log_probs"), batch.require("advantages")
         policy, clipping = policy_loss(log_probs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)
+        if algorithm.importance_cap:
+            policy = policy * importance_weights(old, batch.require("rollout_log_probs"), algorithm.importance_cap)
         loss = policy - config.entropy_coefficient * entropy
         metrics = {"policy_loss": policy, "entropy": entropy, **clipping}
         if algorithm.kl_placement == "loss":

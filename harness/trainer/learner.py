@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import get_scheduler
 
 from harness.cluster.world import all_gather
 from harness.config import schema
@@ -41,7 +42,7 @@ class ShardedModel:
 
 
 class Learner(ShardedModel):
-    """A sharded model, its AdamW, and the loop of epochs, minibatches and microbatches."""
+    """A sharded model, its AdamW and schedule, and the loop of epochs, minibatches and microbatches."""
 
     role: ClassVar[Literal["actor", "critic"]]
 
@@ -49,8 +50,14 @@ class Learner(ShardedModel):
         super().__init__(model, config, mesh, device)
         self.updates: schema.Updates = getattr(config, self.role)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=self.updates.learning_rate, weight_decay=self.updates.weight_decay
+            model.parameters(),
+            lr=self.updates.learning_rate,
+            betas=self.updates.betas,
+            weight_decay=self.updates.weight_decay,
         )
+        steps = config.optimizer_steps(self.role)
+        warmup = self.updates.warmup_steps or int(self.updates.warmup_ratio * steps)
+        self.schedule = get_scheduler(self.updates.schedule, self.optimizer, warmup, steps)
         self.after_backward: list[Callable[[], None]] = []
         """Called after each microbatch's backward, before its gradient is added up."""
         self.gradients = Gradients(model.parameters(), self.role in config.memory.offload_gradients)
@@ -78,7 +85,8 @@ class Learner(ShardedModel):
         """Run every epoch over the rank's batch, in minibatches of the generator's order; a collective call.
 
         The generator, on the CPU, must have the same state on every rank, and the batches must be of one size. Return
-        metrics, the same on every rank: means weighted by tokens; for loss and grad_norm, means over optimizer steps.
+        metrics, the same on every rank: means weighted by tokens; for loss and grad_norm, means over optimizer steps; the
+        last one's learning_rate.
         """
         size = self.updates.minibatch_size // self.mesh.size()
         steps = [
@@ -94,7 +102,7 @@ class Learner(ShardedModel):
         }
         for name in ("loss", "grad_norm"):
             metrics[name] = sum(step[name] for step in steps) / len(steps)
-        return {**metrics, "optimizer_steps": float(len(steps)), "learning_rate": self.updates.learning_rate}
+        return {**metrics, "optimizer_steps": float(len(steps)), "learning_rate": steps[-1]["learning_rate"]}
 
     def step(self, minibatch: Batch) -> dict[str, float]:
         """Take one optimizer step on this rank's part of a minibatch; a collective call. Return metrics and `tokens`.
@@ -131,9 +139,12 @@ class Learner(ShardedModel):
                 gradient.mul_(scale)
             self.optimizer.step()  # AdamW steps each parameter that has a gradient
         self.gradients.clear()
+        learning_rate = self.schedule.get_last_lr()[0]
+        self.schedule.step()
         means = (self.all_sum(torch.stack(list(sums.values()))) / counts.tokens).tolist()
         metrics = dict(zip(sums, means, strict=True))
-        return metrics | {"loss": float(self.all_sum(share_of_loss)), "grad_norm": grad_norm, "tokens": counts.tokens}
+        loss = float(self.all_sum(share_of_loss))
+        return metrics | dict(loss=loss, grad_norm=grad_norm, tokens=counts.tokens, learning_rate=learning_rate)
 
     def moments(self) -> Iterator[Tensor]:
         """Yield AdamW's moments: none before the first step. Its step counts stay where they are."""

@@ -76,6 +76,15 @@ def policy_loss(
     return loss, {"clip_fraction": clipped, "clip_fraction_lower": clipped_lower, "update_kl": -log_ratio.detach()}
 
 
+def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
+    """Return min(p_old / p_rollout, cap) of each token, [B, T], detached: truncated importance sampling.
+
+    After https://fengyao.notion.site/off-policy-rl and verl (tis_imp_ratio_cap, later rollout_is = "token"), which
+    multiply it into the policy's loss after its clipping. The log-ratio is clamped to +-20.
+    """
+    return (old_log_probs - rollout_log_probs).clamp(min=-20, max=20).exp().clamp(max=cap).detach()
+
+
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:
     """Return half the squared error of the values, per token, and 1 where clipping decided: ([B, T], [B, T]).
 

@@ -3,6 +3,7 @@
 What is allowed follows from the dtype and a baseline: the same difference on weights that are certainly the same.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -57,13 +58,17 @@ class LogProbDifference:
     mean: float
     largest: float
     tokens: int
+    percentile_99: float
+    """99 % of the tokens are at most this far apart."""
+    k3: float
+    """The engine's KL from the trainer by Schulman's k3: the mean of r - 1 - log r, r = p_trainer / p_engine, as verl's."""
     sequence: PartDifference
     """The worst one: that of the largest bulk, or of the largest mean where none is judged."""
     position: PartDifference
     """The worst one, likewise."""
 
     def metrics(self) -> dict[str, float]:
-        found = {"mean": self.mean, "max": self.largest}
+        found = {"mean": self.mean, "max": self.largest, "p99": self.percentile_99, "k3": self.k3}
         for what, part in (("worst_sequence", self.sequence), ("worst_position", self.position)):
             found |= {what: part.mean, f"{what}_bulk": part.bulk, f"{what}_index": part.index}
         return {f"log_prob_difference_{name}": value for name, value in found.items()}
@@ -103,12 +108,14 @@ class Allowed:
 
 
 def merge(differences: Sequence[LogProbDifference]) -> LogProbDifference:
-    """Merge several rollouts into one: the mean of all tokens, and the worst of the rest."""
+    """Merge several rollouts into one: means of all tokens, and the worst of the rest."""
     tokens = sum(each.tokens for each in differences)
     return LogProbDifference(
         mean=sum(each.mean * each.tokens for each in differences) / tokens,
         largest=max(each.largest for each in differences),
         tokens=tokens,
+        percentile_99=max(each.percentile_99 for each in differences),
+        k3=sum(each.k3 * each.tokens for each in differences) / tokens,
         sequence=max((each.sequence for each in differences), key=BADNESS),
         position=max((each.position for each in differences), key=BADNESS),
     )
@@ -119,20 +126,24 @@ def log_prob_difference(engine: torch.Tensor, trainer: torch.Tensor, mask: torch
 
     Raise ValueError when no rank has a response token.
     """
-    gaps = (engine.cpu().double() - trainer.cpu().double()).abs()
-    gaps = torch.where(gaps.isnan(), torch.inf, gaps)  # a NaN compares as small as anything
-    rows = [gap[kept] for gap, kept in zip(gaps, mask.bool().cpu(), strict=True)]
+    log_ratios = trainer.cpu().double() - engine.cpu().double()
+    log_ratios = torch.where(log_ratios.isnan(), torch.inf, log_ratios)  # a NaN compares as small as anything
+    rows = [row[kept] for row, kept in zip(log_ratios, mask.bool().cpu(), strict=True)]
     # By sequence, in the order of ranks; a row is as long as its response.
-    sequences = [row for rank in all_gather(rows) for row in rank]
+    gathered = [row for rank in all_gather(rows) for row in rank]
+    sequences = [row.abs() for row in gathered]
     if not any(map(len, sequences)):
         raise ValueError("the batch must have a response token on some rank, got none: nothing can be compared.")
     longest = max(map(len, sequences))
     positions = [torch.stack([row[t] for row in sequences if len(row) > t]) for t in range(longest)]
     everything = torch.cat(sequences)
+    log_ratios = torch.cat(gathered).clamp(min=-20, max=20)
     return LogProbDifference(
         mean=float(everything.mean()),
         largest=float(everything.max()),
         tokens=len(everything),
+        percentile_99=float(everything.kthvalue(math.ceil(0.99 * len(everything))).values),
+        k3=float((log_ratios.exp() - 1 - log_ratios).mean()),
         sequence=_worst(sequences),
         position=_worst(positions),
     )

@@ -73,6 +73,14 @@ def test_a_list_of_names_is_read_with_commas_or_as_toml(text: str, value: tuple[
     assert parse([f"--memory.offload_optimizer={text}"]).config.memory.offload_optimizer == value
 
 
+@pytest.mark.parametrize("text", ["0.9,1e-1", "[0.9, 0.1]"])
+def test_a_list_of_numbers_is_read_likewise_and_reads_back(text: str, tmp_path: Path) -> None:
+    config = parse(["--actor.betas", text, "--critic.betas", "0,0.5"]).config
+    assert (config.actor.betas, config.critic.betas) == ((0.9, 0.1), (0.0, 0.5))
+    (tmp_path / "a.toml").write_text(to_toml(config))
+    assert parse([str(tmp_path / "a.toml")]).config == config
+
+
 def test_a_list_of_names_in_a_file_reads_back_and_is_replaced_whole(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("[memory]\noffload_parameters = ['actor', 'reference']\noffload_gradients = ['critic']\n")

@@ -28,6 +28,8 @@ def difference(mean: float, sequence: float | None = None, position: float | Non
         mean=mean,
         largest=max(mean, worst, at),
         tokens=256,
+        percentile_99=worst,
+        k3=mean,
         sequence=PartDifference(index=3, mean=worst, bulk=worst),
         position=PartDifference(index=7, mean=at, bulk=at),
     )
@@ -54,7 +56,9 @@ def test_the_difference_is_over_the_response_tokens_of_all_ranks(tmp_path: Path)
     found = on_ranks(_all_differences, 2, tmp_path)
     assert found[0] == found[1]
     first, unmasked, undefined, infinite = found[0]
-    assert (first.mean, first.largest, first.tokens) == (1.0, 2.5, 4)
+    assert (first.mean, first.largest, first.tokens, first.percentile_99) == (1.0, 2.5, 4, 2.5)
+    # log(p_trainer / p_engine) is 1.0, -0.5, 0.0, -2.5.
+    assert first.k3 == pytest.approx((math.e - 2 + math.exp(-0.5) - 0.5 + 0 + math.exp(-2.5) + 1.5) / 4)
     # Sequences are 0: [1.0, 0.5], 1: [0.0], 2: [2.5]; position 0 of each is 1.0, 0.0, 2.5, position 1 is 0.5.
     assert first.sequence == PartDifference(index=2, mean=2.5, bulk=0.0)
     assert first.position == PartDifference(index=0, mean=3.5 / 3, bulk=0.0)
