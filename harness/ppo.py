@@ -22,7 +22,7 @@ from harness.rollout.responses import read_responses
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
 from harness.task.data import Prompt, PromptSampler
-from harness.task.rewards import REWARDS
+from harness.task.rewards import Reward
 from harness.trainer import advantages
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
@@ -51,6 +51,7 @@ class Ppo:
     reference: Reference | None
     kl_control: advantages.KlControl
     prompts: PromptSampler
+    reward: Reward
     tokenizer: Any
     first_token_at: float | None = field(default=None)
     """time.time() when the first step's first tokens arrived."""
@@ -185,8 +186,7 @@ class Ppo:
         start = self.dims.engine_rank(self.world.rank) * size
         own, responses = repeated[start : start + size], read_responses(answers[start : start + size])
         texts = self.tokenizer.batch_decode([each.token_ids for each in responses], skip_special_tokens=True)
-        reward = REWARDS[self.config.task.reward]
-        scores = [reward(text, prompt.answer) for text, prompt in zip(texts, own, strict=True)]
+        scores = [self.reward(text, prompt.row) for text, prompt in zip(texts, own, strict=True)]
         pad_id = self.tokenizer.pad_token_id or 0
         batch = from_sequences([prompt.input_ids for prompt in own], [each.token_ids for each in responses], pad_id)
         return batch.replace(

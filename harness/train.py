@@ -37,6 +37,7 @@ from harness.runtime.observer import RunContext
 from harness.runtime.processes import descendants, end_processes
 from harness.runtime.run_record import RunRecord, step_line
 from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
+from harness.task.rewards import check_math_verify, check_reward, load_reward
 from harness.task.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import KlControl
@@ -103,12 +104,15 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         transport, reason = choose_transport(config, api, world.device_type)
         checkpoints = checkpoint_folder(run)
         rows = load_rows(task.source, task.split, task.rows)
+        check_reward(task.reward, rows)
+        check_math_verify(task.reward, rows)
+        reward = load_reward(task.reward)
         model_folder = make_model_folder(run, rows)
         tokenizer = load_tokenizer(model_folder)
         attention = trainer_attention(config, model_folder, world.device_type, events.say)
         usable = tokenize_prompts(rows, tokenizer, task.template, task.max_prompt_tokens, task.long_prompts)
         prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
-    events.say(f"{len(usable)} prompts of {len(rows)} rows ({task.source})")
+    events.say(f"{len(usable)} prompts of {len(rows)} rows ({', '.join(task.source)})")
     config = replace(config, weights=replace(config.weights, transport=transport))
     run = replace(run, config=config)
     events.say(f'weights.transport = "{transport}" ({reason})')
@@ -170,6 +174,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         reference=reference,
         kl_control=KlControl(config.algorithm.kl_coefficient, config.algorithm.kl_target, config.algorithm.kl_horizon),
         prompts=prompts,
+        reward=reward,
         tokenizer=tokenizer,
     )
 
@@ -285,7 +290,7 @@ def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
                 config.model.dtype,
                 world.device_type,
                 config.model.overrides,
-                texts=[row.question + row.answer for row in rows],
+                texts=[row.text for row in rows],
                 weights=config.model.weights == "checkpoint",
             )
         dist.barrier()

@@ -26,7 +26,19 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 def ppo(words: str, kl_control: Any = None, reference: Any = None) -> Ppo:
     """Only with what advantages need."""
-    names = ("dims", "events", "engine", "memory", "sync", "verification", "actor", "critic", "prompts", "tokenizer")
+    names = (
+        "dims",
+        "events",
+        "engine",
+        "memory",
+        "sync",
+        "verification",
+        "actor",
+        "critic",
+        "prompts",
+        "reward",
+        "tokenizer",
+    )
     missing: dict[str, Any] = dict.fromkeys(names)
     world: Any = SimpleNamespace(rank=0)
     return Ppo(config=parse(words.split()).config, world=world, kl_control=kl_control, reference=reference, **missing)

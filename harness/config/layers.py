@@ -131,6 +131,7 @@ def _checked(key: str, value: Any, kind: Any, source: str) -> Any:
         fits, wanted = value in get_args(kind), f"one of {_listed(get_args(kind))}"
     elif get_origin(kind) is tuple:
         (kind, *others), choices = get_args(kind), get_args(get_args(kind)[0])
+        value = [value] if kind is str and type(value) is str else value
         number, many = kind in (int, float), f"{1 + len(others)} " if others != [...] else ""
         wanted = f"a list of {_listed(choices) or many + SEVERAL[kind]}" + " without repeats" * (not number)
         fits = isinstance(value, list) and (not many or len(value) == 1 + len(others))

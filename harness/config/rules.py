@@ -11,6 +11,7 @@ from harness.config.fault_spec import check_fault
 from harness.config.layers import ConfigError, nearest, shown
 from harness.config.schema import Config, Updates
 from harness.runtime.phases import PHASES
+from harness.task.rewards import BY_DATA_SOURCE, REWARDS, is_reward
 from harness.task.tiny_models import ARCHITECTURES, is_tiny
 
 Rule = tuple[bool, str, str]
@@ -150,6 +151,9 @@ def _values(config: Config) -> Iterator[Rule]:
         found = {part[1:] for part in Formatter().parse(config.task.template) if part[1] is not None}
     only = "must have the field {question} and no other ({{ and }} are literal braces)"
     yield found == {("question", "", None)}, "task.template", only
+    yield len(config.task.source) > 0, "task.source", "must name at least one source"
+    named = f"must be one of {', '.join(REWARDS)}, {BY_DATA_SOURCE}, or your own as module:function or FILE.py:function"
+    yield is_reward(config.task.reward), "task.reward", named
 
 
 def _batches(config: Config) -> Iterator[Rule]:

@@ -99,20 +99,20 @@ class Engine:
 class Task:
     """Prompts, and the rule that scores a response."""
 
-    source: str = "arithmetic"
-    """arithmetic (word problems made by the harness), a folder of jsonl or parquet files, or a hub id."""
+    source: tuple[str, ...] = ("arithmetic",)
+    """One or several: arithmetic (word problems made by the harness), a folder of jsonl or parquet files, such a file, or a hub id. Rows are verl's (prompt as messages, reward_model.ground_truth, data_source), or have question and answer."""
     split: str = "train"
-    """Which file stem (folder) or split (hub id) to read."""
+    """Which file stem (folder) or split (hub id) to read; a file has none."""
     rows: int = 0
-    """How many rows to use, from the first; 0 means all."""
+    """How many rows to use, from the first of all sources; 0 means all."""
     template: str = "Question: {question}\nAnswer: "
-    """The prompt; {question} is replaced by the row's question."""
+    """The prompt of a row with a question, which replaces {question}; messages go through the tokenizer's chat template."""
     max_prompt_tokens: int = 256
     """Longest prompt; see long_prompts."""
     long_prompts: Literal["filter", "error"] = "filter"
     """filter: leave out prompts longer than max_prompt_tokens. error: fail, naming the row."""
-    reward: Literal["gsm8k", "digits"] = "gsm8k"
-    """gsm8k: 1 if the number after #### is right. digits: the share of the response's characters that are digits."""
+    reward: str = "gsm8k"
+    """gsm8k: 1 if the number after #### is right, however it is written. gsm8k_strict: as verl reads it. math: 1 if math-verify finds the ground truth. digits: the share of the response's characters that are digits. data_source: gsm8k_strict or math, by the row. module:function, or FILE.py:function: your own, called as verl calls it, with data_source, solution_str, ground_truth and extra_info."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,14 +3,13 @@
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from harness.task.arithmetic import make_problems
-from harness.task.rewards import extract_answer
 
 ARITHMETIC_SEEDS = {"train": 0, "test": 1}
 """The splits of source "arithmetic", and the seed of each."""
@@ -24,11 +23,21 @@ _LARGEST_CHECKED = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row in GSM8K's schema; `where` says where it came from, for messages."""
+    """One row; `where` says where it came from, for messages."""
 
-    question: str
-    answer: str
+    prompt: str | list[dict[str, str]]
+    """A question, for task.template, or messages {role, content}, for the tokenizer's chat template."""
+    ground_truth: Any
+    """What a reward compares a response with: of an answer that ends in "#### N", the N."""
     where: str
+    data_source: str = ""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """All its text: what a tiny model's tokenizer is trained on."""
+        texts = [self.prompt] if isinstance(self.prompt, str) else [each["content"] for each in self.prompt]
+        return "".join([*texts, self.extra_info.get("answer") or str(self.ground_truth)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +46,23 @@ class Prompt:
 
     index: int
     input_ids: list[int]
-    answer: str
+    row: Row
 
 
-def load_rows(source: str, split: str, rows: int = 0) -> list[Row]:
-    """Load the first `rows` rows (0: all) of a split.
+def load_rows(sources: Sequence[str], split: str, rows: int = 0) -> list[Row]:
+    """Load the first `rows` rows (0: all) of a split of all sources, one after the other.
 
-    `source` is "arithmetic", a folder with one <split>.jsonl or <split>.parquet for each split, or a hub id.
-    Each row must have the texts `question` and `answer`, the answer ending in "#### N".
+    A source is "arithmetic", a folder with one <split>.jsonl or <split>.parquet for each split, such a file, whatever the
+    split, or a hub id. A row is verl's (`prompt`, a list of messages, `reward_model.ground_truth`, `data_source`), or has
+    the texts `question` and `answer`.
     Raise ValueError: a missing folder or split (it names those there are), no rows, a row with a wrong field
     (it names file, line and field), or a hub that does not answer (the cause is chained).
     """
-    if source == "arithmetic":
-        if split not in ARITHMETIC_SEEDS:
-            splits = ", ".join(ARITHMETIC_SEEDS)
-            raise ValueError(f'task.split of source arithmetic must be one of {splits}, got "{split}"')
-        problems = make_problems(rows or ARITHMETIC_ROWS, ARITHMETIC_SEEDS[split])
-        records = _numbered(problems, f"arithmetic/{split}")
-    elif is_hub_id(source):
-        records = _numbered(_hub_records(source, split), f"{source}/{split}")
-    else:
-        path = _file(source, split)
-        records = _jsonl_records(path) if path.suffix == ".jsonl" else _numbered(_parquet_records(path), str(path))
-    found = [_row(record, where) for where, record in islice(records, rows or None)]
+    found = list(islice(chain.from_iterable(_rows(source, split, rows) for source in sources), rows or None))
     if not found:
-        raise ValueError(f'task.split = "{split}" of task.source = "{source}" has no rows: it must have at least one')
+        raise ValueError(
+            f'task.split = "{split}" of task.source = {_shown(sources)} has no rows: it must have at least one'
+        )
     return found
 
 
@@ -70,24 +71,25 @@ def is_hub_id(source: str) -> bool:
 
     Raise ValueError where it is nothing at all.
     """
-    if source == "arithmetic" or Path(source).exists():
+    if source == "arithmetic" or Path(source).expanduser().exists():
         return False
     if _HUB_ID.fullmatch(source):
         return True
-    raise ValueError(f'task.source must be arithmetic, an existing folder or a hub id, OWNER/NAME, got "{source}"')
+    raise ValueError(
+        f'task.source must be arithmetic, an existing folder or file, or a hub id, OWNER/NAME, got "{source}"'
+    )
 
 
-def check_rows(source: str, split: str, rows: int) -> int | None:
+def check_rows(sources: Sequence[str], split: str, rows: int) -> tuple[list[Row], bool]:
     """Raise load_rows's ValueError as far as it can be known at once and without network.
 
-    Return how many rows there are; None where that is not known: of a hub id, of a file that is large or needs pyarrow.
+    Return the rows that are known, and whether they are all: not of a hub id, of a file that is large or needs pyarrow.
     """
-    if is_hub_id(source) or (source != "arithmetic" and _file(source, split).stat().st_size > _LARGEST_CHECKED):
-        return None
+    known = [each for each in sources if not is_hub_id(each) and (each == "arithmetic" or _is_small(each, split))]
     try:
-        return len(load_rows(source, split, rows))
+        return (load_rows(known, split, rows) if known else []), len(known) == len(sources)
     except ModuleNotFoundError:
-        return None
+        return [], False
 
 
 def tokenize_prompts(
@@ -95,13 +97,17 @@ def tokenize_prompts(
 ) -> list[Prompt]:
     """Make one prompt a row, in order, each of at most `max_prompt_tokens` tokens (special tokens counted).
 
-    long_prompts "filter" leaves longer ones out. Raise ValueError: a longer prompt where it is "error", no prompts left.
+    long_prompts "filter" leaves longer ones out. Raise ValueError: a longer prompt where it is "error", no prompts left,
+    messages for which the tokenizer has no chat template.
     """
     prompts = []
     for index, row in enumerate(rows):
-        input_ids = tokenizer.encode(template.format(question=row.question))
+        if isinstance(row.prompt, str):
+            input_ids = tokenizer.encode(template.format(question=row.prompt))
+        else:
+            input_ids = _apply_chat_template(row, tokenizer)
         if len(input_ids) <= max_prompt_tokens:
-            prompts.append(Prompt(index, input_ids, row.answer))
+            prompts.append(Prompt(index, input_ids, row))
         elif long_prompts == "error":
             raise ValueError(
                 f"the prompt of {row.where} has {len(input_ids)} tokens: task.max_prompt_tokens = {max_prompt_tokens} "
@@ -142,13 +148,53 @@ class PromptSampler:
         return [self.prompts[i] for i in order[start : start + self.prompts_per_step]]
 
 
-def _file(source: str, split: str) -> Path:
-    """Return the one file of a folder that has the split."""
-    folder = Path(source)
-    if not folder.is_dir():
+def _apply_chat_template(row: Row, tokenizer: Any) -> list[int]:
+    if not tokenizer.chat_template:
         raise ValueError(
-            f'task.source = "{source}" is a file: it must be the folder of that file, with its stem as task.split'
+            f"the prompt of {row.where} is a list of messages, and the tokenizer of model.name has no chat template: give a"
+            " model whose tokenizer has one, such as an instruct model, or rows with question and answer"
         )
+    try:
+        found: list[int] = tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # jinja2's; a template may refuse roles, or their order
+        cause = " ".join(str(error).split())
+        raise ValueError(f"the prompt of {row.where} does not fit the tokenizer's chat template: {cause}") from error
+    return found
+
+
+def _shown(sources: Sequence[str]) -> str:
+    return ", ".join(f'"{source}"' for source in sources)
+
+
+def _is_small(source: str, split: str) -> bool:
+    return _file(source, split).stat().st_size <= _LARGEST_CHECKED
+
+
+def _rows(source: str, split: str, rows: int) -> Iterator[Row]:
+    """Yield the rows of one source, the first `rows` where they are made here."""
+    data_source = ""
+    if source == "arithmetic":
+        if split not in ARITHMETIC_SEEDS:
+            splits = ", ".join(ARITHMETIC_SEEDS)
+            raise ValueError(f'task.split of source arithmetic must be one of {splits}, got "{split}"')
+        problems = make_problems(rows or ARITHMETIC_ROWS, ARITHMETIC_SEEDS[split])
+        records = _numbered(problems, f"arithmetic/{split}")
+    elif is_hub_id(source):
+        data_source = source
+        records = _numbered(_hub_records(source, split), f"{source}/{split}")
+    else:
+        path = _file(source, split)
+        records = _jsonl_records(path) if path.suffix == ".jsonl" else _numbered(_parquet_records(path), str(path))
+    return (_row(record, where, data_source) for where, record in records)
+
+
+def _file(source: str, split: str) -> Path:
+    """Return the source, where it is a file, or the one file of a folder that has the split."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        if folder.suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f'task.source = "{source}" is a file: it must end in .jsonl or .parquet, or be a folder')
+        return folder
     files = sorted(path for path in folder.iterdir() if path.suffix in (".jsonl", ".parquet"))
     matching = [path for path in files if path.stem == split]
     if not matching:
@@ -205,14 +251,52 @@ def _hub_records(name: str, split: str) -> Iterator[Any]:
         ) from error
 
 
-def _row(record: Any, where: str) -> Row:
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is a {type(record).__name__}: it must be an object with question and answer")
-    for field in ("question", "answer"):
-        if field not in record:
-            raise ValueError(f"{where} has no field {field!r}: it must have question and answer")
-        if not isinstance(record[field], str):
-            raise ValueError(f"{where} has a {type(record[field]).__name__} as {field!r}: it must be a text")
-    if extract_answer(record["answer"]) is None:
-        raise ValueError(f"{where} has no number after #### in 'answer': it must end in \"#### N\"")
-    return Row(record["question"], record["answer"], where)
+def _row(record: Any, where: str, data_source: str) -> Row:
+    if not isinstance(record, Mapping):
+        raise ValueError(
+            f"{where} is a {type(record).__name__}: it must be an object with question and answer, or with prompt"
+        )
+    data_source = record.get("data_source") or data_source
+    if "prompt" in record:
+        return Row(
+            _messages(record, where), _ground_truth(record, where), where, data_source, record.get("extra_info") or {}
+        )
+    for name in ("question", "answer"):
+        if name not in record:
+            raise ValueError(f"{where} has no field {name!r}: it must have question and answer, or prompt")
+        if not isinstance(record[name], str):
+            raise ValueError(f"{where} has a {type(record[name]).__name__} as {name!r}: it must be a text")
+    number = record["answer"].rpartition("####")[2].strip()
+    return Row(record["question"], number, where, data_source, {name: record[name] for name in ("question", "answer")})
+
+
+def _messages(record: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    found = _plain(record["prompt"])
+    if not isinstance(found, list):
+        raise ValueError(
+            f"{where} has a {type(found).__name__} as 'prompt': it must be a list of messages, role and content"
+        )
+    for number, message in enumerate(found, 1):
+        for name in ("role", "content"):
+            text = message.get(name) if isinstance(message, Mapping) else None
+            if not isinstance(text, str):
+                what = f"a {type(text).__name__} as {name!r}" if isinstance(message, Mapping) else "no fields"
+                raise ValueError(f"{where} has {what} in message {number} of 'prompt': role and content must be texts")
+    if not any(message["content"].strip() for message in found):
+        raise ValueError(f"{where} has an empty 'prompt': at least one message must have a content")
+    return [{"role": message["role"], "content": message["content"]} for message in found]
+
+
+def _ground_truth(record: Mapping[str, Any], where: str) -> Any:
+    outer = record.get("reward_model")
+    found = _plain(outer.get("ground_truth")) if isinstance(outer, Mapping) else None
+    if found is None or found in ("", []):
+        raise ValueError(
+            f"{where} has no reward_model.ground_truth: it must have what a reward compares a response with"
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return lists and numbers for numpy's."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -32,6 +32,10 @@ Overrides = Mapping[str, Any]
 
 PAD, EOS = "<pad>", "<eos>"
 VOCAB_SIZE = 512
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 _MAX_POSITIONS = 2048
 # A pair is the value on the CPU and on CUDA. Heads, key-value heads, experts and intermediate sizes divide by tp up to 4.
 # On CUDA head_dim and the MLA sizes are real ones, since attention kernels are specialised for them. initializer_range is
@@ -185,7 +189,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """Train a byte-level BPE of exactly `vocab_size` tokens: <pad> is 0, <eos> is 1, then 256 bytes, then merges.
 
     Any text encodes, and decodes back. Each digit is a token of its own. Where `texts` give too few merges,
-    special tokens <unused0>, <unused1>, ... fill up, so that every id a model samples is a token.
+    special tokens <unused0>, <unused1>, ... fill up, so that every id a model samples is a token. Its chat template writes
+    "role: content" lines.
     The same texts give the same tokenizer. Raise ValueError if vocab_size is too small for the bytes.
     """
     if vocab_size < 258:
@@ -206,4 +211,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.train_from_iterator(texts, trainer)
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([f"<unused{i}>" for i in range(missing)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, chat_template=CHAT_TEMPLATE
+    )

@@ -17,7 +17,7 @@ from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.cli import parse
-from harness.config.layers import ConfigError
+from harness.config.layers import ConfigError, shown
 from harness.config.rules import check_transport, check_unquantized
 from harness.config.schema import Config
 from harness.rollout import sglang_api
@@ -26,6 +26,7 @@ from harness.rollout.sglang_api import source
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.data import check_rows, is_hub_id
+from harness.task.rewards import check_math_verify, check_reward
 from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools import environments
 from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
@@ -114,14 +115,17 @@ def _check(config: Config, device: Device, on_hub: bool) -> Fields:
         check_unquantized(fields, config.model.name)
         for sentence in refusals(fields, config, device):
             raise ConfigError(sentence)
-    rows = check_rows(task.source, task.split, task.rows)
-    if rows is not None and rows < prompts:
+    rows, are_all = check_rows(task.source, task.split, task.rows)
+    check_reward(task.reward, rows)
+    if are_all and len(rows) < prompts:
         raise ConfigError(
-            f"rollout.prompts_per_step = {prompts} is more than the {rows} rows of task.source ="
-            f' "{task.source}": a step takes no prompt twice.'
+            f"rollout.prompts_per_step = {prompts} is more than the {len(rows)} rows of task.source ="
+            f" {shown(task.source)}: a step takes no prompt twice."
         )
-    if on_hub and is_hub_id(task.source):
-        _look_up("dataset", "task.source", task.source)
+    if on_hub:
+        check_math_verify(task.reward, rows)
+        for each in filter(is_hub_id, task.source):
+            _look_up("dataset", "task.source", each)
     return fields
 
 

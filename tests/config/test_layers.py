@@ -81,6 +81,12 @@ def test_a_list_of_numbers_is_read_likewise_and_reads_back(text: str, tmp_path: 
     assert parse([str(tmp_path / "a.toml")]).config == config
 
 
+def test_a_list_of_texts_may_be_one_text_in_a_file() -> None:
+    for source in ("openai/gsm8k", ["openai/gsm8k"]):
+        config = build_config([Layer("a.toml", {"task": {"source": source}})])
+        assert config.task.source == ("openai/gsm8k",)
+
+
 def test_a_list_of_names_in_a_file_reads_back_and_is_replaced_whole(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("[memory]\noffload_parameters = ['actor', 'reference']\noffload_gradients = ['critic']\n")

@@ -42,5 +42,6 @@ def test_count(count):
 
 def test_a_problem_scores_itself():
     problem = make_problems(1, seed=0)[0]
-    assert gsm8k_reward(problem["answer"], problem["answer"]) == 1.0
-    assert gsm8k_reward(problem["question"], problem["answer"]) == 0.0
+    number = problem["answer"].rpartition("#### ")[2]
+    assert gsm8k_reward(problem["answer"], number) == 1.0
+    assert gsm8k_reward(problem["question"], number) == 0.0

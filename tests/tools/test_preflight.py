@@ -60,6 +60,13 @@ MISTAKES = {
     "--task.source {dir}/data --task.split no_column": "no_column.jsonl line 1 has no field 'answer'",
     "--task.source {dir}/data --task.split no_number": "no number after ####",
     "--task.source {dir}/data --task.split other_columns": "row 1 has no field 'question'",
+    "--task.source {dir}/data --task.split no_messages": "row 1 has a str as 'prompt': it must be a list of messages",
+    "--task.source {dir}/data/no_truth.parquet": "no_truth.parquet row 1 has no reward_model.ground_truth",
+    "--task.source arithmetic,{dir}/data/no_truth.parquet": "row 1 has no reward_model.ground_truth",
+    "--task.reward gsm9k": "must be one of gsm8k, gsm8k_strict, math, digits, data_source, or your own as module:function",
+    "--task.reward {dir}/own.py:scores": "own.py has no function scores",
+    "--task.reward no_such_module:score": "no_such_module is no module that Python finds",
+    "--task.reward data_source": 'arithmetic/train row 1 has data_source "", and task.reward = "data_source" scores openai/gsm8k',
     "--task.source {dir}/data --task.split few": "is more than the 2 rows",
     "--task.source arithmetc": 'OWNER/NAME, got "arithmetc"',
     "--task.template {{question}}{{hint}}": "must have the field {{question}} and no other",
@@ -119,7 +126,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, rows in lines.items():
         text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
         (path / "data" / f"{split}.jsonl").write_text(text)
-    parquet.write_table(pyarrow.table({"prompt": ["?"] * 9}), path / "data" / "other_columns.parquet")
+    for name, prompt in (("no_messages", "?"), ("no_truth", [{"role": "user", "content": "?"}])):
+        parquet.write_table(pyarrow.table({"prompt": [prompt] * 9}), path / "data" / f"{name}.parquet")
+    (path / "own.py").write_text("def score(**_): return 1.0")
+    parquet.write_table(pyarrow.table({"text": ["?"] * 9}), path / "data" / "other_columns.parquet")
     return path
 
 

@@ -118,7 +118,7 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
     states = psutil.net_if_stats()
     key = "weights.folder" if config.weights.folder else "run.dir"
     folder = Path(config.weights.folder or config.run.dir or "runs").absolute()
-    paths = {"model.name": config.model.name, "task.source": config.task.source}
+    paths = [("model.name", config.model.name), *(("task.source", source) for source in config.task.source)]
     return RankFacts(
         rank=launch.rank,
         pid=os.getpid(),
@@ -145,7 +145,9 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
         environment={
             name: redact.variable(name, environment[name]) for name in sorted(environment) if name.startswith(COMPARED)
         },
-        absent=tuple(f"{name} = {path}" for name, path in paths.items() if "/" in path and not Path(path).exists()),
+        absent=tuple(
+            f"{name} = {path}" for name, path in paths if "/" in path and not Path(path).expanduser().exists()
+        ),
     )
 
 

@@ -38,7 +38,7 @@ def test_a_folder_that_is_not_there_has_no_room() -> None:
 
 def test_absent_is_what_may_be_a_path_and_is_not_there(tmp_path: Path) -> None:
     config = Config(model=Model(name=str(tmp_path)))
-    config.task.source = "openai/gsm8k"
+    config.task.source = ("openai/gsm8k",)
     assert collect(config, LAUNCH, TORCHRUN).absent == ("task.source = openai/gsm8k",)
     assert collect(Config(), LAUNCH, TORCHRUN).absent == ()
 
