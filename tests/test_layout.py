@@ -35,6 +35,7 @@ TOOLS = {
     "observers": {"hosts", "inject", "watchdog"},
     "plan": set(),
     "preflight": {"environments", "plan"},
+    "prepare_data": set(),
     "process_tree": set(),
     "report": {"diagnose", "export"},
     "repro": {"diagnose", "hosts", "process_tree"},

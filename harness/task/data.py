@@ -170,21 +170,25 @@ def _is_small(source: str, split: str) -> bool:
     return _file(source, split).stat().st_size <= _LARGEST_CHECKED
 
 
-def _rows(source: str, split: str, rows: int) -> Iterator[Row]:
-    """Yield the rows of one source, the first `rows` where they are made here."""
-    data_source = ""
+def read_records(source: str, split: str, rows: int = 0) -> Iterator[tuple[str, Any]]:
+    """Return where each record of one source is from, and the record as it is; of "arithmetic", the first `rows`.
+
+    Raise load_rows's ValueError, but for fields of a row.
+    """
     if source == "arithmetic":
         if split not in ARITHMETIC_SEEDS:
             splits = ", ".join(ARITHMETIC_SEEDS)
             raise ValueError(f'task.split of source arithmetic must be one of {splits}, got "{split}"')
-        problems = make_problems(rows or ARITHMETIC_ROWS, ARITHMETIC_SEEDS[split])
-        records = _numbered(problems, f"arithmetic/{split}")
-    elif is_hub_id(source):
-        data_source = source
-        records = _numbered(_hub_records(source, split), f"{source}/{split}")
-    else:
-        path = _file(source, split)
-        records = _jsonl_records(path) if path.suffix == ".jsonl" else _numbered(_parquet_records(path), str(path))
+        return _numbered(make_problems(rows or ARITHMETIC_ROWS, ARITHMETIC_SEEDS[split]), f"arithmetic/{split}")
+    if is_hub_id(source):
+        return _numbered(_hub_records(source, split), f"{source}/{split}")
+    path = _file(source, split)
+    return _jsonl_records(path) if path.suffix == ".jsonl" else _numbered(_parquet_records(path), str(path))
+
+
+def _rows(source: str, split: str, rows: int) -> Iterator[Row]:
+    records = read_records(source, split, rows)
+    data_source = source if source != "arithmetic" and is_hub_id(source) else ""
     return (_row(record, where, data_source) for where, record in records)
 
 

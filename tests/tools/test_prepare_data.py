@@ -1,0 +1,108 @@
+"""GSM8K and MATH in verl's schema, from small local files that stand for the hub's rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.task.data import load_rows
+from harness.task.rewards import check_reward
+from harness.tools.prepare_data import last_boxed, number_after_mark
+from launch import prepare_data
+
+GSM8K = [
+    {"question": "Ana has 1,000 and 80?", "answer": "1,000 + 80 = <<1000+80=1080>>1,080\n#### 1,080"},
+    {"question": "Ben owes 3?", "answer": "#### -3"},
+]
+MATH = [
+    {"problem": "Half of one?", "solution": r"First $\boxed{1}$, then $\boxed{\frac{1}{2}}$.", "level": "Level 1"},
+    {"problem": "One?", "solution": r"It is $\boxed 1$.", "level": "Level 1"},
+]
+
+
+def write(folder: Path, train: list[dict[str, str]], test: list[dict[str, str]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for split, records in (("train", train), ("test", test)):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return folder
+
+
+def test_gsm8k_has_the_schema_of_verl_and_is_read_back(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    source, out = write(tmp_path / "raw", GSM8K, GSM8K[:1]), tmp_path / "deep" / "out"
+    assert prepare_data.main(["gsm8k", str(out), "--source", str(source)]) == 0
+    assert sorted(each.name for each in out.iterdir()) == ["test.parquet", "train.parquet"]
+    first, _ = parquet.read_table(out / "train.parquet").to_pylist()
+    assert first == {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {
+                "role": "user",
+                "content": 'Ana has 1,000 and 80? Let\'s think step by step and output the final answer after "####".',
+            }
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1080"},
+        "extra_info": {"split": "train", "index": 0, **GSM8K[0]},
+    }
+    rows = load_rows([str(out)], "train")
+    check_reward("data_source", rows)
+    assert [(row.ground_truth, row.extra_info["index"]) for row in rows] == [("1080", 0), ("-3", 1)]
+    assert len(load_rows([str(out)], "test")) == 1
+
+
+def test_math_has_the_last_boxed_answer(tmp_path: Path) -> None:
+    source = write(tmp_path / "raw", MATH, MATH)
+    assert prepare_data.main(["math", str(tmp_path), "--source", str(source)]) == 0
+    rows = load_rows([str(tmp_path / "train.parquet")], "train")
+    check_reward("data_source", rows)
+    assert [row.ground_truth for row in rows] == [r"\frac{1}{2}", "1"]
+    assert rows[0].prompt[0]["content"].endswith(r" output the final answer within \boxed{}.")
+    assert rows[0].data_source == "DigitalLearningGmbH/MATH-lighteval" and rows[0].extra_info["split"] == "train"
+
+
+@pytest.mark.parametrize(
+    ("solution", "boxed"),
+    [
+        (r"\boxed{\text{a {b} c}} end", r"\text{a {b} c}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed{1} and \boxed {2}", "2"),
+        (r"\boxed{1", None),
+        (r"\boxed{}", None),
+        ("none", None),
+    ],
+)
+def test_last_boxed(solution: str, boxed: str | None) -> None:
+    assert last_boxed(solution) == boxed
+
+
+def test_numbers_after_the_mark() -> None:
+    assert [number_after_mark(text) for text in ("#### 1,234.5", "#### -3 ####", "1234")] == ["1234.5", "-3", None]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "record", "message"),
+    [
+        ("gsm8k", {"question": "?", "answer": "3"}, "train.jsonl line 2 has no number after #### in 'answer'"),
+        ("gsm8k", MATH[0], "train.jsonl line 2 must have the texts question and answer"),
+        (
+            "math",
+            {"problem": "?", "solution": r"\boxed{3"},
+            r"train.jsonl line 2 has no \boxed{} that closes in 'solution'",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: str, record: dict[str, str], message: str
+) -> None:
+    good = GSM8K if dataset == "gsm8k" else MATH
+    source = write(tmp_path / "raw", [good[0], record], good)
+    assert prepare_data.main([dataset, str(tmp_path / "out"), "--source", str(source)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.parquet"))
+
+
+def test_a_wrong_command_line_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare_data.main(["gsm9k", "out"]) == 2
+    assert "invalid choice: 'gsm9k'" in capsys.readouterr().err
