@@ -40,6 +40,7 @@ TOOLS = {
     "report": {"diagnose", "export"},
     "repro": {"diagnose", "hosts", "process_tree"},
     "sync": set(),
+    "verl": set(),
     "watchdog": {"diagnose", "process_tree"},
 }
 """Tools -> the other tools that each may import; the reference is open to all."""
@@ -51,6 +52,7 @@ LIGHT = (
     "harness.tools.watchdog.watchdog",
     "harness.tools.plan.memory_estimate",
     "harness.tools.preflight",
+    "harness.tools.verl.translate",
 )
 """What must start at once, so without torch."""
 

@@ -1,0 +1,107 @@
+"""Write a verl command as a config of this harness: the same shape of PPO, by torchrun, without Ray.
+
+    python3 launch/from_verl.py -- python3 -m verl.trainer.main_ppo data.train_batch_size=1024 ... > run.toml
+    python3 launch/from_verl.py --out run.toml run_qwen2-7b.sh trainer.total_epochs=1
+    python3 launch/from_verl.py --tiny --hosts 2 --out tiny.toml - < run_qwen2-7b.sh
+
+After --, the command; or a script, - for standard input, and its arguments. A script is expanded by bash, restricted and
+without a PATH: nothing in it is started, no file is written. Each override is mapped, or listed as irrelevant, as
+unsupported with what it would change, or as unknown; a key that the command does not name has verl's default. Exit codes:
+0 written, and nothing is missing; 1 written, and something is unsupported or unknown; 2 the command cannot be read.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import _checkout
+
+_checkout.use()
+
+from harness.config.cli import read_known_options
+from harness.config.layers import ConfigError
+from harness.runtime.errors import exit_with, report_user_error
+from harness.task.tiny_models import ARCHITECTURES
+from harness.tools.verl.overrides import Release
+from harness.tools.verl.shell_script import VerlCommand, command_of_script, command_of_words
+from harness.tools.verl.translate import launch_lines, summary, translate
+
+
+@dataclass(kw_only=True)
+class FromVerlOptions:
+    """Before the script, or before --."""
+
+    out: str = ""
+    """File to write the config to; empty: standard output."""
+    release: Release = "auto"
+    """The release of verl whose keys and defaults count; auto: the newest whose config takes all overrides."""
+    tiny: Literal["", "auto", "qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight"] = ""
+    """A tiny model of the architecture that the path names (--tiny alone), or this one; the built-in arithmetic task, small batches, short lengths, three steps; all parallel sizes as they are."""
+    hosts: int = 0
+    """Also print the command that runs it on so many emulated hosts of this machine."""
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit code."""
+    try:
+        options, command = read(arguments)
+        if options.hosts < 0:
+            raise ConfigError(f"--hosts must be at least 1, got {options.hosts}.")
+        found = translate(command, options.release, options.tiny)
+        lines = launch_lines(found, options.out or "run.toml", options.hosts)
+    except (ValueError, OSError) as error:
+        return report_user_error(error, rank=0)
+    if options.out:
+        Path(options.out).write_text(found.toml, encoding="utf-8")
+    else:
+        print(found.toml, end="")
+    print(summary(found), *(f"+ {line}" for line in lines), sep="\n", file=sys.stdout if options.out else sys.stderr)
+    return 0 if found.is_whole else 1
+
+
+def read(arguments: list[str]) -> tuple[FromVerlOptions, VerlCommand]:
+    """Return the options and verl's command. Raise ConfigError for what is neither."""
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    before, after = arguments[:split], arguments[split + 1 :]
+    # --tiny may stand alone, before a script too.
+    before = [
+        "--tiny=auto" if word == "--tiny" and (before[number + 1 : number + 2] or [""])[0] not in TINY else word
+        for number, word in enumerate(before)
+    ]
+    own = leading_options(before)
+    options, rest = read_known_options(FromVerlOptions, "launch/from_verl.py [SCRIPT ...]", __doc__ or "", before[:own])
+    if rest:
+        raise ConfigError(f"{rest[0]} is not an option; launch/from_verl.py --help lists what there is.")
+    script = before[own:]
+    if script and split < len(arguments):
+        raise ConfigError(f"{script[0]} and a command after -- are given; give one.")
+    if not script:
+        return options, command_of_words(after)
+    text = sys.stdin.read() if script[0] == "-" else script_text(script[0])
+    return options, command_of_script(text, script[1:], os.environ)
+
+
+TINY = ("auto", *ARCHITECTURES)
+VALUED = ("--out", "--release", "--tiny", "--hosts")
+
+
+def leading_options(words: list[str]) -> int:
+    """Return how many words are options and their values: what follows is a script and its arguments."""
+    number = 0
+    while number < len(words) and words[number].startswith("-") and words[number] != "-":
+        number += 2 if words[number] in VALUED else 1
+    return min(number, len(words))
+
+
+def script_text(name: str) -> str:
+    """Return a script. Raise ConfigError where there is none."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}; give a script, or a command after --.") from error
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])

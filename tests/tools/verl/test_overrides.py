@@ -1,0 +1,123 @@
+"""Hydra's grammar, verl's keys by release, and which release a command is of."""
+
+from typing import Any
+
+import pytest
+
+from harness.config.layers import ConfigError
+from harness.tools.verl.overrides import (
+    RELEASES,
+    VerlConfig,
+    choose_release,
+    defaults,
+    flatten,
+    is_known,
+    nearest_key,
+    parse_override,
+    parse_value,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("null", None),
+        ("True", True),
+        ("false", False),
+        ("1024", 1024),
+        ("1e-6", 1e-6),
+        (".5", 0.5),
+        ("-1", -1),
+        ("'1024'", "1024"),
+        ("", ""),
+        ("Qwen/Qwen2-7B", "Qwen/Qwen2-7B"),
+        ("0.4.3.post2", "0.4.3.post2"),
+        ("['a', \"b, c\", 3, null]", ["a", "b, c", 3, None]),
+        ("[]", []),
+        ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
+        ("${data.max_prompt_length}", "${data.max_prompt_length}"),
+        ("${oc.env:HOME}/data", "${oc.env:HOME}/data"),
+    ],
+)
+def test_values(text: str, value: Any) -> None:
+    found = parse_value(text)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("a=1,2", "sweep"),
+        ("a=[1,2", "does not end"),
+        ("a='x", "quote"),
+        ("data.x", "not an override"),
+        ("a=b}", "after its value"),
+    ],
+)
+def test_what_hydra_would_not_read(word: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_override(word)
+
+
+def test_marks_and_tables() -> None:
+    overrides = [
+        parse_override(word) for word in ("a.b=1", "+a.c=2", "++a.d=3", "~a.e", "a.f={g: 4, h: {i: 5}}", "a.b=6")
+    ]
+    assert [each.mark for each in overrides] == ["", "+", "++", "~", "", ""]
+    assert {key: each.value for key, each in flatten(overrides).items()} == {
+        "a.b": 6,
+        "a.c": 2,
+        "a.d": 3,
+        "a.e": None,
+        "a.f.g": 4,
+        "a.f.h.i": 5,
+    }
+
+
+def config(release: str, *words: str) -> VerlConfig:
+    return VerlConfig(release=release, trainer="fsdp", given=flatten([parse_override(word) for word in words]))
+
+
+def test_defaults_of_each_release() -> None:
+    by_release = {release: config(release) for release in RELEASES}
+    entropy = {release: each.get("actor_rollout_ref.actor.entropy_coeff") for release, each in by_release.items()}
+    assert entropy["0.2"] == entropy["0.3"] == 0.001 and {entropy[each] for each in RELEASES[2:]} == {0}
+    padding = [each.get("actor_rollout_ref.model.use_remove_padding") for each in by_release.values()]
+    assert padding == [False] * 6 + [True] * 3
+    assert "algorithm.use_kl_in_reward" not in defaults("0.3", "fsdp") and "critic.fsdp.param_offload" in defaults(
+        "0.9", "fsdp"
+    )
+    assert "critic.model.fsdp_config.param_offload" not in defaults("0.9", "fsdp")
+    assert "actor_rollout_ref.actor.megatron.tensor_model_parallel_size" in defaults("0.6", "megatron")
+
+
+def test_references_follow_overrides_then_defaults() -> None:
+    for release in RELEASES:
+        found = config(release, "actor_rollout_ref.actor.ppo_mini_batch_size=64", "data.max_prompt_length=7")
+        assert found.get("critic.ppo_mini_batch_size") == 64 and found.get("critic.ppo_epochs") == 1
+        assert found.get("actor_rollout_ref.rollout.prompt_length") == 7
+        assert found.get("actor_rollout_ref.rollout.response_length") == 512
+    own = config("0.9", "trainer.project_name=p", "x.y=${trainer.project_name}/${oc.select:no.where,z}")
+    assert own.get("x.y") == "p/z" and own.get("trainer.default_local_dir") == "checkpoints/p/gsm8k"
+
+
+def test_the_release_is_the_newest_that_takes_the_command() -> None:
+    def chosen(*words: str) -> tuple[str, list[str]]:
+        return choose_release(
+            [parse_override(word) for word in ("actor_rollout_ref.rollout.name=sglang", *words)], "fsdp"
+        )
+
+    assert chosen("data.train_batch_size=1")[0] == "0.9"
+    assert chosen("+trainer.val_before_train=False")[0] == "0.3"  # 0.4 has the key, and hydra then refuses the plus
+    assert chosen("critic.model.fsdp_config.param_offload=True")[0] == "0.7"
+    assert chosen("actor_rollout_ref.actor.fsdp_config.grad_offload=True")[0] == "0.2"
+    both, why = chosen("+trainer.val_before_train=False", "critic.fsdp.param_offload=True")
+    assert len(why) == 1 and both in RELEASES
+    assert choose_release([parse_override("data.train_batch_size=1")], "fsdp")[0] == "0.5"  # rollout.name had a default
+
+
+def test_unknown_keys_have_a_nearest_one() -> None:
+    assert not is_known("actor_rollout_ref.rollout.temprature")
+    assert nearest_key("actor_rollout_ref.rollout.temprature") == "actor_rollout_ref.rollout.temperature"
+    assert nearest_key("actor.clip_ratio_low") == "actor_rollout_ref.actor.clip_ratio_low"
+    assert is_known("actor_rollout_ref.rollout.engine_kwargs.sglang.anything") and is_known("data")

@@ -1,0 +1,93 @@
+"""A script's command, as bash expands it, with nothing started and nothing written."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.config.layers import ConfigError
+from harness.tools.verl.shell_script import command_of_script, command_of_words
+
+MAIN = "python3 -m verl.trainer.main_ppo"
+
+
+def words(script: str, *arguments: str, **environment: str) -> tuple[str, ...]:
+    return command_of_script(script, arguments, {"HOME": "/h", **environment}).words
+
+
+def test_variables_quotes_continuations_comments_arrays_and_arguments() -> None:
+    script = f"""#!/usr/bin/env bash
+set -xeuo pipefail
+A=$HOME/x; B=${{B:-"two words"}}; N=$((1024 * 2))  # a comment's quote
+LIST="['$A', '$B']"
+ARRAY=(
+    one=1   # why
+    "two=$B"
+)
+ARRAY+=(three=$N)
+export PATH=/opt/bin:$PATH
+PYTHONUNBUFFERED=1 {MAIN} \\
+    data.train_files="$LIST" \\
+    trainer.logger=['console','wandb'] \\
+    "${{ARRAY[@]}}" $@ > run.log 2>&1
+"""
+    assert words(script, "last=1", "more=2") == (
+        "data.train_files=['/h/x', 'two words']",
+        "trainer.logger=[console,wandb]",
+        "one=1",
+        "two=two words",
+        "three=2048",
+        "last=1",
+        "more=2",
+    )
+    assert "two=given" in words(script, B="given")
+
+
+def test_date_is_the_only_command_that_has_a_result() -> None:
+    script = (
+        f"D=${{D:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}}\n{MAIN} name=$(date +%Y)-$D"
+    )
+    [found] = words(script)
+    assert found.startswith("name=20") and found.endswith("-gpu")
+
+
+def test_the_command_of_a_pipe_whose_reader_ends_first_is_whole() -> None:
+    script = f"set -x\n{MAIN} a={'x' * 3000} b={'y' * 3000} 2>&1 | tee run.log"
+    assert [len(word) for word in words(script)] == [3002, 3002]
+
+
+def test_nothing_is_started_or_written_and_it_is_said(tmp_path: Path) -> None:
+    out = tmp_path / "written"
+    script = f"touch {out}\n/bin/touch {out}\necho x > {out}\ncp /etc/passwd {out}\nPATH=/bin:/usr/bin\ntouch {out}\n{MAIN} a=1"
+    found = command_of_script(script, [], {"HOME": "/h"})
+    assert found.words == ("a=1",) and not out.exists()
+    assert [line.split()[0] for line in found.not_run].count("touch") == 2 and "restricted" in str(found.not_run)
+
+
+def test_branches_are_those_of_bash() -> None:
+    script = f'case "${{E:-vllm}}" in sglang) A=(x=1);; *) A=(x=2);; esac\nif [ "$1" = go ]; then shift; {MAIN} "${{A[@]}}" "$@"; fi'
+    assert words(script, "go", "y=3") == ("x=2", "y=3")
+    assert words(script, "go", E="sglang") == ("x=1",)
+    with pytest.raises(ConfigError, match="no command of the script"):
+        words(script)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("python3 -m verl.trainer.main_generation a=1", "another trainer"),
+        (f"{MAIN} a=1\n{MAIN} a=2", "2 commands"),
+        (f"set -u\n{MAIN} a=$NOWHERE", "NOWHERE: unbound variable"),
+        ("echo nothing", "no command of the script"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(script: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        words(script)
+
+
+def test_words_of_a_command_or_overrides_alone() -> None:
+    given = ["nohup", "python3", "-u", "-m", "verl.trainer.main_ppo", "a=1", "+b=2"]
+    assert command_of_words(given).words == command_of_words(["a=1", "+b=2"]).words == ("a=1", "+b=2")
+    for wrong in ([], ["python3", "train.py"]):
+        with pytest.raises(ConfigError, match="no arguments of verl"):
+            command_of_words(wrong)

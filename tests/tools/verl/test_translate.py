@@ -1,0 +1,369 @@
+"""verl's commands as harness configs: the seven of an SGLang guide, the keys of all releases, and what is said of the rest."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.layers import ConfigError, Layer, build_config, key_types
+from harness.config.rules import check
+from harness.config.schema import Config
+from harness.tools.preflight import check_plan
+from harness.tools.verl.overrides import RELEASES, TREES, _histories, parse_override
+from harness.tools.verl.shell_script import VerlCommand, command_of_script
+from harness.tools.verl.translate import Translation, launch_lines, translate
+
+COMMANDS = sorted(Path(__file__).with_name("commands").glob("*.sh"))
+ENVIRONMENT = {"HOME": "/h"}
+NEEDED = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.actor.use_dynamic_bsz=True")
+
+SEVEN: dict[str, dict[str, Any]] = {
+    "dev-release-tp2": {
+        "release": "0.3",
+        "parallel": (2, 2),
+        "rollout.prompts_per_step": 64,
+        "rollout.max_response_tokens": 1,
+        "actor.minibatch_size": 64,
+        "actor.microbatch_size": 16,
+        "critic.microbatch_size": 4,
+        "model.packed": True,
+        "engine.args.mem_fraction_static": 0.4,
+        "algorithm.kl_placement": "reward",
+        "algorithm.kl_coefficient": 0.001,
+        "actor.entropy_coefficient": 0.001,
+        "actor.dual_clip": 0.0,
+        "task.long_prompts": "error",
+        "validation.every": 10,
+        "validation.before_train": False,
+        "run.epochs": 2,
+        "memory.resume": "all",
+    },
+    "memory-saver-tp4": {
+        "release": "0.3",
+        "parallel": (1, 4),
+        "run.epochs": 1,
+        "validation.before_train": True,
+        "memory.offload_parameters": ("actor", "critic", "reference"),
+        "memory.offload_optimizer": ("actor", "critic"),
+    },
+    "sequence-balance-comparison": {
+        "release": "0.3",
+        "parallel": (4, 2),
+        "rollout.prompts_per_step": 2048,
+        "actor.minibatch_size": 512,
+        "actor.tokens_per_microbatch": 24000,
+        "critic.tokens_per_microbatch": 98304,
+        "task.source": ("/h/data/gsm8k/train.parquet", "/h/data/math/train.parquet"),
+        "trackers.names": ("wandb",),
+        "trackers.project": "verl_example_gsm8k",
+        "engine.args.mem_fraction_static": 0.2,
+        "run.epochs": 15,
+    },
+    "single-host-tp2": {
+        "release": "0.7",
+        "parallel": (2, 2),
+        "rollout.prompts_per_step": 4096,
+        "actor.minibatch_size": 64,
+        "actor.microbatch_size": 4,
+        "algorithm.kl_placement": "none",
+        "actor.entropy_coefficient": 0.0,
+        "actor.dual_clip": 3.0,
+        "memory.resume": "staged",
+        "engine.args.max_running_requests": 1024,
+    },
+    "two-hosts-dp1-tp4": {
+        "release": "0.7",
+        "parallel": (1, 4),
+        "task.max_prompt_tokens": 1024,
+        "task.long_prompts": "filter",
+        "actor.minibatch_size": 256,
+        "actor.microbatch_size": 8,
+        "validation.before_train": True,
+    },
+    "two-hosts-dp2-tp2": {
+        "release": "0.7",
+        "parallel": (2, 2),
+        "actor.learning_rate": 1e-6,
+        "critic.learning_rate": 1e-5,
+    },
+    "two-hosts-tp16-llama": {
+        "release": "0.7",
+        "parallel": (1, 16),
+        "model.name": "meta-llama/Llama-3.1-8B-Instruct",
+        "actor.microbatch_size": 16,
+        "critic.microbatch_size": 1,
+        "engine.args.mem_fraction_static": 0.8,
+    },
+}
+"""Name of the command -> what its config must have."""
+
+
+def of_script(path: Path, tiny: str = "") -> Translation:
+    return translate(command_of_script(path.read_text(), [], ENVIRONMENT), tiny=tiny, environment=ENVIRONMENT)
+
+
+def of(*words: str, release: str = "auto", needed: tuple[str, ...] = NEEDED) -> Translation:
+    return translate(VerlCommand(words=(*needed, *words)), release, environment=ENVIRONMENT)
+
+
+def value(config: Config, key: str) -> Any:
+    section, name, *inner = key.split(".", 2)
+    found = getattr(getattr(config, section), name)
+    return found[inner[0]] if inner else found
+
+
+def there(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return what is about keys that the harness has by now."""
+    kinds = key_types()
+    late = {"task.reward", "task.source"} if kinds["task.source"] is str else set()
+    return {key: each for key, each in wanted.items() if ".".join(key.split(".")[:2]) in kinds and key not in late}
+
+
+def loaded(found: Translation) -> Config:
+    return build_config([Layer("test", tomllib.loads(found.toml))])
+
+
+def test_there_are_seven() -> None:
+    assert [path.stem for path in COMMANDS] == sorted(SEVEN)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_each_command_translates_with_nothing_unexplained(path: Path) -> None:
+    found, wanted = of_script(path), dict(SEVEN[path.stem])
+    assert found.is_whole and found.release == wanted.pop("release")
+    words = command_of_script(path.read_text(), [], ENVIRONMENT).words
+    keys = {parse_override(word).key for word in words}
+    assert {parse_override(each.override).key for each in found.verdicts} == keys
+    assert all(each.text for each in found.verdicts)
+    config = loaded(found)
+    assert config == found.config
+    check(config)
+    assert (config.parallel.dp, config.parallel.tp) == wanted.pop("parallel")
+    wanted = there(wanted)
+    assert {key: value(config, key) for key in wanted} == wanted
+    assert config.engine.defaults == "sglang"
+    assert (config.model.dtype, config.model.master_dtype) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_tiny_keeps_the_parallel_sizes_and_can_run(path: Path) -> None:
+    whole, found = of_script(path), of_script(path, tiny="auto")
+    assert found.config.parallel == whole.config.parallel
+    assert found.config.model.name == ("llama" if "llama" in path.stem else "qwen2")
+    assert found.config.rollout.prompts_per_step <= 64 and found.config.run.steps == 3
+    check_plan(loaded(found))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_is_not_named_has_the_releases_default(release: str) -> None:
+    config = of("data.train_batch_size=256", release=release).config
+    old = release in ("0.2", "0.3")
+    assert config.rollout.prompts_per_step == 256 and config.rollout.max_response_tokens == 512
+    assert (config.algorithm.lam, config.actor.learning_rate, config.critic.learning_rate) == (1.0, 1e-6, 1e-5)
+    assert config.actor.weight_decay == config.critic.weight_decay == 0.01
+    assert config.algorithm.kl_placement == ("reward" if old else "none")
+    assert (config.actor.entropy_coefficient, config.actor.dual_clip) == ((0.001, 0.0) if old else (0.0, 3.0))
+    assert config.task.long_prompts == ("filter" if release == "0.2" else "error")
+    assert config.memory.resume == ("all" if RELEASES.index(release) < RELEASES.index("0.6") else "staged")
+    assert config.parallel.tp == 2 and config.parallel.dp == 4
+
+
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=5", "actor_rollout_ref.actor.use_kl_loss=True")
+MAPPED: list[tuple[str, dict[str, Any]]] = [
+    (" ".join(GRPO), {"algorithm.advantage": "grpo", "rollout.responses_per_prompt": 5, "actor.minibatch_size": 1280}),
+    (
+        " ".join(GRPO),
+        {"algorithm.kl_placement": "loss", "algorithm.kl_estimator": "k3", "algorithm.kl_coefficient": 0.001},
+    ),
+    ("algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.normalize_by_std": False}),
+    (
+        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.2",
+        {"algorithm.kl_placement": "reward", "algorithm.kl_estimator": "k1", "algorithm.kl_target": 0.2},
+    ),
+    (
+        "actor_rollout_ref.actor.clip_ratio_low=0.1 actor_rollout_ref.actor.clip_ratio_high=0.28",
+        {"actor.clip_high": 0.28},
+    ),
+    ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", {"critic.loss_aggregation": "seq-mean-token-sum"}),
+    (
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10 data.train_batch_size=1024",
+        {"actor.schedule": "constant_with_warmup", "actor.warmup_steps": 40, "critic.schedule": "constant"},
+    ),
+    (
+        "critic.optim.lr_warmup_steps_ratio=0.05 critic.optim.lr_scheduler_type=cosine",
+        {"critic.schedule": "cosine", "critic.warmup_ratio": 0.05, "actor.warmup_ratio": 0.0},
+    ),
+    (
+        "trainer.critic_warmup=7 trainer.total_training_steps=20",
+        {"algorithm.critic_warmup": 7, "run.steps": 20, "run.epochs": 0},
+    ),
+    (
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=0.6",
+        {"validation.temperature": 0.6},
+    ),
+    ("actor_rollout_ref.rollout.val_kwargs.temperature=0.6", {"validation.temperature": 0.0}),
+    (
+        "+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton",
+        {"engine.args.attention_backend": "triton"},
+    ),
+    ("actor_rollout_ref.rollout.enforce_eager=True", {"engine.args.disable_cuda_graph": True}),
+    ("actor_rollout_ref.rollout.load_format=safetensors", {"engine.initial_weights": "checkpoint"}),
+    ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", {"model.master_dtype": "bfloat16"}),
+    ("custom_reward_function.path=~/r.py custom_reward_function.name=score", {"task.reward": "/h/r.py:score"}),
+    (
+        "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3",
+        {"algorithm.importance_cap": 3.0},
+    ),
+    (
+        "trainer.save_freq=20 trainer.max_actor_ckpt_to_keep=2",
+        {"checkpoint.every": 20, "checkpoint.keep": 2, "checkpoint.resume": "latest"},
+    ),
+    (
+        "trainer.save_freq=20 trainer.resume_mode=disable",
+        {"checkpoint.folder": "checkpoints/verl_examples/gsm8k", "checkpoint.resume": ""},
+    ),
+    (
+        "actor_rollout_ref.rollout.pipeline_model_parallel_size=2 trainer.n_gpus_per_node=2 trainer.nnodes=2",
+        {"parallel.rank_order": "dp,pp,tp"},
+    ),
+    ("critic.fsdp.param_offload=True", {"memory.offload_parameters": ("critic",)}),
+]
+
+
+@pytest.mark.parametrize(("words", "wanted"), MAPPED, ids=lambda each: each if isinstance(each, str) else "")
+def test_keys_have_their_counterparts(words: str, wanted: dict[str, Any]) -> None:
+    found, wanted = of(*words.split()), there(wanted)
+    assert {key: value(found.config, key) for key in wanted} == wanted
+    assert not found.of("unsupported") and not found.of("unknown")
+
+
+SAID: list[tuple[str, str, str]] = [
+    ("actor_rollout_ref.rollout.temprature=1", "unknown", "actor_rollout_ref.rollout.temperature"),
+    ("ray_init.num_cpus=4", "irrelevant", "Ray"),
+    ("algorithm.adv_estimator=remax", "unsupported", "remax"),
+    ("reward_model.enable=True", "unsupported", "rule"),
+    ("reward_model.micro_batch_size=4", "irrelevant", "no reward model"),
+    ("actor_rollout_ref.model.lora_rank=32", "unsupported", "LoRA"),
+    ("actor_rollout_ref.model.lora_rank=0", "irrelevant", "LoRA"),
+    ("actor_rollout_ref.rollout.multi_turn.enable=True", "unsupported", "turns"),
+    ("data.shuffle=False", "unsupported", "shuffled"),
+    ("actor_rollout_ref.actor.clip_ratio=0.1", "irrelevant", "clip_ratio_low"),
+    ("algorithm.kl_ctrl.kl_coef=0.1", "irrelevant", "no KL"),
+    ("+actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=4", "unsupported", "parallel.tp"),
+    ("~data.val_batch_size", "unsupported", "deleted"),
+    ("critic.optim.min_lr_ratio=0.1", "unsupported", "floor"),
+    ("trainer.logger=[console,swanlab]", "unsupported", "swanlab"),
+    ("data.truncation=left", "unsupported", "cut"),
+    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "irrelevant", "memory"),
+    ("critic.ppo_micro_batch_size_per_gpu=2", "irrelevant", "use_dynamic_bsz is true"),
+]
+
+
+@pytest.mark.parametrize(("word", "fate", "reason"), SAID, ids=[word for word, _, _ in SAID])
+def test_what_has_no_counterpart_is_said(word: str, fate: str, reason: str) -> None:
+    found = of(word)
+    [verdict] = [each for each in found.verdicts if each.override == word]
+    assert verdict.fate == fate and reason in verdict.text
+    assert (f"{fate}: {word}: {verdict.text}" in found.toml) and found.is_whole == (fate == "irrelevant")
+
+
+def test_a_critic_is_not_said_to_be_mapped_where_there_is_none() -> None:
+    found = of(*GRPO, "critic.optim.lr=1")
+    [verdict] = [each for each in found.verdicts if each.override == "critic.optim.lr=1"]
+    assert verdict.fate == "irrelevant" and "no critic" in verdict.text
+
+
+def test_an_engine_that_is_not_sglang_is_said() -> None:
+    found = of("actor_rollout_ref.rollout.name=vllm")
+    assert [each.fate for each in found.verdicts if "vllm" in each.override] == ["unsupported"]
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
+def test_every_key_of_every_release_has_a_verdict_and_a_default_that_changes_nothing(trainer: str) -> None:
+    """Give each release's keys their own defaults: none may be unknown; what is unsupported would be so unsaid."""
+    options = ("--config-name=ppo_megatron_trainer",) if trainer == "megatron" else ()
+    for release in RELEASES:
+        silent = of(*options, release=release)
+        words = []
+        for key, default in defaults_of(release, trainer).items():
+            if isinstance(default, dict) or "${" in json.dumps(default) or default == "???" or TREES.match(key):
+                continue
+            text = (
+                "null" if default is None else json.dumps(default) if isinstance(default, list | str) else str(default)
+            )
+            words.append(f"{key}={text}")
+        loud = translate(VerlCommand(words=(*options, *words, *NEEDED)), release, environment=ENVIRONMENT)
+        assert loud.config == silent.config, release
+        assert not loud.of("unknown"), release
+        extra = {each.override for each in loud.of("unsupported")} - {
+            each.override for each in silent.of("unsupported")
+        }
+        assert not extra, (release, extra)
+
+
+def defaults_of(release: str, trainer: str) -> dict[str, Any]:
+    from harness.tools.verl.overrides import defaults
+
+    return dict(defaults(release, "megatron" if trainer == "megatron" else "fsdp"))
+
+
+def test_keys_are_written_oldest_release_first() -> None:
+    for keys in _histories().values():
+        for key, history in keys.items():
+            since = [RELEASES.index(part.split(" ", 1)[0]) for part in history.split("; ") if history != "-"]
+            assert since == sorted(since), key
+
+
+def test_megatron_is_one_sentence_and_its_tables_follow() -> None:
+    found = of(
+        "--config-path=config",
+        "--config-name=ppo_megatron_trainer.yaml",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
+    )
+    assert [each.override for each in found.of("unsupported")] == ["--config-name=ppo_megatron_trainer"]
+    with pytest.raises(ConfigError, match="--config-name=mine is not one of"):
+        of("--config-name", "mine")
+    elsewhere = of("--config-path=/etc/verl")
+    assert [each.override for each in elsewhere.of("unsupported")] == ["--config-path=/etc/verl"]
+
+
+@pytest.mark.parametrize(
+    ("path", "tiny"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2"),
+        ("Qwen/Qwen3-8B", "qwen3"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3_moe"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek_v3"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
+        ("deepseek-ai/deepseek-llm-7b-chat", "llama"),
+        ("moonshotai/Moonlight-16B-A3B", "moonlight"),
+        ("/models/Meta-Llama-3-8B", "llama"),
+    ],
+)
+def test_the_tiny_model_is_of_the_paths_architecture(path: str, tiny: str) -> None:
+    words = (*NEEDED, f"actor_rollout_ref.model.path={path}")
+    assert translate(VerlCommand(words=words), tiny="auto", environment=ENVIRONMENT).config.model.name == tiny
+
+
+def test_an_architecture_without_a_tiny_model_is_asked_for() -> None:
+    for path in ("google/gemma-2-2b-it", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen1.5-MoE-A2.7B"):
+        command = VerlCommand(words=(*NEEDED, f"actor_rollout_ref.model.path={path}"))
+        with pytest.raises(ConfigError, match="choose one by --tiny NAME"):
+            translate(command, tiny="auto", environment=ENVIRONMENT)
+        assert translate(command, tiny="llama", environment=ENVIRONMENT).config.model.name == "llama"
+
+
+def test_commands_to_run_it() -> None:
+    found = of_script(Path(__file__).with_name("commands") / "two-hosts-dp1-tp4.sh", tiny="auto")
+    torchrun, dry, hosts = launch_lines(found, "run.toml", hosts=2)
+    assert "--nnodes=2 --nproc-per-node=2" in torchrun and dry.endswith("--dry-run --nnodes 2")
+    assert hosts == "python3 launch/hosts.py --hosts 2 --ranks-per-host 2 -- launch/ppo.py run.toml"
+    with pytest.raises(ConfigError, match="--hosts must divide the 4 ranks"):
+        launch_lines(found, "run.toml", hosts=3)
+
+
+def test_verl_refuses_it_too() -> None:
+    with pytest.raises(ConfigError, match="must divide"):
+        of("actor_rollout_ref.rollout.tensor_model_parallel_size=3")
