@@ -97,10 +97,10 @@ def prepare(name: str, folder: Path, source: str = "") -> dict[str, int]:
 
 
 def _row(recipe: Recipe, split: str, index: int, where: str, record: Any) -> dict[str, Any]:
-    found = [record.get(key) if isinstance(record, dict) else None for key in (recipe.question, recipe.answer)]
-    if not all(isinstance(text, str) and text.strip() for text in found):
+    fields = record if isinstance(record, dict) else {}
+    question, answer = fields.get(recipe.question), fields.get(recipe.answer)
+    if not (isinstance(question, str) and isinstance(answer, str)):
         raise ValueError(f"{where} must have the texts {recipe.question} and {recipe.answer}")
-    question, answer = found
     ground_truth = recipe.extract(answer)
     if ground_truth is None:
         kind = "number after ####" if recipe.extract is number_after_mark else r"\boxed{} that closes"
