@@ -21,6 +21,7 @@ from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.responses import read_responses
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
+from harness.runtime.memory_gauge import trim_heap
 from harness.task.data import Prompt, PromptSampler
 from harness.task.rewards import Reward
 from harness.trainer import advantages
@@ -62,6 +63,7 @@ class Ppo:
         metrics |= self.learn(index, rollout)
         with self.events.phase("free_caches", index):
             self.memory.free_trainer_cache()
+            trim_heap()
         return metrics | {"step": index}
 
     def take_baseline(self) -> None:

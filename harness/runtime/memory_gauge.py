@@ -5,6 +5,7 @@ phase began), before (used when it began), engine (all that is neither free nor 
 machine: rss, this process's resident host memory.
 """
 
+import ctypes
 from dataclasses import dataclass, field
 
 import psutil
@@ -64,3 +65,9 @@ class Gauge:
         """Bytes of the engine's GPU that are neither free nor this process's."""
         free, total = torch.cuda.mem_get_info(self.engine_device)
         return total - free - (torch.cuda.memory_reserved(self.device) if self.engine_device == self.device else 0)
+
+
+def trim_heap() -> None:
+    """Give what this process has freed back to the host: glibc keeps it, in fragments that grow with every step."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's alone
+        trim(0)
