@@ -108,17 +108,16 @@ class Ppo:
         with self.actor.on_device():
             with phase("old_log_probs", index, "the actor's log-probs of the responses"):
                 old, entropy = self.actor.log_probs(batch)
-            difference = self.difference(batch, old)
+            difference = self.difference(batch, old, index)
             self.verification.check_log_probs(index, difference)
         return batch.replace(old_log_probs=old), {
             "reward_mean": self.mean(batch.require("scores")),
-            "response_tokens_mean": self.mean(batch.response_mask.sum(-1).float()),
+            **self.lengths(batch),
             "truncated_share": self.mean(batch.require("truncated").float()),
             "rollout_entropy": self.token_mean(entropy, batch),
             **difference.metrics(),
             "importance_clipped_share": self.importance_clipped_share(batch, old),
             **self.verification.sync_metrics(),
-            **self.verification.take_seconds(),
         }
 
     def learn(self, index: int, rollout: Batch) -> Metrics:
@@ -245,15 +244,27 @@ class Ppo:
         cap, log_ratio = self.config.algorithm.importance_cap, old - batch.require("rollout_log_probs")
         return self.token_mean((log_ratio > math.log(cap)).double(), batch) if cap else 0.0
 
-    def difference(self, batch: Batch, log_probs: torch.Tensor) -> LogProbDifference:
+    def difference(self, batch: Batch, log_probs: torch.Tensor, index: int | None = None) -> LogProbDifference:
         """Return the engine's log-probs of the batch against the actor's, [B, T]."""
-        with self.verification.timed("log_probs"):
+        with self.verification.timed("log_probs", index):
             return log_prob_difference(batch.require("rollout_log_probs"), log_probs, batch.response_mask)
 
     def final_check(self, index: int) -> Metrics:
         """Sync the last update too, and check it by one more rollout, without an update."""
-        kept = ("log_prob", "reward", "sync_", "verify/")
+        kept = ("log_prob", "reward", "response", "sync_", "truncated")
         return {name: value for name, value in self.rollout(index)[1].items() if name.startswith(kept)}
+
+    def lengths(self, batch: Batch) -> Metrics:
+        """Return how long the responses of all ranks are, and all tokens of responses and of prompts and responses."""
+        sizes = torch.stack([batch.response_mask.sum(-1), batch.attention_mask.sum(-1)])
+        responses, sequences = torch.cat(all_gather(sizes), dim=1).double()
+        return {
+            "response_tokens_mean": float(responses.mean()),
+            "response_tokens_min": float(responses.min()),
+            "response_tokens_max": float(responses.max()),
+            "response_tokens": float(responses.sum()),
+            "tokens": float(sequences.sum()),
+        }
 
     def show_sample(self, index: int, batch: Batch) -> None:
         """Write this rank's first prompt and response of a step to its events."""

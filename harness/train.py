@@ -24,7 +24,7 @@ from harness.config.layers import ConfigError
 from harness.config.rules import warnings
 from harness.config.run_folder import write_config
 from harness.config.schema import Config
-from harness.ppo import Ppo
+from harness.ppo import Metrics, Ppo
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import require_absorbed_mla
 from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
@@ -68,15 +68,15 @@ def train(run: RunContext) -> str:
         started = time.monotonic()
         metrics = ppo.step(index)
         metrics["seconds"] = time.monotonic() - started
-        metrics |= {f"seconds/{name}": seconds for name, seconds in events.step_seconds[index].items()}
         if index == 0 and ppo.first_token_at is not None:
             record.startup["first_sync"] = events.seconds["sync"][0]
             record.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
             record.startup["first_token"] = ppo.first_token_at - run.launched
             events.say(record.startup_line(models_beside_engine=world.device.type == "cpu"))
-        record.add(metrics, gather_stages(events, index))
+        events.observer.measured(record.add(metrics, gather_phases(events, index), phase_tokens(config, metrics)))
         events.say(step_line(metrics))
-    record.finish(ppo.final_check(config.run.steps))
+    final = ppo.final_check(config.run.steps)
+    events.observer.measured(record.finish(final, gather_phases(events, config.run.steps)))
     # Only where all went well: it is a collective call, and a rank that failed alone would wait in it for the others.
     with events.phase("shutdown", waiting_for="the engine's processes to end"):
         ppo.sync.close()
@@ -86,12 +86,17 @@ def train(run: RunContext) -> str:
     return f"PASSED: {len(record.steps)} PPO steps; {verdict_phrase(ppo.verification, rollouts)}"
 
 
-def gather_stages(events: EventLog, step: int) -> dict[str, list[dict[str, int]]]:
-    """Return the memory of all ranks at the end of each phase of one step, in order. A collective call of all ranks."""
-    everyone = all_gather(events.step_memory.get(step, {}))
-    return {
-        phase: [each[phase] for each in everyone] for phase in everyone[0] if all(phase in each for each in everyone)
-    }
+def phase_tokens(config: Config, metrics: Metrics) -> Metrics:
+    """Return how many tokens phases of a step compute over all ranks: responses in generate, whole sequences elsewhere."""
+    tokens = metrics["tokens"]
+    updates = {f"update_{model}": tokens * getattr(config, model).ppo_epochs for model in ("critic", "actor")}
+    return {"generate": metrics["response_tokens"], **updates, "step": tokens}
+
+
+def gather_phases(events: EventLog, step: int) -> dict[str, list[dict[str, float]]]:
+    """Take what the log has of one step's phases, in order, of all ranks. A collective call of all ranks."""
+    everyone = all_gather(events.step_phases.pop(step, {}))
+    return {phase: [each[phase] for each in everyone if phase in each] for phase in everyone[0]}
 
 
 def build(run: RunContext, record: RunRecord) -> Ppo:
@@ -134,6 +139,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         if shipped and trainer:
             trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
         engine = start_engine(run, meshes.engines, model_folder)
+    events.observer.built("engine", engine)
     memory = MemoryStages(
         engine,
         gpu_free_bytes(world.engine_gpu) if engine.has_memory_saver and world.engine_gpu is not None else None,

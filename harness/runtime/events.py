@@ -65,10 +65,8 @@ class EventLog:
     """Is called at the start and end of each phase, before and after its work."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Durations of finished phases by name, in seconds."""
-    step_seconds: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The same of each step, by step and name."""
-    step_memory: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """Memory at the end of each finished phase of a step, by step and name."""
+    step_phases: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """By step and name, of each finished phase: its seconds, of all its times, and the memory at its end."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _file: IO[str] | None = None
 
@@ -119,9 +117,9 @@ class EventLog:
             self.seconds.setdefault(name, []).append(elapsed)
             figures = self.gauge.end() if self.gauge else {}
             if step is not None:
-                of_step = self.step_seconds.setdefault(step, {})
-                of_step[name] = of_step.get(name, 0.0) + elapsed
-                self.step_memory.setdefault(step, {})[name] = figures
+                phases = self.step_phases.setdefault(step, {})
+                before = phases.get(name, {}).get("seconds", 0.0)
+                phases[name] = {**figures, "seconds": before + elapsed}
             self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=figures)
             self.observer.phase_ends(name, step)
         finally:

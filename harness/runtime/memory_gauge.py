@@ -1,7 +1,7 @@
 """Per-phase memory of one rank. Figures are bytes.
 
 On a GPU: used (the trainer's tensors), reserved (what torch's allocator keeps, used included), peak (most used since the
-phase began), before (used when it began), engine (all that is neither free nor this process's), free, total. On every
+phase began), peak_reserved (the same of what is reserved), before (used when it began), engine (all that is neither free nor this process's), free, total. On every
 machine: rss, this process's resident host memory.
 """
 
@@ -26,7 +26,7 @@ class Gauge:
     """The GPU of this rank's engine rank: the same, or one of its own."""
     _elsewhere: int = 0
     _open: list[list[int]] = field(default_factory=list)
-    """Bytes used before each phase that has begun, and most since; phases nest."""
+    """Bytes used before each phase that has begun, most used and most reserved since; phases nest."""
 
     def __post_init__(self) -> None:
         if self.device is not None:
@@ -37,7 +37,8 @@ class Gauge:
         if self.device is not None:
             self._note_peak()
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._open.append([torch.cuda.memory_allocated(self.device)] * 2)
+            used = torch.cuda.memory_allocated(self.device)
+            self._open.append([used, used, torch.cuda.memory_reserved(self.device)])
 
     def end(self) -> dict[str, int]:
         """Return the figures at the end of the phase that began last."""
@@ -45,12 +46,13 @@ class Gauge:
         if self.device is None:
             return figures
         self._note_peak()
-        before, peak = self._open.pop()
+        before, peak, peak_reserved = self._open.pop()
         free, total = torch.cuda.mem_get_info(self.device)
         return figures | {
             "used": torch.cuda.memory_allocated(self.device),
             "reserved": torch.cuda.memory_reserved(self.device),
             "peak": peak,
+            "peak_reserved": peak_reserved,
             "before": before,
             "engine": max(0, self._not_the_trainers() - self._elsewhere),
             "free": free,
@@ -60,6 +62,7 @@ class Gauge:
     def _note_peak(self) -> None:
         for each in self._open:
             each[1] = max(each[1], torch.cuda.max_memory_allocated(self.device))
+            each[2] = max(each[2], torch.cuda.max_memory_reserved(self.device))
 
     def _not_the_trainers(self) -> int:
         """Bytes of the engine's GPU that are neither free nor this process's."""

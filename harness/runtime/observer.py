@@ -1,6 +1,6 @@
 """The one seam between a run and the tools around it: what a run announces, and to whom."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ class Observer:
     """Watch a run on one rank. Each method does nothing here; a tool overrides those that it needs.
 
     A run calls its observers in the order in which they were given and waits for each, so one may delay or end the rank.
-    Calls come in this order: launched, phases begin and end, met (a collective call), parts are built, and last one of
-    passed and failed, then finished, unless the process is killed. launched, phase_begins, met and passed may raise, which ends the run.
+    Calls come in this order: launched, phases begin and end, met (a collective call), parts are built, rows are measured,
+    and last one of passed and failed, then finished, unless the process is killed. launched, phase_begins, met and passed may raise, which ends the run.
     """
 
     def launched(self, config: "Config", launch: "Launch") -> None:
@@ -48,7 +48,10 @@ class Observer:
         """React to the end of a phase that did not fail."""
 
     def built(self, name: str, part: Any) -> None:
-        """React to a part of the run: "sync", "actor" or "critic", each once it exists."""
+        """React to a part of the run: "engine", "sync", "actor" or "critic", each once it exists."""
+
+    def measured(self, row: Mapping[str, Any]) -> None:
+        """React to a row of metrics.jsonl, the same on every rank but for rank 0's seconds: of a step, or of the last check."""
 
     def passed(self) -> None:
         """React to a job that passed, before its verdict is printed. A collective call of all ranks."""

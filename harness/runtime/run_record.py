@@ -13,11 +13,11 @@ from typing import Any
 from harness.runtime.units import MIB
 
 PACKAGES = ("torch", "sglang", "transformers", "torch_memory_saver", "datasets", "accelerate")
-FIGURES = ("rss", "used", "reserved", "engine", "free", "peak")
+FIGURES = ("rss", "used", "reserved", "engine", "free", "peak", "peak_reserved")
 
 Metrics = dict[str, float]
-Stages = Mapping[str, Sequence[Mapping[str, int]]]
-"""What every rank read at the end of each phase of a step, by phase."""
+Phases = Mapping[str, Sequence[Mapping[str, float]]]
+"""Of each phase of a step, by its name: seconds and memory, of every rank."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,17 +45,22 @@ class RunRecord:
         yield
         self.startup[name] = time.monotonic() - started
 
-    def add(self, metrics: Metrics, stages: Stages | None = None) -> None:
-        """Keep a step's metrics, and append them and its phases' memory to the file."""
-        self.steps.append(metrics)
-        first = {f"startup/{name}": seconds for name, seconds in self.startup.items()} if len(self.steps) == 1 else {}
-        self._append(metrics | first | stage_metrics(stages or {}))
+    def add(self, metrics: Metrics, phases: Phases, tokens: Mapping[str, float]) -> dict[str, Any]:
+        """Keep a step's metrics; append them, its phases' memory and throughput to the file, and return that row.
 
-    def finish(self, final: Metrics) -> None:
-        """Keep and append the metrics of the check after the last update."""
-        self.final = final
-        kind = {"kind": "final_check", "final/step": len(self.steps)}
-        self._append(kind | {f"final/{name}": value for name, value in final.items()})
+        tokens: how many each phase computed, of all ranks, and all of the step.
+        """
+        self.steps.append(metrics | phase_seconds(phases))
+        first = {f"startup/{name}": seconds for name, seconds in self.startup.items()} if len(self.steps) == 1 else {}
+        return self._append(
+            {"kind": "step"} | self.steps[-1] | first | throughput(tokens, metrics["seconds"], phases) | memory(phases)
+        )
+
+    def finish(self, final: Metrics, phases: Phases) -> dict[str, Any]:
+        """Keep, append and return the same of the check after the last update, each name below final/."""
+        self.final = final | phase_seconds(phases)
+        values = {"step": len(self.steps)} | self.final | memory(phases)
+        return self._append({"kind": "final_check"} | {f"final/{name}": value for name, value in values.items()})
 
     def startup_line(self, models_beside_engine: bool) -> str:
         """Return where the time to the first token went, for the console."""
@@ -63,10 +68,11 @@ class RunRecord:
         beside = "; models beside engine" if models_beside_engine else ""
         return f"first token {self.startup['first_token']:.1f} s after launch (seconds: {parts}{beside})"
 
-    def _append(self, values: Mapping[str, Any]) -> None:
+    def _append(self, row: dict[str, Any]) -> dict[str, Any]:
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
+                file.write(json.dumps(row) + "\n")
+        return row
 
 
 def step_line(metrics: Metrics) -> str:
@@ -84,21 +90,38 @@ def step_line(metrics: Metrics) -> str:
     return "  ".join([*parts, f"{metrics['seconds']:.1f} s"])
 
 
-def stage_metrics(stages: Stages) -> dict[str, Any]:
-    """For metrics.jsonl: each figure at the end of each phase (the largest over ranks; of free bytes the least), all
-    ranks in MiB, and memory/end, what is taken at the end of the step: of the GPU, or of the host where there is none.
+def phase_seconds(phases: Phases) -> Metrics:
+    """Return seconds/PHASE, as rank 0 took them."""
+    return {f"seconds/{phase}": ranks[0]["seconds"] for phase, ranks in phases.items()}
+
+
+def throughput(tokens: Mapping[str, float], step_seconds: float, phases: Phases) -> Metrics:
+    """Return tokens_per_second/PHASE, of all ranks over the slowest one's seconds, and tokens_per_second/step."""
+    seconds = {phase: max(each["seconds"] for each in ranks) for phase, ranks in phases.items()} | {
+        "step": step_seconds
+    }
+    return {f"tokens_per_second/{name}": each / seconds[name] for name, each in tokens.items() if name in seconds}
+
+
+def memory(phases: Phases) -> dict[str, Any]:
+    """Return, in bytes, each figure at the end of each phase (the largest over ranks; of free bytes the least); memory/max_*,
+    the most of all phases; memory/end, what is taken at the end of the step, of the GPU, or of the host where there is
+    none; and memory/ranks_mib, of all ranks in MiB.
     """
     metrics: dict[str, Any] = {}
     compact: dict[str, dict[str, list[int]]] = {}
-    for phase, ranks in stages.items():
+    for phase, ranks in phases.items():
         compact[phase] = {}
         for name in (name for name in FIGURES if name in ranks[0]):
             values = [rank[name] for rank in ranks]
-            compact[phase][name] = [value // MIB for value in values]
+            compact[phase][name] = [int(value) // MIB for value in values]
             metrics[f"memory/{phase}/{name}"] = min(values) if name == "free" else max(values)
         if phase == "sync" and "peak" in ranks[0]:
             metrics["memory/sync/extra"] = max(rank["peak"] - rank["before"] for rank in ranks)
-    for ranks in list(stages.values())[-1:]:
+    for name, figure in (("allocated", "peak"), ("reserved", "peak_reserved"), ("rss", "rss")):
+        most = [rank[figure] for ranks in phases.values() for rank in ranks if figure in rank]
+        metrics |= {f"memory/max_{name}": max(most)} if most else {}
+    for ranks in list(phases.values())[-1:]:
         metrics["memory/end"] = max(rank["total"] - rank["free"] if "total" in rank else rank["rss"] for rank in ranks)
         metrics["memory/ranks_mib"] = compact
     return metrics

@@ -86,10 +86,10 @@ def report_section(
         lines.append(f"| {words} | {before} | {max(each[name] for each in rollouts):.2g} | {bound} |")
     lines += ["", "A sequence or position is judged by its lower three quarters, see harness/weights/log_probs.py.", ""]
     lines += ["| part | times | mean s | largest s |", "|---|---|---|---|"]
-    names = dict.fromkeys(name for each in rollouts for name in each if name.startswith("verify/"))
-    parts = {"sync": seconds.get("sync", ())}
-    parts |= {
-        name[len("verify/") : -len("_seconds")]: [each[name] for each in rollouts if name in each] for name in names
-    }
-    spent = ((part, each) for part, each in parts.items() if each)
-    return lines + [f"| {part} | {len(each)} | {sum(each) / len(each):.3f} | {max(each):.3f} |" for part, each in spent]
+    parts = {name: seconds[name] for name in ("sync", "verify_baseline") if name in seconds}
+    names = dict.fromkeys(name for each in rollouts for name in each if name.startswith("seconds/verify_"))
+    parts |= {name.partition("/")[2]: [each[name] for each in rollouts if name in each] for name in names}
+    return lines + [
+        f"| {part.removeprefix('verify_')} | {len(each)} | {sum(each) / len(each):.3f} | {max(each):.3f} |"
+        for part, each in parts.items()
+    ]

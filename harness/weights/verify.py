@@ -82,8 +82,6 @@ class Verification:
     movement: float = field(init=False)
     """Mean |difference| of log-probs, in nats, between what the engine held before the last sync and what it was sent: what
     a sync that does nothing would leave them off by. Infinite where the engine held garbage."""
-    taken: dict[str, float] = field(default_factory=dict)
-    """Seconds of each part, on this rank, until the last take_seconds()."""
 
     def __post_init__(self) -> None:
         self.movement = math.inf if self.config.engine.initial_weights == "dummy" else 0.0
@@ -167,7 +165,7 @@ class Verification:
         if not self.reaches("full"):
             return
         seed = self.config.run.seed * 1_000_003 + index
-        with self.timed("perturb"):
+        with self.timed("perturb", index):
             perturb(self.sync.live, seed)
         try:
             with self.timed("push", index, "all ranks to sync changed weights onto sentinel"):
@@ -177,7 +175,7 @@ class Verification:
                 self.sync.save(self.checkpoints, self.source, self.world.rank)
                 dist.barrier()
         finally:
-            with self.timed("perturb"):
+            with self.timed("perturb", index):
                 perturb(self.sync.live, seed)
         with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
             self._check_reload(index)
@@ -265,14 +263,6 @@ class Verification:
     def timed(self, part: str, index: int | None = None, waiting_for: str = "") -> AbstractContextManager[None]:
         """Return the phase verify_<part> of the event log."""
         return self.events.phase(f"verify_{part}", index, waiting_for)
-
-    def take_seconds(self) -> dict[str, float]:
-        """Return verify/<part>_seconds of each part since the last call, for metrics.jsonl."""
-        phases = self.events.seconds.items()
-        spent = {name[len("verify_") :]: sum(each) for name, each in phases if name.startswith("verify_")}
-        new = {part: seconds - self.taken.get(part, 0.0) for part, seconds in spent.items()}
-        self.taken = spent
-        return {f"verify/{part}_seconds": seconds for part, seconds in new.items() if seconds > 0}
 
 
 def _refuse(wrong: Sequence[str], sentence: str) -> None:

@@ -9,13 +9,13 @@ from tests.end_to_end.launching import QUICKSTART, Job, run
 
 pytestmark = pytest.mark.slow
 
-VOLATILE = ("seconds", "startup/", "memory/")
+VOLATILE = ("seconds", "tokens_per_second/", "startup/", "memory/")
 
 
 def values(job: Job) -> list[dict[str, float]]:
     """Metrics without times."""
     return [
-        {k: v for k, v in step.items() if not k.startswith(VOLATILE) and not k.endswith("_seconds")}
+        {name: value for name, value in step.items() if not name.removeprefix("final/").startswith(VOLATILE)}
         for step in job.metrics()
     ]
 
@@ -41,6 +41,24 @@ def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
     assert "the engine's log-probs prove each" in verdict
     assert all(0.5 < step["truncated_share"] <= 1 for step in steps[:3]), "random weights seldom draw the end token"
     assert "baseline on the model's own checkpoint: log-prob difference" in quickstart.output()
+
+
+def test_each_row_has_the_seconds_of_every_phase_throughput_memory_and_lengths(quickstart: Job) -> None:
+    rows = quickstart.metrics()
+    assert [row["kind"] for row in rows] == ["step", "step", "step", "final_check"]
+    for step, row in enumerate(rows):
+        prefix = "final/" if step == 3 else ""
+        ended = [each for each in quickstart.events() if each["event"] == "phase_end" and each["step"] == step]
+        timed = {name.removeprefix(f"{prefix}seconds/") for name in row if name.startswith(f"{prefix}seconds/")}
+        assert timed == {each["phase"] for each in ended} and "generate" in timed
+        assert row[f"{prefix}memory/max_rss"] > 100e6
+        shortest, mean, longest = (row[f"{prefix}response_tokens_{each}"] for each in ("min", "mean", "max"))
+        assert 1 <= shortest <= mean <= longest <= 16 and row[f"{prefix}response_tokens"] == mean * 16
+        if step < 3:
+            assert {"free_caches", "update_actor", "update_critic", "verify_movement"} <= timed
+            assert row["tokens_per_second/step"] == row["tokens"] / row["seconds"]
+            assert row["tokens_per_second/generate"] <= row["response_tokens"] / row["seconds/generate"]
+            assert row["tokens_per_second/update_actor"] > 0 and row["tokens_per_second/update_critic"] > 0
 
 
 def test_it_leaves_no_process_and_a_report(quickstart: Job) -> None:
@@ -93,7 +111,7 @@ def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart:
     parts = ("perturb", "sentinel", "push", "readback", "save", "reload", "log_probs")
     prefixes = ("", "", "", "final/")
     for step, prefix in zip(job.metrics(), prefixes, strict=True):
-        assert all(step[f"{prefix}verify/{part}_seconds"] > 0 for part in parts)
+        assert all(step[f"{prefix}seconds/verify_{part}"] > 0 for part in parts)
     assert values(job) == values(quickstart)  # the perturbation is undone to the last bit
     report = (job.folder / "report.md").read_text()
     assert "Greedy outputs before and after the reload were equal bit for bit." in report

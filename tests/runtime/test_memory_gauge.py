@@ -13,20 +13,27 @@ from harness.runtime.units import MIB
 def test_a_gauge_without_a_gpu_reads_host_memory_through_the_event_log(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "rank0.jsonl", 0, "here", gauge=Gauge(None, None))
     with log.phase("run"), log.phase("sync", 1):
-        pass
-    assert list(log.step_memory) == [1] and log.step_memory[1]["sync"]["rss"] > 10 * MIB
+        with log.phase("readback", 1):
+            pass
+        with log.phase("readback", 1):
+            pass
+    assert list(log.step_phases) == [1] and log.step_phases[1]["sync"]["rss"] > 10 * MIB
+    assert log.step_phases[1]["readback"]["seconds"] == sum(log.seconds["readback"]) > 0
 
 
 class FakeCuda:
     """Not CUDA: a GPU of 100 bytes that counts as torch.cuda does."""
 
     def __init__(self) -> None:
-        self.allocated, self.reserved, self.peak, self.others = 0, 0, 0, 7
+        self.allocated, self.reserved, self.peak, self.peak_reserved, self.others = 0, 0, 0, 0, 7
 
     def hold(self, allocated: int) -> None:
         self.allocated = allocated
         self.reserved = max(self.reserved, allocated)
-        self.peak = max(self.peak, allocated)
+        self.peak, self.peak_reserved = max(self.peak, allocated), max(self.peak_reserved, self.reserved)
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated
 
     def memory_allocated(self, device: int) -> int:
         return self.allocated
@@ -37,8 +44,11 @@ class FakeCuda:
     def max_memory_allocated(self, device: int) -> int:
         return self.peak
 
+    def max_memory_reserved(self, device: int) -> int:
+        return self.peak_reserved
+
     def reset_peak_memory_stats(self, device: int) -> None:
-        self.peak = self.allocated
+        self.peak, self.peak_reserved = self.allocated, self.reserved
 
     def mem_get_info(self, device: int) -> tuple[int, int]:
         return 100 - self.memory_reserved(device) - self.others, 100
@@ -51,6 +61,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "memory_allocated",
         "memory_reserved",
         "max_memory_allocated",
+        "max_memory_reserved",
         "reset_peak_memory_stats",
         "mem_get_info",
     ):
@@ -77,6 +88,18 @@ def test_the_gauge_tells_the_engine_from_the_trainer_and_nests_peaks(cuda: FakeC
     assert quiet["peak"] == quiet["before"] == 12
     assert (outer["before"], outer["peak"]) == (5, 30)
     assert inner["reserved"] + inner["engine"] + inner["free"] == 100 - 7, "all but what was there before"
+
+
+def test_the_most_that_was_reserved_counts_where_a_phase_frees_the_cache(cuda: FakeCuda) -> None:
+    gauge = Gauge(0, 0)
+    gauge.begin()
+    cuda.hold(30)
+    cuda.hold(4)
+    gauge.begin()
+    cuda.empty_cache()
+    inner = gauge.end()
+    outer = gauge.end()
+    assert (inner["reserved"], inner["peak_reserved"], outer["peak_reserved"]) == (4, 30, 30)
 
 
 def test_the_gauge_reads_an_engine_on_a_gpu_of_its_own(cuda: FakeCuda) -> None:

@@ -5,7 +5,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from harness.runtime.run_record import Metrics, RunRecord, installed_versions, stage_metrics, step_line
+from harness.runtime.run_record import Metrics, RunRecord, installed_versions, memory, step_line
 from harness.runtime.units import GIB
 
 STEP = {
@@ -13,6 +13,14 @@ STEP = {
     "actor/entropy": 4.75, "seconds": 1.5,
 }  # fmt: skip
 CRITIC = {"critic/loss": 0.75, "critic/explained_variance": -0.5}
+
+
+TOKENS = {"generate": 20, "update_actor": 90, "update_critic": 90, "step": 90}
+PHASES = {
+    "generate": [{"seconds": 0.5, "rss": 3}, {"seconds": 0.8, "rss": 1}],
+    "update_actor": [{"seconds": 0.25, "rss": 2}, {"seconds": 0.125, "rss": 2}],
+}
+"""Two ranks; there is no critic."""
 
 
 def record_in(folder: Path) -> RunRecord:
@@ -27,18 +35,26 @@ def test_metrics_are_one_line_a_step_and_the_first_has_the_start(tmp_path: Path)
     record = record_in(tmp_path)
     with record.timed("engine"):
         time.sleep(0.02)
-    record.add(step(0))
-    record.add(step(1))
-    record.finish({"log_prob_difference_mean": 3e-6})
+    added = [record.add(step(index), phases, TOKENS) for index, phases in enumerate([{}, PHASES])]
+    finished = record.finish({"log_prob_difference_mean": 3e-6}, PHASES)
     first, second, final = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [first, second, final] == [*added, finished], "observers see what is written"
     assert 5 <= first.pop("startup/launch_and_import") < 10 and 0.02 <= first.pop("startup/engine") < 5
-    assert (first, second) == (step(0), step(1))
-    assert final == {"kind": "final_check", "final/step": 2, "final/log_prob_difference_mean": 3e-6}
+    assert first == {"kind": "step", "tokens_per_second/step": 60.0} | step(0)
+    assert second == first | memory(PHASES) | {
+        "step": 1, "seconds/generate": 0.5, "seconds/update_actor": 0.25, "tokens_per_second/generate": 25.0,
+        "tokens_per_second/update_actor": 360.0,
+    }  # fmt: skip
+    assert final.pop("kind") == "final_check"
+    assert final["final/step"] == 2 and final["final/log_prob_difference_mean"] == 3e-6
+    assert final["final/seconds/generate"] == 0.5 and final["final/memory/max_rss"] == 3
+    assert all(name.startswith("final/") for name in final)
+    assert record.steps[1]["seconds/generate"] == 0.5, "for the report's section on the syncs"
 
 
 def test_ranks_other_than_0_write_nothing(tmp_path: Path) -> None:
     record = RunRecord(file=None, launched=0.0)
-    record.add(step(0))
+    record.add(step(0), {}, {})
     assert record.steps == [step(0)] and list(tmp_path.iterdir()) == []
 
 
@@ -63,6 +79,7 @@ def test_versions_of_what_is_not_installed() -> None:
 def on_gpu(used: int, engine: int, peak: int = 0) -> dict[str, int]:
     """A GPU of 100 GiB; all in GiB."""
     figures = {"rss": 2, "used": used, "reserved": used + 5, "peak": peak, "before": 3, "engine": engine}
+    figures |= {"peak_reserved": used + 6}
     return {name: size * GIB for name, size in (figures | {"free": 95 - used - engine, "total": 100}).items()}
 
 
@@ -75,7 +92,8 @@ ON_CPU = {"sync": [{"rss": 3 * GIB}, {"rss": 2 * GIB}]}
 
 
 def test_metrics_have_the_worst_rank_all_ranks_and_the_end() -> None:
-    metrics = stage_metrics(STAGES)
+    metrics = memory(STAGES)
+    assert (metrics["memory/max_allocated"], metrics["memory/max_reserved"]) == (14 * GIB, 18 * GIB)
     assert metrics["memory/sync/used"] == 12 * GIB and metrics["memory/sync/free"] == 63 * GIB
     assert metrics["memory/sync/extra"] == 11 * GIB
     assert metrics["memory/end"] == 12 * GIB
@@ -84,9 +102,10 @@ def test_metrics_have_the_worst_rank_all_ranks_and_the_end() -> None:
 
 
 def test_metrics_of_a_cpu_are_the_host_memory() -> None:
-    assert stage_metrics(ON_CPU) == {
+    assert memory(ON_CPU) == {
+        "memory/max_rss": 3 * GIB,
         "memory/sync/rss": 3 * GIB,
         "memory/end": 3 * GIB,
         "memory/ranks_mib": {"sync": {"rss": [3072, 2048]}},
     }
-    assert stage_metrics({}) == {}
+    assert memory({}) == {}

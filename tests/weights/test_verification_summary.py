@@ -7,7 +7,7 @@ from tests.weights.test_verify import Level, difference, verification
 
 ROLLOUTS: list[dict[str, float]] = [
     difference(mean).metrics()
-    | {"verify/sentinel_seconds": 0.5, "verify/readback_seconds": 2 * mean}
+    | {"seconds/sync": 9.0, "seconds/verify_sentinel": 0.5, "seconds/verify_readback": 2 * mean}
     | {"sync_proven_by_log_probs": 1.0, "sync_tensors": 27, "sync_tensors_compared": 27}
     for mean in (1e-6, 3e-6, 2e-6)
 ]
@@ -58,10 +58,11 @@ def test_tensors_that_cannot_be_followed_are_counted(tmp_path: Path) -> None:
 def test_the_section_has_level_statistics_and_costs(tmp_path: Path) -> None:
     checks = verification(tmp_path, "bytes")
     checks.set_baseline(difference(4e-6))
-    lines = report_section(checks, ROLLOUTS, {"sync": [0.25, 0.75]})
+    lines = report_section(checks, ROLLOUTS, {"sync": [0.25, 0.75], "verify_baseline": [2.0]})
     assert lines[0].startswith('weights.verify = "bytes". After every sync all that the engine holds was read back')
     assert "| mean | 4e-06 | 3e-06 | 1.2e-05 |" in lines
     assert "| sync | 2 | 0.500 | 0.750 |" in lines
+    assert "| baseline | 1 | 2.000 | 2.000 |" in lines
     assert "| sentinel | 3 | 0.500 | 0.500 |" in lines
     assert "| readback | 3 | 0.000 | 0.000 |" in lines
 

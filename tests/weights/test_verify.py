@@ -147,17 +147,6 @@ def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
         checks.check_fingerprints(3)
 
 
-def test_seconds_add_up_until_they_are_taken(tmp_path: Path) -> None:
-    checks = verification(tmp_path)
-    for _ in range(2):
-        with checks.timed("perturb"):
-            pass
-    taken = checks.take_seconds()
-    assert taken.keys() == {"verify/perturb_seconds"} and 0 < taken["verify/perturb_seconds"] < 1
-    assert checks.take_seconds() == {}
-    assert len(checks.events.seconds["verify_perturb"]) == 2
-
-
 @pytest.mark.parametrize("level", ["bytes", "full"])
 def test_reading_back_needs_custom_weight_loaders(level: Level) -> None:
     api, config = sglang_api.probe(), Config()
