@@ -1,9 +1,9 @@
-"""report.md, to paste as an issue, and report.html, to look at: of a run that passed, failed, or did not end.
+"""report.md, to paste as an issue, report.html, to look at, and trace.json, for https://ui.perfetto.dev, of any run.
 
     python launch/report.py runs/20261121-054327
 
-Reads what the run left: config.toml, environment.json, events/, metrics.jsonl, failure-*.json. Every run writes both; this
-writes them again, or for a run that was killed before it could. Exit codes: 0 written, 2 the command line is wrong.
+Reads what the run left: config.toml, environment.json, events/, metrics.jsonl, failure-*.json. Every run writes all
+three; this writes them again, or for a run that was killed before it could. Exit codes: 0 written, 2 the command line is wrong.
 """
 
 import sys
@@ -28,10 +28,10 @@ def main(arguments: list[str]) -> int:
     try:
         if len(arguments) != 1:
             raise ValueError(f"{len(arguments)} run directories are given; give one.")
-        markdown, page = write_reports(Path(arguments[0]))
+        markdown, page, trace = write_reports(Path(arguments[0]))
     except (ValueError, OSError) as error:
         return report_user_error(error, rank=0)
-    print(f"report {markdown} and {page}")
+    print(f"report {markdown}, {page} and {trace}")
     return 0
 
 

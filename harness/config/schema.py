@@ -260,6 +260,18 @@ class Memory:
 
 
 @dataclass(kw_only=True, slots=True)
+class Trackers:
+    """Where the rows of metrics.jsonl go too. Rank 0 alone writes."""
+
+    names: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Their packages, tensorboard and wandb, are in no pinned environment. wandb is offline where there is no login."""
+    project: str = ""
+    """wandb's project; empty: WANDB_PROJECT."""
+    experiment: str = ""
+    """Name of wandb's run; empty: that of the run directory."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """One run."""
 
@@ -275,6 +287,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     weights: Weights = field(default_factory=Weights)
     memory: Memory = field(default_factory=Memory)
+    trackers: Trackers = field(default_factory=Trackers)
 
     def optimizer_steps(self, role: Literal["actor", "critic"]) -> int:
         """Return how many optimizer steps that model takes in run.steps PPO steps."""

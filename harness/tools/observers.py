@@ -3,14 +3,60 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 from harness.config.schema import Config
 from harness.runtime.observer import Observer, RunContext
 from harness.tools.hosts.phase_gate import PHASE_SOCKET, EmulatedHost
+from harness.tools.live_line import LiveLine
+from harness.tools.trackers.trackers import TrackerWriter
 from harness.tools.watchdog.client import WatchdogObserver
 
 REPORT_SECONDS = 60.0  # how long the reports may take; the run has passed by then
+ENGINE_METHODS = (
+    "generate", "release_memory_occupation", "resume_memory_occupation", "flush_cache", "begin_weight_update",
+    "update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_disk", "end_weight_update",
+)  # fmt: skip
+"""Calls of sglang.Engine that a step makes, as SGLang names them."""
+
+
+class EngineCalls(Observer):
+    """Write an event of each call of an sglang.Engine, on the rank that makes it, and of what each rank asks its scheduler.
+
+    As calls return: where a process ends inside one, its phase is what remains.
+    """
+
+    def met(self, run: RunContext) -> None:
+        self.fact = run.events.fact
+
+    def built(self, name: str, part: Any) -> None:
+        if name != "engine":
+            return
+        part.ask = self.timed("ask", part.ask)
+        for method in ENGINE_METHODS if part.is_head else ():
+            if hasattr(part.inner, method):
+                setattr(part.inner, method, self.timed(method, getattr(part.inner, method)))
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call; each use of it writes its name, seconds, and whether it returned."""
+
+        @wraps(call)
+        def run(*arguments: Any, **named: Any) -> Any:
+            started, ok = time.monotonic(), False
+            try:
+                result = call(*arguments, **named)
+                ok = True
+                return result
+            finally:
+                with suppress(OSError):  # on a full disk the call's own failure must be raised
+                    self.fact("engine_call", call=name, seconds=time.monotonic() - started, ok=ok)
+
+        return run
 
 
 class ReportWriter(Observer):
@@ -35,7 +81,7 @@ class ReportWriter(Observer):
 
 
 def standard_observers(config: Config) -> list[Observer]:
-    """Return the reports, the watchdog, and what was asked for: faults of emulated hosts, and injected faults.
+    """Return what writes and shows, the watchdog, and what was asked for: faults of emulated hosts, and injected faults.
 
     A late rank comes before the watchdog, which must not know yet of the phase; the others after it, so that a rank that is
     about to be killed has reported its phase.
@@ -43,9 +89,11 @@ def standard_observers(config: Config) -> list[Observer]:
     watchdog = WatchdogObserver()
     path = os.environ.get(PHASE_SOCKET)
     emulated = [EmulatedHost(path, watchdog.flush)] if path else []
+    trackers = [TrackerWriter(config.trackers.names)] if config.trackers.names else []
+    writers = [ReportWriter(), EngineCalls(), *trackers, LiveLine()]
     if not config.run.inject:
-        return [ReportWriter(), watchdog, *emulated]
+        return [*writers, watchdog, *emulated]
     from harness.tools.inject import Injector, LateRank
 
     injector = Injector(watchdog.injected)
-    return [ReportWriter(), LateRank(injector), watchdog, *emulated, injector]
+    return [*writers, LateRank(injector), watchdog, *emulated, injector]

@@ -31,6 +31,7 @@ from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDA
 from harness.tools import environments
 from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
 from harness.tools.plan.refusals import padded, refusals
+from harness.tools.trackers.trackers import check_trackers
 
 Device = Literal["cpu", "cuda"]
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -76,6 +77,8 @@ def check_rank(config: Config, script: str, arguments: Sequence[str], environmen
     check_started(config, script, arguments, environment)
     if environment.get("LOCAL_RANK", "0") != "0":
         return
+    if environment["RANK"] == "0":
+        check_trackers(config, environment)
     warnings = check_here(config)
     if environment["RANK"] == "0":
         for sentence in warnings:
@@ -222,6 +225,7 @@ def main(words: Sequence[str]) -> int:
     """`python -m harness.tools.preflight CONFIG.toml ...`, for the quickstart: check_here; print how many ranks to start."""
     try:
         config = parse(words).config
+        check_trackers(config)
         check_here(config)
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)

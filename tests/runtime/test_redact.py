@@ -96,5 +96,6 @@ def test_no_file_that_a_run_hands_on_has_a_secret(tmp_path: Path) -> None:
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("[engine.args]", '[engine.args]\napi_key = "correcthorse"'))
     made = [file.read_text() for file in write_reports(folder)] + [render(read_subject([str(folder)]))]
+    assert sum("[redacted " in text for text in made) == 3, "report.md, report.html, export"
     for text in made:
-        assert "[redacted " in text and not [each for each in HIDDEN if each in text]
+        assert not [each for each in HIDDEN if each in text]

@@ -1,4 +1,4 @@
-"""Write report.md, the text of an issue, and report.html, a page that opens offline, of a run directory, from its files alone.
+"""Write report.md, the text of an issue, report.html, a page that opens offline, and trace.json, from a run directory's files.
 
 python -m harness.tools.report.write_reports RUN_DIR
 """
@@ -22,6 +22,7 @@ from harness.tools.diagnose.log_lines import log_files
 from harness.tools.export.subject import RankRecord, RunEnd, Subject, read_subject
 from harness.tools.report import svg
 from harness.tools.report.run_history import Reading, Span, readings, spans
+from harness.tools.report.trace import write_trace
 
 LAST_STEPS = 4
 """Drawn apart in the timeline: beside a start of a minute steps are slivers."""
@@ -39,7 +40,7 @@ Metrics = Mapping[str, Any]
 
 
 def write_reports(folder: Path) -> list[Path]:
-    """Return the paths of both. Raise ConfigError where the folder is no run directory, OSError where it is not writable."""
+    """Return the paths of all. Raise ConfigError where the folder is no run directory, OSError where it is not writable."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=lambda name: name == "report.html.jinja",
@@ -48,14 +49,16 @@ def write_reports(folder: Path) -> list[Path]:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    values = _values(read_subject([str(folder)]), folder)
+    subject = read_subject([str(folder)])
+    values = _values(subject, folder)
     names = ("report.md", "report.html")
     texts = [redact.text(templates.get_template(f"{name}.jinja").render(values)) for name in names]
     for name, text in zip(names, texts, strict=True):
         part = folder / f".{name}.part"
         part.write_text(text, encoding="utf-8")
         part.replace(folder / name)
-    return [folder / name for name in names]
+    trace = write_trace(folder, subject.events, subject.seen.time if subject.seen else 0.0)
+    return [*(folder / name for name in names), trace]
 
 
 def _values(subject: Subject, folder: Path) -> dict[str, Any]:

@@ -1,0 +1,253 @@
+"""Trackers: what they write, read back from the real packages where they are installed; what is refused, and what fails."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from harness.config.cli import parse
+from harness.config.layers import ConfigError
+from harness.runtime.events import EventLog
+from harness.tools import preflight
+from harness.tools.trackers import trackers
+from harness.tools.trackers.trackers import TrackerWriter, check_trackers, has_login, wandb_mode
+
+ROWS: list[dict[str, Any]] = [
+    {"kind": "step", "step": 0, "reward_mean": 0.25, "seconds/generate": 1.5, "memory/ranks_mib": {"sync": {}}},
+    {"kind": "step", "step": 1, "reward_mean": 0.5, "seconds/generate": 1.25, "memory/ranks_mib": {"sync": {}}},
+    {"kind": "final_check", "final/step": 2, "final/reward_mean": 0.75},
+]
+BLOCK = 32768
+"""Bytes of a block of wandb's files, a log as LevelDB writes it."""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What an observer of the only rank is given; no login, and no settings of this machine's user."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "own"))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    folder = tmp_path / "run-7"
+    folder.mkdir()
+    words = ["--engine.args.api_key", '"hunter2hunter2"', "--trackers.project", "quick", "--run.seed", "41"]
+    events = EventLog(folder / "events" / "rank0.jsonl", 0, "here")
+    world = SimpleNamespace(rank=0)
+    yield SimpleNamespace(folder=folder, world=world, events=events, config=parse(words).config)
+    events.close()
+    dist.destroy_process_group()
+
+
+def said(run: Any) -> list[str]:
+    return [json.loads(line)["text"] for line in run.events.path.read_text().splitlines()]
+
+
+def write(writer: TrackerWriter, run: Any) -> None:
+    """As a run does it."""
+    writer.met(run)
+    for row in ROWS:
+        writer.measured(row)
+    writer.phase_begins("shutdown", None)
+    writer.passed()
+
+
+def test_tensorboard_has_each_number_at_its_step_and_the_config(run: Any) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(TrackerWriter(["tensorboard"]), run)
+    found = EventAccumulator(str(run.folder / "tensorboard"))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("reward_mean")] == [(0, 0.25), (1, 0.5)]
+    assert [(each.step, each.value) for each in found.Scalars("final/reward_mean")] == [(2, 0.75)]
+    assert "memory/ranks_mib" not in found.Tags()["scalars"] and "seconds/generate" in found.Tags()["scalars"]
+    (config,) = found.Tensors("config/text_summary")
+    shown = config.tensor_proto.string_val[0].decode()
+    assert "seed = 41" in shown and "hunter2" not in shown
+    assert f"tracker tensorboard: tensorboard --logdir {run.folder}/tensorboard" in said(run)
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """Read an offline run: records of wandb's protocol, in blocks of checksum, length, kind, and bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, place, whole, records = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        left = BLOCK - place % BLOCK
+        if left < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            records.append(Record.FromString(whole))
+            whole = b""
+    return records
+
+
+def test_wandb_without_a_login_writes_offline_and_asks_for_nothing(run: Any) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    write(TrackerWriter(["wandb"]), run)
+    records = wandb_records(run.folder)
+    (began,) = [each.run for each in records if each.WhichOneof("record_type") == "run"]
+    assert (began.project, began.display_name) == ("quick", "run-7")
+    config = {each.key: json.loads(each.value_json) for each in began.config.update if each.key != "_wandb"}
+    assert config["run"]["seed"] == 41 and config["engine"]["args"]["api_key"].startswith("[redacted")
+    rows = []
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            values = {
+                each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in record.history.item
+            }
+            rows.append(
+                {name: value for name, value in values.items() if name in ("_step", "reward_mean", "final/reward_mean")}
+            )
+    assert rows == [
+        {"_step": 0, "reward_mean": 0.25}, {"_step": 1, "reward_mean": 0.5}, {"_step": 2, "final/reward_mean": 0.75},
+    ]  # fmt: skip
+    assert any(each.WhichOneof("record_type") == "exit" and each.exit.exit_code == 0 for each in records)
+    assert any(line.startswith("tracker wandb: offline; wandb sync ") for line in said(run))
+
+
+class Fake:
+    """A tracker that fails at a step of its own, or as it closes."""
+
+    place = "nowhere"
+
+    def __init__(self, fails_at: int | None) -> None:
+        self.fails_at, self.steps, self.closed = fails_at, [], False  # type: ignore[var-annotated]
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        if step == self.fails_at:
+            raise ConnectionError("the server\nis gone")
+        self.steps.append(step)
+
+    def close(self, code: int) -> None:
+        self.closed = True
+        if self.fails_at == -1:
+            raise OSError("disk full")
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "steps", "where"), [(1, [0], "at step 1"), (-1, [0, 1, 2], "at its end"), (None, [0, 1, 2], "")]
+)
+def test_a_tracker_that_fails_is_left_out_and_said_twice_and_the_others_go_on(
+    run: Any, monkeypatch: pytest.MonkeyPatch, fails_at: int | None, steps: list[int], where: str
+) -> None:
+    first, second = Fake(fails_at), Fake(None)
+    monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": lambda run: first, "wandb": lambda run: second})
+    write(TrackerWriter(["tensorboard", "wandb"]), run)
+    assert first.steps == steps and second.steps == [0, 1, 2] and second.closed
+    warnings = [line for line in said(run) if line.startswith("warning: ")]
+    assert len(warnings) == (2 if where else 0) and len(set(warnings)) <= 1
+    assert all(f"tracker tensorboard failed {where}" in line and "metrics.jsonl" in line for line in warnings)
+
+
+def test_a_tracker_that_cannot_close_in_time_does_not_hold_the_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Fake(None)
+    slow.close = lambda code: __import__("time").sleep(5)  # type: ignore[method-assign]
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda run: slow})
+    write(TrackerWriter(["wandb"]), run)
+    assert "TimeoutError: not all was sent" in said(run)[-1]
+
+
+def test_a_tracker_that_does_not_start_ends_the_run_on_every_rank(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(run: Any) -> Fake:
+        raise PermissionError("401 from the\nserver")
+
+    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": refuse})
+    with pytest.raises(
+        ConfigError, match=r"tracker wandb cannot start: PermissionError: 401 from the server; WANDB_MODE="
+    ):
+        TrackerWriter(["wandb"]).met(run)
+
+
+def test_ranks_other_than_0_start_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "TRACKERS", {})
+    run.world.rank = 1
+    write(TrackerWriter(["wandb"]), run)
+
+
+def config_of(*names: str) -> Any:
+    return parse(["--trackers.names", ",".join(names)]).config
+
+
+def test_an_absent_package_is_one_sentence_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Fake)
+    monkeypatch.setattr(trackers, "_is_installed", lambda name: name == "tensorboard")
+    check_trackers(config_of("tensorboard"), {})
+    with pytest.raises(
+        ConfigError, match=r'trackers.names has "wandb", but .* has no package wandb; install it with `.*wandb`'
+    ):
+        check_trackers(config_of("tensorboard", "wandb"), {})
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "not_wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not trackers._is_installed("not_wandb") and not trackers._is_installed("no_such_package")
+    assert trackers._is_installed("pytest")
+
+
+def test_an_absent_package_ends_rank_0_with_2_before_torch_is_imported() -> None:
+    """And only rank 0, which alone writes."""
+    if trackers._is_installed("tensorboard"):
+        pytest.skip("tensorboard is installed")
+    config, mesh = config_of("tensorboard"), {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    with pytest.raises(ConfigError, match="has no package tensorboard"):
+        preflight.check_rank(config, "launch/ppo.py", [], {"RANK": "0"} | mesh)
+    preflight.check_rank(config, "launch/ppo.py", [], {"RANK": "1"} | mesh)
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.tools.preflight", "--trackers.names", "tensorboard"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: trackers.names"), done.stderr
+
+
+NETRC = "machine api.wandb.ai\n  login user\n  password 0123456789\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "login", "mode"),
+    [
+        ("", False, "offline"),
+        ("", True, "online"),
+        ("offline", True, "offline"),
+        ("offline", False, "offline"),
+        ("dryrun", True, "offline"),
+        ("disabled", False, "disabled"),
+        ("online", True, "online"),
+        ("online", False, 'WANDB_MODE = "online" needs a login'),
+        ("sideways", True, 'WANDB_MODE must be one of .*offline.*, got "sideways"'),
+    ],
+)
+def test_the_mode_is_the_one_asked_for_or_follows_from_the_login(
+    asked: str, login: bool, mode: str, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text(NETRC if login else "")
+    environment = {"NETRC": str(tmp_path / "netrc")} | ({"WANDB_MODE": asked} if asked else {})
+    if mode in trackers.MODES:
+        assert wandb_mode(environment) == mode
+        return
+    with pytest.raises(ConfigError, match=mode):
+        wandb_mode(environment)
+
+
+def test_a_login_is_a_variable_or_an_entry_for_the_server(tmp_path: Path) -> None:
+    (tmp_path / "netrc").write_text(NETRC)
+    mine = {"NETRC": str(tmp_path / "netrc")}
+    assert has_login(mine) and has_login({"WANDB_API_KEY": "0123", "NETRC": "/nowhere"})
+    assert not has_login(mine | {"WANDB_BASE_URL": "https://wandb.example.org"})
+    assert not has_login({"NETRC": str(tmp_path / "none")})
