@@ -125,7 +125,8 @@ def check_reward(name: str, rows: Iterable[Row]) -> None:
     for row in rows:
         if name == "gsm8k" and extract_answer(f"{_MARK} {row.ground_truth}") is None:
             raise ValueError(
-                f'{row.where} has no number after #### in \'answer\': it must end in "#### N" for task.reward = "gsm8k"'
+                f'{row.where} has the ground truth "{row.ground_truth}", which is no number, as task.reward = "gsm8k" needs: an'
+                ' answer must end in "#### N"'
             )
         if name == BY_DATA_SOURCE and row.data_source not in DATA_SOURCES:
             raise ValueError(

@@ -207,7 +207,7 @@ def test_each_name_scores_and_a_data_source_picks():
 def test_a_row_that_cannot_be_scored_is_named_before_the_run():
     check_reward("gsm8k", [ROW])
     check_reward("data_source", [ROW])
-    with pytest.raises(ValueError, match=r"rows.jsonl line 3 has no number after #### in 'answer'"):
+    with pytest.raises(ValueError, match='rows.jsonl line 3 has the ground truth "seven", which is no number'):
         check_reward("gsm8k", [replace(ROW, ground_truth="seven")])
     with pytest.raises(ValueError, match=r'rows.jsonl line 3 has data_source "geo3k", .* scores openai/gsm8k'):
         check_reward("data_source", [ROW, replace(ROW, data_source="geo3k")])

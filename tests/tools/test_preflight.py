@@ -58,7 +58,7 @@ MISTAKES = {
     "--task.source {dir}/data --task.split no_rows": "has no rows",
     "--task.source {dir}/data --task.split bad_json": "bad_json.jsonl line 2 is not JSON",
     "--task.source {dir}/data --task.split no_column": "no_column.jsonl line 1 has no field 'answer'",
-    "--task.source {dir}/data --task.split no_number": "no number after ####",
+    "--task.source {dir}/data --task.split no_number": 'line 1 has the ground truth "two", which is no number',
     "--task.source {dir}/data --task.split other_columns": "row 1 has no field 'question'",
     "--task.source {dir}/data --task.split no_messages": "row 1 has a str as 'prompt': it must be a list of messages",
     "--task.source {dir}/data/no_truth.parquet": "no_truth.parquet row 1 has no reward_model.ground_truth",
