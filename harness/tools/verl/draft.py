@@ -57,12 +57,15 @@ class Draft:
         given = [self.verl.given[full(source)].text for source in sources if self.given(source)]
         origin = ", ".join(given) or (f"verl {self.verl.release}'s default" if sources else "")
         kind = key_types().get(".".join(key.split(".")[:2]))
-        if kind is str and isinstance(value, list):  # until task.source takes several
+        if kind is str and isinstance(value, list):  # a key that takes one path, or several, by its type
             value = value[0]
-        if kind is not None and (key != "task.reward" or kind is str):  # until every key that is agreed is there
+        name = key
+        if kind is None:
+            name = f"{key} (no key of this harness yet: left out)"
+        else:
             self.entries[key] = Entry(value=value, origin=f"{origin}; {note}" if note and origin else origin or note)
         for source in sources:
-            self.mapped.setdefault(full(source), []).append(key)
+            self.mapped.setdefault(full(source), []).append(name)
 
     def irrelevant(self, reason: str, *keys: str) -> None:
         """Say why keys of verl have nothing to decide."""

@@ -62,6 +62,14 @@ def number(draft: Draft, key: str) -> int:
     return value
 
 
+def real(draft: Draft, key: str, otherwise: float | None = None) -> float:
+    """Return a key that must be a number. Raise ConfigError."""
+    value = draft.get(key, otherwise)
+    if type(value) not in (int, float):
+        raise ConfigError(f"{full(key)} must be a number, got {shown(value)}.")
+    return float(value)
+
+
 def parallel(draft: Draft) -> None:
     """parallel: engines of tp x pp ranks on all GPUs."""
     nodes, gpus = number(draft, "trainer.nnodes"), number(draft, "trainer.n_gpus_per_node")
@@ -172,7 +180,7 @@ def task(draft: Draft, environment: Mapping[str, str]) -> None:
     draft.put("validation.source", files(draft, "data.val_files", environment), "data.val_files")
     if (rows := draft.get("data.val_max_samples", -1)) > 0:
         draft.put("validation.rows", rows, "data.val_max_samples", note="the first")
-    draft.put("validation.every", max(0, draft.get("trainer.test_freq")), "trainer.test_freq")
+    draft.put("validation.every", max(0, number(draft, "trainer.test_freq")), "trainer.test_freq")
     draft.put("validation.before_train", bool(draft.get("trainer.val_before_train", True)), "trainer.val_before_train")
     sampled = bool(draft.get("@rollout.val_kwargs.do_sample", False))
     temperature = float(draft.get("@rollout.val_kwargs.temperature", 0.0) or 0.0) if sampled else 0.0
@@ -215,7 +223,7 @@ def rollout(draft: Draft) -> None:
     draft.put("rollout.max_response_tokens", length, "data.max_response_length", "@rollout.response_length")
     draft.irrelevant("task.max_prompt_tokens, from data.max_prompt_length", "@rollout.prompt_length")
     for name in ("temperature", "top_p"):
-        draft.put(f"rollout.{name}", float(draft.get(f"@rollout.{name}")), f"@rollout.{name}")
+        draft.put(f"rollout.{name}", real(draft, f"@rollout.{name}"), f"@rollout.{name}")
     draft.put("rollout.top_k", draft.get("@rollout.top_k") or -1, "@rollout.top_k")
     draft.put("rollout.ignore_eos", bool(draft.get("@rollout.ignore_eos", False)), "@rollout.ignore_eos")
     staged = since(draft, "0.6") or bool(draft.get("@rollout.multi_stage_wake_up", False))
@@ -232,7 +240,7 @@ def algorithm(draft: Draft) -> None:
         )
     draft.put("algorithm.advantage", ESTIMATORS.get(estimator, "grpo"), "algorithm.adv_estimator")
     for name in ("gamma", "lam"):
-        draft.put(f"algorithm.{name}", float(draft.get(f"algorithm.{name}")), f"algorithm.{name}")
+        draft.put(f"algorithm.{name}", real(draft, f"algorithm.{name}"), f"algorithm.{name}")
     by_std = "algorithm.norm_adv_by_std_in_grpo"
     draft.put("algorithm.normalize_by_std", bool(draft.get(by_std, True)), by_std)
     kl(draft)
@@ -270,9 +278,9 @@ def kl(draft: Draft) -> None:
     if draft.get(kind) not in KL_ESTIMATORS:
         draft.unsupported(f"the KL by {draft.get(kind)}; taken: auto", kind)
     draft.put("algorithm.kl_estimator", KL_ESTIMATORS.get(draft.get(kind), "auto"), kind)
-    draft.put("algorithm.kl_coefficient", float(draft.get(coefficient)), coefficient)
+    draft.put("algorithm.kl_coefficient", real(draft, coefficient), coefficient)
     if placement == "reward" and draft.get(control[0]) == "adaptive":
-        draft.put("algorithm.kl_target", float(draft.get(control[1], 0.1)), *control[:2])
+        draft.put("algorithm.kl_target", real(draft, control[1], 0.1), *control[:2])
         draft.put("algorithm.kl_horizon", draft.get(control[2], 10000), control[2])
     elif placement == "reward":
         draft.put("algorithm.kl_target", 0.0, control[0])
@@ -286,7 +294,7 @@ def importance_sampling(draft: Draft) -> None:
     if draft.get(level) == "token" and not isinstance(draft.get(cap), int | float):
         draft.unsupported("weights bounded on both sides; here from above", cap)
     elif draft.get(level) == "token":
-        draft.put("algorithm.importance_cap", float(draft.get(cap)), level, cap)
+        draft.put("algorithm.importance_cap", real(draft, cap), level, cap)
         return
     if draft.get(level):
         draft.unsupported("weights of whole sequences between engine and trainer; here of tokens", level)
@@ -355,10 +363,10 @@ def optimizers(draft: Draft) -> None:
         draft.irrelevant(
             "verl reads clip_ratio_low and clip_ratio_high, which have defaults of their own", "@actor.clip_ratio"
         )
-    draft.put("actor.dual_clip", float(draft.get("@actor.clip_ratio_c", 0.0)), "@actor.clip_ratio_c")
-    draft.put("actor.entropy_coefficient", float(draft.get("@actor.entropy_coeff")), "@actor.entropy_coeff")
+    draft.put("actor.dual_clip", real(draft, "@actor.clip_ratio_c", 0.0), "@actor.clip_ratio_c")
+    draft.put("actor.entropy_coefficient", real(draft, "@actor.entropy_coeff"), "@actor.entropy_coeff")
     if has_critic(draft):
-        draft.put("critic.value_clip", float(draft.get("critic.cliprange_value")), "critic.cliprange_value")
+        draft.put("critic.value_clip", real(draft, "critic.cliprange_value"), "critic.cliprange_value")
 
 
 def aggregation(draft: Draft, section: str, prefix: str) -> None:
@@ -373,13 +381,13 @@ def aggregation(draft: Draft, section: str, prefix: str) -> None:
 def optimizer(draft: Draft, section: str, prefix: str) -> None:
     """AdamW, its schedule, gradient clipping. verl's schedules move once a PPO step, the harness's once an optimizer step."""
     optim = f"{prefix}.optim"
-    draft.put(f"{section}.learning_rate", float(draft.get(f"{optim}.lr")), f"{optim}.lr")
-    draft.put(f"{section}.weight_decay", float(draft.get(f"{optim}.weight_decay", 0.01)), f"{optim}.weight_decay")
+    draft.put(f"{section}.learning_rate", real(draft, f"{optim}.lr"), f"{optim}.lr")
+    draft.put(f"{section}.weight_decay", real(draft, f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
     betas = draft.get(f"{optim}.betas") or [0.9, 0.999]
     draft.put(f"{section}.betas", [float(beta) for beta in betas], f"{optim}.betas")
     megatron = draft.verl.trainer == "megatron"
     clip = f"{optim}.clip_grad" if megatron else f"{prefix}.grad_clip"
-    draft.put(f"{section}.max_grad_norm", float(draft.get(clip, 1.0)), clip)
+    draft.put(f"{section}.max_grad_norm", real(draft, clip, 1.0), clip)
     draft.irrelevant(f"verl reads {full(clip)}", f"{prefix}.grad_clip" if megatron else f"{optim}.clip_grad")
     styles = (f"{optim}.warmup_style", f"{optim}.lr_decay_style" if megatron else f"{optim}.lr_scheduler_type")
     style = next((draft.get(key) for key in styles if draft.get(key)), "constant")

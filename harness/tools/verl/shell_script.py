@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.config.layers import ConfigError
+from harness.runtime import redact
 
 MAIN = re.compile(r"(?:\S*/)?verl[./]trainer[./]main_ppo(?:\.py)?")
 OTHER_MAIN = re.compile(r"(?:verl|recipe)[./][\w./]*main_\w+(?:\.py)?|(?:verl|recipe)\.[\w.]*(?:trainer|main)[\w.]*")
@@ -28,11 +29,11 @@ _PRELUDE = (
     "\n"
 )
 _QUOTED_OR_REDIRECTION = re.compile(
-    r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?P<comment>(?<![^\s;])\#[^\n]*)"""
-    r"""|(?P<redirection>(?<![^\s;)])(?:[0-9]|&)?>{1,2}[|]?[ \t]*(?![&(>])[^\s;|&)]+)""",
+    r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|\[\[\s.*?\]\]|\(\(.*?\)\)|(?P<comment>(?<![^\s;])\#[^\n]*)"""
+    r"""|(?P<redirection>(?<![^\s;)])(?:(?:[0-9]|&)?>{1,2}[|]?[ \t]*(?![&(>])|[0-9]?<[ \t]*(?![&(<]))[^\s;|&)]+)""",
     re.DOTALL,
 )
-"""What hides a redirection, or is one to a file, which restricted bash would refuse with the whole command."""
+"""What hides a redirection, or is one; to a file, restricted bash would refuse it with the whole command."""
 _PATH = re.compile(r"(?<![\w$])PATH=")
 
 
@@ -80,7 +81,7 @@ def command_of_script(text: str, arguments: Sequence[str], environment: Mapping[
         other = next((word for words in others for word in words if OTHER_MAIN.fullmatch(word)), "")
         if other:
             raise ConfigError(f"{other} is another trainer; only verl.trainer.main_ppo is translated.")
-        why = f" (bash: {said[-1]})" if said else ""
+        why = f" (it says: {said[-1]})" if said else ""
         raise ConfigError(f"no command of the script is python3 -m verl.trainer.main_ppo{why}; give it after --.")
     return command_of_words(found[0], not_run)
 
@@ -92,13 +93,18 @@ def _run_by_bash(
     bash = shutil.which("bash")
     if bash is None:
         raise ConfigError("a script is expanded by bash, which is not on PATH; give the command after --.")
-    kept = {name: value for name, value in environment.items() if not name.startswith(("BASH_", "ENV"))}
+    # A script may write what it is given into its command.
+    kept = {
+        name: value if redact.variable(name, value) == value else "redacted"
+        for name, value in environment.items()
+        if not name.startswith("BASH_") and name != "ENV"
+    }
     with tempfile.TemporaryFile() as written:
         prelude = _PRELUDE.replace("FD", str(written.fileno()))
         try:
             done = subprocess.run(
-                [bash, "--norc", "--noprofile", "-r", "-s", "--", *arguments],
-                input=(prelude + text).encode(),
+                [bash, "--norc", "--noprofile", "-r", "-c", prelude + text, "bash", *arguments],
+                stdin=subprocess.DEVNULL,
                 capture_output=True,
                 env=kept | {"PATH": os.devnull},
                 pass_fds=(written.fileno(),),
@@ -116,9 +122,8 @@ def _run_by_bash(
             commands.append(unfinished.pop(process, []))
         else:
             unfinished.setdefault(process, []).append(word)
-    lines = done.stderr.decode(errors="replace").splitlines()
-    said = [match[1] for line in lines if (match := re.match(r"\S*bash: (?:line \d+: )?(.*)", line))]
-    return commands, said
+    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line and not line.startswith("+")]
+    return commands, [re.sub(r"^\S*bash: (line \d+: )?", "bash: ", line) for line in lines]
 
 
 def _without_redirections(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from harness.config.layers import ConfigError
 from harness.config.rules import check
 from harness.config.schema import Config
+from harness.runtime import redact
 from harness.tools.verl.draft import FATES, Draft, Verdict
 from harness.tools.verl.mapping import number, translate_all
 from harness.tools.verl.overrides import (
@@ -191,8 +192,8 @@ def toml_value(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text without what would end a comment, in ASCII."""
-    return " ".join(text.split()).encode("ascii", "backslashreplace").decode()
+    """Return a text without what would end a comment, in ASCII, and without secrets."""
+    return redact.text(" ".join(text.split())).encode("ascii", "backslashreplace").decode()
 
 
 def launch_lines(translation: Translation, file: str, hosts: int) -> list[str]:

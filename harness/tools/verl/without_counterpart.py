@@ -107,7 +107,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
         (None,),
         "a constant in place of the longest response's length",
     ),
-    r"(actor_rollout_ref\.actor|critic)\.optim\.min_lr_ratio": (
+    r"(actor_rollout_ref\.actor|critic)\.optim\.min_lr(_ratio)?": (
         (None, 0.0, 0),
         "a floor under the decaying learning rate",
     ),

@@ -63,6 +63,12 @@ def test_nothing_is_started_or_written_and_it_is_said(tmp_path: Path) -> None:
     assert [line.split()[0] for line in found.not_run].count("touch") == 2 and "restricted" in str(found.not_run)
 
 
+def test_comparisons_are_no_redirections_and_secrets_stay_out() -> None:
+    script = f"N=8; if (( N > 4 )) && [[ b > a ]]; then A=big; else A=small; fi; read X < /etc/passwd; {MAIN} a=$A x=$X k=$WANDB_API_KEY"
+    big, read, key = words(script, WANDB_API_KEY="0123456789abcdef")
+    assert (big, read) == ("a=big", "x=") and "0123" not in key and "redacted" in key
+
+
 def test_branches_are_those_of_bash() -> None:
     script = f'case "${{E:-vllm}}" in sglang) A=(x=1);; *) A=(x=2);; esac\nif [ "$1" = go ]; then shift; {MAIN} "${{A[@]}}" "$@"; fi'
     assert words(script, "go", "y=3") == ("x=2", "y=3")

@@ -116,9 +116,7 @@ def value(config: Config, key: str) -> Any:
 
 def there(wanted: dict[str, Any]) -> dict[str, Any]:
     """Return what is about keys that the harness has by now."""
-    kinds = key_types()
-    late = {"task.reward", "task.source"} if kinds["task.source"] is str else set()
-    return {key: each for key, each in wanted.items() if ".".join(key.split(".")[:2]) in kinds and key not in late}
+    return {key: each for key, each in wanted.items() if ".".join(key.split(".")[:2]) in key_types()}
 
 
 def loaded(found: Translation) -> Config:
@@ -143,7 +141,7 @@ def test_each_command_translates_with_nothing_unexplained(path: Path) -> None:
     assert (config.parallel.dp, config.parallel.tp) == wanted.pop("parallel")
     wanted = there(wanted)
     assert {key: value(config, key) for key in wanted} == wanted
-    assert config.engine.defaults == "sglang"
+    assert config.engine.defaults == "sglang" and config.task.reward == "data_source"
     assert (config.model.dtype, config.model.master_dtype) == ("bfloat16", "float32")
 
 
@@ -226,7 +224,7 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "actor_rollout_ref.rollout.pipeline_model_parallel_size=2 trainer.n_gpus_per_node=2 trainer.nnodes=2",
-        {"parallel.rank_order": "dp,pp,tp"},
+        {"parallel.rank_order": "dp,pp,tp", "parallel.dp": 1},
     ),
     ("critic.fsdp.param_offload=True", {"memory.offload_parameters": ("critic",)}),
 ]
@@ -314,6 +312,12 @@ def test_keys_are_written_oldest_release_first() -> None:
         for key, history in keys.items():
             since = [RELEASES.index(part.split(" ", 1)[0]) for part in history.split("; ") if history != "-"]
             assert since == sorted(since), key
+
+
+@pytest.mark.parametrize(("release", "size"), [("0.3", 256), ("0.4", 1280)])
+def test_the_critics_minibatch_counts_prompts_since_0_4(release: str, size: int) -> None:
+    config = of("actor_rollout_ref.rollout.n=5", release=release).config
+    assert (config.actor.minibatch_size, config.critic.minibatch_size) == (1280, size)
 
 
 def test_megatron_is_one_sentence_and_its_tables_follow() -> None:
