@@ -66,12 +66,14 @@ def tiny_config(name: str) -> transformers.PretrainedConfig:
 NAMES = ("qwen2", "qwen2_tied", "qwen3", "llama", "qwen3_moe", "deepseek_v3")
 
 
-def save_tiny(name: str, folder: Path, seed: int = 0) -> str:
+def save_tiny(name: str, folder: Path, seed: int = 0, initializer_range: float = 0.2) -> str:
     """Save the model in folder; its norms, biases and correction biases are noisy, so that a tensor that is missed
     shows.
     """
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32)
+    config = tiny_config(name)
+    config.initializer_range = initializer_range
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -1,0 +1,83 @@
+"""Ppo.learn over several PPO steps, in float32 on one and two ranks, equals a float64 program of one process."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.config.cli import parse
+from tests.cluster.gloo import on_ranks
+from tests.trainer.float64 import Float64Ppo, OptimizerStep
+from tests.trainer.tiny_models import save_tiny
+from tests.trainer.whole_update import fixed_responses, run_harness
+
+pytestmark = pytest.mark.slow
+
+COMMON = """--parallel.tp 1 --rollout.prompts_per_step 4 --rollout.responses_per_prompt 2 --rollout.max_response_tokens 12
+ --rollout.temperature 0.7 --actor.minibatch_size 4 --actor.microbatch_size 1 --actor.ppo_epochs 2 --actor.clip_high 0.28
+ --actor.learning_rate 2e-4 --actor.max_grad_norm 0.5 --actor.weight_decay 0.1 --actor.betas 0.8,0.95
+ --critic.minibatch_size 8 --critic.microbatch_size 2 --critic.learning_rate 1e-3"""
+CASES = {
+    "gae": """--run.steps 3 --algorithm.critic_warmup 1 --algorithm.importance_cap 1.2 --algorithm.kl_coefficient 0.05
+ --actor.schedule cosine --actor.warmup_steps 2 --actor.dual_clip 1.5 --actor.entropy_coefficient 0.01
+ --critic.schedule linear --critic.warmup_ratio 0.4 --critic.ppo_epochs 2 --critic.value_clip 0.1 --critic.betas 0.7,0.9""",
+    "grpo": """--run.steps 2 --algorithm.advantage grpo --algorithm.kl_placement loss --algorithm.kl_coefficient 0.05
+ --actor.loss_aggregation seq-mean-token-mean --actor.schedule constant_with_warmup --actor.warmup_ratio 0.3""",
+    "dr_grpo": """--run.steps 2 --algorithm.advantage grpo --algorithm.normalize_by_std false --algorithm.importance_cap 2
+ --actor.loss_aggregation seq-mean-token-sum-norm""",
+    "rloo": "--run.steps 2 --algorithm.advantage rloo --actor.schedule linear --actor.loss_aggregation seq-mean-token-sum",
+}
+
+
+TOLERANCE = 5e-6
+"""Relative. Measured: advantages and losses 1e-6, gradient norms 9e-7, gradients 2e-6 (float32 rounds them so)."""
+
+
+def flat(tensors: dict[str, Tensor], names: Iterable[str]) -> Tensor:
+    return torch.cat([tensors[name].flatten() for name in names])
+
+
+def apart(ours: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+def check_optimizer_step(ours: OptimizerStep, exact: OptimizerStep) -> None:
+    assert ours.learning_rate == pytest.approx(exact.learning_rate, rel=1e-12, abs=0)
+    assert abs(ours.loss - exact.loss) < TOLERANCE * exact.loss_scale
+    assert ours.grad_norm == pytest.approx(exact.grad_norm, rel=TOLERANCE)
+    names = exact.gradients
+    assert apart(flat(ours.gradients, names), flat(exact.gradients, names)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        pytest.param(case, ranks, marks=[] if (case, ranks) == ("gae", 2) else pytest.mark.long)
+        for case in CASES
+        for ranks in (1, 2)
+    ],
+)
+def test_updates_are_those_of_the_float64_program(case: str, ranks: int, tmp_path: Path) -> None:
+    config = parse(f"{COMMON} {CASES[case]}".split()).config
+    path = save_tiny("qwen2", tmp_path / "model", initializer_range=0.05)
+    rows = fixed_responses(config, path)
+    found = on_ranks(run_harness, ranks, tmp_path, config, path, rows)[0]
+    exact = Float64Ppo(config, path, found["before"].get("critic", {}).get("value_head.weight"), rows)
+    for ours, minibatches in zip(found["steps"], found["minibatches"], strict=True):
+        theirs = exact.step(minibatches)
+        for what in ("advantages", "returns"):
+            if wanted := getattr(theirs, what):
+                assert apart(torch.cat(getattr(ours, what)), torch.cat(wanted)) < TOLERANCE
+        for role in ("actor", "critic"):
+            for pair in zip(getattr(ours, role), getattr(theirs, role), strict=True):
+                check_optimizer_step(*pair)
+    for role, before in found["before"].items():
+        after, right = flat(found["after"][role], before), flat(exact.weights()[role], before)
+        assert apart(after, right) < 1e-6 < 1e-3 < apart(after, flat(before, before).double())
+    taken = [len(step.actor) for step in found["steps"]]
+    assert taken == [0] * config.algorithm.critic_warmup + [4] * (len(taken) - config.algorithm.critic_warmup)
+    assert any(metrics.get("actor/clip_fraction") for metrics in found["metrics"])
+    assert found["metrics"][-1]["actor/learning_rate"] == found["steps"][-1].actor[-1].learning_rate

@@ -1,0 +1,145 @@
+"""Ppo.learn on fixed responses, on real ranks, and what its optimizers did; against float64.py."""
+
+from contextlib import nullcontext
+from dataclasses import MISSING, fields
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from harness.config.schema import Config
+from harness.ppo import Ppo
+from harness.trainer.actor import Actor, Reference
+from harness.trainer.advantages import KlControl
+from harness.trainer.batch import Batch, from_sequences, scatter_responses
+from harness.trainer.critic import Critic
+from harness.trainer.learner import Learner
+from harness.trainer.model import load_causal_lm
+from tests.trainer.float64 import FixedResponse, Float64Ppo, OptimizerStep, PpoStep
+from tests.trainer.sequences import sequences
+
+CPU = torch.device("cpu")
+
+
+def fixed_responses(config: Config, path: str) -> list[FixedResponse]:
+    """Eight responses to four prompts, and log-probs of an engine that is some tenths of a nat off."""
+    draw = torch.Generator().manual_seed(3)
+    made = [
+        FixedResponse(prompt=prompt, response=response, rollout_log_probs=[], score=float(score), group=number % 4)
+        for number, (prompt, response, score) in enumerate(
+            zip(*sequences(), torch.randn(8, generator=draw).tolist(), strict=True)
+        )
+    ]
+    reference = Float64Ppo(config, path, None, made)
+    for each in made:
+        with torch.no_grad():
+            exact = reference.log_probs(reference.actor, each)[0]
+        each.rollout_log_probs = (exact + 0.3 * torch.randn(len(exact), generator=draw)).float().tolist()
+    return made
+
+
+def local_batch(rows: list[FixedResponse]) -> Batch:
+    """This rank's sequences as a rollout hands them on."""
+    batch = from_sequences([each.prompt for each in rows], [each.response for each in rows], pad_id=0)
+    return batch.replace(
+        group=torch.tensor([each.group for each in rows]),
+        scores=torch.tensor([each.score for each in rows]),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        rollout_log_probs=scatter_responses([each.rollout_log_probs for each in rows], batch),
+    )
+
+
+def build(config: Config, path: str, mesh: DeviceMesh) -> Ppo:
+    """Only with what learns."""
+    load = {"path": path, "dtype": torch.float32, "device": CPU, "mesh": mesh}
+    critic = Critic(load_causal_lm(**load, value_head=True), config, mesh, CPU) if config.algorithm.has_critic else None
+    missing: dict[str, Any] = {each.name: None for each in fields(Ppo) if each.default is MISSING}
+    missing["events"] = SimpleNamespace(phase=lambda *words: nullcontext())
+    missing["world"] = SimpleNamespace(rank=dist.get_rank())
+    missing["verification"] = SimpleNamespace(reaches=lambda level: False)
+    missing["kl_control"] = KlControl(config.algorithm.kl_coefficient)
+    actor, reference = (kind(load_causal_lm(**load), config, mesh, CPU) for kind in (Actor, Reference))
+    return Ppo(**missing | {"config": config, "actor": actor, "critic": critic, "reference": reference})
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def of_responses(tensor: Tensor, batch: Batch) -> list[Tensor]:
+    """A [B, T] field as each response's numbers."""
+    return [row[mask.bool()] for row, mask in zip(tensor, batch.response_mask, strict=True)]
+
+
+class Recorder:
+    """What a learner's optimizer steps saw and did."""
+
+    def __init__(self, learner: Learner, rows: list[FixedResponse]) -> None:
+        self.numbers = {tuple(each.prompt + each.response): number for number, each in enumerate(rows)}
+        self.minibatches: list[list[int]] = []
+        self.steps: list[OptimizerStep] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.learner, self.step = learner, learner.step
+        learner.step = self.recorded  # type: ignore[method-assign]
+        learner.optimizer.register_step_pre_hook(self.take_gradients)
+
+    def take_gradients(self, *_: Any) -> None:
+        parameters = self.learner.model.named_parameters()
+        self.gradients |= {name: whole(each.grad) for name, each in parameters if each.grad is not None}
+
+    def recorded(self, minibatch: Batch) -> dict[str, float]:
+        pairs = zip(minibatch.input_ids, minibatch.attention_mask, strict=True)
+        seen: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, [self.numbers[tuple(ids[mask.bool()].tolist())] for ids, mask in pairs])
+        self.minibatches.append([number for rank in seen for number in rank])
+        self.gradients = {}
+        found = self.step(minibatch)
+        named = {name: found[name] for name in ("loss", "grad_norm", "learning_rate")}
+        self.steps.append(OptimizerStep(loss_scale=0.0, gradients=self.gradients, **named))
+        return found
+
+
+def run_harness(rank: int, config: Config, path: str, rows: list[FixedResponse]) -> dict[str, Any]:
+    """On each rank: every PPO step's results and minibatches, and the weights before and after."""
+    ranks = dist.get_world_size()
+    torch.set_num_threads(1)
+    ppo = build(config, path, init_device_mesh("cpu", (ranks,)))
+    learners = {"actor": ppo.actor, "critic": ppo.critic} if ppo.critic else {"actor": ppo.actor}
+    share = len(rows) // ranks
+    batch = local_batch(rows[rank * share : (rank + 1) * share])
+    recorders = {role: Recorder(learner, rows) for role, learner in learners.items()}
+    before = {role: weights(learner.model) for role, learner in learners.items()}
+    steps, metrics = [], []
+    minibatches: list[dict[str, list[list[int]]]] = []
+    for index in range(config.run.steps):
+        rollout = batch.replace(old_log_probs=ppo.actor.log_probs(batch)[0])
+        steps.append(estimated(ppo, rollout))
+        metrics.append(ppo.learn(index, rollout))
+        for role, recorder in recorders.items():
+            setattr(steps[-1], role, recorder.steps)
+        minibatches.append({role: recorder.minibatches for role, recorder in recorders.items()})
+        for recorder in recorders.values():
+            recorder.steps, recorder.minibatches = [], []
+    after = {role: weights(learner.model) for role, learner in learners.items()}
+    return {"steps": steps, "minibatches": minibatches, "before": before, "after": after, "metrics": metrics}
+
+
+def estimated(ppo: Ppo, batch: Batch) -> PpoStep:
+    """Advantages, and with a critic returns, of the responses of all ranks."""
+    assert ppo.reference
+    given = batch.replace(reference_log_probs=ppo.reference.log_probs(batch)[0])
+    if ppo.critic:
+        given = given.replace(old_values=ppo.critic.values(batch))
+    done = ppo.estimate_advantages(given)[0].tensors()
+    mine = {name: of_responses(done[name], batch) for name in ("advantages", "returns") if name in done}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return PpoStep(**{name: [row for each in gathered for row in each[name]] for name in mine})
