@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launching import QUICKSTART, Job, run
+from tests.tools.report.test_trace import check_trace
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +60,23 @@ def test_each_row_has_the_seconds_of_every_phase_throughput_memory_and_lengths(q
             assert row["tokens_per_second/step"] == row["tokens"] / row["seconds"]
             assert row["tokens_per_second/generate"] <= row["response_tokens"] / row["seconds/generate"]
             assert row["tokens_per_second/update_actor"] > 0 and row["tokens_per_second/update_critic"] > 0
+
+
+def test_the_trace_has_all_phases_of_both_ranks_and_the_engines_calls_inside_them(quickstart: Job) -> None:
+    events = check_trace(quickstart.folder / "trace.json")
+    for rank in range(2):
+        ended = [each for each in quickstart.events(rank) if each["event"] == "phase_end" and each["phase"] != "run"]
+        phases = [each for each in events if each["ph"] == "X" and each["cat"] == "phase" and each["pid"] == rank]
+        assert sorted(each["name"] for each in phases) == sorted(each["phase"] for each in ended)
+        assert any(each["ph"] == "C" and each["pid"] == rank and each["args"]["rss MiB"] > 100 for each in events)
+    calls = [each for each in events if each["ph"] == "X" and each["cat"] == "engine" and each["pid"] == 0]
+    for call, phase in (("generate", "generate"), ("update_weights_from_tensor", "sync")):
+        phases = [each for each in events if each["ph"] == "X" and each["name"] == phase and each["cat"] == "phase"]
+        spans = [(each["ts"], each["ts"] + each["dur"]) for each in phases if each["pid"] == 0]
+        assert len(spans) == 4
+        mine = [each for each in calls if each["name"] == call]
+        inside = [any(start <= each["ts"] <= each["ts"] + each["dur"] <= end for start, end in spans) for each in mine]
+        assert sum(inside) >= 4 and all(each["args"]["ok"] for each in mine)
 
 
 def test_it_leaves_no_process_and_a_report(quickstart: Job) -> None:

@@ -1,9 +1,11 @@
 """Trackers: what they write, read back from the real packages where they are installed; what is refused, and what fails."""
 
+import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +119,27 @@ def test_wandb_without_a_login_writes_offline_and_asks_for_nothing(run: Any) -> 
     ]  # fmt: skip
     assert any(each.WhichOneof("record_type") == "exit" and each.exit.exit_code == 0 for each in records)
     assert any(line.startswith("tracker wandb: offline; wandb sync ") for line in said(run))
+
+
+def test_a_run_outlives_the_process_that_writes_for_wandb(run: Any) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    import psutil
+
+    before, writer = {each.pid for each in psutil.Process().children()}, TrackerWriter(["wandb"])
+    writer.met(run)
+    started = [each for each in psutil.Process().children() if each.pid not in before]
+    assert started, "wandb has a process of its own"
+    for each in started:
+        each.kill()
+    psutil.wait_procs(started, timeout=10)
+    for step in range(100):
+        writer.measured({"kind": "step", "step": step, "reward_mean": 0.5})
+    writer.phase_begins("shutdown", None)
+    writer.passed()
+    first, again = [line for line in said(run) if line.startswith("warning: tracker wandb failed at step ")]
+    assert first == again
+    with suppress(ConnectionError):
+        importlib.import_module("wandb").teardown()  # which the end of this process would try, and print a traceback
 
 
 class Fake:
