@@ -93,7 +93,13 @@ class LiveLine(Observer):
         if not opened:
             return ""
         phase, step, began = opened[0]
-        place = "" if step is None else "final check  " if step >= self.steps else f"step {step + 1} of {self.steps}  "
+        place = (
+            ""
+            if step is None
+            else "final check  "
+            if step >= self.steps
+            else f"step {step} ({step + 1} of {self.steps})  "
+        )
         return f"{place}{phase} {time.monotonic() - began:.0f} s{self.last}"
 
     def _draw(self) -> None:

@@ -42,9 +42,10 @@ def test_a_terminal_shows_step_phase_seconds_reward_and_throughput(
     line.passed()
     log.close()
     shown = os.read(master, 1 << 16).decode()
-    assert f"{ERASE}step 3 of 4  update_actor 0 s  reward 0.125  1,234 tokens/s\r" in shown
+    assert f"{ERASE}step 2 (3 of 4)  update_actor 0 s  reward 0.125  1,234 tokens/s\r" in shown
     (said,) = [each for each in shown.split("\n") if "a line of the console" in each]
-    assert said.removesuffix("\r").rpartition(ERASE)[2].endswith("s] a line of the console"), "nothing else on its line"
+    alone = said.removesuffix("\r").rpartition(ERASE)[2]
+    assert alone.startswith("[") and alone.endswith("s] a line of the console"), "nothing else on its line"
     assert shown.endswith(ERASE), "nothing stays behind"
     assert "\x1b[?25l" not in shown, "the cursor stays"
 

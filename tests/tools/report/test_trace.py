@@ -1,6 +1,7 @@
 """trace.json: valid as Chrome's trace event format says, from events of phases, engine calls and memory."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Engine:
         self.is_head, self.inner = True, self
 
     def generate(self, length: int) -> list[int]:
+        time.sleep(0.02)
         return [0] * length
 
     def update_weights_from_tensor(self) -> None:
