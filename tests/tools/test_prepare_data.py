@@ -84,12 +84,12 @@ def test_numbers_after_the_mark() -> None:
 @pytest.mark.parametrize(
     ("dataset", "record", "message"),
     [
-        ("gsm8k", {"question": "?", "answer": "3"}, "train.jsonl line 2 has no number after #### in 'answer'"),
-        ("gsm8k", MATH[0], "train.jsonl line 2 must have the texts question and answer"),
+        ("gsm8k", {"question": "?", "answer": "3"}, "test.jsonl line 2 has no number after #### in 'answer'"),
+        ("gsm8k", MATH[0], "test.jsonl line 2 must have the texts question and answer"),
         (
             "math",
             {"problem": "?", "solution": r"\boxed{3"},
-            r"train.jsonl line 2 has no \boxed{} that closes in 'solution'",
+            r"test.jsonl line 2 has no \boxed{} that closes in 'solution'",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_bad_row_is_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: str, record: dict[str, str], message: str
 ) -> None:
     good = GSM8K if dataset == "gsm8k" else MATH
-    source = write(tmp_path / "raw", [good[0], record], good)
+    source = write(tmp_path / "raw", good, [good[0], record])
     assert prepare_data.main([dataset, str(tmp_path / "out"), "--source", str(source)]) == 2
     assert message in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*.parquet"))
