@@ -13,7 +13,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from unittest.mock import patch
@@ -88,6 +90,7 @@ class VerlEngine:
         self._engine: Any = None
         self._channel = SchedulerChannel(self)
         self._in_update = False
+        self._calls = ThreadPoolExecutor(1, "async_generate")
         self.has_prefixes = True
         """Whether the prefix cache may hold keys and values of the weights before an update."""
         self._lease: PortLease | None = None
@@ -167,8 +170,12 @@ class VerlEngine:
         return self.on_head(lambda engine: engine.generate(**arguments))
 
     async def async_generate(self, *arguments: Any, **named: Any) -> Any:
-        """Generate without blocking the caller's event loop. One call at a time: ranks must call in the same order."""
-        return await asyncio.to_thread(self.generate, *arguments, **named)
+        """Return what generate does, without blocking the caller's event loop.
+
+        Several calls are answered one after the other, in the order in which they were made: the same on every rank.
+        """
+        call = partial(self.generate, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._calls, call)
 
     def update_weights_from_tensor(
         self, named_tensors: NamedTensors, load_format: str | None = None, flush_cache: bool = True
@@ -300,7 +307,7 @@ class VerlEngine:
         outcome: tuple[str, Any] = ("value", None)
         if self.is_head:
             try:
-                outcome = ("value", call(self.inner))
+                outcome = ("value", sglang_api.in_its_loop(self.inner, partial(call, self.inner))())
                 self._log.answered()
             except Exception as error:
                 self.group.broadcast(("error", in_one_line(error)))

@@ -101,7 +101,7 @@ class UpdateGroup:
                     group.abort()  # ends a broadcast that waits
                 dist.destroy_process_group(group)
 
-        return side_by_side(sglang_api.for_another_thread(inner, theirs), on_device, TIMEOUT_SECONDS, give_up)
+        return side_by_side(sglang_api.in_its_loop(inner, theirs), on_device, TIMEOUT_SECONDS, give_up)
 
 
 def _broadcast_all(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> None:

@@ -136,6 +136,11 @@ def as_verl_engine(engine: Any, folder: Path, weights: Weights) -> dict[str, Any
     seen: dict[str, Any] = {"before": tokens(), "text": engine.generate("hello", GREEDY)["text"]}
     answers = asyncio.run(engine.async_generate(input_ids=PROMPTS, sampling_params=GREEDY))
     seen["async"] = [answer["output_ids"] for answer in answers]
+    seen["at once"] = asyncio.run(at_once(engine))
+    seen["one by one"] = [engine.generate(input_ids=PROMPTS[:size], sampling_params=GREEDY) for size in (3, 1, 2)]
+    for found in (seen["at once"], seen["one by one"]):
+        found[:] = [[answer["output_ids"] for answer in answers] for answers in found]
+    seen |= stops(engine, folder)
     engine.release_memory_occupation(["kv_cache", "weights"])
     engine.resume_memory_occupation(["weights"])
     engine.resume_memory_occupation(["kv_cache"])
@@ -150,6 +155,37 @@ def as_verl_engine(engine: Any, folder: Path, weights: Weights) -> dict[str, Any
     seen["no_folder"] = failure(lambda: engine.update_weights_from_disk(str(folder / "absent")))
     seen["still_serving"] = tokens()
     return seen
+
+
+async def at_once(engine: Any) -> list[Any]:
+    """Return the answers to three calls that are made before the first is answered."""
+    calls = [engine.async_generate(input_ids=PROMPTS[:size], sampling_params=GREEDY) for size in (3, 1, 2)]
+    return list(await asyncio.gather(*calls))
+
+
+def stops(engine: Any, folder: Path) -> dict[str, Any]:
+    """Return what ends a greedy response to one prompt: the length, the third token's id, and its text."""
+    from transformers import AutoTokenizer
+
+    from harness.rollout.responses import read_responses
+
+    decode = AutoTokenizer.from_pretrained(str(folder / "model0")).decode
+
+    def response(**ends: Any) -> tuple[list[int], list[float], bool]:
+        sampling = {"temperature": 0.0, "max_new_tokens": 6, **ends}
+        answers = engine.generate(input_ids=PROMPTS[:1], sampling_params=sampling, return_logprob=True)
+        found = read_responses(answers)[0]
+        return found.token_ids, found.log_probs, found.truncated
+
+    whole = response()
+    third = whole[0][2]
+    return {
+        "whole": whole,
+        "stop_token_ids": response(stop_token_ids=[third]),
+        "stop": response(stop=[decode([third])]),
+        "third at": whole[0].index(third),
+        "text at": next(n for n in range(6) if decode([third]) in decode(whole[0][: n + 1])),
+    }
 
 
 if __name__ == "__main__":

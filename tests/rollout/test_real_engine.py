@@ -60,6 +60,19 @@ def test_text_tokens_and_async_serve_alike(seen: Seen) -> None:
     assert isinstance(seen[0]["text"], str) and seen[0]["text"]
 
 
+def test_calls_that_are_made_at_once_are_answered_like_one_after_the_other(seen: Seen) -> None:
+    assert [len(answers) for answers in seen[0]["at once"]] == [3, 1, 2]
+    assert seen[0]["at once"] == seen[0]["one by one"]
+
+
+def test_a_stop_keeps_what_ended_the_response_and_its_log_probs(seen: Seen) -> None:
+    tokens, log_probs, truncated = seen[0]["whole"]
+    assert len(tokens) == 6 and truncated
+    for stop, last in (("stop_token_ids", "third at"), ("stop", "text at")):
+        kept = seen[0][last] + 1
+        assert kept < 6 and seen[0][stop] == [tokens[:kept], log_probs[:kept], False], stop
+
+
 def test_each_way_of_updating_changes_what_is_generated(seen: Seen) -> None:
     assert seen[0]["bucket"] != seen[0]["before"]
     assert seen[0]["tensor"] == seen[0]["before"]

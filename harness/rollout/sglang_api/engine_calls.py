@@ -73,8 +73,9 @@ def start_loop(engine: Engine, signals: Sequence[signal.Signals]) -> None:
 
     Until 0.5.9 flush_cache does not start the task itself, and as a fresh engine's first call would wait for ever. The
     handlers go inside the loop: uvloop removes nothing while it does not run, and calls them again as soon as it does.
+    Older releases keep no event loop, and are given the main thread's.
     """
-    loop = _engine_loop(engine)
+    loop = engine.loop = getattr(engine, "loop", None) or asyncio.get_event_loop()
 
     async def start() -> None:
         engine.tokenizer_manager.auto_create_handle_loop()
@@ -85,20 +86,17 @@ def start_loop(engine: Engine, signals: Sequence[signal.Signals]) -> None:
     loop.run_until_complete(start())
 
 
-def for_another_thread(engine: Engine, call: Callable[[], T]) -> Callable[[], T]:
-    """Return the call, ready to run on a thread that has no event loop: some releases look for the current one."""
-    loop = _engine_loop(engine)
+def in_its_loop(engine: Engine, call: Callable[[], T]) -> Callable[[], T]:
+    """Return the call, ready to run on any thread, and after the caller's asyncio.run: older releases, which keep no event
+    loop, look for the thread's.
+    """
 
     def run() -> T:
-        asyncio.set_event_loop(loop)
+        if loop := getattr(engine, "loop", None):
+            asyncio.set_event_loop(loop)
         return call()
 
     return run
-
-
-def _engine_loop(engine: Engine) -> asyncio.AbstractEventLoop:
-    """Return the event loop in which the engine's calls run; older releases take the main thread's."""
-    return cast(asyncio.AbstractEventLoop, getattr(engine, "loop", None) or asyncio.get_event_loop())
 
 
 @contextmanager
