@@ -7,7 +7,7 @@ advantages -> updates of critic and actor -> metrics. The checks that the weight
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.cluster.world import World, all_gather
 from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
-from harness.rollout.responses import read_responses
+from harness.rollout.responses import Response, read_responses
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
 from harness.runtime.memory_gauge import trim_heap
@@ -28,6 +28,7 @@ from harness.trainer import advantages
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
+from harness.trainer.saved_rollouts import SavedRollouts
 from harness.weights.log_probs import BASELINE_TOKENS, LogProbDifference, log_prob_difference, merge
 from harness.weights.sync import WeightSync
 from harness.weights.verify import Verification
@@ -54,15 +55,19 @@ class Ppo:
     prompts: PromptSampler
     reward: Reward
     tokenizer: Any
+    saved: SavedRollouts | None = None
+    """Where rollout.save or rollout.load says so."""
     first_token_at: float | None = field(default=None)
     """time.time() when the first step's first tokens arrived."""
 
     def step(self, index: int) -> Metrics:
         """Run one PPO step; return its metrics, the same on every rank. Raise WeightsDidNotArrive where a sync did not."""
         rollout, metrics = self.rollout(index)
-        metrics |= self.learn(index, rollout)
+        if not self.config.rollout.only:
+            metrics |= self.learn(index, rollout)
         with self.events.phase("free_caches", index):
-            self.memory.free_trainer_cache()
+            if self.config.rollout.has_both:
+                self.memory.free_trainer_cache()
             trim_heap()
         return metrics | {"step": index}
 
@@ -79,14 +84,54 @@ class Ppo:
         with self.verification.timed("baseline", waiting_for=waiting):
             batches = [self.generate(0)]
             tokens = self.all_sum(batches[0].response_mask.sum())
-            batches += [self.generate(index) for index in range(1, -(-BASELINE_TOKENS // int(tokens)))]
+            batches += [self.generate(index) for index in range(1, -(-BASELINE_TOKENS // max(1, int(tokens))))]
             self.memory.release_all()
             with self.actor.on_device():
                 log_probs = [self.actor.log_probs(batch)[0] for batch in batches]
         self.verification.set_baseline(merge([self.difference(*each) for each in zip(batches, log_probs, strict=True)]))
 
     def rollout(self, index: int) -> tuple[Batch, Metrics]:
-        """Sync the weights, generate with them, and check at the configured level that they arrived."""
+        """Return the step's responses with the actor's log-probs of them, and metrics.
+
+        They are generated with the actor's weights, checked at the configured level to have arrived; with rollout.load read
+        back, with rollout.only generated with the checkpoint's.
+        """
+        phase, config = self.events.phase, self.config.rollout
+        batch = self.saved.load(index) if self.saved and config.load else self.respond(index)
+        self.show_sample(index, batch)
+        metrics = self.response_metrics(batch)
+        if config.only:
+            return batch, metrics
+        with self.actor.on_device():
+            with phase("old_log_probs", index, "the actor's log-probs of the responses"):
+                old, entropy = self.actor.log_probs(batch)
+            difference = self.difference(batch, old, index)
+            self.verification.check_log_probs(index, difference)
+        return batch.replace(old_log_probs=old), {
+            **metrics,
+            "rollout_entropy": self.token_mean(entropy, batch),
+            **difference.metrics(),
+            "importance_clipped_share": self.importance_clipped_share(batch, old),
+            **self.verification.sync_metrics(),
+        }
+
+    def respond(self, index: int) -> Batch:
+        """Sync the weights and generate with them; leave the engine's memory released."""
+        phase = self.events.phase
+        if not self.config.rollout.only:
+            self.bring_weights(index)
+        with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
+            batch = self.generate(index)
+        self.first_token_at = self.first_token_at or time.time()
+        if not self.config.rollout.only:
+            with phase("release", index, "the engine to free its memory"):
+                self.memory.release_all()
+        if self.saved and self.config.rollout.save:
+            self.saved.save(index, batch)
+        return batch
+
+    def bring_weights(self, index: int) -> None:
+        """Sync the actor's weights to the engine, check that they arrived, and give it its KV cache."""
         phase = self.events.phase
         with phase("resume_weights", index, "the engine to take its weights' memory back"):
             self.memory.resume_weights()
@@ -99,26 +144,6 @@ class Ppo:
             self.verification.check_first_sync(index)
         with phase("resume_kv_cache", index, "the engine to take its KV cache's memory back"):
             self.memory.resume_kv_cache()
-        with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
-            batch = self.generate(index)
-        self.first_token_at = self.first_token_at or time.time()
-        self.show_sample(index, batch)
-        with phase("release", index, "the engine to free its memory"):
-            self.memory.release_all()
-        with self.actor.on_device():
-            with phase("old_log_probs", index, "the actor's log-probs of the responses"):
-                old, entropy = self.actor.log_probs(batch)
-            difference = self.difference(batch, old, index)
-            self.verification.check_log_probs(index, difference)
-        return batch.replace(old_log_probs=old), {
-            "reward_mean": self.mean(batch.require("scores")),
-            **self.lengths(batch),
-            "truncated_share": self.mean(batch.require("truncated").float()),
-            "rollout_entropy": self.token_mean(entropy, batch),
-            **difference.metrics(),
-            "importance_clipped_share": self.importance_clipped_share(batch, old),
-            **self.verification.sync_metrics(),
-        }
 
     def learn(self, index: int, rollout: Batch) -> Metrics:
         """Estimate advantages, then update critic and actor; in the first algorithm.critic_warmup steps the critic alone."""
@@ -170,32 +195,45 @@ class Ppo:
     def generate(self, index: int) -> Batch:
         """Return responses to this rank's share of its engine's prompts, and their scores."""
         config = self.config.rollout
-        prompts = self.engine_prompts(index)
-        repeated = [prompt for prompt in prompts for _ in range(config.responses_per_prompt)]
-        answers = self.engine.generate(
-            input_ids=[prompt.input_ids for prompt in repeated],
-            sampling_params={
-                "temperature": config.temperature,
-                "top_p": config.top_p,
-                "top_k": config.top_k,
-                "max_new_tokens": config.max_response_tokens,
-                "ignore_eos": config.ignore_eos,
-            },
-            return_logprob=True,
-        )
-        size = len(repeated) // self.dims.engine_size
-        start = self.dims.engine_rank(self.world.rank) * size
-        own, responses = repeated[start : start + size], read_responses(answers[start : start + size])
-        texts = self.tokenizer.batch_decode([each.token_ids for each in responses], skip_special_tokens=True)
-        scores = [self.reward(text, prompt.row) for text, prompt in zip(texts, own, strict=True)]
+        repeated = [prompt for prompt in self.engine_prompts(index) for _ in range(config.responses_per_prompt)]
+        sampling = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+        own, responses, scores = self.sample(repeated, sampling)
         pad_id = self.tokenizer.pad_token_id or 0
         batch = from_sequences([prompt.input_ids for prompt in own], [each.token_ids for each in responses], pad_id)
         return batch.replace(
             group=torch.tensor([prompt.index for prompt in own]),
             scores=torch.tensor(scores, dtype=torch.float32),
             truncated=torch.tensor([each.truncated for each in responses]),
+            aborted=torch.tensor([each.aborted for each in responses]),
             rollout_log_probs=scatter_responses([each.log_probs for each in responses], batch),
         )
+
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: Mapping[str, float]
+    ) -> tuple[Sequence[Prompt], list[Response], list[float]]:
+        """Return this rank's share of its engine's prompts, a response to each, and the scores. Ranks of an engine agree."""
+        config = self.config.rollout
+        ends = {"max_new_tokens": config.max_response_tokens, "ignore_eos": config.ignore_eos}
+        stops = {"stop": list(config.stop), "stop_token_ids": list(config.stop_token_ids)}
+        answers = self.engine.generate(
+            input_ids=[prompt.input_ids for prompt in prompts],
+            sampling_params={**sampling, **ends, **{name: some for name, some in stops.items() if some}},
+            return_logprob=True,
+        )
+        size, place = -(-len(prompts) // self.dims.engine_size), self.dims.engine_rank(self.world.rank)
+        share = slice(place * size, (place + 1) * size)
+        own, responses = prompts[share], read_responses(answers[share], config.aborted)
+        texts = self.tokenizer.batch_decode([each.token_ids for each in responses], skip_special_tokens=True)
+        return own, responses, [self.reward(text, prompt.row) for text, prompt in zip(texts, own, strict=True)]
+
+    def response_metrics(self, batch: Batch) -> Metrics:
+        """Return the mean score of all ranks' responses, their lengths, and the shares of those that did not end."""
+        return {
+            "reward_mean": self.mean(batch.require("scores")),
+            **self.lengths(batch),
+            "truncated_share": self.mean(batch.require("truncated").float()),
+            "aborted_share": self.mean(batch.require("aborted").float()),
+        }
 
     def masked(self, batch: Batch) -> Batch:
         """Return the batch for the updates: truncated responses without tokens, where rollout.truncated says so."""
@@ -229,7 +267,10 @@ class Ppo:
             whitened = advantages.masked_whiten(raw, mask, all_sum=self.all_sum) * mask
             return batch.replace(advantages=whitened, returns=returns), metrics
         # The responses of one prompt may lie on several ranks: compare sequence scores of all of them.
-        gathered = all_gather((rewards.sum(-1), batch.require("group")))
+        apart = (
+            -1 - self.world.rank * len(batch) - torch.arange(len(batch))
+        )  # what has no token is compared with nothing
+        gathered = all_gather((rewards.sum(-1), torch.where(mask.any(-1), batch.require("group"), apart)))
         scores, groups = (torch.cat(parts) for parts in zip(*gathered, strict=True))
         column, everywhere = scores[:, None], torch.ones_like(scores)[:, None]
         if algorithm.advantage == "rloo":
@@ -285,8 +326,8 @@ class Ppo:
     def sequence_mean(self, values: torch.Tensor, batch: Batch) -> float:
         """Return the mean over the sequences of all ranks of each one's mean over its response tokens, as verl's KL."""
         mask = batch.response_mask.bool()
-        totals = torch.where(mask, values.double(), 0.0).sum(-1)
-        return self.mean(totals / mask.sum(-1))
+        means = torch.where(mask, values.double(), 0.0).sum(-1) / mask.sum(-1)
+        return self.mean(means[mask.any(-1)])
 
     def token_mean(self, values: torch.Tensor, batch: Batch) -> float:
         """Return the mean over the response tokens of all ranks."""

@@ -43,6 +43,7 @@ from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
 from harness.trainer.model import Attention, choose_attention, load_causal_lm
+from harness.trainer.saved_rollouts import SavedRollouts
 from harness.weights.snapshot import check_gpus
 from harness.weights.sync import WeightSync
 from harness.weights.transports import check_shared, choose_transport
@@ -69,18 +70,29 @@ def train(run: RunContext) -> str:
         metrics = ppo.step(index)
         metrics["seconds"] = time.monotonic() - started
         if index == 0 and ppo.first_token_at is not None:
-            record.startup["first_sync"] = events.seconds["sync"][0]
+            if config.rollout.has_both:
+                record.startup["first_sync"] = events.seconds["sync"][0]
             record.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
             record.startup["first_token"] = ppo.first_token_at - run.launched
             events.say(record.startup_line(models_beside_engine=world.device.type == "cpu"))
         events.observer.measured(record.add(metrics, gather_phases(events, index), phase_tokens(config, metrics)))
         events.say(step_line(metrics))
-    final = ppo.final_check(config.run.steps)
-    events.observer.measured(record.finish(final, gather_phases(events, config.run.steps)))
+    if config.rollout.has_both:
+        final = ppo.final_check(config.run.steps)
+        events.observer.measured(record.finish(final, gather_phases(events, config.run.steps)))
     # Only where all went well: it is a collective call, and a rank that failed alone would wait in it for the others.
     with events.phase("shutdown", waiting_for="the engine's processes to end"):
-        ppo.sync.close()
-        ppo.engine.shutdown()
+        if config.rollout.has_both:
+            ppo.sync.close()
+        if not config.rollout.load:
+            ppo.engine.shutdown()
+    if not config.rollout.has_both:
+        half = (
+            f"the learner alone, on the rollouts in {config.rollout.load}"
+            if config.rollout.load
+            else "the engine alone"
+        )
+        return f"PASSED: {len(record.steps)} steps of {half}"
     rollouts = [*record.steps, record.final]
     events.fact("verification", lines=report_section(ppo.verification, rollouts, events.seconds))
     return f"PASSED: {len(record.steps)} PPO steps; {verdict_phrase(ppo.verification, rollouts)}"
@@ -117,45 +129,58 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         attention = trainer_attention(config, model_folder, world.device_type, events.say)
         usable = tokenize_prompts(rows, tokenizer, task.template, task.max_prompt_tokens, task.long_prompts)
         prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
+        saved = SavedRollouts.of(config, world.rank)
+        if saved:
+            saved.check(config.rollout, config.run.steps)
     events.say(f"{len(usable)} prompts of {len(rows)} rows ({', '.join(task.source)})")
     config = replace(config, weights=replace(config.weights, transport=transport))
+    if config.rollout.has_both:
+        events.say(f'weights.transport = "{transport}" ({reason})')
+    else:  # no sync that could be verified
+        config = replace(config, weights=replace(config.weights, verify="off"))
+    if config.rollout.only:
+        config = replace(config, engine=replace(config.engine, initial_weights="checkpoint"))
     run = replace(run, config=config)
-    events.say(f'weights.transport = "{transport}" ({reason})')
     if world.rank == 0:
         write_config(run.folder, config, world.device_type)
-    if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
+    if config.rollout.has_both and config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
         events.say("engine starts with dummy weights, so tensors missing from the first sync are detected")
     meshes = build_meshes(run.dims, world.device.type)
-    with record.timed("sglang_import"):
-        import_sglang(events)
+    if not config.rollout.load:
+        with record.timed("sglang_import"):
+            import_sglang(events)
     shipped = config.engine.implementation == "sglang"
 
     def start_trainer() -> Future[tuple[Actor, Critic | None, Reference | None]]:
         return in_background(lambda: build_trainer(run, meshes.fsdp, model_folder, attention, record), "build-trainer")
 
+    absent: Any = None  # what half a run, rollout.load or rollout.only, has not, and never asks for
+    engine = memory = sync = actor = critic = reference = trainer = absent
     # On a GPU after the engine: sglang sizes its KV cache by what is free, and releases it before the trainer is built.
-    trainer = start_trainer() if world.device.type == "cpu" or shipped else None
-    with record.timed("engine"):
-        if shipped and trainer:
-            trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
-        engine = start_engine(run, meshes.engines, model_folder)
-    events.observer.built("engine", engine)
-    memory = MemoryStages(
-        engine,
-        gpu_free_bytes(world.engine_gpu) if engine.has_memory_saver and world.engine_gpu is not None else None,
-        config.memory.resume,
-        events.say,
-        events.fact,
-    )
-    if engine.has_memory_saver and config.engine.initial_weights == "dummy":
-        with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):
-            memory.release_all()
-    with events.phase("build_trainer", waiting_for="actor, critic and reference"):
-        actor, critic, reference = (trainer or start_trainer()).result()
-    offloaded = "actor" in config.memory.offload_parameters
-    sync = WeightSync(engine, actor.model, config.weights, run.folder, getattr(torch, config.model.dtype), offloaded)
-    for name, part in (("sync", sync), ("actor", actor), *([("critic", critic)] if critic else [])):
-        events.observer.built(name, part)
+    if config.rollout.has_both and (world.device.type == "cpu" or shipped):
+        trainer = start_trainer()
+    if not config.rollout.load:
+        with record.timed("engine"):
+            if shipped and trainer:
+                trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
+            engine = start_engine(run, meshes.engines, model_folder)
+        events.observer.built("engine", engine)
+        free_bytes = (
+            gpu_free_bytes(world.engine_gpu) if engine.has_memory_saver and world.engine_gpu is not None else None
+        )
+        memory = MemoryStages(engine, free_bytes, config.memory.resume, events.say, events.fact)
+        if engine.has_memory_saver and config.engine.initial_weights == "dummy":
+            with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):
+                memory.release_all()
+    if not config.rollout.only:
+        with events.phase("build_trainer", waiting_for="actor, critic and reference"):
+            actor, critic, reference = (trainer or start_trainer()).result()
+    if config.rollout.has_both:
+        offloaded, dtype = "actor" in config.memory.offload_parameters, getattr(torch, config.model.dtype)
+        sync = WeightSync(engine, actor.model, config.weights, run.folder, dtype, offloaded)
+    for name, part in (("sync", sync), ("actor", actor), ("critic", critic)):
+        if part is not None:
+            events.observer.built(name, part)
     verification = Verification(
         config=config,
         world=world,
@@ -182,6 +207,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         prompts=prompts,
         reward=reward,
         tokenizer=tokenizer,
+        saved=saved,
     )
 
 
@@ -231,8 +257,9 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> VerlE
         # Engines of one run must not sample alike.
         "random_seed": config.run.seed * 1009 + world.rank // (parallel.tp * parallel.pp),
         "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
-        # Prompts leave and responses arrive as token ids; no tokenizer or detokenizer can then differ or fail.
-        "skip_tokenizer_init": True,
+        # Prompts leave and responses arrive as token ids; no tokenizer or detokenizer can then differ or fail. To find stop
+        # strings SGLang needs one: without, a scheduler dies of the first, or, in newer releases, the call is refused.
+        "skip_tokenizer_init": not config.rollout.stop,
     }
     waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
     with events.phase("start_engine", waiting_for=waiting):

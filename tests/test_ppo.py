@@ -79,6 +79,39 @@ def test_truncated_responses_are_masked_where_that_is_asked_for(words: str, toke
     assert ppo(words).masked(batch()).response_mask.sum(-1).tolist() == tokens
 
 
+def with_an_empty_one() -> Batch:
+    """The third response, of the second prompt, has no token."""
+    made = from_sequences([[2]] * 4, [[5], [5, 6, 7], [], [5, 6, 7, 8]], pad_id=0)
+    given = {name: batch().require(name) for name in ("group", "scores", "truncated")}
+    zeros = {name: torch.zeros(4, 5) for name in ("old_log_probs", "reference_log_probs", "old_values")}
+    return made.replace(**given, **zeros, aborted=torch.tensor([False, False, True, False]))
+
+
+@pytest.mark.parametrize("words", ["", "--algorithm.advantage grpo", "--algorithm.advantage rloo"])
+def test_a_response_without_a_token_harms_no_other(words: str) -> None:
+    part: Any = object()
+    step = ppo(words, advantages.KlControl(0.1), reference=part)
+    step.critic = None if words else part
+    done, metrics = step.estimate_advantages(with_an_empty_one())
+    assert done.require("advantages").isfinite().all() and metrics["reference_kl"] == 0.0
+    assert not done.require("advantages")[2].any()
+    if words:  # as in a group of its own: else 0.5 would be compared with its 0
+        assert done.require("advantages")[3, 1] == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_steps_metrics_tell_how_long_responses_are_and_how_many_did_not_end() -> None:
+    assert ppo("").response_metrics(with_an_empty_one()) == {
+        "reward_mean": 0.5,
+        "response_tokens_mean": 2.0,
+        "response_tokens_min": 0.0,
+        "response_tokens_max": 4.0,
+        "response_tokens": 8.0,
+        "tokens": 12.0,
+        "truncated_share": 0.25,
+        "aborted_share": 0.25,
+    }
+
+
 def test_movement_is_measured_on_text_that_the_update_does_not_train_on() -> None:
     seen: list[Batch] = []
 

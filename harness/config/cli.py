@@ -45,6 +45,12 @@ class RunOptions:
     """With --dry-run: CUDA_VISIBLE_DEVICES of each host, in order; one for all hosts, or none for unset."""
     inject: list[str] = field(default_factory=list)
     """A fault to inject, KIND@PHASE[:rank][:step]; may be given more than once. Replaces run.inject."""
+    save_rollouts: str = ""
+    """Folder for each step's responses: rollout.save."""
+    load_rollouts: str = ""
+    """Folder of saved responses, on which the learner runs alone: rollout.load."""
+    rollouts_only: bool = False
+    """Run the engine alone, with nothing to learn: rollout.only."""
 
 
 class Command(NamedTuple):
@@ -81,6 +87,8 @@ def parse(arguments: Sequence[str], script_options: type | None = None) -> Comma
     if options.inject:
         overrides = [pair for pair in overrides if pair[0] != "run.inject"]
         overrides.append(("run.inject", json.dumps(options.inject)))
+    halves = {"save": options.save_rollouts, "load": options.load_rollouts, "only": "true" * options.rollouts_only}
+    overrides += [(f"rollout.{name}", text) for name, text in halves.items() if text]
     config = build_config([*map(read_layer, files), override_layer(overrides)])
     check(config)
     _check_options(options, config)

@@ -63,7 +63,7 @@ QUANTIZED = (
 
 def check(config: Config) -> None:
     """Raise ConfigError, one sentence, for the first value or combination that cannot work."""
-    for rules in (_values, _batches, _algorithm, _optimizers, _engine, _updates, _memory):
+    for rules in (_values, _batches, _rollout, _algorithm, _optimizers, _engine, _updates, _memory):
         _require(config, rules(config))
     for text in config.run.inject:
         try:
@@ -169,6 +169,24 @@ def _batches(config: Config) -> Iterator[Rule]:
         key, size = f"{section}.minibatch_size", getattr(config, section).minibatch_size
         yield size % (parallel.dp * ranks) == 0, key, f"must be a multiple of the {parallel.dp * ranks} ranks"
         yield prompts * responses % size == 0, key, f"must divide the step's {step}"
+
+
+def _rollout(config: Config) -> Iterator[Rule]:
+    rollout = config.rollout
+    ignored = "SGLang heeds no token that would end a response with rollout.ignore_eos = true; leave one of the two out"
+    yield not (rollout.stop_token_ids and rollout.ignore_eos), "rollout.stop_token_ids", ignored
+    yield min(rollout.stop_token_ids, default=0) >= 0, "rollout.stop_token_ids", "must be token ids of 0 or more"
+    yield "" not in rollout.stop, "rollout.stop", "must be strings of at least one character"
+    blind = (
+        "SGLang finds stop strings by the tokenizer that engine.args.skip_tokenizer_init = true leaves out; drop that"
+    )
+    yield not (rollout.stop and config.engine.args.get("skip_tokenizer_init")), "rollout.stop", blind
+    apart = "rollout.load runs without an engine; leave one of the two out"
+    yield not (rollout.load and rollout.only), "rollout.only", apart
+    yield not (rollout.load and rollout.save), "rollout.save", "what rollout.load reads is saved already; leave one out"
+    has_checkpoint = config.model.weights == "checkpoint" or not rollout.only
+    nothing = 'model.weights = "random" leaves the engine nothing to load; use "checkpoint"'
+    yield has_checkpoint, "rollout.only", nothing
 
 
 def _algorithm(config: Config) -> Iterator[Rule]:

@@ -133,8 +133,25 @@ class Rollout:
     """Sample among the k likeliest tokens, at least 2; -1 means all."""
     ignore_eos: bool = False
     """Go on to max_response_tokens even after the end token."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, which keeps them. The engine then loads the tokenizer, and looks for each among as many last tokens as it has of its own, and one more: spelled in more tokens it goes unseen."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, which keeps them, beside the end token."""
     truncated: Literal["train", "mask"] = "train"
     """Responses that max_response_tokens cut off. train: like any other. mask: they count in advantages, but no token of theirs in a loss."""
+    aborted: Literal["error", "mask", "train"] = "error"
+    """Responses that SGLang aborted, or that have no token. error: the run fails with SGLang's reason. mask: as though they had no token; they count as a reward alone, and are compared with no other. train: like any other, as far as they came."""
+    save: str = ""
+    """Folder into which each rank writes each step's responses, log-probs and scores. Also --save-rollouts."""
+    load: str = ""
+    """Folder that such a run has written: the learner runs on what it holds, without an engine. Also --load-rollouts."""
+    only: bool = False
+    """The engine alone, on the model's own checkpoint: generate, score and save, with nothing to learn. Also --rollouts-only."""
+
+    @property
+    def has_both(self) -> bool:
+        """Whether the run has an engine and a learner."""
+        return not (self.load or self.only)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,40 +2,43 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from harness.rollout.engine_errors import EngineFailed
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One sampled response, of at least one token."""
+    """One sampled response; without a token only where it was aborted."""
 
     token_ids: list[int]
     log_probs: list[float]
     """Nats, at the sampling temperature."""
     truncated: bool
     """Whether it was cut off by its longest length."""
+    aborted: bool = False
+    """Whether SGLang gave it up, or it ended before its first token."""
 
 
-def read_responses(answers: Sequence[Mapping[str, Any]]) -> list[Response]:
+def read_responses(
+    answers: Sequence[Mapping[str, Any]], aborted: Literal["error", "mask", "train"] = "error"
+) -> list[Response]:
     """Return the responses of SGLang's answers to generate(return_logprob=True).
 
-    Raises EngineFailed, with SGLang's own reason, for one that was aborted, which is no sample of the policy, or that
-    has no token.
+    aborted: what becomes of those that were aborted, or have no token. error: raise EngineFailed, with SGLang's own reason.
+    mask: their tokens are dropped. train: the tokens that they have are kept.
     """
     responses = []
     for number, answer in enumerate(answers):
-        reason, tokens = answer["meta_info"]["finish_reason"], answer["meta_info"]["output_token_logprobs"]
-        if reason["type"] == "abort":
+        reason = answer["meta_info"]["finish_reason"]
+        tokens = answer["meta_info"].get("output_token_logprobs") or []  # none at all before the prefill
+        is_aborted = reason["type"] == "abort" or not tokens
+        if is_aborted and aborted == "error":
             raise EngineFailed(
-                f"response {number} of this rank was aborted by SGLang after {len(tokens)} tokens: {reason.get('message')}"
+                f"response {number} of this rank was aborted by SGLang after {len(tokens)} tokens: {reason.get('message') or reason};"
+                ' rollout.aborted = "mask" or "train" runs on with such responses'
             )
-        if not tokens:
-            raise EngineFailed(
-                f"response {number} of this rank has no token; SGLang's finish_reason is {reason!r}, but a response"
-                " needs at least one token to learn from"
-            )
-        log_probs, token_ids = zip(*((float(entry[0]), int(entry[1])) for entry in tokens), strict=True)
-        responses.append(Response(list(token_ids), list(log_probs), truncated=reason["type"] == "length"))
+        kept = [] if is_aborted and aborted == "mask" else tokens
+        token_ids, log_probs = [int(entry[1]) for entry in kept], [float(entry[0]) for entry in kept]
+        responses.append(Response(token_ids, log_probs, reason["type"] == "length", is_aborted))
     return responses

@@ -77,17 +77,17 @@ class RunRecord:
 
 def step_line(metrics: Metrics) -> str:
     """Return one step for the console."""
-    parts = [
-        f"step {metrics['step']:.0f}",
-        f"reward {metrics['reward_mean']:.3f}",
-        f"truncated {metrics['truncated_share']:.0%}",
-        f"log-prob difference {metrics['log_prob_difference_mean']:.1e}",
-    ]
-    if "actor/loss" in metrics:  # not while the critic learns alone
-        parts += [f"actor loss {metrics['actor/loss']:+.4f}", f"grad norm {metrics['actor/grad_norm']:.3f}"]
-    if "critic/explained_variance" in metrics:
-        parts.append(f"explained variance {metrics['critic/explained_variance']:+.3f}")
-    return "  ".join([*parts, f"{metrics['seconds']:.1f} s"])
+    forms = {
+        "step": "step {:.0f}",
+        "reward_mean": "reward {:.3f}",
+        "truncated_share": "truncated {:.0%}",
+        "log_prob_difference_mean": "log-prob difference {:.1e}",
+        "actor/loss": "actor loss {:+.4f}",
+        "actor/grad_norm": "grad norm {:.3f}",
+        "critic/explained_variance": "explained variance {:+.3f}",
+        "seconds": "{:.1f} s",
+    }
+    return "  ".join(form.format(metrics[name]) for name, form in forms.items() if name in metrics)
 
 
 def phase_seconds(phases: Phases) -> Metrics:

@@ -63,10 +63,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: A
 
 
 def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
-    """Return [B, T]: a response's score [B] at its last token, less kl_coefficient * kl [B, T] at each token."""
+    """Return [B, T]: a response's score [B] at its last token, if any, less kl_coefficient * kl [B, T] at each token."""
     counts = mask.bool()
     positions = torch.arange(mask.shape[-1], device=mask.device)
-    last = torch.where(counts, positions, -1).amax(dim=-1)
+    last = torch.where(counts, positions, 0).amax(dim=-1)
     rewards = scores.new_zeros(mask.shape).scatter(-1, last[:, None], scores[:, None])
     if kl is not None:
         rewards = rewards - kl_coefficient * kl

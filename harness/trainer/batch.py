@@ -26,6 +26,7 @@ class Batch:
     group: Tensor | None = None  # int64 [B]: number of the prompt; responses of one prompt share it
     scores: Tensor | None = None  # float [B]: the task's reward of a response
     truncated: Tensor | None = None  # bool [B]: whether its longest length cut the response off
+    aborted: Tensor | None = None  # bool [B]: whether SGLang gave it up; it may have no token
     rollout_log_probs: Tensor | None = None  # float [B, T]: as the engine reported them
     old_log_probs: Tensor | None = None  # float [B, T]: before this step's updates, as the trainer computes them
     reference_log_probs: Tensor | None = None  # float [B, T]: of the frozen reference

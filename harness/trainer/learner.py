@@ -115,7 +115,7 @@ class Learner(ShardedModel):
         if counts.tokens == 0:
             raise ValueError(
                 "the minibatch must have at least 1 response token over all ranks, got 0; where rollout.truncated ="
-                ' "mask" left none, raise rollout.max_response_tokens'
+                ' "mask" left none, raise rollout.max_response_tokens; where all were aborted, see the engine\'s log'
             )
         self.model.train()
         self.gradients.clear()

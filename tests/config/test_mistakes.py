@@ -52,6 +52,13 @@ MISTAKES = [
     ("--algorithm.advantage ppo", "algorithm.advantage", 'one of "gae", "grpo", "rloo"', 'got "ppo"'),
     ("--weights.transport stream", 'weights.transport = "stream" (command line) was replaced: use "pull".'),
     ("--model.dtype fp16", "model.dtype", '"float32", "bfloat16"', 'got "fp16"'),
+    # What ends a response, and half a run.
+    ("--rollout.stop_token_ids 5 --rollout.ignore_eos true", "rollout.stop_token_ids = [5]", "rollout.ignore_eos"),
+    ("--rollout.stop_token_ids=-1", "rollout.stop_token_ids must be", "0 or more"),
+    ("--rollout.stop A --engine.args.skip_tokenizer_init true", "rollout.stop", "skip_tokenizer_init"),
+    ("--load-rollouts A --save-rollouts B", "rollout.save", "rollout.load"),
+    ("--load-rollouts A --rollouts-only", "rollout.only", "without an engine"),
+    ("--rollouts-only --model.weights random", "rollout.only", 'use "checkpoint"'),
     # An option.
     ("quickstart", '"quickstart"', "must be a TOML file or an option", "--section.key VALUE"),
     ("--run.steps", "--run.steps", "has no value", "write --run.steps VALUE"),

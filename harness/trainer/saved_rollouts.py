@@ -1,0 +1,72 @@
+"""A step's responses in a file, so that engine and learner can run apart."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from harness.config.layers import shown
+from harness.config.schema import Config, Rollout
+from harness.trainer.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRollouts:
+    """The batches of one rank in a folder, FOLDER/step00002-rank0000.safetensors each."""
+
+    folder: Path
+    rank: int
+    made_for: dict[str, str]
+    """What a run that loads them must have alike."""
+
+    @classmethod
+    def of(cls, config: Config, rank: int) -> "SavedRollouts | None":
+        """Return what rollout.load, or else rollout.save, names; None where neither does."""
+        parallel, model, rollout = config.parallel, config.model, config.rollout
+        made_for = {
+            "mesh": f"dp {parallel.dp}, tp {parallel.tp}, pp {parallel.pp}, rank order {parallel.rank_order}",
+            "model": f"{model.name} {shown(model.overrides)}",
+            "size": f"{rollout.prompts_per_step} prompts of {rollout.responses_per_prompt} responses",
+        }
+        folder = rollout.load or rollout.save
+        return cls(Path(folder), rank, made_for) if folder else None
+
+    def file(self, step: int) -> Path:
+        """Return where this rank's responses of a step are."""
+        return self.folder / f"step{step:05}-rank{self.rank:04}.safetensors"
+
+    def save(self, step: int, batch: Batch) -> None:
+        """Write a step's batch, beside its place first: what is in its place is whole."""
+        file = self.file(step)
+        part = file.with_suffix(".part")
+        save_file({name: tensor.contiguous() for name, tensor in batch.tensors().items()}, part, metadata=self.made_for)
+        os.replace(part, file)
+
+    def load(self, step: int) -> Batch:
+        """Return a step's batch, as it was saved. Raise ValueError where there is none, or one of another kind of run."""
+        file = self.file(step)
+        try:
+            with safe_open(file, "pt") as opened:
+                found = opened.metadata() or {}
+                for name, mine in self.made_for.items():
+                    if found.get(name) != mine:
+                        theirs = found.get(name, "unknown")
+                        raise ValueError(
+                            f"{file} is of another {name} ({theirs}) than this run ({mine}): make them alike"
+                        )
+                return Batch(**{name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{file} cannot be read ({error}): run.steps must be at most the steps that were saved"
+            ) from error
+
+    def check(self, rollout: Rollout, steps: int) -> None:
+        """Raise ValueError where a run of so many steps cannot load from the folder, or where it holds what would be lost."""
+        if rollout.load:
+            self.load(steps - 1)
+        elif list(self.folder.glob("step*.safetensors")):
+            raise ValueError(f'rollout.save = "{self.folder}" holds rollouts of another run; give another folder')
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
