@@ -1,6 +1,6 @@
 """One PPO step, read from top to bottom.
 
-resume weights -> sync -> resume KV cache -> generate -> release -> scores -> old log-probs -> reference log-probs, values ->
+resume weights -> sync -> resume KV cache -> generate -> validate -> release -> scores -> old log-probs -> reference log-probs, values ->
 advantages -> updates of critic and actor -> metrics. The checks that the weights arrived are in weights/verify.py.
 """
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -55,6 +56,9 @@ class Ppo:
     prompts: PromptSampler
     reward: Reward
     tokenizer: Any
+    validation_prompts: Sequence[Prompt] = ()
+    validations: dict[int, Metrics] = field(default_factory=dict)
+    """What each validation found, by the number of updates before it."""
     saved: SavedRollouts | None = None
     """Where rollout.save or rollout.load says so."""
     first_token_at: float | None = field(default=None)
@@ -116,13 +120,16 @@ class Ppo:
         }
 
     def respond(self, index: int) -> Batch:
-        """Sync the weights and generate with them; leave the engine's memory released."""
+        """Sync the weights, generate with them, and validate where that is due; leave the engine's memory released."""
         phase = self.events.phase
         if not self.config.rollout.only:
             self.bring_weights(index)
         with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
             batch = self.generate(index)
         self.first_token_at = self.first_token_at or time.time()
+        if self.config.validation.is_due(index, self.config.run.steps):
+            with phase("validate", index, "the engine's responses to the validation set"):
+                self.validations[index] = self.validate(index)
         if not self.config.rollout.only:
             with phase("release", index, "the engine to free its memory"):
                 self.memory.release_all()
@@ -212,6 +219,8 @@ class Ppo:
         self, prompts: Sequence[Prompt], sampling: Mapping[str, float]
     ) -> tuple[Sequence[Prompt], list[Response], list[float]]:
         """Return this rank's share of its engine's prompts, a response to each, and the scores. Ranks of an engine agree."""
+        if not prompts:
+            return [], [], []
         config = self.config.rollout
         ends = {"max_new_tokens": config.max_response_tokens, "ignore_eos": config.ignore_eos}
         stops = {"stop": list(config.stop), "stop_token_ids": list(config.stop_token_ids)}
@@ -225,6 +234,26 @@ class Ppo:
         own, responses = prompts[share], read_responses(answers[share], config.aborted)
         texts = self.tokenizer.batch_decode([each.token_ids for each in responses], skip_special_tokens=True)
         return own, responses, [self.reward(text, prompt.row) for text, prompt in zip(texts, own, strict=True)]
+
+    def validate(self, index: int) -> Metrics:
+        """Return the mean reward over the validation set, overall and by data source, of the weights after `index` updates.
+
+        Greedy responses draw no random number, and the next sync flushes their prefixes: training samples as without.
+        """
+        mine = self.validation_prompts[self.dims.coordinates(self.world.rank).dp :: self.dims.dp]
+        own, responses, scores = self.sample(mine, {"temperature": self.config.validation.temperature})
+        rows = [
+            (prompt.row.data_source, score, len(response.token_ids), response.truncated)
+            for prompt, response, score in zip(own, responses, scores, strict=True)
+        ]
+        sources, rewards, lengths, truncated = zip(*itertools.chain(*all_gather(rows)), strict=True)
+        found = {"accuracy": fmean(rewards)}
+        for source in sorted(set(sources) - {""}):
+            found[f"accuracy/{source}"] = fmean(itertools.compress(rewards, [each == source for each in sources]))
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        self.events.say(f"validation after {index} updates, {len(rewards)} rows: {shown}")
+        lengths_and_ends = {"response_tokens_mean": fmean(lengths), "truncated_share": fmean(truncated)}
+        return found | lengths_and_ends | {"rows": len(rewards)}
 
     def response_metrics(self, batch: Batch) -> Metrics:
         """Return the mean score of all ranks' responses, their lengths, and the shares of those that did not end."""

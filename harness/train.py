@@ -36,7 +36,7 @@ from harness.runtime.events import EventLog
 from harness.runtime.observer import RunContext
 from harness.runtime.processes import descendants, end_processes
 from harness.runtime.run_record import RunRecord, step_line
-from harness.task.data import PromptSampler, Row, load_rows, tokenize_prompts
+from harness.task.data import PromptSampler, Row, load_rows, of_validation, tokenize_prompts
 from harness.task.rewards import check_math_verify, check_reward, load_reward
 from harness.task.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model
 from harness.trainer.actor import Actor, Reference
@@ -65,9 +65,15 @@ def train(run: RunContext) -> str:
     ppo = build(run, record)
     with record.timed("baseline"):
         ppo.take_baseline()
+
+    def note_validation(updates: int) -> None:
+        if updates in ppo.validations:
+            events.observer.measured(record.add_validation(updates, ppo.validations[updates]))
+
     for index in range(config.run.steps):
         started = time.monotonic()
         metrics = ppo.step(index)
+        note_validation(index)
         metrics["seconds"] = time.monotonic() - started
         if index == 0 and ppo.first_token_at is not None:
             if config.rollout.has_both:
@@ -79,6 +85,7 @@ def train(run: RunContext) -> str:
         events.say(step_line(metrics))
     if config.rollout.has_both:
         final = ppo.final_check(config.run.steps)
+        note_validation(config.run.steps)
         events.observer.measured(record.finish(final, gather_phases(events, config.run.steps)))
     # Only where all went well: it is a collective call, and a rank that failed alone would wait in it for the others.
     with events.phase("shutdown", waiting_for="the engine's processes to end"):
@@ -129,6 +136,14 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         attention = trainer_attention(config, model_folder, world.device_type, events.say)
         usable = tokenize_prompts(rows, tokenizer, task.template, task.max_prompt_tokens, task.long_prompts)
         prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
+        to_validate = []
+        if config.validation.source:
+            with of_validation():
+                held_out = load_rows(config.validation.source, config.validation.split, config.validation.rows)
+            check_reward(task.reward, held_out)
+            check_math_verify(task.reward, held_out)
+            limits = task.max_prompt_tokens, task.long_prompts
+            to_validate = tokenize_prompts(held_out, tokenizer, task.template, *limits)
         saved = SavedRollouts.of(config, world.rank)
         if saved:
             saved.check(config.rollout, config.run.steps)
@@ -207,6 +222,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         prompts=prompts,
         reward=reward,
         tokenizer=tokenizer,
+        validation_prompts=to_validate,
         saved=saved,
     )
 

@@ -112,6 +112,55 @@ def test_a_steps_metrics_tell_how_long_responses_are_and_how_many_did_not_end() 
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "due"),
+    [
+        ("", []),
+        ("--validation.source arithmetic", [6]),
+        ("--validation.source arithmetic --validation.every 4", [4, 6]),
+        ("--validation.source arithmetic --validation.every 3 --validation.before_train true", [0, 3, 6]),
+    ],
+)
+def test_when_to_validate(words: str, due: list[int]) -> None:
+    validation = parse(words.split()).config.validation
+    assert [index for index in range(7) if validation.is_due(index, steps=6)] == due
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_each_engine_answers_its_share_of_the_validation_set(rows: int) -> None:
+    sources = ["a", "b", "b", "b", "b"][:rows]
+    prompts: Any = [
+        SimpleNamespace(input_ids=[number], row=SimpleNamespace(data_source=source))
+        for number, source in enumerate(sources)
+    ]
+    asked: list[Any] = []
+
+    def generate(input_ids: Any, sampling_params: Any, return_logprob: bool) -> list[Any]:
+        asked.append((input_ids, sampling_params["temperature"]))
+        end = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [(0.0, ids[0], None) for ids in input_ids][:1],
+        }
+        return [{"meta_info": end} for _ in input_ids]
+
+    step = ppo("--parallel.tp 1")
+    step.validation_prompts = prompts
+    step.engine = SimpleNamespace(generate=generate)  # type: ignore[assignment]
+    step.tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
+    step.events = SimpleNamespace(say=lambda text: None)  # type: ignore[assignment]
+    step.reward = lambda text, row: float(row.data_source == "a")
+    step.dims = SimpleNamespace(  # type: ignore[assignment]
+        dp=2, engine_size=1, coordinates=lambda rank: SimpleNamespace(dp=0), engine_rank=lambda rank: 0
+    )
+    found = step.validate(3)
+    assert asked == [([[0], [2], [4]][: (rows + 1) // 2], 0.0)], "every other prompt: the other engine has the rest"
+    expected = (
+        {"accuracy": 1.0, "accuracy/a": 1.0} if rows == 1 else {"accuracy": 1 / 3, "accuracy/a": 1.0, "accuracy/b": 0.0}
+    )
+    assert {name: value for name, value in found.items() if name.startswith("accuracy")} == pytest.approx(expected)
+    assert (found["rows"], found["truncated_share"]) == ((rows + 1) // 2, 1.0)
+
+
 def test_movement_is_measured_on_text_that_the_update_does_not_train_on() -> None:
     seen: list[Batch] = []
 

@@ -23,7 +23,7 @@ _AT_LEAST_1 = (
 )
 _AT_LEAST_0 = (
     "seed rows weight_decay entropy_coefficient value_clip kl_coefficient kl_target warmup_steps critic_warmup"
-    " importance_cap"
+    " importance_cap every validation.temperature"
 )
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1", lambda value: value >= 1, _AT_LEAST_1),
@@ -36,10 +36,10 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("between 1024 and 60000", lambda value: 1024 <= value <= 60000, "base_port"),
     ("at least 3 (hosts send heartbeats once a second)", lambda value: value >= 3, "heartbeat_timeout"),
     # Below, and with top_k 1, SGLang samples greedily and reports log-probs at temperature 1.
-    ("at least 1e-06 (greedy responses teach nothing)", lambda value: value >= 1e-6, "temperature"),
+    ("at least 1e-06 (greedy responses teach nothing)", lambda value: value >= 1e-6, "rollout.temperature"),
     ("-1 (all tokens) or at least 2 (1 is greedy)", lambda value: value == -1 or value >= 2, "top_k"),
 )
-"""What is allowed, and the keys, of whatever section."""
+"""What is allowed, and the keys: of whatever section, where none is named."""
 
 DERIVED_ENGINE_ARGUMENTS = {
     "model.name": "model_path",
@@ -133,12 +133,10 @@ def _values(config: Config) -> Iterator[Rule]:
     for section in fields(config):
         values = getattr(config, section.name)
         for words, is_in, names in RANGES:
-            for name in names.split():
-                yield (
-                    not hasattr(values, name) or is_in(getattr(values, name)),
-                    f"{section.name}.{name}",
-                    f"must be {words}",
-                )
+            for key in names.split():
+                only, _, name = key.rpartition(".")
+                if only in ("", section.name) and hasattr(values, name):
+                    yield is_in(getattr(values, name)), f"{section.name}.{name}", f"must be {words}"
     no_colon = "must have no colon, which SGLang does not take in the name of a model's folder"
     yield ":" not in config.run.dir, "run.dir", no_colon
     for phase, seconds in config.run.phase_timeouts.items():
@@ -184,6 +182,11 @@ def _rollout(config: Config) -> Iterator[Rule]:
     apart = "rollout.load runs without an engine; leave one of the two out"
     yield not (rollout.load and rollout.only), "rollout.only", apart
     yield not (rollout.load and rollout.save), "rollout.save", "what rollout.load reads is saved already; leave one out"
+    validation, none = config.validation, "there is no validation set; give validation.source"
+    yield bool(validation.source) or not validation.every, "validation.every", none
+    yield bool(validation.source) or not validation.before_train, "validation.before_train", none
+    alone = "rollout.load runs without an engine to answer; leave one of the two out"
+    yield not (validation.source and rollout.load), "validation.source", alone
     has_checkpoint = config.model.weights == "checkpoint" or not rollout.only
     nothing = 'model.weights = "random" leaves the engine nothing to load; use "checkpoint"'
     yield has_checkpoint, "rollout.only", nothing

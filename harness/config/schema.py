@@ -155,6 +155,29 @@ class Rollout:
 
 
 @dataclass(kw_only=True, slots=True)
+class Validation:
+    """Prompts that are not trained on, scored by the task's reward: for rewards of 0 and 1 the mean is the accuracy."""
+
+    source: tuple[str, ...] = ()
+    """As task.source; empty: no validation. With one, it is also done after the last update."""
+    split: str = "test"
+    """As task.split."""
+    rows: int = 0
+    """How many rows to use, from the first; 0 means all."""
+    before_train: bool = False
+    """Also before the first update."""
+    every: int = 0
+    """Updates between validations; 0: none between."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy. Above 0 it takes random numbers that training would have had."""
+
+    def is_due(self, index: int, steps: int) -> bool:
+        """Return whether to validate after `index` updates of `steps`."""
+        between = self.before_train if index == 0 else bool(self.every) and index % self.every == 0
+        return bool(self.source) and (between or index == steps)
+
+
+@dataclass(kw_only=True, slots=True)
 class Algorithm:
     """From rewards to advantages."""
 
@@ -299,6 +322,7 @@ class Config:
     engine: Engine = field(default_factory=Engine)
     task: Task = field(default_factory=Task)
     rollout: Rollout = field(default_factory=Rollout)
+    validation: Validation = field(default_factory=Validation)
     algorithm: Algorithm = field(default_factory=Algorithm)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

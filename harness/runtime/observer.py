@@ -51,7 +51,7 @@ class Observer:
         """React to a part of the run: "engine", "sync", "actor" or "critic", each once it exists."""
 
     def measured(self, row: Mapping[str, Any]) -> None:
-        """React to a row of metrics.jsonl, the same on every rank but for rank 0's seconds: of a step, or of the last check."""
+        """React to a row of metrics.jsonl, the same on every rank but for rank 0's seconds: of a step, a validation, the last check."""
 
     def passed(self) -> None:
         """React to a job that passed, before its verdict is printed. A collective call of all ranks."""

@@ -7,7 +7,7 @@ RUN = "run"
 
 _ENGINE = ("inputs", "import_sglang", "start_engine", "first_release", "build_trainer", "load_baseline")
 _STEP = (
-    "resume_weights", "sync", "resume_kv_cache", "generate", "release", "old_log_probs", "reference_log_probs", "values",
+    "resume_weights", "sync", "resume_kv_cache", "generate", "validate", "release", "old_log_probs", "reference_log_probs", "values",
     "advantages", "update_critic", "update_actor", "free_caches",
 )  # fmt: skip
 _VERIFY = (

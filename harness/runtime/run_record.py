@@ -56,6 +56,11 @@ class RunRecord:
             {"kind": "step"} | self.steps[-1] | first | throughput(tokens, metrics["seconds"], phases) | memory(phases)
         )
 
+    def add_validation(self, updates: int, found: Metrics) -> dict[str, Any]:
+        """Append and return what a validation found after so many updates, each name below validation/."""
+        values = {"step": updates} | found
+        return self._append({"kind": "validation"} | {f"validation/{name}": value for name, value in values.items()})
+
     def finish(self, final: Metrics, phases: Phases) -> dict[str, Any]:
         """Keep, append and return the same of the check after the last update, each name below final/."""
         self.final = final | phase_seconds(phases)

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -90,6 +91,15 @@ def check_rows(sources: Sequence[str], split: str, rows: int) -> tuple[list[Row]
         return (load_rows(known, split, rows) if known else []), len(known) == len(sources)
     except ModuleNotFoundError:
         return [], False
+
+
+@contextmanager
+def of_validation() -> Iterator[None]:
+    """Raise a ValueError of load_rows and check_rows in here with the keys of [validation] in place of [task]'s."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"\btask\.(source|split)\b", r"validation.\1", str(error))) from error
 
 
 def tokenize_prompts(

@@ -25,7 +25,7 @@ from harness.rollout.cpu_mode import cpu_refusals
 from harness.rollout.sglang_api import source
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
-from harness.task.data import check_rows, is_hub_id
+from harness.task.data import check_rows, is_hub_id, of_validation
 from harness.task.rewards import check_math_verify, check_reward
 from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools import environments
@@ -119,16 +119,22 @@ def _check(config: Config, device: Device, on_hub: bool) -> Fields:
         for sentence in refusals(fields, config, device):
             raise ConfigError(sentence)
     rows, are_all = check_rows(task.source, task.split, task.rows)
-    check_reward(task.reward, rows)
+    validation, held_out = config.validation, []
+    if validation.source:
+        with of_validation():
+            held_out = check_rows(validation.source, validation.split, validation.rows)[0]
+    check_reward(task.reward, [*rows, *held_out])
     if are_all and len(rows) < prompts:
         raise ConfigError(
             f"rollout.prompts_per_step = {prompts} is more than the {len(rows)} rows of task.source ="
             f" {shown(task.source)}: a step takes no prompt twice."
         )
     if on_hub:
-        check_math_verify(task.reward, rows)
+        check_math_verify(task.reward, [*rows, *held_out])
         for each in filter(is_hub_id, task.source):
             _look_up("dataset", "task.source", each)
+        for each in filter(is_hub_id, validation.source):
+            _look_up("dataset", "validation.source", each)
     return fields
 
 

@@ -52,7 +52,11 @@ MISTAKES = [
     ("--algorithm.advantage ppo", "algorithm.advantage", 'one of "gae", "grpo", "rloo"', 'got "ppo"'),
     ("--weights.transport stream", 'weights.transport = "stream" (command line) was replaced: use "pull".'),
     ("--model.dtype fp16", "model.dtype", '"float32", "bfloat16"', 'got "fp16"'),
-    # What ends a response, and half a run.
+    # What ends a response, half a run, and what is validated.
+    ("--validation.every 2", "validation.every = 2", "give validation.source"),
+    ("--validation.before_train true", "validation.before_train", "give validation.source"),
+    ("--validation.source A --load-rollouts B", "validation.source", "rollout.load"),
+    ("--validation.temperature=-1", "validation.temperature must be 0 or more"),
     ("--rollout.stop_token_ids 5 --rollout.ignore_eos true", "rollout.stop_token_ids = [5]", "rollout.ignore_eos"),
     ("--rollout.stop_token_ids=-1", "rollout.stop_token_ids must be", "0 or more"),
     ("--rollout.stop A --engine.args.skip_tokenizer_init true", "rollout.stop", "skip_tokenizer_init"),

@@ -110,6 +110,51 @@ def test_same_seed_same_metrics_bit_for_bit(quickstart: Job, tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_validation_and_saving_change_nothing_and_the_learner_alone_repeats_the_updates(
+    quickstart: Job, tmp_path: Path
+) -> None:
+    words = ["--validation.source", "arithmetic", "--validation.rows", "5", "--validation.before_train", "true"]
+    job = run(
+        tmp_path / "run", 2, QUICKSTART, *words, "--validation.every", "2", "--save-rollouts", f"{tmp_path}/saved"
+    )
+    assert job.process.returncode == 0, job.output()
+    rows = values(job)
+    validations = [row for row in rows if row.get("kind") == "validation"]
+    assert [row for row in rows if row not in validations] == values(quickstart)
+    assert [row["validation/step"] for row in validations] == [0, 2, 3]
+    assert all(row["validation/rows"] == 5 and 0 <= row["validation/accuracy"] <= 1 for row in validations)
+    assert "validation after 3 updates, 5 rows: accuracy" in job.output()
+    assert "accuracy on the validation set" in (job.folder / "report.html").read_text()
+    alone = run(tmp_path / "alone", 2, QUICKSTART, "--load-rollouts", f"{tmp_path}/saved")
+    assert alone.process.returncode == 0 and not (alone.folder / "engines").exists(), alone.output()
+    steps = [{name: step[name] for name in row} for step, row in zip(values(quickstart), values(alone), strict=False)]
+    assert steps == values(alone) and all(step["actor/grad_norm"] > 0 for step in steps) and len(steps) == 3
+    other = run(tmp_path / "other", 2, QUICKSTART, "--load-rollouts", f"{tmp_path}/saved", "--model.name", "llama")
+    assert "of another model" in other.mistake()
+
+
+@pytest.mark.long
+def test_the_engine_alone_heeds_stops_and_learns_nothing(tmp_path: Path) -> None:
+    words = ["--rollouts-only", "--run.steps", "2", "--rollout.stop", '["e"]', "--save-rollouts", f"{tmp_path}/saved"]
+    job = run(
+        tmp_path / "run",
+        2,
+        QUICKSTART,
+        *words,
+        "--validation.source",
+        "arithmetic",
+        "--validation.before_train",
+        "true",
+    )
+    assert job.process.returncode == 0 and "2 steps of the engine alone" in job.output(), job.output()
+    assert len(list((tmp_path / "saved").iterdir())) == 4
+    steps = [step for step in job.metrics() if "step" in step]
+    assert all(step["response_tokens_mean"] < 16 and "actor/loss" not in step for step in steps) and len(steps) == 2
+    assert all(step["truncated_share"] < 1 for step in steps), "some response has an e"
+    assert job.left_behind() == []
+
+
+@pytest.mark.long
 def test_a_pull_out_of_parameters_that_are_offloaded_between_steps_changes_nothing(
     quickstart: Job, tmp_path: Path
 ) -> None:

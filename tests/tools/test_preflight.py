@@ -55,6 +55,7 @@ MISTAKES = {
     "--model.name {dir}/gpt --parallel.pp 4": "more than the model's 3 layers",
     "--task.source {dir}/nothing": 'OWNER/NAME, got "{dir}/nothing"',
     "--task.source {dir}/empty": "there is no jsonl or parquet file",
+    "--validation.source {dir}/empty": 'validation.split = "test" has no file in validation.source',
     "--task.source {dir}/data --task.split no_rows": "has no rows",
     "--task.source {dir}/data --task.split bad_json": "bad_json.jsonl line 2 is not JSON",
     "--task.source {dir}/data --task.split no_column": "no_column.jsonl line 1 has no field 'answer'",

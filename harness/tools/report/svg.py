@@ -14,7 +14,7 @@ GROUPS = {
     "start": ("#9aa5b1", "meet inputs import_sglang start_engine build_trainer load_baseline shutdown"),
     "release, resume": ("#8e6bbf", "first_release resume_weights resume_kv_cache release free_caches"),
     "sync": ("#2f6fb7", "sync"),
-    "generate": ("#e08a3c", "generate"),
+    "generate": ("#e08a3c", "generate validate"),
     "verify": ("#d9b72b", "find_suspects readback bench"),
     "log-probs, values": ("#2a9d8f", "old_log_probs reference_log_probs values advantages"),
     "update": ("#5b9f3c", "update_actor update_critic"),
@@ -116,8 +116,9 @@ def lines(
     log: bool = False,
     limits: Mapping[str, float] | None = None,
     unit: str = "step",
+    steps: Sequence[int] = (),
 ) -> str:
-    """Draw values over steps, from step 0; what is not finite is left out. limits: dashed lines by name."""
+    """Draw values over steps: these, or all from step 0; what is not finite is left out. limits: dashed lines by name."""
     scaled = _log if log else float
     shown = {name: [scaled(value) for value in values] for name, values in series.items()}
     dashed = {name: scaled(value) for name, value in (limits or {}).items()}
@@ -132,7 +133,7 @@ def lines(
     at_labels = [low + (high - low) * share for share in (0, 0.5, 1)]
     labels = axis_labels([10**value if log else value for value in at_labels])
     left, top, right = 8 + CHARACTER * max(map(len, labels)), 22, wide - 8
-    most = max(map(len, shown.values()))
+    steps = steps or range(max(map(len, shown.values())))
 
     def y(value: float) -> float:
         return top + (high - value) / (high - low) * tall
@@ -143,16 +144,18 @@ def lines(
         parts.append(_line(left, y(value), right, y(value), 'class="limit"'))
         parts.append(_text(right, max(y(value) - 4, top + 12), name, "end", ' class="bad"'))
     for index, (name, values) in enumerate(shown.items()):
-        shade = f'fill="{LINES[index]}"'
-        step = (right - left) / max(1, most - 1)
-        points = [(left + step * place, y(value)) for place, value in enumerate(values) if math.isfinite(value)]
+        stroke = LINES[index % len(LINES)]
+        shade = f'fill="{stroke}"'
+        wide_step = (right - left) / max(1, steps[-1] - steps[0])
+        placed = zip(steps, values, strict=False)
+        points = [(left + wide_step * (step - steps[0]), y(value)) for step, value in placed if math.isfinite(value)]
         path = " ".join(f"{x:.1f},{at:.1f}" for x, at in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{LINES[index]}" stroke-width="1.8"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{at:.1f}" r="2.4" {shade}/>' for x, at in points if most <= 60]
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="1.8"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{at:.1f}" r="2.4" {shade}/>' for x, at in points if len(steps) <= 60]
         if len(shown) > 1:
             x = left + 90 * index
             parts += [_rect(x, tall + 32, 10, 8, shade), _text(x + 14, tall + 40, name)]
-    return "\n".join([*parts, _text(right, tall + 40, f"{unit} 0 to {most - 1}", "end"), "</svg>"])
+    return "\n".join([*parts, _text(right, tall + 40, f"{unit} {steps[0]} to {steps[-1]}", "end"), "</svg>"])
 
 
 def axis_labels(values: Sequence[float]) -> list[str]:

@@ -118,6 +118,8 @@ def _values(subject: Subject, folder: Path) -> dict[str, Any]:
             if steps and all(name in each for each in steps)
         ],
         "log_probs": log_probs(subject),
+        "validation": (validated := validation_table(metrics)),
+        "validation_curve": validation_curve(validated),
     }
 
 
@@ -164,6 +166,29 @@ def step_table(steps: Sequence[Metrics]) -> list[list[str]]:
     names = [name for name in METRICS if steps and name in steps[0]]
     rows = [[f"{each['step']:.0f}", *(f"{each[name]:.4g}" for name in names)] for each in steps]
     return [["step", *names], *rows] if rows else []
+
+
+def validation_table(metrics: Sequence[Metrics]) -> list[list[str]]:
+    """Return a heading, the updates before it and what it measured, and a row for each validation; [] for none."""
+    rows = [each for each in metrics if each.get("kind") == "validation"]
+    names = [
+        name for name in (rows[-1] if rows else ()) if name.startswith("validation/") and name != "validation/step"
+    ]
+    shown = [[f"{each['validation/step']}", *(f"{each[name]:.4g}" for name in names)] for each in rows]
+    return [["updates", *(name.partition("/")[2] for name in names)], *shown] if rows else []
+
+
+def validation_curve(table: Sequence[Sequence[str]]) -> str:
+    """Draw the accuracies of a validation_table over updates; "" for none."""
+    if not table:
+        return ""
+    columns = dict(zip(table[0], zip(*table[1:], strict=True), strict=True))
+    series = {
+        name: [float(value) for value in values] for name, values in columns.items() if name.startswith("accuracy")
+    }
+    return svg.lines(
+        series, "accuracy on the validation set", 720, 170, unit="update", steps=[*map(int, columns["updates"])]
+    )
 
 
 def timelines(subject: Subject, history: Sequence[Span], culprits: Sequence[int]) -> dict[str, str]:

@@ -181,7 +181,7 @@ class TrackerWriter(Observer):
 
     def measured(self, row: Mapping[str, Any]) -> None:
         """Write the numbers of a row; the check after the last update counts as a step of its own."""
-        step = int(row.get("step", row.get("final/step", 0)))
+        step = int(row.get("step", row.get("validation/step", row.get("final/step", 0))))
         values = {name: value for name, value in row.items() if isinstance(value, int | float)}
         for name in list(self.trackers):
             self._try(name, lambda tracker: tracker.write(values, step), f"step {step}")

@@ -46,6 +46,22 @@ def test_a_page_has_a_row_and_a_memory_plot_for_every_rank_and_needs_no_other_fi
             assert x >= 0 and y >= 0 and x + w <= wide + 1 and y + h <= tall + 1
 
 
+def test_validations_have_a_curve_over_updates_and_a_table(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1, passed=True)
+    page = page_of(folder)
+    assert "Validation" not in page and "Validation" not in (folder / "report.md").read_text()
+    with (folder / "metrics.jsonl").open("a") as file:
+        for updates, accuracy in ((0, 0.25), (3, 0.5), (4, 0.75)):
+            values = {"step": updates, "accuracy": accuracy, "accuracy/gsm8k": accuracy, "rows": 8}
+            row = {"kind": "validation"} | {f"validation/{name}": value for name, value in values.items()}
+            file.write(json.dumps(row) + "\n")
+    (curve,) = [each for each in drawings(page_of(folder)) if each.attrib["aria-label"].startswith("accuracy")]
+    first, second, third = [float(each.attrib["cx"]) for each in curve.iter("{http://www.w3.org/2000/svg}circle")][:3]
+    assert second - first == pytest.approx(3 * (third - second), abs=0.2), "three updates lie between the first two"
+    markdown = (folder / "report.md").read_text()
+    assert "| updates | accuracy | accuracy/gsm8k | rows |" in markdown and "| 3 | 0.5 | 0.5 | 8 |" in markdown
+
+
 def test_a_hang_is_told_with_the_rank_that_is_behind(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 64)
     page = page_of(folder)
