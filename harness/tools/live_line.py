@@ -23,7 +23,7 @@ class LinesAbove:
     """A stream whose text appears above a live line. Safe from several threads; text must end its lines."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self.stream, self.line = stream, ""
+        self.stream, self.line, self.ended = stream, "", False
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
@@ -34,12 +34,13 @@ class LinesAbove:
     def flush(self) -> None:
         self.stream.flush()
 
-    def show(self, line: str) -> None:
-        """Draw another live line; "" for none."""
+    def show(self, line: str, last: bool = False) -> None:
+        """Draw another live line; "" for none. last: none that comes later, from another thread, is drawn."""
         with self._lock:
-            self.line = line
-            self.stream.write(f"{ERASE}{self._drawn()}")
-            self.stream.flush()
+            if not self.ended:
+                self.line, self.ended = line, last
+                self.stream.write(f"{ERASE}{self._drawn()}")
+                self.stream.flush()
 
     def _drawn(self) -> str:
         """Return the line, cut where the terminal ends; other programs' output then starts where it does."""
@@ -109,4 +110,4 @@ class LiveLine(Observer):
     def _end(self) -> None:
         self._ended.set()
         if self.above:
-            self.above.show("")
+            self.above.show("", last=True)
