@@ -125,6 +125,9 @@ class Ppo:
         if not self.config.rollout.only:
             self.bring_weights(index)
         with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
+            # Engines of one run must not sample alike, and a resumed run must sample as this one.
+            engine = self.dims.coordinates(self.world.rank).dp
+            self.engine.seed(self.config.run.seed * 1_000_003 + index * 1009 + engine)
             batch = self.generate(index)
         self.first_token_at = self.first_token_at or time.time()
         if self.config.validation.is_due(index, self.config.run.steps):
@@ -166,7 +169,9 @@ class Ppo:
         with phase("advantages", index):
             batch, reward_metrics = self.estimate_advantages(batch)
             batch = self.masked(batch)
-        generator = torch.Generator().manual_seed(self.config.run.seed * 1_000_003 + index)
+        seed = self.config.run.seed * 1_000_003 + index
+        generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed * 1009 + self.world.rank)  # dropout
         if self.critic:
             with phase("update_critic", index, "the critic's optimizer steps"), self.critic.learning():
                 metrics |= {f"critic/{name}": value for name, value in self.critic.update(batch, generator).items()}

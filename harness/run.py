@@ -36,7 +36,7 @@ from harness.config.layers import ConfigError, digest
 from harness.config.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
 from harness.config.schema import Config
 from harness.runtime.cpu_standins import activate
-from harness.runtime.errors import UnsupportedEnvironment, report_user_error, say
+from harness.runtime.errors import Stopped, UnsupportedEnvironment, report_user_error, say
 from harness.runtime.events import Console, EventLog
 from harness.runtime.memory_gauge import Gauge
 from harness.runtime.observer import Observer, Observers, RunContext
@@ -158,6 +158,8 @@ def _in_world(
         return 0
     except (ConfigError, UnsupportedEnvironment) as error:
         return report_user_error(error, world.rank, alone=True)
+    except Stopped as stop:
+        return report_user_error(stop, world.rank)
     except Exception as error:
         _print_failure(world.rank, error, events)
         _end_early(events.fail, error)

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
+from harness.checkpoint import Checkpoints, StopSignal
 from harness.cluster.mesh import build_meshes
 from harness.cluster.world import all_gather, hard_exit
 from harness.config.layers import ConfigError
 from harness.config.rules import warnings
-from harness.config.run_folder import write_config
+from harness.config.run_folder import checkpoint_to_resume, write_config
 from harness.config.schema import Config
 from harness.ppo import Metrics, Ppo
 from harness.rollout import sglang_api
@@ -31,7 +33,7 @@ from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
 from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.background import in_background
-from harness.runtime.errors import UnsupportedEnvironment
+from harness.runtime.errors import Stopped, UnsupportedEnvironment
 from harness.runtime.events import EventLog
 from harness.runtime.observer import RunContext
 from harness.runtime.processes import descendants, end_processes
@@ -54,7 +56,8 @@ from harness.weights.verify import Verification, check_level
 def train(run: RunContext) -> str:
     """Build the parts, run the steps and the check after the last update. Return the verdict. A collective call of all ranks.
 
-    After a failure the engine's processes are still alive: run.py ends them.
+    After a failure the engine's processes are still alive: run.py ends them. Raise Stopped where SIGTERM came, and a
+    checkpoint was saved.
     """
     config, world, events = run.config, run.world, run.events
     disable_progress_bar()  # transformers' takes a second on every rank
@@ -62,20 +65,28 @@ def train(run: RunContext) -> str:
     events.say(f"imported torch and transformers; run directory {run.folder}")
     for sentence in warnings(config):
         events.say(f"warning: {sentence}")
+    stop = StopSignal() if config.checkpoint.every else None
     ppo = build(run, record)
+    steps, every = ppo.config.run.steps, config.checkpoint.every
     with record.timed("baseline"):
         ppo.take_baseline()
+    checkpoints, first = open_checkpoints(run, ppo)
 
     def note_validation(updates: int) -> None:
         if updates in ppo.validations:
             events.observer.measured(record.add_validation(updates, ppo.validations[updates]))
 
-    for index in range(config.run.steps):
+    for index in range(first, steps):
+        if stop and stop.anywhere():
+            if index > first and checkpoints.newest != checkpoints.folder_of(index):
+                checkpoints.save(index)
+            shut_down(ppo)
+            raise Stopped(f"SIGTERM came before step {index} of {steps}; {checkpoints.how_to_resume()}.")
         started = time.monotonic()
         metrics = ppo.step(index)
         note_validation(index)
         metrics["seconds"] = time.monotonic() - started
-        if index == 0 and ppo.first_token_at is not None:
+        if index == first and ppo.first_token_at is not None:
             if config.rollout.has_both:
                 record.startup["first_sync"] = events.seconds["sync"][0]
             record.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
@@ -83,16 +94,14 @@ def train(run: RunContext) -> str:
             events.say(record.startup_line(models_beside_engine=world.device.type == "cpu"))
         events.observer.measured(record.add(metrics, gather_phases(events, index), phase_tokens(config, metrics)))
         events.say(step_line(metrics))
+        if every and ((index + 1) % every == 0 or index + 1 == steps):
+            checkpoints.save(index + 1)
     if config.rollout.has_both:
-        final = ppo.final_check(config.run.steps)
-        note_validation(config.run.steps)
-        events.observer.measured(record.finish(final, gather_phases(events, config.run.steps)))
+        final = {"step": steps} | ppo.final_check(steps)
+        note_validation(steps)
+        events.observer.measured(record.finish(final, gather_phases(events, steps)))
     # Only where all went well: it is a collective call, and a rank that failed alone would wait in it for the others.
-    with events.phase("shutdown", waiting_for="the engine's processes to end"):
-        if config.rollout.has_both:
-            ppo.sync.close()
-        if not config.rollout.load:
-            ppo.engine.shutdown()
+    shut_down(ppo)
     if not config.rollout.has_both:
         half = (
             f"the learner alone, on the rollouts in {config.rollout.load}"
@@ -103,6 +112,34 @@ def train(run: RunContext) -> str:
     rollouts = [*record.steps, record.final]
     events.fact("verification", lines=report_section(ppo.verification, rollouts, events.seconds))
     return f"PASSED: {len(record.steps)} PPO steps; {verdict_phrase(ppo.verification, rollouts)}"
+
+
+def shut_down(ppo: Ppo) -> None:
+    """End the engine; return on every rank when its processes are gone. A collective call of all ranks."""
+    with ppo.events.phase("shutdown", waiting_for="the engine's processes to end"):
+        if ppo.config.rollout.has_both:
+            ppo.sync.close()
+        if not ppo.config.rollout.load:
+            ppo.engine.shutdown()
+
+
+def open_checkpoints(run: RunContext, ppo: Ppo) -> tuple[Checkpoints, int]:
+    """Return the checkpoints of the run, and its first step: 0, or the one that follows in what it resumes from.
+
+    A collective call of all ranks. Raise ConfigError where the folders, or what is to be resumed, cannot be used.
+    """
+    wanted = run.config.checkpoint
+    folder = Path(wanted.folder).resolve() if wanted.folder else run.folder / "checkpoints"
+    if wanted.every:
+        check_shared(folder, run.world, "checkpoint.folder" if wanted.folder else "run.dir")
+    description = cached_file(str(ppo.verification.source), "config.json")  # of a hub id, in the cache
+    checkpoints = Checkpoints(ppo=ppo, folder=folder, source=Path(description).parent)
+    found = all_gather(checkpoint_to_resume(run.config))[0]
+    if found is None:
+        if wanted.resume:
+            ppo.events.say(f"no checkpoint in {folder} yet: the run starts at its first step")
+        return checkpoints, 0
+    return checkpoints, checkpoints.resume(found)
 
 
 def phase_tokens(config: Config, metrics: Metrics) -> Metrics:
@@ -136,6 +173,9 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         attention = trainer_attention(config, model_folder, world.device_type, events.say)
         usable = tokenize_prompts(rows, tokenizer, task.template, task.max_prompt_tokens, task.long_prompts)
         prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
+        if config.run.epochs:
+            steps = config.run.epochs * (len(usable) // config.rollout.prompts_per_step)
+            config = replace(config, run=replace(config.run, steps=steps))
         to_validate = []
         if config.validation.source:
             with of_validation():

@@ -7,8 +7,8 @@
 TOML files are layered left to right; --section.key VALUE comes last. --dry-run prints where every rank and engine would
 be and what of each GPU's memory they would take (--gpu-memory-gib), --check only whether the config can work; both need
 no GPU, no torchrun and no SGLang. Exit codes: 0 passed, 1 failed, or --dry-run found that it does not fit, 2 the command
-line or config is wrong, in one sentence, 124 a phase's timeout passed, 125 this machine cannot run it. torchrun itself
-exits with 1 for each that is not 0.
+line or config is wrong, in one sentence, 124 a phase's timeout passed, 125 this machine cannot run it, 143 SIGTERM came
+and a checkpoint is saved. torchrun itself exits with 1 for each that is not 0.
 """
 
 import os

@@ -19,7 +19,8 @@ IMPORTS = {
     "trainer": {"cluster", "config", "runtime", "task"},
     "weights": {"cluster", "config", "rollout", "runtime", "trainer"},
     "ppo": {"cluster", "config", "rollout", "runtime", "task", "trainer", "weights"},
-    "train": {"cluster", "config", "ppo", "rollout", "runtime", "task", "trainer", "weights"},
+    "checkpoint": {"cluster", "config", "ppo", "runtime", "trainer"},
+    "train": {"checkpoint", "cluster", "config", "ppo", "rollout", "runtime", "task", "trainer", "weights"},
     "run": {"cluster", "config", "rollout", "runtime", "train"},
 }
 """Rooms of the reference -> what each may import besides itself. The tools are in none of them."""

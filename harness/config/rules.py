@@ -23,7 +23,7 @@ _AT_LEAST_1 = (
 )
 _AT_LEAST_0 = (
     "seed rows weight_decay entropy_coefficient value_clip kl_coefficient kl_target warmup_steps critic_warmup"
-    " importance_cap every validation.temperature"
+    " importance_cap epochs every keep validation.temperature"
 )
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1", lambda value: value >= 1, _AT_LEAST_1),
@@ -144,6 +144,14 @@ def _values(config: Config) -> Iterator[Rule]:
         hint = nearest(phase, PHASES, f"the phases are {', '.join(PHASES)}")
         yield phase in PHASES, key, f"there is no phase {phase}; {hint}"
         yield type(seconds) in (int, float) and seconds > 0, key, "must be a number of seconds above 0"
+    latest = (
+        "there is nothing to look through; set checkpoint.folder to that of the earlier runs, or give a folder step-N"
+    )
+    half = "half a run (rollout.load, rollout.only) has not both engine and learner, and neither saves nor resumes; leave it out"
+    for key in ("every", "resume"):
+        yield config.rollout.has_both or not getattr(config.checkpoint, key), f"checkpoint.{key}", half
+    is_known = config.checkpoint.resume != "latest" or config.checkpoint.folder != ""
+    yield is_known, "checkpoint.resume", latest
     found = set()
     with suppress(ValueError):  # a lone brace
         found = {part[1:] for part in Formatter().parse(config.task.template) if part[1] is not None}

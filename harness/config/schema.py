@@ -23,6 +23,8 @@ class Run:
     """Run directory; empty means runs/<date>-<time>."""
     steps: int = 3
     """PPO steps. Never one: failures of the second step are real, and common."""
+    epochs: int = 0
+    """Above 0: passes over the prompts, in place of run.steps, which the resolved config then has. What is left of a pass, less than a step, is left out."""
     seed: int = 0
     """Seeds the model, the data order and the engine's sampling."""
     timeout_seconds: float = 600.0
@@ -169,7 +171,7 @@ class Validation:
     every: int = 0
     """Updates between validations; 0: none between."""
     temperature: float = 0.0
-    """Sampling temperature; 0 is greedy. Above 0 it takes random numbers that training would have had."""
+    """Sampling temperature; 0 is greedy."""
 
     def is_due(self, index: int, steps: int) -> bool:
         """Return whether to validate after `index` updates of `steps`."""
@@ -300,6 +302,20 @@ class Memory:
 
 
 @dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    """What a later run resumes from."""
+
+    every: int = 0
+    """Steps between two checkpoints; there is one after the last step too, and one when SIGTERM ends the run. 0: none."""
+    folder: str = ""
+    """Where the folders step-N are made; all hosts must see it. Empty: checkpoints/ in the run directory."""
+    keep: int = 0
+    """How many of the newest to keep; 0: all."""
+    resume: str = ""
+    """A folder step-N, or "latest": the newest in checkpoint.folder; while that has none, the run starts at its first step. The run writes to a directory of its own."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Trackers:
     """Where the rows of metrics.jsonl go too. Rank 0 alone writes."""
 
@@ -329,6 +345,7 @@ class Config:
     weights: Weights = field(default_factory=Weights)
     memory: Memory = field(default_factory=Memory)
     trackers: Trackers = field(default_factory=Trackers)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     def optimizer_steps(self, role: Literal["actor", "critic"]) -> int:
         """Return how many optimizer steps that model takes in run.steps PPO steps."""

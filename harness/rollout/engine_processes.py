@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,20 @@ def sigquit_raises() -> Iterator[None]:
 
     with patch.object(signal, "signal", lambda number, own: real(number, fail if number == signal.SIGQUIT else own)):
         yield
+
+
+@contextmanager
+def sigterm_blocked() -> Iterator[None]:
+    """While open, the processes that this thread starts are deaf to SIGTERM, which waits for this one.
+
+    torchrun sends it to a rank's whole process group, but a rank that saves at SIGTERM needs its engine until then.
+    """
+    resource_tracker.ensure_running()  # its start would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ignore_signal(signum: int, frame: object) -> None:

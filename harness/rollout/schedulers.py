@@ -208,3 +208,8 @@ def load_own(model: Any, sent: Any) -> None:
     device = next(model.parameters()).device
     tensors = sglang_api.tensors_of_bucket(sent) if isinstance(sent, dict) else sent
     model.load_weights([(name, tensor.to(device)) for name, tensor in tensors])
+
+
+def seed_sampling(model: Any, number: int) -> None:
+    """Seed torch's default generators, from which SGLang's samplers draw."""
+    torch.manual_seed(number)

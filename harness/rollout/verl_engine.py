@@ -33,13 +33,20 @@ from harness.rollout import engine_processes, sglang_api
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
 from harness.rollout.defaults import Defaults, engine_defaults
 from harness.rollout.engine_errors import EngineFailed
-from harness.rollout.engine_processes import EngineLog, in_one_line, output_to, restore_handlers, started_processes
+from harness.rollout.engine_processes import (
+    EngineLog,
+    in_one_line,
+    output_to,
+    restore_handlers,
+    sigterm_blocked,
+    started_processes,
+)
 from harness.rollout.engine_ranks import Group, locate_ranks
-from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own
+from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, seed_sampling
 from harness.runtime import scratch
 from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import say
-from harness.runtime.processes import STOP_SECONDS, descendants, end_processes, is_resource_tracker
+from harness.runtime.processes import descendants, end_processes, is_resource_tracker
 
 T = TypeVar("T")
 
@@ -242,6 +249,15 @@ class VerlEngine:
         """
         return self._channel.ask(function, argument)
 
+    def seed(self, number: int) -> None:
+        """Seed the engine's sampling: what it generates then does not depend on what it has generated before.
+
+        A collective call, the number the same on all ranks; before sglang 0.4.8 it does nothing.
+        """
+        if self.api.custom_weight_loader:
+            with self.weight_update():
+                self.ask(seed_sampling, number)
+
     @property
     def answer_seconds(self) -> float:
         """How long this rank's scheduler took for the last ask, its GPU included."""
@@ -328,14 +344,20 @@ class VerlEngine:
         with started_processes() as started:
             try:
                 temporary_files = patch.object(tempfile, "tempdir", self._scratch.name)
-                with child_environment(self._environment()), temporary_files, output_to(self.log), sigquit:
+                with (
+                    child_environment(self._environment()),
+                    temporary_files,
+                    output_to(self.log),
+                    sigquit,
+                    sigterm_blocked(),
+                ):
                     self._engine = self._start(arguments)
                     if self.is_head:
                         sglang_api.start_loop(self.inner, engine_processes.TAKEN)
                         sglang_api.unlink_shared_memory(self.inner)
             except Exception as error:
                 failure = self._log.start_failure(error, started)
-                end_processes(_children(before))
+                end_processes(_children(before), patience_seconds=0)
                 self._scratch.cleanup()
                 raise EngineFailed(failure) from error
             finally:
@@ -367,7 +389,7 @@ class VerlEngine:
         self._stop_watching.set()
         if self._engine is not None:
             engine = self.inner or self._engine
-            end_processes(_children(), lambda: sglang_api.close(engine), STOP_SECONDS)
+            end_processes(_children(), lambda: sglang_api.close(engine), patience_seconds=0)
             self._engine = None
             restore_handlers(self._handlers, engine_serves=False)
         self._scratch.cleanup()

@@ -1,5 +1,5 @@
-"""What ends a run before it begins, in one sentence: a user's mistake (exit code 2), or a machine that cannot run it (125,
-which `git bisect run` reads as skip). Imports the standard library only.
+"""What ends a run in one sentence: a user's mistake (exit code 2), a machine that cannot run it (125, which `git bisect run`
+reads as skip), or SIGTERM (143, as a shell says). Imports the standard library only.
 """
 
 import os
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-MISTAKE, CANNOT_RUN_HERE = 2, 125
+MISTAKE, CANNOT_RUN_HERE, STOPPED = 2, 125, 143
 READER_GONE = 141
 """What a shell says of a program that SIGPIPE ended, such as `yes` in `yes | head`."""
 
@@ -30,6 +30,10 @@ SPEAKS_LAST = "HARNESS_SPEAKS_LAST"
 
 class UnsupportedEnvironment(RuntimeError):
     """What was asked is right, but this machine or this sglang cannot do it."""
+
+
+class Stopped(Exception):
+    """SIGTERM came, and all that is needed to resume is saved."""
 
 
 def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
@@ -54,11 +58,14 @@ def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
     if rank:
         time.sleep(SPEAK_ALONE_SECONDS if alone else SPEAK_FIRST_SECONDS)
     if rank == 0 or alone:
-        sentence = f"error: {error}\n" if rank == 0 else f"error on rank {rank}: {error}\n"
+        label = "stopped" if isinstance(error, Stopped) else "error"
+        sentence = f"{label}: {error}\n" if rank == 0 else f"{label} on rank {rank}: {error}\n"
         sys.stderr.write(sentence)
         sys.stderr.flush()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _say_below_torchrun(sentence)
+    if isinstance(error, Stopped):
+        return STOPPED
     return CANNOT_RUN_HERE if isinstance(error, UnsupportedEnvironment) else MISTAKE
 
 

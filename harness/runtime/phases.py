@@ -5,7 +5,9 @@ MEET = "meet"
 RUN = "run"
 """All of the job; the other phases are inside."""
 
-_ENGINE = ("inputs", "import_sglang", "start_engine", "first_release", "build_trainer", "load_baseline")
+_ENGINE = (
+    "inputs", "import_sglang", "start_engine", "first_release", "build_trainer", "load_baseline", "load_checkpoint",
+)  # fmt: skip
 _STEP = (
     "resume_weights", "sync", "resume_kv_cache", "generate", "validate", "release", "old_log_probs", "reference_log_probs", "values",
     "advantages", "update_critic", "update_actor", "free_caches",
@@ -21,7 +23,7 @@ STEP_PHASES = (*_STEP, *(f"verify_{part}" for part in _VERIFY))
 
 PHASES = (
     *(MEET, RUN, *_ENGINE, *_STEP, *(f"verify_{part}" for part in _VERIFY)),
-    *("find_suspects", *_SYNC_JOB, "shutdown"),
+    *("find_suspects", "save_checkpoint", *_SYNC_JOB, "shutdown"),
 )
 
 

@@ -64,7 +64,7 @@ class RunRecord:
     def finish(self, final: Metrics, phases: Phases) -> dict[str, Any]:
         """Keep, append and return the same of the check after the last update, each name below final/."""
         self.final = final | phase_seconds(phases)
-        values = {"step": len(self.steps)} | self.final | memory(phases)
+        values = self.final | memory(phases)
         return self._append({"kind": "final_check"} | {f"final/{name}": value for name, value in values.items()})
 
     def startup_line(self, models_beside_engine: bool) -> str:

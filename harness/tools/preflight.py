@@ -19,6 +19,7 @@ from harness.cluster.mesh import ParallelDims
 from harness.config.cli import parse
 from harness.config.layers import ConfigError, shown
 from harness.config.rules import check_transport, check_unquantized
+from harness.config.run_folder import checkpoint_to_resume
 from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cpu_refusals
@@ -118,6 +119,7 @@ def _check(config: Config, device: Device, on_hub: bool) -> Fields:
         check_unquantized(fields, config.model.name)
         for sentence in refusals(fields, config, device):
             raise ConfigError(sentence)
+    checkpoint_to_resume(config)
     rows, are_all = check_rows(task.source, task.split, task.rows)
     validation, held_out = config.validation, []
     if validation.source:

@@ -15,6 +15,7 @@ from harness.cluster.world import all_gather
 from harness.config import schema
 from harness.trainer.batch import Batch
 from harness.trainer.losses import Counts, local_counts
+from harness.trainer.model import named_tensors
 from harness.trainer.offload import Gradients, Offload
 
 
@@ -145,6 +146,23 @@ class Learner(ShardedModel):
         metrics = dict(zip(sums, means, strict=True))
         loss = float(self.all_sum(share_of_loss))
         return metrics | dict(loss=loss, grad_norm=grad_norm, tokens=counts.tokens, learning_rate=learning_rate)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint has of this model: its parameters, buffers and AdamW's states, the live ones, by name.
+
+        States that AdamW would make at its first step are made here, in memory that they have inside `learning` only.
+        """
+        held: dict[str, Tensor] = {}
+        for name, tensor in named_tensors(self.model):
+            held[f"{self.role}/model/{name}"] = tensor.detach()
+            if not tensor.requires_grad:
+                continue
+            state = self.optimizer.state[tensor]
+            if not state:
+                state |= {"step": torch.tensor(0.0)}
+                state |= {moment: torch.zeros_like(tensor.detach()) for moment in ("exp_avg", "exp_avg_sq")}
+            held |= {f"{self.role}/{kind}/{name}": each for kind, each in state.items()}
+        return held
 
     def moments(self) -> Iterator[Tensor]:
         """Yield AdamW's moments: none before the first step. Its step counts stay where they are."""

@@ -114,6 +114,6 @@ class WeightSync:
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for file in source.iterdir() if source.is_dir() else ():
-                if file.suffix in (".json", ".jinja") and not file.name.endswith(".index.json"):
+                if file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json"):
                     (folder / file.name).write_bytes(file.read_bytes())
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

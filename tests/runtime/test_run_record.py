@@ -36,7 +36,7 @@ def test_metrics_are_one_line_a_step_and_the_first_has_the_start(tmp_path: Path)
     with record.timed("engine"):
         time.sleep(0.02)
     added = [record.add(step(index), phases, TOKENS) for index, phases in enumerate([{}, PHASES])]
-    finished = record.finish({"log_prob_difference_mean": 3e-6}, PHASES)
+    finished = record.finish({"step": 2, "log_prob_difference_mean": 3e-6}, PHASES)
     first, second, final = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [first, second, final] == [*added, finished], "observers see what is written"
     assert 5 <= first.pop("startup/launch_and_import") < 10 and 0.02 <= first.pop("startup/engine") < 5
