@@ -390,12 +390,14 @@ def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
 
 
 def trainer_attention(config: Config, model_folder: Path, device: str, say: Callable[[str], None]) -> Attention:
-    """Return the trainer's attention implementation; say why where it is not sdpa.
+    """Return the trainer's attention, by transformers' name; say why where it is not sdpa.
 
     Raise ValueError where the model cannot have what was asked, UnsupportedEnvironment where SGLang's CPU mode does not
     compute the model's attention.
     """
-    attention, why = choose_attention(AutoConfig.from_pretrained(str(model_folder)), config.model.attention)
+    attention, why = choose_attention(
+        AutoConfig.from_pretrained(str(model_folder)), config.model.attention, config.model.packed
+    )
     if why:
         say(f'model.attention = "{attention}": {why}')
     if "attn_logit_softcapping" in why and device == "cpu" and "attention_backend" not in config.engine.args:

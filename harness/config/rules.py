@@ -23,7 +23,7 @@ _AT_LEAST_1 = (
 )
 _AT_LEAST_0 = (
     "seed rows weight_decay entropy_coefficient value_clip kl_coefficient kl_target warmup_steps critic_warmup"
-    " importance_cap epochs every keep validation.temperature"
+    " importance_cap epochs every keep validation.temperature tokens_per_microbatch"
 )
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1", lambda value: value >= 1, _AT_LEAST_1),
@@ -163,7 +163,7 @@ def _values(config: Config) -> Iterator[Rule]:
 
 
 def _batches(config: Config) -> Iterator[Rule]:
-    """Every rank must have the same number of sequences: FSDP's collectives run once for each."""
+    """Every rank must have the same number of sequences, and room for the longest: FSDP's collectives run once for each."""
     parallel, key = config.parallel, "rollout.prompts_per_step"
     prompts, responses = config.rollout.prompts_per_step, config.rollout.responses_per_prompt
     yield prompts % parallel.dp == 0, key, f"must be a multiple of parallel.dp = {parallel.dp}"
@@ -171,7 +171,11 @@ def _batches(config: Config) -> Iterator[Rule]:
     engine = f"each engine's {each} responses must be a multiple of its parallel.tp x parallel.pp = {ranks} ranks"
     yield each % ranks == 0, key, engine
     step = f"{prompts * responses} sequences (rollout.prompts_per_step x rollout.responses_per_prompt)"
+    longest = config.task.max_prompt_tokens + config.rollout.max_response_tokens
+    whole = f"must be 0 (off) or at least task.max_prompt_tokens + rollout.max_response_tokens = {longest}"
     for section in ("actor", "critic") if config.algorithm.has_critic else ("actor",):
+        budget = getattr(config, section).tokens_per_microbatch
+        yield budget == 0 or budget >= longest, f"{section}.tokens_per_microbatch", whole
         key, size = f"{section}.minibatch_size", getattr(config, section).minibatch_size
         yield size % (parallel.dp * ranks) == 0, key, f"must be a multiple of the {parallel.dp * ranks} ranks"
         yield prompts * responses % size == 0, key, f"must divide the step's {step}"
@@ -236,6 +240,8 @@ def _engine(config: Config) -> Iterator[Rule]:
         yield False, f"model.overrides.{next(iter(model.overrides))}", only
     narrow = 'model.dtype = "float32" would compute with weights that are rounded already; use "float32"'
     yield model.dtype == "bfloat16" or model.master_dtype == "float32", "model.master_dtype", narrow
+    no_float32 = 'flash attention has no float32; use model.dtype = "bfloat16", or "auto"'
+    yield model.attention != "flash_attention_2" or model.dtype == "bfloat16", "model.attention", no_float32
     nothing = 'model.weights = "random" saves no checkpoint; use engine.initial_weights = "dummy"'
     is_saved = model.weights == "checkpoint" or config.engine.initial_weights == "dummy"
     yield is_saved, "engine.initial_weights", nothing

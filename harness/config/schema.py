@@ -73,8 +73,10 @@ class Model:
     """Dtype of the parameters that actor and critic update, of their gradients and of AdamW's moments. bfloat16, with dtype = bfloat16 only, halves their memory and rounds most of an update away where the learning rate is below about 1e-4."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the transformers config that replace those of a tiny model, such as num_hidden_layers = 4."""
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """The trainer's attention, as transformers names it. auto: sdpa, or eager where the architecture has no sdpa or caps attention logits, which sdpa leaves out."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """The trainer's attention, as transformers names it. auto: sdpa, or eager where the architecture has no sdpa or caps attention logits, which sdpa leaves out. flash_attention_2 needs the package flash-attn, a GPU and dtype = bfloat16."""
+    packed: bool = False
+    """Remove padding: the trainer concatenates a microbatch's sequences in one row, and each attends to itself alone. Same results; no computation on padding."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """checkpoint: the engine loads the saved model. random: nothing is saved or loaded, each rank fills its own shards, and the first sync brings the engine its weights."""
 
@@ -236,9 +238,11 @@ class Updates:
     weight_decay: float = 0.0
     """AdamW's."""
     minibatch_size: int = 8
-    """Sequences of one optimizer step, over all ranks. Each rank draws its part from its own sequences: where it is below the step's, the same seed gives other minibatches at another world size."""
+    """Sequences of one optimizer step, over all ranks, drawn from those of all ranks: the same at any world size."""
     microbatch_size: int = 4
     """Sequences of one forward and backward, on one rank."""
+    tokens_per_microbatch: int = 0
+    """Above 0, in place of microbatch_size: the most tokens of one forward and backward, on one rank, padding included unless model.packed. Sequences then go to the ranks that have fewest tokens; so too for log-probs (actor's, also for the reference) and values."""
     ppo_epochs: int = 1
     """Passes over a step's sequences."""
     loss_aggregation: LossAggregation = "token-mean"

@@ -16,20 +16,22 @@ from harness.trainer.losses import (
     log_probs_from_logits,
     policy_loss,
 )
+from harness.trainer.packing import align, model_inputs
 
 
 def token_log_probs(
-    model: nn.Module, batch: Batch, temperature: float, entropy_gradient: bool = True
+    model: nn.Module, batch: Batch, temperature: float, entropy_gradient: bool = True, packed: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return each token's log-prob and the entropy of its distribution: [B, T], float32 or better, nats.
 
     Position 0, which nothing precedes, is 0. Without entropy_gradient the entropies are detached, which spares memory.
+    packed: of a model whose attention takes packed sequences.
     """
-    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    logits = output.logits[:, :-1]
-    log_probs = log_probs_from_logits(logits, batch.input_ids[:, 1:], temperature)
+    inputs = model_inputs(batch, packed)
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    log_probs = log_probs_from_logits(logits, inputs["input_ids"][:, 1:], temperature)
     entropy = entropy_from_logits(logits if entropy_gradient else logits.detach(), temperature)
-    return nn.functional.pad(log_probs, (1, 0)), nn.functional.pad(entropy, (1, 0))
+    return align(log_probs, batch, packed), align(entropy, batch, packed)
 
 
 class Policy(ShardedModel):
@@ -37,9 +39,9 @@ class Policy(ShardedModel):
 
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, [B, T], of the rank's batch, without gradient; a collective call."""
-        temperature, size = self.config.rollout.temperature, self.config.actor.microbatch_size
+        temperature, packed = self.config.rollout.temperature, self.config.model.packed
         log_probs, entropy = self.by_microbatches(
-            lambda part: token_log_probs(self.model, part, temperature), batch, size
+            lambda part: token_log_probs(self.model, part, temperature, packed=packed), batch, self.config.actor
         )
         return log_probs, entropy
 
@@ -64,7 +66,11 @@ class Actor(Policy, Learner):
         """
         config, algorithm, mask = self.config.actor, self.config.algorithm, batch.response_mask
         log_probs, entropy = token_log_probs(
-            self.model, batch, self.config.rollout.temperature, entropy_gradient=config.entropy_coefficient != 0
+            self.model,
+            batch,
+            self.config.rollout.temperature,
+            config.entropy_coefficient != 0,
+            self.config.model.packed,
         )
         old, advantages = batch.require("old_log_probs"), batch.require("advantages")
         policy, clipping = policy_loss(log_probs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)

@@ -7,12 +7,13 @@ from harness.trainer.advantages import explained_variance, masked_sum
 from harness.trainer.batch import Batch
 from harness.trainer.learner import Learner
 from harness.trainer.losses import Counts, aggregate, value_loss
+from harness.trainer.packing import align, model_inputs
 
 
-def token_values(model: nn.Module, batch: Batch) -> Tensor:
+def token_values(model: nn.Module, batch: Batch, packed: bool = False) -> Tensor:
     """Return the value before each token is emitted, [B, T] in batch's alignment, float32 or better; 0 at position 0."""
-    values = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)[:, :-1, 0]
-    return nn.functional.pad(values.to(torch.promote_types(values.dtype, torch.float32)), (1, 0))
+    values = model(**model_inputs(batch, packed))[:, :-1, 0]
+    return align(values.to(torch.promote_types(values.dtype, torch.float32)), batch, packed)
 
 
 class Critic(Learner):
@@ -22,8 +23,10 @@ class Critic(Learner):
 
     def values(self, batch: Batch) -> Tensor:
         """Return the values [B, T] of the rank's batch, without gradient; a collective call."""
-        size = self.config.critic.microbatch_size
-        [values] = self.by_microbatches(lambda part: (token_values(self.model, part),), batch, size)
+        packed = self.config.model.packed
+        [values] = self.by_microbatches(
+            lambda part: (token_values(self.model, part, packed),), batch, self.config.critic
+        )
         return values
 
     def update(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
@@ -36,7 +39,7 @@ class Critic(Learner):
     def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
         """See Learner.loss."""
         mask, config = batch.response_mask, self.config.critic
-        values = token_values(self.model, batch)
+        values = token_values(self.model, batch, self.config.model.packed)
         tokens, clipped = value_loss(values, batch.require("old_values"), batch.require("returns"), config.value_clip)
         share = aggregate(tokens, mask, config.loss_aggregation, counts, self.config.rollout.max_response_tokens)
         metrics = {"value_loss": tokens, "value_mean": values, "clip_fraction": clipped}

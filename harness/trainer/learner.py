@@ -1,7 +1,8 @@
 """What actor, critic and reference share, and the optimizer steps of actor and critic, right over all ranks."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, Literal
 
@@ -9,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 from transformers import get_scheduler
 
 from harness.cluster.world import all_gather
 from harness.config import schema
-from harness.trainer.batch import Batch
+from harness.trainer.batch import Batch, plan_microbatches, redistribute
 from harness.trainer.losses import Counts, local_counts
 from harness.trainer.model import named_tensors
 from harness.trainer.offload import Gradients, Offload
@@ -34,12 +36,53 @@ class ShardedModel:
 
     @torch.no_grad()
     def by_microbatches(
-        self, forward: Callable[[Batch], tuple[Tensor, ...]], batch: Batch, size: int
+        self, forward: Callable[[Batch], tuple[Tensor, ...]], batch: Batch, updates: schema.Updates
     ) -> tuple[Tensor, ...]:
-        """Return what forward makes of the rank's batch, by microbatches, on the batch's device."""
+        """Return what forward makes of the rank's batch, [B, T] each, by microbatches, on the batch's device.
+
+        A collective call: under a token budget, sequences are computed on the rank that has fewest tokens.
+        """
         self.model.eval()
-        parts = [forward(part.to(self.device)) for part in batch.split(size)]
-        return tuple(torch.cat(tensors).to(batch.input_ids.device) for tensors in zip(*parts, strict=True))
+        ids = batch.input_ids
+        read = Batch(input_ids=ids, attention_mask=batch.attention_mask, response_mask=batch.response_mask)
+        parts, bring_back = self.microbatches(read, updates)
+        results = zip(*(forward(part) for part in parts), strict=True)
+        return tuple(each.to(ids.device) for each in bring_back(results))
+
+    def microbatches(
+        self, batch: Batch, updates: schema.Updates, rows: Sequence[int] | None = None
+    ) -> tuple[list[Batch], Callable[[Iterable[Sequence[Tensor]]], list[Tensor]]]:
+        """Return this rank's microbatches of these rows of all ranks' batches (None: all), each as wide as its longest.
+
+        A collective call; the batches must be of one size. With all rows, the function takes a kind of result of each
+        microbatch, [b, t], and returns those of the rank's own batch, [B, T]; also a collective call.
+        """
+        group, ranks, here = self.mesh.get_group(), self.mesh.size(), batch.to(self.device)
+        own = here.attention_mask.sum(-1)
+        everyone = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(everyone, own, group=group)
+        lengths = torch.cat(everyone).tolist()
+        held = [list(range(rank * len(batch), (rank + 1) * len(batch))) for rank in range(ranks)]
+        planned = plan_microbatches(rows or range(len(lengths)), lengths, ranks, updates, self.config.model.packed)
+        wanted = [[row for parts in planned for row in parts[rank]] for rank in range(ranks)]
+        rank, longest = self.mesh.get_local_rank(), max(lengths)
+        fields = here.as_wide_as(longest).tensors()
+        moved = Batch(**dict(zip(fields, redistribute(list(fields.values()), held, wanted, group), strict=True)))
+        sizes, widths = zip(
+            *((len(part[rank]), max(lengths[row] for row in part[rank])) for part in planned), strict=True
+        )
+        starts = itertools.accumulate(sizes, initial=0)
+        parts = [
+            moved.select(slice(start, start + size)).as_wide_as(width)
+            for start, size, width in zip(starts, sizes, widths, strict=False)
+        ]
+
+        def bring_back(results: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+            wide = [torch.cat([pad(each, (0, longest - each.shape[1])) for each in kind]) for kind in results]
+            width = batch.input_ids.shape[1]
+            return [pad(each, (0, width - longest)) for each in redistribute(wide, wanted, held, group)]
+
+        return parts, bring_back
 
 
 class Learner(ShardedModel):
@@ -83,17 +126,18 @@ class Learner(ShardedModel):
         return tensor
 
     def update(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
-        """Run every epoch over the rank's batch, in minibatches of the generator's order; a collective call.
+        """Run every epoch over all ranks' batches, in minibatches of the generator's order; a collective call.
 
-        The generator, on the CPU, must have the same state on every rank, and the batches must be of one size. Return
-        metrics, the same on every rank: means weighted by tokens; for loss and grad_norm, means over optimizer steps; the
-        last one's learning_rate.
+        A minibatch has the same sequences however they lie on however many ranks. The generator, on the CPU, must have the
+        same state on every rank, and the batches must be of one size. Return metrics, the same on every rank: means
+        weighted by tokens; for loss and grad_norm, means over optimizer steps; the last
+        one's learning_rate.
         """
-        size = self.updates.minibatch_size // self.mesh.size()
+        sequences = len(batch) * self.mesh.size()
         steps = [
-            self.step(minibatch)
+            self.step(batch, rows.tolist())
             for _ in range(self.updates.ppo_epochs)
-            for minibatch in batch.shuffled(generator).split(size)
+            for rows in torch.randperm(sequences, generator=generator).split(self.updates.minibatch_size)
         ]
         tokens = sum(step["tokens"] for step in steps)
         metrics = {
@@ -105,14 +149,17 @@ class Learner(ShardedModel):
             metrics[name] = sum(step[name] for step in steps) / len(steps)
         return {**metrics, "optimizer_steps": float(len(steps)), "learning_rate": steps[-1]["learning_rate"]}
 
-    def step(self, minibatch: Batch) -> dict[str, float]:
-        """Take one optimizer step on this rank's part of a minibatch; a collective call. Return metrics and `tokens`.
+    def step(self, batch: Batch, rows: Sequence[int] | None = None) -> dict[str, float]:
+        """Take one optimizer step on these rows of all ranks' batches (None: all); a collective call. Return metrics and
+        `tokens`.
 
         Every microbatch's gradient is reduced at once: it costs a reduce-scatter each, and no rank holds an unsharded
         gradient. Raise ValueError if no rank has a response token, FloatingPointError if the gradient is not finite;
         the model is then as before.
         """
-        counts = Counts(*self.all_sum(local_counts(minibatch.response_mask.to(self.device))).tolist())
+        microbatches, _ = self.microbatches(batch, self.updates, rows)
+        own = torch.stack([local_counts(part.response_mask) for part in microbatches]).sum(0)
+        counts = Counts(*self.all_sum(own).tolist())
         if counts.tokens == 0:
             raise ValueError(
                 "the minibatch must have at least 1 response token over all ranks, got 0; where rollout.truncated ="
@@ -122,7 +169,7 @@ class Learner(ShardedModel):
         self.gradients.clear()
         share_of_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Tensor] = {}
-        for microbatch in minibatch.to(self.device).split(self.updates.microbatch_size):
+        for microbatch in microbatches:
             share, totals = self.loss(microbatch, counts)
             # FSDP averages gradients over ranks, but the shares of the loss are to be added up.
             (share * self.mesh.size()).backward()

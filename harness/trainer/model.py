@@ -21,8 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import is_flash_attn_2_available
 
-Attention = Literal["sdpa", "eager"]
+from harness.trainer.packing import PACKED_EAGER, PACKED_SDPA
+
+Attention = Literal["sdpa", "eager", "flash_attention_2", "packed_sdpa", "packed_eager"]
 DTYPE = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"
 """The keyword under which this transformers takes a dtype: renamed in 4.56."""
 VALUE_HEAD = "value_head.weight"
@@ -37,10 +40,9 @@ class ValueModel(nn.Module):
         self.backbone = backbone
         self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=dtype)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, use_cache: bool = False) -> Tensor:
+    def forward(self, **inputs: Any) -> Tensor:
         """Return values [B, T, 1] in the forward's dtype; position t has read the tokens up to and including t."""
-        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
-        return self.value_head(output.last_hidden_state)
+        return self.value_head(self.backbone(**inputs, use_cache=False).last_hidden_state)
 
 
 def load_causal_lm(
@@ -110,10 +112,13 @@ def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, part: typ
     set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
-def choose_attention(config: PretrainedConfig, wanted: Literal["auto", "sdpa", "eager"]) -> tuple[Attention, str]:
+def choose_attention(
+    config: PretrainedConfig, wanted: Literal["auto", "sdpa", "eager", "flash_attention_2"], packed: bool = False
+) -> tuple[Attention, str]:
     """Return the attention for a causal language model of that config, and why it is not sdpa, "" where it is.
 
-    Raise ValueError for sdpa where it would compute another model, and for what is no causal language model.
+    Raise ValueError for sdpa where it would compute another model, for flash attention that is not installed, for packed
+    sequences of a model that would mix them, and for what is no causal language model.
     """
     kind, why = config.model_type, ""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -127,7 +132,25 @@ def choose_attention(config: PretrainedConfig, wanted: Literal["auto", "sdpa", "
         why = f"transformers has no sdpa for {kind}"
     if wanted == "sdpa" and why:
         raise ValueError(f'model.attention = "sdpa" cannot work: {why}; use "eager", or "auto".')
-    return ("eager" if why or wanted == "eager" else "sdpa"), why
+    if packed and (mixes := _mixing_layers(config, architecture)):
+        raise ValueError(f"model.packed = true cannot work: {kind} has {mixes}; use false.")
+    if wanted == "flash_attention_2":
+        if not is_flash_attn_2_available():
+            raise ValueError(f'model.attention = "{wanted}" needs the package flash-attn; install it, or use "auto".')
+        return wanted, ""
+    if why or wanted == "eager":
+        return (PACKED_EAGER if packed else "eager"), why
+    return (PACKED_SDPA if packed else "sdpa"), ""
+
+
+def _mixing_layers(config: PretrainedConfig, architecture: Any) -> str:
+    """Return what of a model would let a packed sequence read another, "" where nothing does."""
+    text = config.get_text_config()
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    chunks = ["attention_chunk_size"] * bool(getattr(text, "attention_chunk_size", None))
+    state = ["a recurrent state"] * bool(getattr(architecture, "_is_stateful", False))
+    fixed = ["attention that cannot be replaced"] * (not getattr(architecture, "_supports_attention_backend", False))
+    return ", ".join([*odd, *chunks, *state, *fixed])
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -122,6 +122,12 @@ MISTAKES = [
     ("--actor.minibatch_size 5", "actor.minibatch_size must be a multiple of the 2 ranks", "got 5"),
     ("--actor.minibatch_size 6", "actor.minibatch_size must divide the step's 16 sequences", "got 6"),
     (
+        "--actor.tokens_per_microbatch 200",
+        "must be 0 (off) or at least task.max_prompt_tokens + rollout.max_response_tokens",
+        "got 200",
+    ),
+    ("--model.attention flash_attention_2", "has no float32", "auto"),
+    (
         "--algorithm.advantage grpo --rollout.responses_per_prompt 1",
         "responses_per_prompt must be at least 2",
         '"grpo"',

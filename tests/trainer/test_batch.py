@@ -1,11 +1,14 @@
 """Padding, alignment and slicing of the training batch."""
 
-from itertools import chain
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from harness.trainer.batch import Batch, from_sequences, scatter_responses
+from harness.config import schema
+from harness.trainer.batch import Batch, from_sequences, plan_microbatches, scatter_responses
 
 
 def example() -> Batch:
@@ -30,22 +33,49 @@ def test_a_field_that_is_not_set_is_named() -> None:
         example().require("returns")
 
 
-def test_minibatches_are_every_row_once_in_an_order_of_the_seed() -> None:
-    batch = from_sequences([[2]] * 12, [[row + 3] for row in range(12)], pad_id=0).replace(scores=torch.arange(12.0))
-
-    def orders(seed: int) -> list[list[float]]:
-        generator = torch.Generator().manual_seed(seed)
-        return [part.require("scores").tolist() for _ in range(2) for part in batch.shuffled(generator).split(4)]
-
-    assert orders(1) == orders(1) != orders(2)
-    first, second = orders(1)[:3], orders(1)[3:]
-    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(12))
-    assert first != second
-    part = next(batch.shuffled(torch.Generator().manual_seed(1)).split(4))
-    assert (part.input_ids[:, 1] - 3).tolist() == part.require("scores").tolist()
+def test_a_batch_takes_another_width() -> None:
+    narrow, wide = example().as_wide_as(4), example().replace(scores=torch.arange(3.0)).as_wide_as(6)
+    assert torch.equal(narrow.input_ids, example().input_ids[:, :4])
+    assert wide.attention_mask.tolist()[2] == [1, 1, 1, 1, 1, 0] and wide.require("scores").tolist() == [0, 1, 2]
 
 
-def test_parts_keep_the_order() -> None:
-    parts = list(example().split(2))
-    assert [len(part) for part in parts] == [2, 1]
-    assert torch.equal(torch.cat([part.input_ids for part in parts]), example().input_ids)
+def updates(**sizes: Any) -> schema.Updates:
+    return schema.Updates(learning_rate=1.0, **sizes)
+
+
+@given(
+    st.integers(1, 4).flatmap(
+        lambda ranks: st.tuples(
+            st.just(ranks),
+            st.lists(st.integers(1, 50), min_size=ranks, max_size=8 * ranks).filter(lambda x: len(x) % ranks == 0),
+        )
+    ),
+    st.integers(50, 120),
+    st.booleans(),
+)
+def test_a_token_budget_holds_on_every_rank_and_every_row_is_taken_once(
+    setup: tuple[int, list[int]], budget: int, packed: bool
+) -> None:
+    ranks, lengths = setup
+    rows = list(range(len(lengths)))[::-1]
+    planned = plan_microbatches(rows, lengths, ranks, updates(tokens_per_microbatch=budget), packed)
+    assert sorted(row for parts in planned for part in parts for row in part) == sorted(rows)
+    assert all(len(parts) == ranks for parts in planned)
+    for part in (part for parts in planned for part in parts):
+        own = [lengths[row] for row in part]
+        assert 0 < (sum(own) if packed else len(own) * max(own)) <= budget
+
+
+def test_tokens_are_balanced_over_ranks() -> None:
+    lengths = [2 + 97 * number % 61 for number in range(64)]
+    planned = plan_microbatches(range(64), lengths, 4, updates(tokens_per_microbatch=256), packed=True)
+    tokens = [sum(lengths[row] for parts in planned for row in parts[rank]) for rank in range(4)]
+    assert max(tokens) < 1.02 * min(tokens)
+    assert len(planned) == -(-sum(lengths) // (4 * 256)), "as few as there can be"
+
+
+def test_without_a_budget_rows_stay_in_order() -> None:
+    planned = plan_microbatches([7, 6, 5, 4, 3, 2], [1] * 8, 2, updates(microbatch_size=2), packed=False)
+    assert planned == [[[7, 6], [4, 3]], [[5], [2]]]
+    with pytest.raises(ValueError, match="same number of sequences on 2 ranks, got 3"):
+        plan_microbatches([0, 1, 2], [1] * 3, 2, updates(), packed=False)

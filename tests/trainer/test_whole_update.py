@@ -1,4 +1,6 @@
-"""Ppo.learn over several PPO steps, in float32 on one and two ranks, equals a float64 program of one process."""
+"""Ppo.learn over several PPO steps, in float32 on one to four ranks, padded, packed, by a token budget and offloaded, equals
+a float64 program of one process.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,10 +29,17 @@ CASES = {
  --actor.loss_aggregation seq-mean-token-mean --actor.schedule constant_with_warmup --actor.warmup_ratio 0.3""",
     "dr_grpo": """--run.steps 2 --algorithm.advantage grpo --algorithm.normalize_by_std false --algorithm.importance_cap 2
  --actor.loss_aggregation seq-mean-token-sum-norm""",
+    "packed": """--run.steps 2 --model.packed true --actor.entropy_coefficient 0.01 --critic.ppo_epochs 2""",
+    "dynamic": """--run.steps 2 --task.max_prompt_tokens 9 --actor.tokens_per_microbatch 24 --critic.tokens_per_microbatch 24
+ --actor.loss_aggregation seq-mean-token-mean""",
+    "packed, dynamic, offloaded": """--run.steps 2 --model.packed true --task.max_prompt_tokens 9
+ --actor.tokens_per_microbatch 24 --critic.tokens_per_microbatch 24 --memory.offload_parameters actor,critic,reference
+ --memory.offload_gradients actor,critic --memory.offload_optimizer actor,critic""",
     "rloo": "--run.steps 2 --algorithm.advantage rloo --actor.schedule linear --actor.loss_aggregation seq-mean-token-sum",
 }
 
 
+IN_SHORT = (("gae", 2), ("packed, dynamic, offloaded", 2))
 TOLERANCE = 5e-6
 """Relative. Measured: advantages and losses 1e-6, gradient norms 9e-7, gradients 2e-6 (float32 rounds them so)."""
 
@@ -55,9 +64,9 @@ def check_optimizer_step(ours: OptimizerStep, exact: OptimizerStep) -> None:
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
-        pytest.param(case, ranks, marks=[] if (case, ranks) == ("gae", 2) else pytest.mark.long)
+        pytest.param(case, ranks, marks=[] if (case, ranks) in IN_SHORT else pytest.mark.long)
         for case in CASES
-        for ranks in (1, 2)
+        for ranks in (1, 2, 4)
     ],
 )
 def test_updates_are_those_of_the_float64_program(case: str, ranks: int, tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 from harness.config.schema import Config
 from harness.ppo import Ppo
@@ -18,7 +19,7 @@ from harness.trainer.advantages import KlControl
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
 from harness.trainer.learner import Learner
-from harness.trainer.model import load_causal_lm
+from harness.trainer.model import choose_attention, load_causal_lm
 from tests.trainer.float64 import FixedResponse, Float64Ppo, OptimizerStep, PpoStep
 from tests.trainer.sequences import sequences
 
@@ -55,7 +56,8 @@ def local_batch(rows: list[FixedResponse]) -> Batch:
 
 def build(config: Config, path: str, mesh: DeviceMesh) -> Ppo:
     """Only with what learns."""
-    load = {"path": path, "dtype": torch.float32, "device": CPU, "mesh": mesh}
+    attention, _ = choose_attention(AutoConfig.from_pretrained(path), "auto", config.model.packed)
+    load: dict[str, Any] = {"path": path, "dtype": torch.float32, "device": CPU, "mesh": mesh, "attention": attention}
     critic = Critic(load_causal_lm(**load, value_head=True), config, mesh, CPU) if config.algorithm.has_critic else None
     missing: dict[str, Any] = {each.name: None for each in fields(Ppo) if each.default is MISSING}
     missing["events"] = SimpleNamespace(phase=lambda *words: nullcontext())
@@ -70,8 +72,9 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+def weights(learner: Learner) -> dict[str, Tensor]:
+    with learner.on_device():
+        return {name: whole(parameter) for name, parameter in learner.model.named_parameters()}
 
 
 def of_responses(tensor: Tensor, batch: Batch) -> list[Tensor]:
@@ -82,8 +85,7 @@ def of_responses(tensor: Tensor, batch: Batch) -> list[Tensor]:
 class Recorder:
     """What a learner's optimizer steps saw and did."""
 
-    def __init__(self, learner: Learner, rows: list[FixedResponse]) -> None:
-        self.numbers = {tuple(each.prompt + each.response): number for number, each in enumerate(rows)}
+    def __init__(self, learner: Learner) -> None:
         self.minibatches: list[list[int]] = []
         self.steps: list[OptimizerStep] = []
         self.gradients: dict[str, Tensor] = {}
@@ -95,13 +97,10 @@ class Recorder:
         parameters = self.learner.model.named_parameters()
         self.gradients |= {name: whole(each.grad) for name, each in parameters if each.grad is not None}
 
-    def recorded(self, minibatch: Batch) -> dict[str, float]:
-        pairs = zip(minibatch.input_ids, minibatch.attention_mask, strict=True)
-        seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, [self.numbers[tuple(ids[mask.bool()].tolist())] for ids, mask in pairs])
-        self.minibatches.append([number for rank in seen for number in rank])
+    def recorded(self, batch: Batch, rows: list[int]) -> dict[str, float]:
+        self.minibatches.append(rows)
         self.gradients = {}
-        found = self.step(minibatch)
+        found = self.step(batch, rows)
         named = {name: found[name] for name in ("loss", "grad_norm", "learning_rate")}
         self.steps.append(OptimizerStep(loss_scale=0.0, gradients=self.gradients, **named))
         return found
@@ -115,12 +114,13 @@ def run_harness(rank: int, config: Config, path: str, rows: list[FixedResponse])
     learners = {"actor": ppo.actor, "critic": ppo.critic} if ppo.critic else {"actor": ppo.actor}
     share = len(rows) // ranks
     batch = local_batch(rows[rank * share : (rank + 1) * share])
-    recorders = {role: Recorder(learner, rows) for role, learner in learners.items()}
-    before = {role: weights(learner.model) for role, learner in learners.items()}
+    recorders = {role: Recorder(learner) for role, learner in learners.items()}
+    before = {role: weights(learner) for role, learner in learners.items()}
     steps, metrics = [], []
     minibatches: list[dict[str, list[list[int]]]] = []
     for index in range(config.run.steps):
-        rollout = batch.replace(old_log_probs=ppo.actor.log_probs(batch)[0])
+        with ppo.actor.on_device():
+            rollout = batch.replace(old_log_probs=ppo.actor.log_probs(batch)[0])
         steps.append(estimated(ppo, rollout))
         metrics.append(ppo.learn(index, rollout))
         for role, recorder in recorders.items():
@@ -128,16 +128,18 @@ def run_harness(rank: int, config: Config, path: str, rows: list[FixedResponse])
         minibatches.append({role: recorder.minibatches for role, recorder in recorders.items()})
         for recorder in recorders.values():
             recorder.steps, recorder.minibatches = [], []
-    after = {role: weights(learner.model) for role, learner in learners.items()}
+    after = {role: weights(learner) for role, learner in learners.items()}
     return {"steps": steps, "minibatches": minibatches, "before": before, "after": after, "metrics": metrics}
 
 
 def estimated(ppo: Ppo, batch: Batch) -> PpoStep:
     """Advantages, and with a critic returns, of the responses of all ranks."""
     assert ppo.reference
-    given = batch.replace(reference_log_probs=ppo.reference.log_probs(batch)[0])
+    with ppo.reference.on_device():
+        given = batch.replace(reference_log_probs=ppo.reference.log_probs(batch)[0])
     if ppo.critic:
-        given = given.replace(old_values=ppo.critic.values(batch))
+        with ppo.critic.on_device():
+            given = given.replace(old_values=ppo.critic.values(batch))
     done = ppo.estimate_advantages(given)[0].tensors()
     mine = {name: of_responses(done[name], batch) for name in ("advantages", "returns") if name in done}
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -241,7 +241,7 @@ class MemoryEstimate:
             yield "engine's GPU", {BESIDE: self.beside} | self._engine(kv_cache=True) | received
             yield "sync", self._stage("sync")
         # Logits, their float32 copy at temperature, and for the entropy the softmax, another copy and their product.
-        size = self.config.actor.microbatch_size * self.tokens * self.model.vocab_size
+        size = self._microbatch_tokens("actor") * self.model.vocab_size
         logits = size * (self.element + 4 * FLOAT32_BYTES)
         yield "log_probs", self._stage("log_probs", passing=self._forward("actor", logits))
         if "reference" in self.trainers:
@@ -296,7 +296,7 @@ class MemoryEstimate:
 
     def _update(self, role: Literal["actor", "critic"], logits: int) -> Parts:
         share, section = self.trainers[role], getattr(self.config, role)
-        inputs = section.microbatch_size * self.tokens * self.model.hidden_size * self.model.layers * self.element
+        inputs = self._microbatch_tokens(role) * self.model.hidden_size * self.model.layers * self.element
         kept = {"layers' inputs kept": inputs * section.gradient_checkpointing}
         passing = _larger(
             {GATHERED: share.backward, **kept},
@@ -304,6 +304,10 @@ class MemoryEstimate:
             {"AdamW's temporaries": share.gradients},
         )
         return self._stage(f"update_{role}", active=(role,), learning=role, passing=passing)
+
+    def _microbatch_tokens(self, role: Literal["actor", "critic"]) -> int:
+        section = getattr(self.config, role)
+        return section.tokens_per_microbatch or section.microbatch_size * self.tokens
 
     def _engine_problems(self) -> Iterator[str]:
         if self.kv_tokens < self.tokens:
