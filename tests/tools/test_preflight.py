@@ -86,6 +86,7 @@ MISTAKES = {
     "--model.name deepseek_v3 --model.overrides.n_group 3": "must be a multiple of model.overrides.n_group = 3",
     "--rollout.max_response_tokens 4096": "the model's context is 2048",
     "--engine.args.context_length 128": "engine.args.context_length is 128",
+    "--engine.args.context_length 8192 --rollout.max_response_tokens 4096": "the model's context is 2048",
     # An engine that no sync can reach.
     "--engine.args.quantization fp8": "a quantized engine takes quantized tensors",
     "--engine.args.torchao_config int8wo": "a quantized engine takes quantized tensors",

@@ -80,10 +80,10 @@ def _too_long(sizes: _Sizes, config: Config) -> Iterator[str]:
     asked, context = config.engine.args.get("context_length"), sizes[CONTEXT]
     rope = sizes.fields.get("rope_scaling") or sizes.fields.get("rope_parameters") or {}
     source = "the model's context"
-    if type(asked) is int:
-        source, context = "engine.args.context_length", asked
-    elif context and "original_max_position_embeddings" not in rope and rope.get("rope_type") != "llama3":
+    if context and "original_max_position_embeddings" not in rope and rope.get("rope_type") != "llama3":
         context = int(rope.get("factor", 1) * context)  # as SGLang derives it
+    if type(asked) is int and (context is None or asked <= context):
+        source, context = "engine.args.context_length", asked
     prompt, response = config.task.max_prompt_tokens, config.rollout.max_response_tokens
     if context is not None and prompt + response > context:
         yield (
