@@ -12,13 +12,16 @@ def phases_in_the_code() -> set[str]:
     """First arguments of phase(...), and of timed(...) on a Verification, whose phases are verify_<part>."""
     found = set()
     for file in HARNESS.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        tree = ast.parse(file.read_text())
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Verification"]
+        inside = {id(node) for each in classes for node in ast.walk(each)}
+        for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
                 continue
             called = ast.unparse(node.func)
             if called == "phase" or called.endswith("events.phase"):
                 found.add(str(node.args[0].value))
-            elif called.endswith(("self.timed", "verification.timed")):
+            elif called.endswith("verification.timed") or (called == "self.timed" and id(node) in inside):
                 found.add(f"verify_{node.args[0].value}")
     return found
 
