@@ -324,7 +324,7 @@ class Trackers:
     """Where the rows of metrics.jsonl go too. Rank 0 alone writes."""
 
     names: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Their packages, tensorboard and wandb, are in no pinned environment. wandb is offline where there is no login."""
+    """Their packages, tensorboard and wandb, are optional: extra trackers of setup.cfg. wandb is offline where there is no login."""
     project: str = ""
     """wandb's project; empty: WANDB_PROJECT."""
     experiment: str = ""
