@@ -25,8 +25,8 @@ import _checkout
 
 _checkout.use()
 
-from harness.runtime.errors import exit_with
 from harness.tools import environments
+from harness.tools.command_line import exit_with
 
 
 def main(arguments: list[str]) -> int:

@@ -19,8 +19,8 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.cli import read_options
-from harness.runtime.errors import exit_with, report_user_error
+from harness.runtime.errors import report_user_error
+from harness.tools.command_line import exit_with, read_options
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.diagnosis_text import as_json, as_text
 from harness.tools.diagnose.log_lines import log_files

@@ -16,11 +16,11 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
+from harness.tools.command_line import parse
 
 JSON = "--json"
 

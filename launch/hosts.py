@@ -19,9 +19,9 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.cli import read_options
-from harness.runtime.errors import UnsupportedEnvironment, exit_with, report_user_error
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import environments
+from harness.tools.command_line import exit_with, read_options
 
 
 def main(arguments: list[str]) -> int:

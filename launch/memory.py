@@ -19,9 +19,9 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.cli import parse, read_options
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import environments, preflight
+from harness.tools.command_line import parse, read_options
 
 if TYPE_CHECKING:
     from harness.tools.memory_search import Trial

@@ -18,9 +18,9 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.cli import parse, print_help
-from harness.runtime.errors import UnsupportedEnvironment, exit_with, report_user_error
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
+from harness.tools.command_line import exit_with, parse, print_help
 
 
 def main(arguments: list[str]) -> int:

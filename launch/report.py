@@ -13,8 +13,9 @@ import _checkout
 
 _checkout.use()
 
-from harness.runtime.errors import exit_with, report_user_error
+from harness.runtime.errors import report_user_error
 from harness.tools import environments
+from harness.tools.command_line import exit_with
 
 
 def main(arguments: list[str]) -> int:

@@ -26,10 +26,10 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.cli import Parser
 from harness.config.layers import ConfigError
-from harness.runtime.errors import exit_with, report_user_error
+from harness.runtime.errors import report_user_error
 from harness.tools import environments
+from harness.tools.command_line import Parser, exit_with
 from harness.tools.repro.case import GPUS, Case, UnknownCase, all_cases, describe, load
 
 

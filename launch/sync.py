@@ -19,10 +19,10 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.cli import parse, read_known_options
 from harness.config.schema import TransportName
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
+from harness.tools.command_line import parse, read_known_options
 
 
 @dataclass(kw_only=True)

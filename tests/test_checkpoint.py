@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 from harness import checkpoint
 from harness.checkpoint import Checkpoints
 from harness.config import schema
-from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.config.run_folder import checkpoint_to_resume, checkpoints_in
+from harness.tools.command_line import parse
 from harness.trainer.actor import Actor
 from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic

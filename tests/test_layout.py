@@ -25,18 +25,20 @@ IMPORTS = {
 }
 """Rooms of the reference -> what each may import besides itself. The tools are in none of them."""
 TOOLS = {
-    "bisection": {"diagnose", "environments", "hosts", "process_tree"},
+    "bisection": {"command_line", "diagnose", "environments", "hosts", "process_tree"},
+    "command_line": {"fault_spec"},
     "diagnose": set(),
     "doctor": set(),
     "environments": set(),
-    "export": set(),
+    "export": {"command_line"},
+    "fault_spec": set(),
     "hosts": {"process_tree"},
-    "inject": set(),
+    "inject": {"fault_spec"},
     "live_line": set(),
     "memory_search": {"process_tree"},
     "observers": {"hosts", "inject", "live_line", "trackers", "watchdog"},
-    "plan": set(),
-    "preflight": {"environments", "plan", "trackers"},
+    "plan": {"command_line"},
+    "preflight": {"command_line", "environments", "plan", "trackers"},
     "prepare_data": set(),
     "process_tree": set(),
     "report": {"diagnose", "export"},
@@ -49,8 +51,8 @@ TOOLS = {
 """Tools -> the other tools that each may import; the reference is open to all."""
 ONLY_THESE_IMPORT_SGLANG = ("harness/rollout/sglang_api", "harness/runtime/standins/harness_sglang_cpu.py")
 LIGHT = (
-    "harness.config.cli",
     "harness.cluster.placement",
+    "harness.tools.command_line",
     "harness.tools.diagnose.diagnose",
     "harness.tools.watchdog.watchdog",
     "harness.tools.plan.memory_estimate",

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.config.cli import parse
 from harness.ppo import Ppo
+from harness.tools.command_line import parse
 from harness.trainer import advantages
 from harness.trainer.batch import Batch, from_sequences
 

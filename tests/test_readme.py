@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.tools import environments, preflight
+from harness.tools.command_line import parse
 
 REPOSITORY = environments.REPOSITORY
 README = REPOSITORY / "README.md"

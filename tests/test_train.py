@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import Gemma2Config, PretrainedConfig, Qwen2Config
 
-from harness.config.cli import parse
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.command_line import parse
 from harness.train import trainer_attention
 
 

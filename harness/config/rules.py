@@ -7,7 +7,6 @@ from dataclasses import fields
 from string import Formatter
 from typing import Any, Literal
 
-from harness.config.fault_spec import check_fault
 from harness.config.layers import ConfigError, nearest, shown
 from harness.config.schema import Config, Updates
 from harness.runtime.phases import PHASES
@@ -65,11 +64,6 @@ def check(config: Config) -> None:
     """Raise ConfigError, one sentence, for the first value or combination that cannot work."""
     for rules in (_values, _batches, _rollout, _algorithm, _optimizers, _engine, _updates, _memory):
         _require(config, rules(config))
-    for text in config.run.inject:
-        try:
-            check_fault(text, config)
-        except ValueError as error:
-            raise ConfigError(f'run.inject = "{text}" cannot work: {error}.') from error
     if config.engine.device != "auto":
         check_transport(config, config.engine.device)
 

@@ -7,14 +7,10 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 MISTAKE, CANNOT_RUN_HERE, STOPPED = 2, 125, 143
-READER_GONE = 141
-"""What a shell says of a program that SIGPIPE ended, such as `yes` in `yes | head`."""
 
 SPEAK_FIRST_SECONDS = 1.0
 """How long other ranks wait: torchrun ends all ranks at the first exit, rank 0 perhaps in mid-word."""
@@ -22,8 +18,6 @@ SPEAK_ALONE_SECONDS = 3.0
 """How long a rank waits that may be the only one with this mistake; torchrun has ended it by then if rank 0 had it too."""
 TORCHRUN_SECONDS = 60.0
 """How long torchrun may take to end once a rank has; it sends SIGKILL to the others after 30."""
-
-
 SPEAKS_LAST = "HARNESS_SPEAKS_LAST"
 """Variable of the process that prints below torchrun's report: it outlives the run, and the watchdog leaves it alone."""
 
@@ -34,20 +28,6 @@ class UnsupportedEnvironment(RuntimeError):
 
 class Stopped(Exception):
     """SIGTERM came, and all that is needed to resume is saved."""
-
-
-def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
-    """Call it, and end this process with what it returns; without a traceback into a closed pipe, as in `... | head`."""
-    try:
-        try:
-            code: int | str | None = main(*arguments)
-        except SystemExit as end:  # of argparse's --help
-            code = end.code
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more as it ends
-        code = READER_GONE
-    sys.exit(code)
 
 
 def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:

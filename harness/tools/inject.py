@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from harness.cluster.world import Launch, all_gather
-from harness.config.fault_spec import Fault, parse_fault
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.observer import Observer, RunContext
+from harness.tools.fault_spec import Fault, parse_fault
 from harness.trainer.offload import local
 
 SLOW_SECONDS = 4.0  # how late the slow rank comes

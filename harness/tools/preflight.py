@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
-from harness.config.cli import parse
 from harness.config.layers import ConfigError, shown
 from harness.config.rules import check_transport, check_unquantized
 from harness.config.run_folder import checkpoint_to_resume
@@ -30,6 +29,7 @@ from harness.task.data import check_rows, is_hub_id, of_validation
 from harness.task.rewards import check_math_verify, check_reward
 from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools import environments
+from harness.tools.command_line import parse
 from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
 from harness.tools.plan.refusals import padded, refusals
 from harness.tools.trackers.trackers import check_trackers

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.cli import parse
 from harness.config.layers import Layer, build_config, digest, read_layer, to_toml
 from harness.config.schema import Config
+from harness.tools.command_line import parse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.cli import parse
 from harness.config.layers import RENAMED, ConfigError, Layer, build_config, key_types
 from harness.config.rules import check_transport
+from harness.tools.command_line import parse
 from tests.end_to_end.launching import run_script
 
 FILES = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.config.cli import parse
 from harness.config.rules import warnings
+from harness.tools.command_line import parse
 
 LOSS = "--algorithm.kl_placement loss"
 NARROW = "--model.dtype bfloat16 --model.master_dtype bfloat16"

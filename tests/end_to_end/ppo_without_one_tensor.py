@@ -32,8 +32,8 @@ def forget() -> None:
 
 
 if __name__ == "__main__":
-    from harness.config.cli import parse
     from harness.run import run
+    from harness.tools.command_line import parse
     from harness.tools.observers import standard_observers
 
     config = parse(sys.argv[1:]).config

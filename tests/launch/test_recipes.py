@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.config.cli import parse
+from harness.tools.command_line import parse
 from tests.free_port import free_port
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime.errors import READER_GONE
+from harness.tools.command_line import READER_GONE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMANDS = {

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from harness.config.cli import parse
 from harness.runtime.events import Console, EventLog
 from harness.runtime.observer import Observers
 from harness.tools import live_line
+from harness.tools.command_line import parse
 from harness.tools.live_line import ERASE, LinesAbove, LiveLine
 
 

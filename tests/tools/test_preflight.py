@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.task.tiny_models import NOT_OVERRIDABLE, tiny_config, tiny_fields
 from harness.tools import preflight
+from harness.tools.command_line import parse
 from launch import ppo
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY
 

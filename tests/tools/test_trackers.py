@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.runtime.events import EventLog
 from harness.tools import preflight
+from harness.tools.command_line import parse
 from harness.tools.trackers import trackers
 from harness.tools.trackers.trackers import TrackerWriter, check_trackers, has_login, wandb_mode
 

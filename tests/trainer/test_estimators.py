@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.cli import parse
 from harness.ppo import Ppo
+from harness.tools.command_line import parse
 from harness.trainer.advantages import KlControl
 from harness.trainer.batch import Batch
 from tests.cluster.gloo import on_ranks

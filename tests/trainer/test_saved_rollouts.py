@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.config.cli import parse
+from harness.tools.command_line import parse
 from harness.trainer.batch import Batch, from_sequences
 from harness.trainer.saved_rollouts import SavedRollouts
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.cli import parse
+from harness.tools.command_line import parse
 from tests.cluster.gloo import on_ranks
 from tests.trainer.float64 import Float64Ppo, OptimizerStep
 from tests.trainer.tiny_models import save_tiny

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
-from harness.config.cli import parse
+from harness.tools.command_line import parse
 from harness.tools.environments import REPOSITORY
 
 Kind = Literal["failure", "match", "hang", "metric"]

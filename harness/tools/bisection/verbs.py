@@ -17,7 +17,6 @@ from typing import Any, get_args
 
 import msgspec
 
-from harness.config.cli import read_options
 from harness.config.layers import ConfigError
 from harness.runtime.errors import CANNOT_RUN_HERE, report_user_error
 from harness.tools.bisection.answer import EXIT_CODES, Answer, answer_of, as_dict, candidate_rows, sentences
@@ -30,6 +29,7 @@ from harness.tools.bisection.question import SCRIPT, Options, Question, WrongQue
 from harness.tools.bisection.search import Edge, Verdict
 from harness.tools.bisection.state import STATE, Record, State, latest_folder, load_state, lock_folder, owner_of
 from harness.tools.bisection.store import Pause, default_root
+from harness.tools.command_line import read_options
 from harness.tools.environments import has_gpu
 from harness.tools.process_tree import SupervisorKilled
 

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from harness.cluster.placement import host_name
-from harness.config.cli import parse
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.runtime.phases import phase_of_step
+from harness.tools.command_line import parse
 
 PASSED = "PASSED: "
 MISTAKES = {"ConfigError": 2, "UnsupportedEnvironment": 125}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from harness.config.cli import read_options
+from harness.tools.command_line import read_options
 from harness.tools.hosts import kernel
 from harness.tools.hosts.emulation import Emulation
 from harness.tools.hosts.host_plan import EmulationPlan, HostPlan, HostsOptions, make_plan

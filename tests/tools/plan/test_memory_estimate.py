@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.cli import parse
 from harness.runtime.units import GIB
+from harness.tools.command_line import parse
 from harness.tools.plan.memory_estimate import MemoryEstimate
 
 CONFIGS = Path(__file__).parents[3] / "configs"

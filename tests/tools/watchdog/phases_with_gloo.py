@@ -5,9 +5,9 @@ hangs where it should have left the phase, alone."""
 import sys
 import time
 
-from harness.config.cli import parse
 from harness.runtime.observer import RunContext
 from harness.runtime.phases import MEET, PHASES, RUN
+from harness.tools.command_line import parse
 
 IN_PHASE_SECONDS = 0.05
 words = sys.argv[1:]

@@ -18,11 +18,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from harness.config.cli import parse
 from harness.run import run
 from harness.runtime.observer import RunContext
 from harness.runtime.phases import MEET, PHASES, RUN, STEP_PHASES
 from harness.runtime.processes import is_alive
+from harness.tools.command_line import parse
 from harness.tools.hosts import kernel
 from harness.tools.observers import standard_observers
 from tests.free_port import free_port

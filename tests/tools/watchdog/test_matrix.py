@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from harness.config.fault_spec import ANYWHERE
 from harness.runtime.phases import MEET, RUN, STEP_PHASES
 from harness.runtime.processes import shared_memory_files
+from harness.tools.fault_spec import ANYWHERE
 from harness.tools.hosts import kernel
 from harness.tools.inject import SLOW_SECONDS
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job

@@ -10,19 +10,24 @@ import ast
 import inspect
 import json
 import math
+import os
 import shutil
+import sys
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 from harness.config.layers import COMMAND_LINE, KINDS, ConfigError, build_config, nearest, override_layer, read_layer
 from harness.config.rules import check
 from harness.config.schema import Config
+from harness.tools.fault_spec import check_fault
 
 T = TypeVar("T")
 WIDEST = 120
+READER_GONE = 141
+"""What a shell says of a program that SIGPIPE ended, such as `yes` in `yes | head`."""
 
 
 @dataclass(kw_only=True)
@@ -91,6 +96,11 @@ def parse(arguments: Sequence[str], script_options: type | None = None) -> Comma
     overrides += [(f"rollout.{name}", text) for name, text in halves.items() if text]
     config = build_config([*map(read_layer, files), override_layer(overrides)])
     check(config)
+    for text in config.run.inject:
+        try:
+            check_fault(text, config)
+        except ValueError as error:
+            raise ConfigError(f'run.inject = "{text}" cannot work: {error}.') from error
     _check_options(options, config)
     return Command(config, options)
 
@@ -226,3 +236,17 @@ def _docs_of(kind: type) -> Iterator[tuple[str, str]]:
         is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
             yield statement.target.id, " ".join(str(below.value.value).split())  # type: ignore[attr-defined]
+
+
+def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
+    """Call it, and end this process with what it returns; without a traceback into a closed pipe, as in `... | head`."""
+    try:
+        try:
+            code: int | str | None = main(*arguments)
+        except SystemExit as end:  # of argparse's --help
+            code = end.code
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more as it ends
+        code = READER_GONE
+    sys.exit(code)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from harness.config.cli import parse
-from harness.config.fault_spec import AT, KINDS, Fault, parse_fault
 from harness.config.layers import ConfigError
 from harness.runtime.phases import PHASES
+from harness.tools.command_line import parse
+from harness.tools.fault_spec import AT, KINDS, Fault, parse_fault
 
 QUICKSTART = "configs/cpu/quickstart.toml"
 
