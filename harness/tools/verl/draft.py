@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from harness.config.layers import COMMAND_LINE, Layer, build_config, key_types, shown
+from harness.config.layers import COMMAND_LINE, Layer, build_config, shown
 from harness.config.schema import Config
 from harness.tools.verl.overrides import Override, VerlConfig, is_known, nearest_key
 from harness.tools.verl.without_counterpart import IRRELEVANT, NEUTRAL
@@ -56,16 +56,9 @@ class Draft:
         """Set a harness key from these keys of verl."""
         given = [self.verl.given[full(source)].text for source in sources if self.given(source)]
         origin = ", ".join(given) or (f"verl {self.verl.release}'s default" if sources else "")
-        kind = key_types().get(".".join(key.split(".")[:2]))
-        if kind is str and isinstance(value, list):  # a key that takes one path, or several, by its type
-            value = value[0]
-        name = key
-        if kind is None:
-            name = f"{key} (no key of this harness yet: left out)"
-        else:
-            self.entries[key] = Entry(value=value, origin=f"{origin}; {note}" if note and origin else origin or note)
+        self.entries[key] = Entry(value=value, origin="; ".join(filter(None, (origin, note))))
         for source in sources:
-            self.mapped.setdefault(full(source), []).append(name)
+            self.mapped.setdefault(full(source), []).append(key)
 
     def irrelevant(self, reason: str, *keys: str) -> None:
         """Say why keys of verl have nothing to decide."""

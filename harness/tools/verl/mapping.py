@@ -168,6 +168,13 @@ def task(draft: Draft, environment: Mapping[str, str]) -> None:
     if not any(map(draft.get, switches)):
         own = re.compile(r"(reward\.)?reward_model\.(?!enable$|reward_manager$|reward_kwargs|sandbox_fusion)")
         draft.irrelevant("there is no reward model: its enable is not true", *filter(own.match, draft.verl.given))
+    long_responses = re.compile(r"reward(_model)?\.(reward_kwargs\.(overlong_\w+|max_resp_len)|overlong_buffer)\b")
+    penalty = list(filter(long_responses.match, draft.verl.given))
+    if not any(draft.get(key) for key in penalty if key.endswith(".enable")):
+        managers = (
+            key for key in ("reward_model.reward_manager", "reward.reward_manager.name") if draft.get(key) == "dapo"
+        )
+        draft.irrelevant("no penalty for long responses: its enable is not true", *penalty, *managers)
     paths = ("custom_reward_function.path", "reward.custom_reward_function.path")
     names = ("custom_reward_function.name", "reward.custom_reward_function.name")
     path = next((draft.get(key) for key in paths if draft.get(key)), None)
@@ -177,11 +184,23 @@ def task(draft: Draft, environment: Mapping[str, str]) -> None:
     else:
         draft.irrelevant("no path: verl's own rewards", *paths, *names)
         draft.put("task.reward", "data_source", note="verl's own: the row's data_source picks")
+    validation(draft, environment)
+
+
+def validation(draft: Draft, environment: Mapping[str, str]) -> None:
+    """Map validation. verl's last is after the last step, where test_freq is above 0, and in 0.2 in any case."""
+    every, before = max(0, number(draft, "trainer.test_freq")), bool(draft.get("trainer.val_before_train", True))
+    if not (every or before) and since(draft, "0.3"):
+        none = "nothing is validated: trainer.test_freq and trainer.val_before_train say so"
+        own = re.compile(r"data\.val_(files|max_samples)|trainer\.(test_freq|val_before_train)|.*\.val_kwargs\..*")
+        draft.irrelevant(none, *filter(own.fullmatch, draft.verl.given))
+        return
     draft.put("validation.source", files(draft, "data.val_files", environment), "data.val_files")
     if (rows := draft.get("data.val_max_samples", -1)) > 0:
         draft.put("validation.rows", rows, "data.val_max_samples", note="the first")
-    draft.put("validation.every", max(0, number(draft, "trainer.test_freq")), "trainer.test_freq")
-    draft.put("validation.before_train", bool(draft.get("trainer.val_before_train", True)), "trainer.val_before_train")
+    note = "" if every or not since(draft, "0.3") else "none between; here also after the last step"
+    draft.put("validation.every", every, "trainer.test_freq", note=note)
+    draft.put("validation.before_train", before, "trainer.val_before_train")
     sampled = bool(draft.get("@rollout.val_kwargs.do_sample", False))
     temperature = float(draft.get("@rollout.val_kwargs.temperature", 0.0) or 0.0) if sampled else 0.0
     sources = ("@rollout.val_kwargs.temperature", "@rollout.val_kwargs.do_sample")
@@ -225,6 +244,9 @@ def rollout(draft: Draft) -> None:
     for name in ("temperature", "top_p"):
         draft.put(f"rollout.{name}", real(draft, f"@rollout.{name}"), f"@rollout.{name}")
     draft.put("rollout.top_k", draft.get("@rollout.top_k") or -1, "@rollout.top_k")
+    for name in ("stop", "stop_token_ids"):  # in no config of verl's; 0.3 to 0.6 hand it to SGLang
+        if (value := draft.get(f"@rollout.{name}")) is not None:
+            draft.put(f"rollout.{name}", value if isinstance(value, list) else [value], f"@rollout.{name}")
     draft.put("rollout.ignore_eos", bool(draft.get("@rollout.ignore_eos", False)), "@rollout.ignore_eos")
     staged = since(draft, "0.6") or bool(draft.get("@rollout.multi_stage_wake_up", False))
     note = "" if draft.given("@rollout.multi_stage_wake_up") else "weights, then KV cache" if staged else "both at once"
@@ -244,11 +266,14 @@ def algorithm(draft: Draft) -> None:
     by_std = "algorithm.norm_adv_by_std_in_grpo"
     draft.put("algorithm.normalize_by_std", bool(draft.get(by_std, True)), by_std)
     kl(draft)
-    warmup = draft.get("trainer.critic_warmup") or 0
-    if warmup and not has_critic(draft):
-        draft.irrelevant(f"{estimator} has no critic", "trainer.critic_warmup")
+    first = number(draft, "trainer.critic_warmup")
+    alone = max(0, first - 1)
+    if alone and not has_critic(draft):
+        nothing = f"verl updates the actor from step {first} on, and {estimator} has no critic to update before"
+        draft.unsupported(nothing, "trainer.critic_warmup")
     else:
-        draft.put("algorithm.critic_warmup", warmup, "trainer.critic_warmup")
+        note = f"verl updates the actor from step {first} on" if alone else ""
+        draft.put("algorithm.critic_warmup", alone, "trainer.critic_warmup", note=note)
     importance_sampling(draft)
 
 
@@ -292,11 +317,11 @@ def importance_sampling(draft: Draft) -> None:
     level, cap = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
     older = ("@actor.tis_imp_ratio_cap", "algorithm.rollout_is", "algorithm.rollout_is_threshold")
     if draft.get(level) == "token" and not isinstance(draft.get(cap), int | float):
-        draft.unsupported("weights bounded on both sides; here from above", cap)
+        draft.unsupported("weights bounded on both sides; here from above", level, cap)
     elif draft.get(level) == "token":
         draft.put("algorithm.importance_cap", real(draft, cap), level, cap)
         return
-    if draft.get(level):
+    elif draft.get(level):
         draft.unsupported("weights of whole sequences between engine and trainer; here of tokens", level)
     draft.irrelevant(f"{level} is off", cap)
     value = draft.get(older[0]) or (draft.get(older[2]) if draft.get(older[1]) in (True, "token") else None)
@@ -318,7 +343,8 @@ def batches(draft: Draft) -> None:
         dynamic, budget = f"{prefix}.use_dynamic_bsz", f"{prefix}.ppo_max_token_len_per_gpu"
         per_rank, over_ranks = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{prefix}.ppo_micro_batch_size"
         if draft.get(dynamic):
-            draft.put(f"{section}.tokens_per_microbatch", draft.get(budget) or 16384, dynamic, budget)
+            tokens, note = token_budget(draft, prefix, draft.get(budget) or 16384)
+            draft.put(f"{section}.tokens_per_microbatch", tokens, dynamic, budget, note=note)
             draft.irrelevant(f"{full(dynamic)} is true", per_rank, over_ranks)
             continue
         draft.put(f"{section}.tokens_per_microbatch", 0, dynamic)
@@ -331,6 +357,20 @@ def batches(draft: Draft) -> None:
         else:
             draft.put(f"{section}.microbatch_size", 1, note=f"verl refuses to start without {full(per_rank)}; taken: 1")
             draft.unsupported("verl refuses to start without it; taken: 1", per_rank)
+
+
+def token_budget(draft: Draft, prefix: str, budget: int) -> tuple[int, str]:
+    """Return the tokens of one rank's microbatch, and a note. verl's ranks may share a sequence; here each takes it whole."""
+    names = (
+        "ulysses_sequence_parallel_size",
+        "fsdp_config.ulysses_sequence_parallel_size",
+        "megatron.context_parallel_size",
+    )
+    ranks = max(draft.get(f"{prefix}.{name}") or 1 for name in names)
+    longest = number(draft, "data.max_prompt_length") + draft.entries["rollout.max_response_tokens"].value
+    if budget < longest <= budget * ranks:
+        return longest, f"one sequence, which verl splits over {ranks} ranks"
+    return budget, ""
 
 
 def sections(draft: Draft) -> list[tuple[str, str]]:
@@ -393,20 +433,34 @@ def optimizer(draft: Draft, section: str, prefix: str) -> None:
     style = next((draft.get(key) for key in styles if draft.get(key)), "constant")
     if style not in SCHEDULES:
         draft.unsupported(f"the schedule {style}; taken: constant", *styles)
-    steps, ratio = draft.get(f"{optim}.lr_warmup_steps", -1), float(draft.get(f"{optim}.lr_warmup_steps_ratio") or 0.0)
-    has_warmup = (steps or 0) > 0 or ratio > 0
-    schedule = SCHEDULES.get(style, "constant")
-    schedule = "constant_with_warmup" if schedule == "constant" and has_warmup else schedule
+    schedule, is_warm = SCHEDULES.get(style, "constant"), warmup(draft, section, prefix)
+    if schedule == "constant":
+        schedule = "constant_with_warmup" if is_warm else schedule
+        flat = ("min_lr", "min_lr_ratio", "num_cycles")
+        draft.irrelevant("the schedule is constant, without decay", *(f"{optim}.{name}" for name in flat))
     draft.put(f"{section}.schedule", schedule, *styles)
-    if (steps or 0) > 0:
-        sequences = number(draft, "data.train_batch_size") * number(draft, "@rollout.n")
-        each = sequences // draft.entries[f"{section}.minibatch_size"].value * number(draft, f"{prefix}.ppo_epochs")
-        note = f"{steps} PPO steps x {each} optimizer steps"
-        draft.put(f"{section}.warmup_steps", steps * each, f"{optim}.lr_warmup_steps", note=note)
-        draft.irrelevant("lr_warmup_steps comes first", f"{optim}.lr_warmup_steps_ratio")
+
+
+def warmup(draft: Draft, section: str, prefix: str) -> bool:
+    """Set the warm-up, and return whether there is any. verl counts PPO steps, of which each has one learning rate."""
+    steps_key, ratio_key = f"{prefix}.optim.lr_warmup_steps", f"{prefix}.optim.lr_warmup_steps_ratio"
+    steps, ratio = draft.get(steps_key), float(draft.get(ratio_key) or 0.0)
+    steps = -1 if steps is None else steps
+    if steps > 0 or (steps == 0 and not since(draft, "0.8") and draft.verl.trainer == "fsdp"):
+        draft.irrelevant("lr_warmup_steps comes first", ratio_key)
+        source = steps_key
     else:
-        draft.put(f"{section}.warmup_ratio", ratio, f"{optim}.lr_warmup_steps_ratio")
-        draft.irrelevant("not above 0: lr_warmup_steps_ratio counts", f"{optim}.lr_warmup_steps")
+        draft.irrelevant("not above 0: lr_warmup_steps_ratio counts", steps_key)
+        total, source = draft.get("trainer.total_training_steps"), ratio_key
+        if total is None:
+            draft.put(f"{section}.warmup_ratio", ratio, ratio_key)
+            return ratio > 0
+        steps = int(ratio * total)
+    sequences = number(draft, "data.train_batch_size") * number(draft, "@rollout.n")
+    each = sequences // draft.entries[f"{section}.minibatch_size"].value * number(draft, f"{prefix}.ppo_epochs")
+    note = f"{steps} PPO steps x {each} optimizer steps" if steps else ""
+    draft.put(f"{section}.warmup_steps", steps * each, source, note=note)
+    return steps > 0
 
 
 def memory(draft: Draft) -> None:
@@ -443,7 +497,8 @@ def life(draft: Draft, environment: Mapping[str, str]) -> None:
     steps = draft.get("trainer.total_training_steps")
     if steps is not None:
         draft.put("run.steps", steps, "trainer.total_training_steps")
-        draft.irrelevant("trainer.total_training_steps comes first", "trainer.total_epochs")
+        both = "trainer.total_training_steps counts; verl would also end with the last epoch"
+        draft.irrelevant(both, "trainer.total_epochs")
     else:
         draft.put("run.epochs", number(draft, "trainer.total_epochs"), "trainer.total_epochs")
         draft.irrelevant("null: trainer.total_epochs counts", "trainer.total_training_steps")
@@ -457,8 +512,10 @@ def life(draft: Draft, environment: Mapping[str, str]) -> None:
         draft.irrelevant("actor and critic are in one checkpoint", critics)
     folder, mode = "trainer.default_local_dir", "trainer.resume_mode"
     if draft.given(folder) or every:
-        draft.put("checkpoint.folder", expanded(str(draft.get(folder)), environment), folder)
-    if draft.get(mode) == "resume_path":
+        draft.put("checkpoint.folder", expanded(str(draft.get(folder) or "."), environment), folder)
+    if draft.get(mode) in ("auto", "disable"):
+        draft.irrelevant(f"{mode} is {draft.get(mode)}", "trainer.resume_from_path")
+    if draft.get(mode) not in ("auto", "disable"):
         draft.unsupported("a checkpoint of verl, which this trainer cannot read; here from the model", mode)
     elif draft.given(folder) or every:
         draft.put("checkpoint.resume", "latest" if draft.get(mode) == "auto" else "", mode)

@@ -95,10 +95,10 @@ def _sequence(text: str, word: str) -> tuple[list[Any], str]:
 def _table(text: str, word: str) -> tuple[dict[str, Any], str]:
     table, rest = {}, text[1:].lstrip()
     while not rest.startswith("}"):
-        match = re.match(r"""\s*(['"]?)([^'":,{}\[\]]+)\1\s*:\s*""", rest)
+        match = re.match(r"""\s*(['"]?)((?:\\.|[^'":,{}\[\]\\])+)\1\s*:\s*""", rest)
         if not match:
             raise ConfigError(f'"{word}" has a table that is not {{key: value, ...}}.')
-        table[match[2].strip()], rest = _value(rest[match.end() :], word)
+        table[re.sub(r"\\(.)", r"\1", match[2].strip())], rest = _value(rest[match.end() :], word)
         rest = rest.lstrip()
         rest = rest[1:].lstrip() if rest.startswith(",") else rest
     return table, rest[1:]

@@ -81,8 +81,10 @@ def command_of_script(text: str, arguments: Sequence[str], environment: Mapping[
         other = next((word for words in others for word in words if OTHER_MAIN.fullmatch(word)), "")
         if other:
             raise ConfigError(f"{other} is another trainer; only verl.trainer.main_ppo is translated.")
-        why = f" (it says: {said[-1]})" if said else ""
-        raise ConfigError(f"no command of the script is python3 -m verl.trainer.main_ppo{why}; give it after --.")
+        why = f" (it says: {' '.join(said[-2:])}); set what it asks for, or" if said else ";"
+        raise ConfigError(
+            f"no command of the script is python3 -m verl.trainer.main_ppo{why} give its command after --."
+        )
     return command_of_words(found[0], not_run)
 
 

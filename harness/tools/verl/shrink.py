@@ -20,7 +20,14 @@ BY_PATH = (
     (r"llama-?[23]|llama", "llama"),
 )
 """What a model's path has in it, in small letters -> the tiny model of its architecture, "" where there is none."""
-LARGEST = {"task.max_prompt_tokens": 256, "rollout.max_response_tokens": 16, "rollout.responses_per_prompt": 4}
+LARGEST = {
+    "task.max_prompt_tokens": 256,
+    "rollout.max_response_tokens": 16,
+    "rollout.responses_per_prompt": 4,
+    "algorithm.critic_warmup": 1,
+    "actor.warmup_steps": 2,
+    "critic.warmup_steps": 2,
+}
 MOST_MINIBATCHES = 2
 LARGEST_MICROBATCH = 4
 ROWS = 256
@@ -50,7 +57,7 @@ def shrink(draft: Draft, asked: str) -> None:
     new |= {"task.source": ["arithmetic"], "task.rows": max(ROWS, 4 * ranks), "task.reward": "gsm8k"}
     if value.get("validation.source"):
         new |= {"validation.source": ["arithmetic"], "validation.rows": 8}
-    new |= {key: min(most, value[key]) for key, most in LARGEST.items()}
+    new |= {key: min(most, value[key]) for key, most in LARGEST.items() if key in value}
     new |= {"run.steps": 3, "engine.args.max_total_tokens": 16384, "trackers.names": []}
     sequences = value["rollout.prompts_per_step"] * value["rollout.responses_per_prompt"]
     count = min(MOST_MINIBATCHES, max(1, sequences // value["actor.minibatch_size"]))

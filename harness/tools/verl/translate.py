@@ -87,7 +87,7 @@ def translate(
         check(config)
     except ConfigError as error:
         refusal = str(error)
-    verdicts = tuple(draft.verdicts())
+    verdicts = tuple(dict.fromkeys(draft.verdicts()))
     lines = header(f"verl {release} ({chosen})", verdicts, command.not_run, refusal)
     return Translation(
         release=release,

@@ -14,8 +14,8 @@ IRRELEVANT: dict[str, str] = {
     r"trainer\.ray_wait_register_center_timeout": "there is no Ray here",
     r"actor_rollout_ref\.hybrid_engine": "trainer and engine share the ranks here too (parallel.colocate)",
     r"actor_rollout_ref\.(rollout|ref)\.(log_prob_micro_batch_size(_per_gpu)?|log_prob_use_dynamic_bsz"
-    r"|log_prob_max_token_len_per_gpu)": "log-probs are computed in the actor's microbatches: memory and time, not numbers",
-    r"critic\.forward_(micro_batch_size(_per_gpu)?|max_token_len_per_gpu)": "values are computed in the critic's"
+    r"|log_prob_max_token_len_per_gpu)|actor_rollout_ref\.actor\.ppo_infer_\w+": "log-probs are computed in the actor's microbatches: memory and time, not numbers",
+    r"critic\.(forward|ppo_infer)_(micro_batch_size(_per_gpu)?|max_token_len_per_gpu)": "values are computed in the critic's"
     " microbatches: memory and time, not numbers",
     r".*(profiler|profile|nsight)[\w-]*\..*|global_profiler\..*|trainer\.profile_\w+|.*\.profile_\w+": "verl's profilers;"
     " every run here measures its phases and writes a trace",
@@ -32,8 +32,9 @@ IRRELEVANT: dict[str, str] = {
     r"|tiled_mlp\..*|tokenizer_path|input_tokenizer)": "how the trainer computes: speed and memory, not the algorithm",
     _ANY
     + r"\.(use_torch_compile|use_fused_kernels|entropy_\w+|calculate_\w+|pad_to_length\w*|use_prefix_grouper|nccl_timeout"
-    r"|data_loader_seed|rollout_n|load_weight|checkpoint\..*|ulysses_sequence_parallel_size|shuffle)": "how the trainer"
+    r"|rollout_n|load_weight|checkpoint\..*|ulysses_sequence_parallel_size)": "how the trainer"
     " computes and stores: speed and memory, not the algorithm",
+    _ANY + r"\.(data_loader_seed|shuffle)": "minibatches are drawn by run.seed, from the sequences of all ranks",
     r"actor_rollout_ref\.nccl_timeout": "run.timeout_seconds and run.phase_timeouts",
     r".*\.strategy|.*\bfsdp(_config)?\.strategy": "the trainer is FSDP2 here",
     r".*\bfsdp(_config)?\.(wrap_policy\..*|min_num_params|fsdp_size|forward_prefetch|reshard_after_forward|use_orig_params"
@@ -50,9 +51,9 @@ IRRELEVANT: dict[str, str] = {
     r"actor_rollout_ref\.rollout\.(mode|chat_scheduler|disable_log_stats|max_num_batched_tokens|enable_chunked_prefill"
     r"|enable_prefix_caching|max_model_len|layered_summon|skip_tokenizer_init|logprobs_mode|scheduling_policy"
     r"|moe_load_balance_metrics_interval|calculate_log_probs|agent\.num_workers|agent\.default_agent_loop|trace\..*"
-    r"|prometheus\..*|cudagraph_capture_sizes|full_determinism|seed|n_gpus_per_node)": "how verl drives its engine, or an"
-    " argument of vLLM: not what is generated",
-    r"actor_rollout_ref\.rollout\.engine_kwargs\.(vllm|trtllm)\..*": "an argument of another engine; SGLang's are"
+    r"|prometheus\..*|cudagraph_capture_sizes|full_determinism|seed|n_gpus_per_node|limit_images"
+    r"|sglang_engine_mode|server\..*)": "how verl drives its engine, or an argument of vLLM: not what is generated",
+    r"actor_rollout_ref\.rollout\.(engine_kwargs\.(vllm|trtllm)\..*|moe_tensor_parallel_size)": "an argument of another engine; SGLang's are"
     " engine_kwargs.sglang",
     r"actor_rollout_ref\.rollout\.multi_turn\.(?!enable$).*": "of rollouts of several turns, which there are none of here",
     r"actor_rollout_ref\.rollout\.use_fire_sampling": "off in every release that verl runs it in",
@@ -78,7 +79,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     r"data\.gen_batch_size": ((None,), "more prompts generated than trained on"),
     r"data\.continuous_token\.enable": ((False,), "prompts of several turns, token by token"),
     _MODEL + r"\.(lora_rank|lora\.rank)": ((0, None), "LoRA: a low-rank update is trained; here all parameters"),
-    _MODEL + r"\.(lora_\w+|lora\..*|target_modules|exclude_modules)": (
+    _MODEL + r"\.(lora_\w+|lora\..*|target_(modules|parameters)|exclude_modules)": (
         (None, 16, "all-linear"),
         "LoRA: a low-rank update is trained; here all parameters",
     ),
@@ -130,7 +131,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
         "experts chosen by the rollout are replayed",
     ),
     r"actor_rollout_ref\.rollout\.do_sample": ((True,), "false: greedy responses in training; here sampled"),
-    r"actor_rollout_ref\.rollout\.free_cache_engine": (
+    r"actor_rollout_ref\.rollout\.(free_cache_engine|enable_sleep_mode)": (
         (True,),
         "false: the engine keeps its memory while the trainer updates; here it releases weights and KV cache",
     ),
@@ -169,6 +170,8 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     r"actor_rollout_ref\.rollout\.val_kwargs\.top_k": ((-1, 0), "the k likeliest tokens in the validation"),
     r"algorithm\.use_pf_ppo": ((False,), "samples reweighted by their reward (PF-PPO)"),
     r"algorithm\.pf_ppo\..*": (("pow", 2.0), "constants of PF-PPO"),
+    r"algorithm\.gdpo_\w+": ((None,), "constants of GDPO"),
+    r"actor_rollout_ref\.actor\.use_rollout_log_probs": ((False,), "the engine's log-probs in place of the trainer's"),
     r"algorithm\.filter_groups\.enable": ((False,), "prompts whose responses all score alike are left out (DAPO)"),
     r"algorithm\.filter_groups\..*": ((None, 0, 1), "constants of that filter"),
     r"algorithm\.rollout_correction\.(rollout_rs\w*|rollout_token_veto_threshold)": (

@@ -34,6 +34,7 @@ from harness.tools.verl.overrides import (
         ("0.4.3.post2", "0.4.3.post2"),
         ("['a', \"b, c\", 3, null]", ["a", "b, c", 3, None]),
         ("[]", []),
+        (r"{a.\{*\}: {}, b\:c: 1}", {"a.{*}": {}, "b:c": 1}),
         ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
         ("${data.max_prompt_length}", "${data.max_prompt_length}"),
         ("${oc.env:HOME}/data", "${oc.env:HOME}/data"),

@@ -82,8 +82,8 @@ def test_branches_are_those_of_bash() -> None:
     [
         ("python3 -m verl.trainer.main_generation a=1", "another trainer"),
         (f"{MAIN} a=1\n{MAIN} a=2", "2 commands"),
-        (f"set -u\n{MAIN} a=$NOWHERE", "NOWHERE: unbound variable"),
-        ("echo nothing", "no command of the script"),
+        (f"set -u\n{MAIN} a=$NOWHERE", "NOWHERE: unbound variable.; set what it asks for"),
+        ("echo nothing", "main_ppo; give its command after --"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(script: str, reason: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.layers import ConfigError, Layer, build_config, key_types
+from harness.config.layers import ConfigError, Layer, build_config
 from harness.config.rules import check
 from harness.config.schema import Config
 from harness.tools.preflight import check_plan
@@ -114,11 +114,6 @@ def value(config: Config, key: str) -> Any:
     return found[inner[0]] if inner else found
 
 
-def there(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return what is about keys that the harness has by now."""
-    return {key: each for key, each in wanted.items() if ".".join(key.split(".")[:2]) in key_types()}
-
-
 def loaded(found: Translation) -> Config:
     return build_config([Layer("test", tomllib.loads(found.toml))])
 
@@ -139,7 +134,6 @@ def test_each_command_translates_with_nothing_unexplained(path: Path) -> None:
     assert config == found.config
     check(config)
     assert (config.parallel.dp, config.parallel.tp) == wanted.pop("parallel")
-    wanted = there(wanted)
     assert {key: value(config, key) for key in wanted} == wanted
     assert config.engine.defaults == "sglang" and config.task.reward == "data_source"
     assert (config.model.dtype, config.model.master_dtype) == ("bfloat16", "float32")
@@ -152,6 +146,16 @@ def test_tiny_keeps_the_parallel_sizes_and_can_run(path: Path) -> None:
     assert found.config.model.name == ("llama" if "llama" in path.stem else "qwen2")
     assert found.config.rollout.prompts_per_step <= 64 and found.config.run.steps == 3
     check_plan(loaded(found))
+
+
+def test_tiny_learns_within_its_three_steps() -> None:
+    words = (
+        "trainer.critic_warmup=20",
+        "critic.optim.lr_warmup_steps=50",
+        "actor_rollout_ref.model.path=Qwen/Qwen2-7B",
+    )
+    config = translate(VerlCommand(words=(*NEEDED, *words)), tiny="auto", environment=ENVIRONMENT).config
+    assert (config.algorithm.critic_warmup, config.critic.warmup_steps, config.run.steps) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -195,8 +199,28 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "trainer.critic_warmup=7 trainer.total_training_steps=20",
-        {"algorithm.critic_warmup": 7, "run.steps": 20, "run.epochs": 0},
+        {"algorithm.critic_warmup": 6, "run.steps": 20, "run.epochs": 0},
     ),
+    ("trainer.critic_warmup=1", {"algorithm.critic_warmup": 0}),
+    (
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=25"
+        " data.train_batch_size=1024",
+        {"actor.warmup_steps": 8, "actor.warmup_ratio": 0.0, "actor.schedule": "constant_with_warmup"},
+    ),
+    ("trainer.test_freq=5", {"validation.every": 5, "validation.before_train": True, "validation.rows": 0}),
+    ("data.val_files=/v.parquet", {"validation.source": ("/v.parquet",), "validation.every": 0}),
+    ("data.val_files=/v.parquet trainer.val_before_train=False", {"validation.source": ()}),
+    (
+        "+actor_rollout_ref.rollout.stop=END +actor_rollout_ref.rollout.stop_token_ids=[7,8]",
+        {"rollout.stop": ("END",), "rollout.stop_token_ids": (7, 8)},
+    ),
+    (
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=600 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        {"actor.tokens_per_microbatch": 1024, "critic.tokens_per_microbatch": 32768},
+    ),
+    ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=600", {"actor.tokens_per_microbatch": 600}),
+    ("actor_rollout_ref.model.use_remove_padding=False", {"model.packed": False}),
+    ("trainer.logger=[console,wandb,tensorboard]", {"trackers.names": ("tensorboard", "wandb")}),
     (
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=0.6",
         {"validation.temperature": 0.6},
@@ -222,6 +246,7 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
         "trainer.save_freq=20 trainer.resume_mode=disable",
         {"checkpoint.folder": "checkpoints/verl_examples/gsm8k", "checkpoint.resume": ""},
     ),
+    ("trainer.save_freq=20 trainer.default_local_dir=", {"checkpoint.folder": ".", "checkpoint.resume": "latest"}),
     (
         "actor_rollout_ref.rollout.pipeline_model_parallel_size=2 trainer.n_gpus_per_node=2 trainer.nnodes=2",
         {"parallel.rank_order": "dp,pp,tp", "parallel.dp": 1},
@@ -232,7 +257,7 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("words", "wanted"), MAPPED, ids=lambda each: each if isinstance(each, str) else "")
 def test_keys_have_their_counterparts(words: str, wanted: dict[str, Any]) -> None:
-    found, wanted = of(*words.split()), there(wanted)
+    found = of(*words.split())
     assert {key: value(found.config, key) for key in wanted} == wanted
     assert not found.of("unsupported") and not found.of("unknown")
 
@@ -251,10 +276,13 @@ SAID: list[tuple[str, str, str]] = [
     ("algorithm.kl_ctrl.kl_coef=0.1", "irrelevant", "no KL"),
     ("+actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=4", "unsupported", "parallel.tp"),
     ("~data.val_batch_size", "unsupported", "deleted"),
-    ("critic.optim.min_lr_ratio=0.1", "unsupported", "floor"),
+    ("critic.optim.min_lr_ratio=0.1", "irrelevant", "constant"),
+    ("trainer.resume_from_path=/c", "irrelevant", "auto"),
+    ("trainer.resume_mode=resume_path", "unsupported", "cannot read"),
     ("trainer.logger=[console,swanlab]", "unsupported", "swanlab"),
     ("data.truncation=left", "unsupported", "cut"),
     ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "irrelevant", "memory"),
+    ("reward_model.reward_manager=dapo", "irrelevant", "no penalty"),
     ("critic.ppo_micro_batch_size_per_gpu=2", "irrelevant", "use_dynamic_bsz is true"),
 ]
 
@@ -271,6 +299,44 @@ def test_a_critic_is_not_said_to_be_mapped_where_there_is_none() -> None:
     found = of(*GRPO, "critic.optim.lr=1")
     [verdict] = [each for each in found.verdicts if each.override == "critic.optim.lr=1"]
     assert verdict.fate == "irrelevant" and "no critic" in verdict.text
+
+
+def test_a_floor_counts_where_the_learning_rate_decays() -> None:
+    found = of("critic.optim.min_lr_ratio=0.1", "critic.optim.lr_scheduler_type=cosine")
+    assert [each.override for each in found.of("unsupported")] == ["critic.optim.min_lr_ratio=0.1"]
+
+
+def test_a_penalty_for_long_responses_is_said() -> None:
+    words = ("reward.reward_manager.name=dapo", "+reward.reward_kwargs.overlong_buffer_cfg={enable: True, len: 8}")
+    assert [each.override for each in of(*words).of("unsupported")] == list(words)
+    off = of(*words[:1], words[1].replace("True", "False"))
+    assert off.is_whole
+
+
+def test_weights_bounded_on_both_sides_are_said() -> None:
+    words = [f"algorithm.rollout_correction.rollout_is{each}" for each in ("=token", "_threshold=0.5_4.0")]
+    assert {(each.override, each.text.split(";")[0]) for each in of(*words).of("unsupported")} == {
+        (word, "weights bounded on both sides") for word in words
+    }
+
+
+def test_steps_without_any_update_are_said() -> None:
+    [verdict] = of(*GRPO, "trainer.critic_warmup=3").of("unsupported")
+    assert verdict.override == "trainer.critic_warmup=3" and "from step 3 on" in verdict.text
+    assert of(*GRPO, "trainer.critic_warmup=1").is_whole
+
+
+@pytest.mark.parametrize(
+    ("release", "ratio", "schedule"), [("0.7", 0.0, "constant"), ("0.8", 0.1, "constant_with_warmup")]
+)
+def test_no_warmup_steps_leave_the_ratio_since_0_8(release: str, ratio: float, schedule: str) -> None:
+    words = [f"actor_rollout_ref.actor.optim.{each}" for each in ("lr_warmup_steps=0", "lr_warmup_steps_ratio=0.1")]
+    actor = of(*words, release=release).config.actor
+    assert (actor.warmup_ratio, actor.warmup_steps, actor.schedule) == (ratio, 0, schedule)
+
+
+def test_the_validation_after_the_last_step_of_0_2() -> None:
+    assert of("trainer.test_freq=-1", "+trainer.val_before_train=False", release="0.2").config.validation.source
 
 
 def test_an_engine_that_is_not_sglang_is_said() -> None:
