@@ -81,7 +81,7 @@ def to_toml(config: Config) -> str:
     """Write the whole config as TOML that read_layer reads back to an equal Config."""
     lines: list[str] = []
     for section, values in dataclasses.asdict(config).items():
-        lines += [f"[{section}]", *(f"{name} = {_toml_value(value)}" for name, value in values.items()), ""]
+        lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in values.items()), ""]
     return "\n".join(lines)
 
 
@@ -188,12 +188,12 @@ def _unknown_key(key: str, source: str, known: list[str]) -> str:
     return f"{key} ({source}) is not a key; {hint}."
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value as TOML: a text as JSON, but for its surrogate pairs and for DEL, which TOML wants escaped."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_value(str(name))} = {_toml_value(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{toml_value(str(name))} = {toml_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, str | bool):
-        # As JSON, but for its surrogate pairs and for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

@@ -1,32 +1,24 @@
 """From verl's keys to the harness's, section by section. Facts of verl's code are named by release where they changed."""
 
+import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 from harness.config.layers import ConfigError, shown
 from harness.config.rules import DERIVED_ENGINE_ARGUMENTS
+from harness.config.schema import KlEstimator, LossAggregation
 from harness.tools.verl.draft import Draft, full
 from harness.tools.verl.overrides import RELEASES
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo"}
-KL_ESTIMATORS = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "k3",
-    "k3": "k3",
-    "kl+": "k1+",
-    "k1+": "k1+",
-    "low_var_kl+": "k3+",
-    "k3+": "k3+",
-}
+KL_ESTIMATORS = {name: name for name in get_args(KlEstimator)}
+KL_ESTIMATORS |= {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+"}
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "inverse-square-root": "inverse_sqrt"}
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = get_args(LossAggregation)
 TRACKERS = ("tensorboard", "wandb")
 
 
@@ -124,11 +116,8 @@ def engine(draft: Draft) -> None:
         other = f"the engine is SGLang here: not the log-probs, memory and failures of {name}"
         draft.unsupported(other, "@rollout.name")
     draft.put("engine.defaults", "sglang", note="verl leaves the rest to SGLang")
-    draft.put(
-        "engine.args.mem_fraction_static",
-        draft.get("@rollout.gpu_memory_utilization"),
-        "@rollout.gpu_memory_utilization",
-    )
+    share = "@rollout.gpu_memory_utilization"
+    draft.put("engine.args.mem_fraction_static", draft.get(share), share)
     if since(draft, "0.6"):
         draft.put("engine.args.disable_cuda_graph", bool(draft.get("@rollout.enforce_eager")), "@rollout.enforce_eager")
         if draft.get("@rollout.max_num_seqs") is not None:
@@ -137,8 +126,12 @@ def engine(draft: Draft) -> None:
         draft.irrelevant(
             "before 0.6, verl does not hand it to SGLang", "@rollout.enforce_eager", "@rollout.max_num_seqs"
         )
-    if (experts := draft.get("@rollout.expert_parallel_size", 1)) != 1:
-        draft.put("engine.args.ep_size", experts, "@rollout.expert_parallel_size")
+    experts, tp = draft.get("@rollout.expert_parallel_size") or 1, draft.entries["parallel.tp"].value
+    if (own := math.gcd(experts, tp)) != experts:
+        among = f"experts over {experts} ranks; here over {own} of the {tp} of one engine"
+        draft.unsupported(among, "@rollout.expert_parallel_size")
+    if own > 1:
+        draft.put("engine.args.ep_size", own, "@rollout.expert_parallel_size")
     derived = {name: key for key, names in DERIVED_ENGINE_ARGUMENTS.items() for name in names.split()}
     prefix = "actor_rollout_ref.rollout.engine_kwargs.sglang."
     for argument, value in draft.verl.after(prefix).items():
@@ -387,11 +380,7 @@ def optimizers(draft: Draft) -> None:
         optimizer(draft, section, prefix)
         draft.put(f"{section}.ppo_epochs", number(draft, f"{prefix}.ppo_epochs"), f"{prefix}.ppo_epochs")
         aggregation(draft, section, prefix)
-        recompute = (
-            "@model.enable_gradient_checkpointing"
-            if section == "actor"
-            else "critic.model.enable_gradient_checkpointing"
-        )
+        recompute = ("@" if section == "actor" else "critic.") + "model.enable_gradient_checkpointing"
         draft.put(f"{section}.gradient_checkpointing", bool(draft.get(recompute)), recompute)
     # clip_ratio counts only where the two others are null, which they are before 0.4 alone.
     for name in ("low", "high"):
@@ -475,21 +464,16 @@ def memory(draft: Draft) -> None:
     if draft.entries["algorithm.kl_placement"].value == "none":
         draft.irrelevant("no KL, so no reference", *(key for key in draft.verl.given if key.startswith(full("@ref."))))
         del tables["reference"]
-    names = {
-        "offload_parameters": "param_offload",
-        "offload_gradients": "grad_offload",
-        "offload_optimizer": "optimizer_offload",
-    }
-    for name, own in names.items():
+    for name, own in {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}.items():
         models, sources = [], []
         for part, prefixes in tables.items():
-            if part == "reference" and name != "offload_parameters":
+            if part == "reference" and name != "parameters":
                 continue
-            keys = [f"{prefix}.{each}" for prefix in prefixes for each in (own, "offload_policy")]
+            keys = [f"{prefix}.{each}" for prefix in prefixes for each in (f"{own}_offload", "offload_policy")]
             sources += keys
             if any(draft.get(key) for key in keys):
                 models.append(part)
-        draft.put(f"memory.{name}", models, *sources)
+        draft.put(f"memory.offload_{name}", models, *sources)
 
 
 def life(draft: Draft, environment: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -178,7 +178,7 @@ def _misfits(overrides: Iterable[Override], release: str, trainer: Trainer) -> I
             yield f"{each.text}: verl {release} has this key already, and hydra refuses the plus"
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VerlConfig:
     """What verl's config has in the end: the overrides over the defaults of a release."""
 
@@ -186,12 +186,9 @@ class VerlConfig:
     trainer: Trainer
     given: dict[str, Override]
     """The last override of each key, a table's by its entries."""
-    used: set[str] = field(default_factory=set)
-    """Keys that were asked for."""
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Return the value of a key, references resolved; `otherwise` where this release has none and none is given."""
-        self.used.add(key)
         value = self.given[key].value if key in self.given else defaults(self.release, self.trainer).get(key, otherwise)
         return self.resolve(value, key)
 
@@ -205,7 +202,6 @@ class VerlConfig:
             if name.startswith("."):
                 name = key.rpartition(".")[0] + name
             if name in self.given:
-                self.used.add(name)
                 return self.given[name].value
             known = defaults(self.release, self.trainer)
             return known[name] if name in known else _bare((match["default"] or "").strip().strip("\"'"))

@@ -7,22 +7,14 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from harness.config.layers import ConfigError
+from harness.config.layers import ConfigError, toml_value
 from harness.config.rules import check
 from harness.config.schema import Config
 from harness.runtime import redact
 from harness.tools.verl.draft import FATES, Draft, Verdict
 from harness.tools.verl.mapping import number, translate_all
-from harness.tools.verl.overrides import (
-    Override,
-    Trainer,
-    VerlConfig,
-    choose_release,
-    flatten,
-    parse_override,
-)
+from harness.tools.verl.overrides import Override, Trainer, VerlConfig, choose_release, flatten, parse_override
 from harness.tools.verl.shell_script import VerlCommand
 from harness.tools.verl.shrink import shrink
 
@@ -35,8 +27,6 @@ class Translation:
     """A harness config, and how it came about."""
 
     release: str
-    chosen: str
-    """Why this release, as a part of a sentence."""
     toml: str
     config: Config
     verdicts: tuple[Verdict, ...]
@@ -91,7 +81,6 @@ def translate(
     lines = header(f"verl {release} ({chosen})", verdicts, command.not_run, refusal)
     return Translation(
         release=release,
-        chosen=chosen,
         toml=to_text(draft, lines),
         config=config,
         verdicts=verdicts,
@@ -180,15 +169,6 @@ def to_text(draft: Draft, lines: Sequence[str]) -> str:
     for title in sorted(sections, key=lambda each: (list(Config.__dataclass_fields__).index(each.split(".")[0]), each)):
         written += ["", f"[{title}]", *sections[title]]
     return "\n".join(written) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    """Return a value as TOML, of what overrides can hold."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {toml_value(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    return json.dumps(value) if isinstance(value, str | bool) else repr(value)
 
 
 def one_line(text: str) -> str:

@@ -6,6 +6,8 @@ Patterns are matched against whole keys, the first that fits counts.
 from typing import Any
 
 _ANY = r"(actor_rollout_ref\.(actor|ref|rollout|model)|critic|reward_model)"
+_ROLLOUT, _ACTOR = r"actor_rollout_ref\.rollout\.", r"actor_rollout_ref\.actor\."
+_LEARNER = r"(actor_rollout_ref\.actor|critic)\."
 _MODEL = r"(actor_rollout_ref|critic|reward_model)\.model"
 
 IRRELEVANT: dict[str, str] = {
@@ -46,17 +48,18 @@ IRRELEVANT: dict[str, str] = {
     r"|use_precision_aware_optimizer)": "how Megatron's optimizer uses host memory; memory.offload_optimizer here",
     r"actor_rollout_ref\.ref\.fsdp_config\.(model_dtype|optimizer_offload|grad_offload)": "the reference is kept in"
     " model.dtype, in which it computes, and has no optimizer",
-    r"(actor_rollout_ref\.actor|critic)\.optim\.(total_training_steps|optimizer_impl|zero_indexed_step"
+    _LEARNER + r"optim\.(total_training_steps|optimizer_impl|zero_indexed_step"
     r"|use_checkpoint_opt_param_scheduler)": "verl sets it itself, or it is the same here",
-    r"actor_rollout_ref\.rollout\.(mode|chat_scheduler|disable_log_stats|max_num_batched_tokens|enable_chunked_prefill"
+    _ROLLOUT + r"(mode|chat_scheduler|disable_log_stats|max_num_batched_tokens|enable_chunked_prefill"
     r"|enable_prefix_caching|max_model_len|layered_summon|skip_tokenizer_init|logprobs_mode|scheduling_policy"
     r"|moe_load_balance_metrics_interval|calculate_log_probs|agent\.num_workers|agent\.default_agent_loop|trace\..*"
     r"|prometheus\..*|cudagraph_capture_sizes|full_determinism|seed|n_gpus_per_node|limit_images"
     r"|sglang_engine_mode|server\..*)": "how verl drives its engine, or an argument of vLLM: not what is generated",
-    r"actor_rollout_ref\.rollout\.(engine_kwargs\.(vllm|trtllm)\..*|moe_tensor_parallel_size)": "an argument of another engine; SGLang's are"
+    _ROLLOUT
+    + r"(engine_kwargs\.(vllm|trtllm)\..*|moe_tensor_parallel_size)": "an argument of another engine; SGLang's are"
     " engine_kwargs.sglang",
-    r"actor_rollout_ref\.rollout\.multi_turn\.(?!enable$).*": "of rollouts of several turns, which there are none of here",
-    r"actor_rollout_ref\.rollout\.use_fire_sampling": "off in every release that verl runs it in",
+    _ROLLOUT + r"multi_turn\.(?!enable$).*": "of rollouts of several turns, which there are none of here",
+    _ROLLOUT + r"use_fire_sampling": "off in every release that verl runs it in",
 }
 """Pattern -> why no counterpart is needed."""
 
@@ -99,25 +102,13 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
         "frozen parts of the model",
     ),
     r"actor_rollout_ref\.ref\.model(\..*)?": ((None,), "a reference that is another model; here the actor's start"),
-    r"actor_rollout_ref\.actor\.policy_loss\.loss_mode": (
-        ("vanilla", "ppo"),
-        "another policy loss; here PPO's, clipped",
-    ),
-    r"actor_rollout_ref\.actor\.(policy_loss\..*|tau_pos|tau_neg)": ((), "constants of other policy losses"),
-    r"(actor_rollout_ref\.actor|critic)\.loss_scale_factor": (
-        (None,),
-        "a constant in place of the longest response's length",
-    ),
-    r"(actor_rollout_ref\.actor|critic)\.optim\.min_lr(_ratio)?": (
-        (None, 0.0, 0),
-        "a floor under the decaying learning rate",
-    ),
-    r"(actor_rollout_ref\.actor|critic)\.optim\.num_cycles": ((0.5,), "another number of cosine waves"),
-    r"(actor_rollout_ref\.actor|critic)\.optim\.optimizer": (("AdamW", "adam"), "another optimizer; here AdamW"),
-    r"(actor_rollout_ref\.actor|critic)\.optim\.override_optimizer_config(\..*)?": (
-        (None, {}),
-        "other fields of the optimizer",
-    ),
+    _ACTOR + r"policy_loss\.loss_mode": (("vanilla", "ppo"), "another policy loss; here PPO's, clipped"),
+    _ACTOR + r"(policy_loss\..*|tau_pos|tau_neg)": ((), "constants of other policy losses"),
+    _LEARNER + r"loss_scale_factor": ((None,), "a constant in place of the longest response's length"),
+    _LEARNER + r"optim\.min_lr(_ratio)?": ((None, 0.0, 0), "a floor under the decaying learning rate"),
+    _LEARNER + r"optim\.num_cycles": ((0.5,), "another number of cosine waves"),
+    _LEARNER + r"optim\.optimizer": (("AdamW", "adam"), "another optimizer; here AdamW"),
+    _LEARNER + r"optim\.override_optimizer_config(\..*)?": ((None, {}), "other fields of the optimizer"),
     r".*\.mixed_precision\.param_dtype": (("bf16", "bfloat16"), "another dtype to compute in; here model.dtype"),
     r".*\.mixed_precision\.(reduce|buffer)_dtype": (
         ("fp32", "float32"),
@@ -126,52 +117,37 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     r".*\.qat\.enable": ((False,), "training with quantized weights"),
     r".*\.qat\..*": ((), "settings of training with quantized weights"),
     r".*router_replay\.mode": (("disabled",), "experts chosen by the rollout are replayed in training"),
-    r"actor_rollout_ref\.rollout\.enable_rollout_routing_replay": (
-        (False,),
-        "experts chosen by the rollout are replayed",
-    ),
-    r"actor_rollout_ref\.rollout\.do_sample": ((True,), "false: greedy responses in training; here sampled"),
-    r"actor_rollout_ref\.rollout\.(free_cache_engine|enable_sleep_mode)": (
+    _ROLLOUT + r"enable_rollout_routing_replay": ((False,), "experts chosen by the rollout are replayed"),
+    _ROLLOUT + r"do_sample": ((True,), "false: greedy responses in training; here sampled"),
+    _ROLLOUT + r"(free_cache_engine|enable_sleep_mode)": (
         (True,),
         "false: the engine keeps its memory while the trainer updates; here it releases weights and KV cache",
     ),
-    r"actor_rollout_ref\.rollout\.multi_turn\.enable": ((False,), "several turns with tools; here one response"),
-    r"actor_rollout_ref\.rollout\.agent\..*": ((None,), "an agent's loop makes the responses; here the engine alone"),
-    r"actor_rollout_ref\.rollout\.data_parallel_size": (
-        (1,),
-        "attention of one engine split over the batch; here dp engines",
-    ),
-    r"actor_rollout_ref\.rollout\.(quantization\w*|qat)": (
-        (None,),
-        "a quantized engine, which takes no weights from here",
-    ),
-    r"actor_rollout_ref\.rollout\.(over_sample_rate|nnodes)": (
-        (0,),
-        "more responses than are used, or an engine on hosts of its own",
-    ),
-    r"actor_rollout_ref\.rollout\.(disaggregation|skip)\.enabled?": (
+    _ROLLOUT + r"multi_turn\.enable": ((False,), "several turns with tools; here one response"),
+    _ROLLOUT + r"agent\..*": ((None,), "an agent's loop makes the responses; here the engine alone"),
+    _ROLLOUT + r"data_parallel_size": ((1,), "attention of one engine split over the batch; here dp engines"),
+    _ROLLOUT + r"(quantization\w*|qat)": ((None,), "a quantized engine, which takes no weights from here"),
+    _ROLLOUT + r"(over_sample_rate|nnodes)": ((0,), "more responses than are used, or an engine on hosts of its own"),
+    _ROLLOUT + r"(disaggregation|skip)\.enabled?": (
         (False,),
         "prefill and decode on engines of their own, or rollouts read from files",
     ),
-    r"actor_rollout_ref\.rollout\.(skip_rollout)": ((False,), "rollouts read from files; here rollout.load"),
-    r"actor_rollout_ref\.rollout\.(disaggregation\..*|skip\..*|skip_dump_dir)": ((), "settings of what is off here"),
-    r"actor_rollout_ref\.rollout\.checkpoint_engine\.backend": (
+    _ROLLOUT + r"(skip_rollout)": ((False,), "rollouts read from files; here rollout.load"),
+    _ROLLOUT + r"(disaggregation\..*|skip\..*|skip_dump_dir)": ((), "settings of what is off here"),
+    _ROLLOUT + r"checkpoint_engine\.backend": (
         ("naive", None),
         "weights travel in another way than SGLang's update call; see weights.transport",
     ),
-    r"actor_rollout_ref\.rollout\.checkpoint_engine\..*": ((None, {}), "settings of another way for the weights"),
-    r"actor_rollout_ref\.rollout\.(presence_penalty|frequency_penalty|min_p)": ((0, 0.0), "a penalty in sampling"),
-    r"actor_rollout_ref\.rollout\.repetition_penalty": ((1, 1.0), "a penalty in sampling"),
-    r"actor_rollout_ref\.rollout\.val_kwargs\.n": (
-        (1,),
-        "several responses to each prompt of the validation; here one",
-    ),
-    r"actor_rollout_ref\.rollout\.val_kwargs\.top_p": ((1, 1.0), "nucleus sampling in the validation"),
-    r"actor_rollout_ref\.rollout\.val_kwargs\.top_k": ((-1, 0), "the k likeliest tokens in the validation"),
+    _ROLLOUT + r"checkpoint_engine\..*": ((None, {}), "settings of another way for the weights"),
+    _ROLLOUT + r"(presence_penalty|frequency_penalty|min_p)": ((0, 0.0), "a penalty in sampling"),
+    _ROLLOUT + r"repetition_penalty": ((1, 1.0), "a penalty in sampling"),
+    _ROLLOUT + r"val_kwargs\.n": ((1,), "several responses to each prompt of the validation; here one"),
+    _ROLLOUT + r"val_kwargs\.top_p": ((1, 1.0), "nucleus sampling in the validation"),
+    _ROLLOUT + r"val_kwargs\.top_k": ((-1, 0), "the k likeliest tokens in the validation"),
     r"algorithm\.use_pf_ppo": ((False,), "samples reweighted by their reward (PF-PPO)"),
     r"algorithm\.pf_ppo\..*": (("pow", 2.0), "constants of PF-PPO"),
     r"algorithm\.gdpo_\w+": ((None,), "constants of GDPO"),
-    r"actor_rollout_ref\.actor\.use_rollout_log_probs": ((False,), "the engine's log-probs in place of the trainer's"),
+    _ACTOR + r"use_rollout_log_probs": ((False,), "the engine's log-probs in place of the trainer's"),
     r"algorithm\.filter_groups\.enable": ((False,), "prompts whose responses all score alike are left out (DAPO)"),
     r"algorithm\.filter_groups\..*": ((None, 0, 1), "constants of that filter"),
     r"algorithm\.rollout_correction\.(rollout_rs\w*|rollout_token_veto_threshold)": (
