@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.schema import Config
+from harness.runtime.errors import say
 from harness.runtime.observer import Observer, RunContext
 from harness.tools.hosts.phase_gate import PHASE_SOCKET, EmulatedHost
 from harness.tools.live_line import LiveLine
@@ -18,6 +19,7 @@ from harness.tools.trackers.trackers import TrackerWriter
 from harness.tools.watchdog.client import WatchdogObserver
 
 REPORT_SECONDS = 60.0  # how long the reports may take; the run has passed by then
+ROOT = Path(__file__).resolve().parents[2]
 ENGINE_METHODS = (
     "generate", "release_memory_occupation", "resume_memory_occupation", "flush_cache", "begin_weight_update",
     "update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_disk", "end_weight_update",
@@ -74,10 +76,14 @@ class ReportWriter(Observer):
 
     def finished(self, code: int) -> None:
         """Write the reports in a process of their own: whatever happens in it, the run has passed."""
-        if self.folder and code == 0:
-            path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
-            command = [sys.executable, "-m", "harness.tools.report.write_reports", str(self.folder)]
+        if not (self.folder and code == 0):
+            return
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "harness.tools.report.write_reports", str(self.folder)]
+        try:
             subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, timeout=REPORT_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            say(f"no report ({error}): {sys.executable} {ROOT}/launch/report.py {self.folder} writes it\n")
 
 
 def standard_observers(config: Config) -> list[Observer]:

@@ -230,7 +230,8 @@ def memory_drawings(by_rank: Mapping[int, Sequence[Reading]]) -> dict[str, Any]:
 
 def log_probs(subject: Subject) -> str:
     """Draw |engine's log-prob - trainer's| over the syncs, as the first rank has it, beside what is allowed."""
-    own = [each for each in subject.events if each["rank"] == min(event["rank"] for event in subject.events)]
+    first = min((each["rank"] for each in subject.events), default=0)
+    own = [each for each in subject.events if each["rank"] == first]
     found = [each for each in own if each["event"] == "log_prob_difference"]
     if not found:
         return ""

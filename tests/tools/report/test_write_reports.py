@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -60,6 +61,13 @@ def test_validations_have_a_curve_over_updates_and_a_table(tmp_path: Path) -> No
     assert second - first == pytest.approx(3 * (third - second), abs=0.2), "three updates lie between the first two"
     markdown = (folder / "report.md").read_text()
     assert "| updates | accuracy | accuracy/gsm8k | rows |" in markdown and "| 3 | 0.5 | 0.5 | 8 |" in markdown
+
+
+def test_the_reports_of_a_long_run_take_seconds(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 2, passed=True, steps=400)
+    began = time.process_time()
+    write_reports(folder)
+    assert time.process_time() - began < 5, "CPU seconds; a pass over all events for each of them takes a minute"
 
 
 def test_a_hang_is_told_with_the_rank_that_is_behind(tmp_path: Path) -> None:
