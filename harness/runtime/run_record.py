@@ -2,6 +2,7 @@
 
 import json
 import platform
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Any
 from harness.runtime.units import MIB
 
 PACKAGES = ("torch", "sglang", "transformers", "torch_memory_saver", "datasets", "accelerate")
+SUMMARIZED = ("log_prob_difference_", "sync_", "seconds/verify_")
+"""How metrics begin that verdict and report read at the end; the file alone has the others, as a run may be long."""
 FIGURES = ("rss", "used", "reserved", "engine", "free", "peak", "peak_reserved")
 
 Metrics = dict[str, float]
@@ -31,6 +34,7 @@ class RunRecord:
     startup: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the start; first_token counts from launch."""
     steps: list[Metrics] = field(default_factory=list)
+    """Of each step's metrics, those named in SUMMARIZED."""
     final: Metrics = field(default_factory=dict)
     """What the check after the last update measured."""
 
@@ -46,14 +50,15 @@ class RunRecord:
         self.startup[name] = time.monotonic() - started
 
     def add(self, metrics: Metrics, phases: Phases, tokens: Mapping[str, float]) -> dict[str, Any]:
-        """Keep a step's metrics; append them, its phases' memory and throughput to the file, and return that row.
+        """Append a step's metrics, its phases' memory and throughput to the file; return that row, keep what is SUMMARIZED.
 
         tokens: how many each phase computed, of all ranks, and all of the step.
         """
-        self.steps.append(metrics | phase_seconds(phases))
+        row = metrics | phase_seconds(phases)
+        self.steps.append({sys.intern(name): value for name, value in row.items() if name.startswith(SUMMARIZED)})
         first = {f"startup/{name}": seconds for name, seconds in self.startup.items()} if len(self.steps) == 1 else {}
         return self._append(
-            {"kind": "step"} | self.steps[-1] | first | throughput(tokens, metrics["seconds"], phases) | memory(phases)
+            {"kind": "step"} | row | first | throughput(tokens, metrics["seconds"], phases) | memory(phases)
         )
 
     def add_validation(self, updates: int, found: Metrics) -> dict[str, Any]:
