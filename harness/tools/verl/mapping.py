@@ -14,7 +14,7 @@ from harness.tools.verl.draft import Draft, full
 from harness.tools.verl.overrides import RELEASES
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
-ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo"}
+ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 KL_ESTIMATORS = {name: name for name in get_args(KlEstimator)}
 KL_ESTIMATORS |= {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+"}
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "inverse-square-root": "inverse_sqrt"}
@@ -25,7 +25,7 @@ TRACKERS = ("tensorboard", "wandb")
 def translate_all(draft: Draft, environment: Mapping[str, str] = os.environ) -> None:
     """Set every harness key that has a counterpart in verl. Raise ConfigError for what verl itself refuses."""
     parallel(draft)
-    model(draft)
+    model(draft, environment)
     engine(draft)
     task(draft, environment)
     rollout(draft)
@@ -79,10 +79,10 @@ def parallel(draft: Draft) -> None:
             draft.put("parallel.rank_order", "dp,pp,tp", note="stages span hosts")
 
 
-def model(draft: Draft) -> None:
+def model(draft: Draft, environment: Mapping[str, str]) -> None:
     """model: where all three models start, their dtypes, packing."""
     path = draft.get("@model.path")
-    draft.put("model.name", path, "@model.path")
+    draft.put("model.name", expanded(str(path), environment), "@model.path")
     draft.put("model.dtype", dtype(draft, "@rollout.dtype", "bfloat16"), "@rollout.dtype")
     master = "@actor.fsdp_config.model_dtype"
     draft.put("model.master_dtype", dtype(draft, master, "float32"), master)

@@ -179,6 +179,11 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
         " ".join(GRPO),
         {"algorithm.kl_placement": "loss", "algorithm.kl_estimator": "k3", "algorithm.kl_coefficient": 0.001},
     ),
+    (
+        "algorithm.adv_estimator=rloo_vectorized actor_rollout_ref.rollout.n=4",
+        {"algorithm.advantage": "rloo", "rollout.responses_per_prompt": 4},
+    ),
+    ("actor_rollout_ref.model.path=~/models/m", {"model.name": "/h/models/m"}),
     ("algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.normalize_by_std": False}),
     (
         "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.2",
