@@ -354,11 +354,8 @@ def batches(draft: Draft) -> None:
 
 def token_budget(draft: Draft, prefix: str, budget: int) -> tuple[int, str]:
     """Return the tokens of one rank's microbatch, and a note. verl's ranks may share a sequence; here each takes it whole."""
-    names = (
-        "ulysses_sequence_parallel_size",
-        "fsdp_config.ulysses_sequence_parallel_size",
-        "megatron.context_parallel_size",
-    )
+    ulysses = "ulysses_sequence_parallel_size"
+    names = (ulysses, f"fsdp_config.{ulysses}", "megatron.context_parallel_size", "veomni.ulysses_parallel_size")
     ranks = max(draft.get(f"{prefix}.{name}") or 1 for name in names)
     longest = number(draft, "data.max_prompt_length") + draft.entries["rollout.max_response_tokens"].value
     if budget < longest <= budget * ranks:

@@ -224,6 +224,10 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
         {"actor.tokens_per_microbatch": 1024, "critic.tokens_per_microbatch": 32768},
     ),
     ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=600", {"actor.tokens_per_microbatch": 600}),
+    (
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512 actor_rollout_ref.actor.veomni.ulysses_parallel_size=2",
+        {"actor.tokens_per_microbatch": 1024},
+    ),
     ("actor_rollout_ref.model.use_remove_padding=False", {"model.packed": False}),
     ("trainer.logger=[console,wandb,tensorboard]", {"trackers.names": ("tensorboard", "wandb")}),
     (
