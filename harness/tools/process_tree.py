@@ -206,9 +206,11 @@ class SharedFiles:
 
     def look(self, pids: Iterable[int]) -> None:
         """Note what these processes of ours use; a file that they do not use for UNKNOWN_SECONDS is another program's."""
-        pids = set(pids)
+        pids, there = set(pids), _shared_files()
         self.pids |= pids
-        if new := _shared_files() - self.known:
+        # What is gone is forgotten: every sync makes files, and the standby is sent all of ours once a second.
+        self.ours, self.known = self.ours & there, self.known & there
+        if new := there - self.known:
             used = _used_by(pids)
             self.ours |= {file for file in new if file[1] in used or self._is_of_torch(file)}
             now = time.monotonic()

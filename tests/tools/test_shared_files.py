@@ -51,6 +51,18 @@ def test_a_killed_process_leaves_no_file(name: str, how: str) -> None:
     assert not Path("/dev/shm", name).exists()
 
 
+def test_files_that_are_gone_are_forgotten(name: str) -> None:
+    """A run of thousands of steps makes a few at each sync."""
+    memory = SharedFiles()
+    process = owner(name, "mapped")
+    memory.look([process.pid])
+    (file,) = [each for each in memory.ours if each[0] == name]
+    Path("/dev/shm", name).unlink()
+    memory.look([process.pid])
+    assert file not in memory.ours | memory.known
+    end(process)
+
+
 def test_what_others_made_or_still_use_stays(name: str) -> None:
     memory = SharedFiles()
     theirs = owner(name, "mapped")
