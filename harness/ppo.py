@@ -30,7 +30,7 @@ from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
 from harness.trainer.saved_rollouts import SavedRollouts
-from harness.weights.log_probs import BASELINE_TOKENS, LogProbDifference, log_prob_difference, merge
+from harness.weights.log_probs import BASELINE_TOKENS, LEAST_TOKENS, LogProbDifference, log_prob_difference, merge
 from harness.weights.sync import WeightSync
 from harness.weights.verify import Verification
 
@@ -87,8 +87,8 @@ class Ppo:
         waiting = "rollouts on the model's own checkpoint; kernels compile"
         with self.verification.timed("baseline", waiting_for=waiting):
             batches = [self.generate(0)]
-            tokens = self.all_sum(batches[0].response_mask.sum())
-            batches += [self.generate(index) for index in range(1, -(-BASELINE_TOKENS // max(1, int(tokens))))]
+            tokens = max(LEAST_TOKENS, int(self.all_sum(batches[0].response_mask.sum())))
+            batches += [self.generate(index) for index in range(1, -(-BASELINE_TOKENS // tokens))]
             self.memory.release_all()
             with self.actor.on_device():
                 log_probs = [self.actor.log_probs(batch)[0] for batch in batches]

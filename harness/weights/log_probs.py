@@ -28,7 +28,7 @@ FACTOR = 3.0
 LARGEST_BASELINE = 0.1
 # A tiny bfloat16 mixture of experts on CPU had means from 0.005 to 0.014 over 38 healthy rollouts of 256 tokens, and from
 # 0.0087 to 0.0116 over 8 of 1024: a router that chooses another expert moves one token by up to 0.7.
-BASELINE_TOKENS = 2048
+BASELINE_TOKENS, LEAST_TOKENS = 2048, 64  # each rollout counts for 64 or more: at most 32 of them
 # The same jumps make the mean of a healthy sequence of 16 tokens 7 times the mean of all. Its lower three quarters have few
 # of them; where fewer tokens are, a part is shown and not judged.
 BULK = 0.75
