@@ -29,7 +29,6 @@ from harness.trainer import advantages
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
-from harness.trainer.saved_rollouts import SavedRollouts
 from harness.weights.log_probs import BASELINE_TOKENS, LEAST_TOKENS, LogProbDifference, log_prob_difference, merge
 from harness.weights.sync import WeightSync
 from harness.weights.verify import Verification
@@ -59,19 +58,15 @@ class Ppo:
     validation_prompts: Sequence[Prompt] = ()
     validations: dict[int, Metrics] = field(default_factory=dict)
     """What each validation found, by the number of updates before it."""
-    saved: SavedRollouts | None = None
-    """Where rollout.save or rollout.load says so."""
-    first_token_at: float | None = field(default=None)
+    first_token_at: float | None = None
     """time.time() when the first step's first tokens arrived."""
 
     def step(self, index: int) -> Metrics:
         """Run one PPO step; return its metrics, the same on every rank. Raise WeightsDidNotArrive where a sync did not."""
         rollout, metrics = self.rollout(index)
-        if not self.config.rollout.only:
-            metrics |= self.learn(index, rollout)
+        metrics |= self.learn(index, rollout)
         with self.events.phase("free_caches", index):
-            if self.config.rollout.has_both:
-                self.memory.free_trainer_cache()
+            self.memory.free_trainer_cache()
             trim_heap()
         return metrics | {"step": index}
 
@@ -97,22 +92,17 @@ class Ppo:
     def rollout(self, index: int) -> tuple[Batch, Metrics]:
         """Return the step's responses with the actor's log-probs of them, and metrics.
 
-        They are generated with the actor's weights, checked at the configured level to have arrived; with rollout.load read
-        back, with rollout.only generated with the checkpoint's.
+        They are generated with the actor's weights, checked at the configured level to have arrived.
         """
-        phase, config = self.events.phase, self.config.rollout
-        batch = self.saved.load(index) if self.saved and config.load else self.respond(index)
+        batch = self.respond(index)
         self.show_sample(index, batch)
-        metrics = self.response_metrics(batch)
-        if config.only:
-            return batch, metrics
         with self.actor.on_device():
-            with phase("old_log_probs", index, "the actor's log-probs of the responses"):
+            with self.events.phase("old_log_probs", index, "the actor's log-probs of the responses"):
                 old, entropy = self.actor.log_probs(batch)
             difference = self.difference(batch, old, index)
             self.verification.check_log_probs(index, difference)
         return batch.replace(old_log_probs=old), {
-            **metrics,
+            **self.response_metrics(batch),
             "rollout_entropy": self.token_mean(entropy, batch),
             **difference.metrics(),
             "importance_clipped_share": self.importance_clipped_share(batch, old),
@@ -121,9 +111,16 @@ class Ppo:
 
     def respond(self, index: int) -> Batch:
         """Sync the weights, generate with them, and validate where that is due; leave the engine's memory released."""
+        self.bring_weights(index)
+        batch = self.answer(index)
+        with self.events.phase("release", index, "the engine to free its memory"):
+            self.memory.release_all()
+        self.events.observer.responded(index, batch)
+        return batch
+
+    def answer(self, index: int) -> Batch:
+        """Return the engine's responses to the step's prompts; validate where that is due."""
         phase = self.events.phase
-        if not self.config.rollout.only:
-            self.bring_weights(index)
         with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
             # Engines of one run must not sample alike, and a resumed run must sample as this one.
             engine = self.dims.coordinates(self.world.rank).dp
@@ -133,11 +130,6 @@ class Ppo:
         if self.config.validation.is_due(index, self.config.run.steps):
             with phase("validate", index, "the engine's responses to the validation set"):
                 self.validations[index] = self.validate(index)
-        if not self.config.rollout.only:
-            with phase("release", index, "the engine to free its memory"):
-                self.memory.release_all()
-        if self.saved and self.config.rollout.save:
-            self.saved.save(index, batch)
         return batch
 
     def bring_weights(self, index: int) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,14 +38,13 @@ from harness.runtime.events import EventLog
 from harness.runtime.observer import RunContext
 from harness.runtime.processes import descendants, end_processes
 from harness.runtime.run_record import RunRecord, step_line
-from harness.task.data import PromptSampler, Row, load_rows, of_validation, tokenize_prompts
-from harness.task.rewards import check_math_verify, check_reward, load_reward
+from harness.task.data import Prompt, PromptSampler, Row, load_rows, of_validation, tokenize_prompts
+from harness.task.rewards import Reward, check_math_verify, check_reward, load_reward
 from harness.task.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
 from harness.trainer.model import Attention, choose_attention, load_causal_lm
-from harness.trainer.saved_rollouts import SavedRollouts
 from harness.weights.snapshot import check_gpus
 from harness.weights.sync import WeightSync
 from harness.weights.transports import check_shared, choose_transport
@@ -59,68 +58,69 @@ def train(run: RunContext) -> str:
     After a failure the engine's processes are still alive: run.py ends them. Raise Stopped where SIGTERM came, and a
     checkpoint was saved.
     """
-    config, world, events = run.config, run.world, run.events
-    disable_progress_bar()  # transformers' takes a second on every rank
-    record = RunRecord(file=None if world.rank else run.folder / "metrics.jsonl", launched=run.launched)
-    events.say(f"imported torch and transformers; run directory {run.folder}")
-    for sentence in warnings(config):
-        events.say(f"warning: {sentence}")
-    stop = StopSignal() if config.checkpoint.every else None
+    record = start_record(run)
+    stop = StopSignal() if run.config.checkpoint.every else None
     ppo = build(run, record)
-    steps, every = ppo.config.run.steps, config.checkpoint.every
+    steps, every = ppo.config.run.steps, ppo.config.checkpoint.every
     with record.timed("baseline"):
         ppo.take_baseline()
     checkpoints, first = open_checkpoints(run, ppo)
-
-    def note_validation(updates: int) -> None:
-        if updates in ppo.validations:
-            events.observer.measured(record.add_validation(updates, ppo.validations[updates]))
-
     for index in range(first, steps):
         if stop and stop.anywhere():
             if index > first and checkpoints.newest != checkpoints.folder_of(index):
                 checkpoints.save(index)
             shut_down(ppo)
             raise Stopped(f"SIGTERM came before step {index} of {steps}; {checkpoints.how_to_resume()}.")
-        started = time.monotonic()
-        metrics = ppo.step(index)
-        note_validation(index)
-        metrics["seconds"] = time.monotonic() - started
-        if index == first and ppo.first_token_at is not None:
-            if config.rollout.has_both:
-                record.startup["first_sync"] = events.seconds["sync"][0]
-            record.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
-            record.startup["first_token"] = ppo.first_token_at - run.launched
-            events.say(record.startup_line(models_beside_engine=world.device.type == "cpu"))
-        events.observer.measured(record.add(metrics, gather_phases(events, index), phase_tokens(config, metrics)))
-        events.say(step_line(metrics))
+        take_step(ppo, index, record)
         if every and ((index + 1) % every == 0 or index + 1 == steps):
             checkpoints.save(index + 1)
-    if config.rollout.has_both:
-        final = {"step": steps} | ppo.final_check(steps)
-        note_validation(steps)
-        events.observer.measured(record.finish(final, gather_phases(events, steps)))
+    final = {"step": steps} | ppo.final_check(steps)
+    note_validation(ppo, steps, record)
+    run.events.observer.measured(record.finish(final, gather_phases(run.events, steps)))
     # Only where all went well: it is a collective call, and a rank that failed alone would wait in it for the others.
     shut_down(ppo)
-    if not config.rollout.has_both:
-        half = (
-            f"the learner alone, on the rollouts in {config.rollout.load}"
-            if config.rollout.load
-            else "the engine alone"
-        )
-        return f"PASSED: {len(record.steps)} steps of {half}"
     rollouts = [*record.steps, record.final]
-    events.fact("verification", lines=report_section(ppo.verification, rollouts, events.seconds))
+    run.events.fact("verification", lines=report_section(ppo.verification, rollouts, run.events.seconds))
     return f"PASSED: {len(record.steps)} PPO steps; {verdict_phrase(ppo.verification, rollouts)}"
+
+
+def start_record(run: RunContext) -> RunRecord:
+    """Return the record of a run that begins, and say what its config does not do."""
+    disable_progress_bar()  # transformers' takes a second on every rank
+    record = RunRecord(file=None if run.world.rank else run.folder / "metrics.jsonl", launched=run.launched)
+    run.events.say(f"imported torch and transformers; run directory {run.folder}")
+    for sentence in warnings(run.config):
+        run.events.say(f"warning: {sentence}")
+    return record
+
+
+def take_step(ppo: Ppo, index: int, record: RunRecord) -> None:
+    """Run one step; record, announce and print its metrics, and with the first one's where the start took its time."""
+    events, started = ppo.events, time.monotonic()
+    metrics = ppo.step(index)
+    note_validation(ppo, index, record)
+    metrics["seconds"] = time.monotonic() - started
+    if not record.steps and ppo.first_token_at:
+        if "sync" in events.seconds:
+            record.startup["first_sync"] = events.seconds["sync"][0]
+        record.startup["first_generate"] = events.seconds["generate"][0]  # kernels compile in it
+        record.startup["first_token"] = ppo.first_token_at - record.launched
+        events.say(record.startup_line(models_beside_engine=ppo.world.device.type == "cpu"))
+    events.observer.measured(record.add(metrics, gather_phases(events, index), phase_tokens(ppo.config, metrics)))
+    events.say(step_line(metrics))
+
+
+def note_validation(ppo: Ppo, updates: int, record: RunRecord) -> None:
+    """Record what was validated after so many updates, if anything."""
+    if updates in ppo.validations:
+        ppo.events.observer.measured(record.add_validation(updates, ppo.validations[updates]))
 
 
 def shut_down(ppo: Ppo) -> None:
     """End the engine; return on every rank when its processes are gone. A collective call of all ranks."""
     with ppo.events.phase("shutdown", waiting_for="the engine's processes to end"):
-        if ppo.config.rollout.has_both:
-            ppo.sync.close()
-        if not ppo.config.rollout.load:
-            ppo.engine.shutdown()
+        ppo.sync.close()
+        ppo.engine.shutdown()
 
 
 def open_checkpoints(run: RunContext, ppo: Ppo) -> tuple[Checkpoints, int]:
@@ -155,84 +155,102 @@ def gather_phases(events: EventLog, step: int) -> dict[str, list[dict[str, float
     return {phase: [each[phase] for each in everyone if phase in each] for phase in everyone[0]}
 
 
-def build(run: RunContext, record: RunRecord) -> Ppo:
-    """Return every part of the run on this rank. On CPU the trainer's models are built while the engine's schedulers start."""
-    config, world, events, task = run.config, run.world, run.events, run.config.task
-    api = sglang_api.probe()
-    with as_config_error(), events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"):
-        sglang_api.check_arguments(api, config.engine.args, {})
-        check_level(config, api)
-        transport, reason = choose_transport(config, api, world.device_type)
-        checkpoints = checkpoint_folder(run)
-        rows = load_rows(task.source, task.split, task.rows)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What a run reads before its parts are built."""
+
+    model_folder: Path
+    tokenizer: Any
+    attention: Attention
+    """The trainer's."""
+    reward: Reward
+    prompts: PromptSampler
+    validation_prompts: list[Prompt]
+
+
+def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
+    """Read the task's rows and the model's folder. Return the run, its config with the steps that run.epochs makes, too.
+
+    Raise ConfigError for what is missing or wrong, UnsupportedEnvironment for what cannot run here. Collective.
+    """
+    config, task, held_out = run.config, run.config.task, run.config.validation
+
+    def tokenized(rows: list[Row]) -> list[Prompt]:
         check_reward(task.reward, rows)
         check_math_verify(task.reward, rows)
+        return tokenize_prompts(rows, tokenizer, task.template, task.max_prompt_tokens, task.long_prompts)
+
+    with (
+        as_config_error(),
+        run.events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"),
+    ):
+        sglang_api.check_arguments(sglang_api.probe(), config.engine.args, {})
+        rows = load_rows(task.source, task.split, task.rows)
         reward = load_reward(task.reward)
         model_folder = make_model_folder(run, rows)
         tokenizer = load_tokenizer(model_folder)
-        attention = trainer_attention(config, model_folder, world.device_type, events.say)
-        usable = tokenize_prompts(rows, tokenizer, task.template, task.max_prompt_tokens, task.long_prompts)
+        attention = trainer_attention(config, model_folder, run.world.device_type, run.events.say)
+        usable = tokenized(rows)
         prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
-        if config.run.epochs:
-            steps = config.run.epochs * (len(usable) // config.rollout.prompts_per_step)
-            config = replace(config, run=replace(config.run, steps=steps))
-        to_validate = []
-        if config.validation.source:
+        validation_prompts: list[Prompt] = []
+        if held_out.source:
             with of_validation():
-                held_out = load_rows(config.validation.source, config.validation.split, config.validation.rows)
-            check_reward(task.reward, held_out)
-            check_math_verify(task.reward, held_out)
-            limits = task.max_prompt_tokens, task.long_prompts
-            to_validate = tokenize_prompts(held_out, tokenizer, task.template, *limits)
-        saved = SavedRollouts.of(config, world.rank)
-        if saved:
-            saved.check(config.rollout, config.run.steps)
-    events.say(f"{len(usable)} prompts of {len(rows)} rows ({', '.join(task.source)})")
-    config = replace(config, weights=replace(config.weights, transport=transport))
-    if config.rollout.has_both:
-        events.say(f'weights.transport = "{transport}" ({reason})')
-    else:  # no sync that could be verified
-        config = replace(config, weights=replace(config.weights, verify="off"))
-    if config.rollout.only:
-        config = replace(config, engine=replace(config.engine, initial_weights="checkpoint"))
+                validation_rows = load_rows(held_out.source, held_out.split, held_out.rows)
+            validation_prompts = tokenized(validation_rows)
+    run.events.say(f"{len(usable)} prompts of {len(rows)} rows ({', '.join(task.source)})")
+    if config.run.epochs:
+        steps = config.run.epochs * (len(usable) // config.rollout.prompts_per_step)
+        run = replace(run, config=replace(config, run=replace(config.run, steps=steps)))
+    return run, Inputs(
+        model_folder=model_folder,
+        tokenizer=tokenizer,
+        attention=attention,
+        reward=reward,
+        prompts=prompts,
+        validation_prompts=validation_prompts,
+    )
+
+
+def build(run: RunContext, record: RunRecord) -> Ppo:
+    """Return every part of the run on this rank. On CPU the trainer's models are built while the engine's schedulers start."""
+    world, events, api = run.world, run.events, sglang_api.probe()
+    with as_config_error():
+        check_level(run.config, api)
+        transport, reason = choose_transport(run.config, api, world.device_type)
+        checkpoints = checkpoint_folder(run)
+    run, inputs = read_inputs(run)
+    events.say(f'weights.transport = "{transport}" ({reason})')
+    config = replace(run.config, weights=replace(run.config.weights, transport=transport))
     run = replace(run, config=config)
     if world.rank == 0:
         write_config(run.folder, config, world.device_type)
-    if config.rollout.has_both and config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
+    if config.model.weights == "checkpoint" and config.engine.initial_weights == "dummy":
         events.say("engine starts with dummy weights, so tensors missing from the first sync are detected")
     meshes = build_meshes(run.dims, world.device.type)
-    if not config.rollout.load:
-        with record.timed("sglang_import"):
-            import_sglang(events)
+    with record.timed("sglang_import"):
+        import_sglang(events)
     shipped = config.engine.implementation == "sglang"
 
     def start_trainer() -> Future[tuple[Actor, Critic | None, Reference | None]]:
-        return in_background(lambda: build_trainer(run, meshes.fsdp, model_folder, attention, record), "build-trainer")
+        return in_background(lambda: build_trainer(run, meshes.fsdp, inputs, record), "build-trainer")
 
-    absent: Any = None  # what half a run, rollout.load or rollout.only, has not, and never asks for
-    engine = memory = sync = actor = critic = reference = trainer = absent
     # On a GPU after the engine: sglang sizes its KV cache by what is free, and releases it before the trainer is built.
-    if config.rollout.has_both and (world.device.type == "cpu" or shipped):
-        trainer = start_trainer()
-    if not config.rollout.load:
-        with record.timed("engine"):
-            if shipped and trainer:
-                trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
-            engine = start_engine(run, meshes.engines, model_folder)
-        events.observer.built("engine", engine)
-        free_bytes = (
-            gpu_free_bytes(world.engine_gpu) if engine.has_memory_saver and world.engine_gpu is not None else None
-        )
-        memory = MemoryStages(engine, free_bytes, config.memory.resume, events.say, events.fact)
-        if engine.has_memory_saver and config.engine.initial_weights == "dummy":
-            with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):
-                memory.release_all()
-    if not config.rollout.only:
-        with events.phase("build_trainer", waiting_for="actor, critic and reference"):
-            actor, critic, reference = (trainer or start_trainer()).result()
-    if config.rollout.has_both:
-        offloaded, dtype = "actor" in config.memory.offload_parameters, getattr(torch, config.model.dtype)
-        sync = WeightSync(engine, actor.model, config.weights, run.folder, dtype, offloaded)
+    trainer = start_trainer() if world.device.type == "cpu" or shipped else None
+    with record.timed("engine"):
+        if shipped and trainer:
+            trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
+        engine = start_engine(run, meshes.engines, inputs.model_folder)
+    events.observer.built("engine", engine)
+    measures = engine.has_memory_saver and world.engine_gpu is not None
+    free_bytes = gpu_free_bytes(world.engine_gpu) if measures else None
+    memory = MemoryStages(engine, free_bytes, config.memory.resume, events.say, events.fact)
+    if engine.has_memory_saver and config.engine.initial_weights == "dummy":
+        with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):
+            memory.release_all()
+    with events.phase("build_trainer", waiting_for="actor, critic and reference"):
+        actor, critic, reference = (trainer or start_trainer()).result()
+    offloaded, dtype = "actor" in config.memory.offload_parameters, getattr(torch, config.model.dtype)
+    sync = WeightSync(engine, actor.model, config.weights, run.folder, dtype, offloaded)
     for name, part in (("sync", sync), ("actor", actor), ("critic", critic)):
         if part is not None:
             events.observer.built(name, part)
@@ -242,15 +260,12 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         events=events,
         memory=memory,
         sync=sync,
-        source=model_folder,
+        source=inputs.model_folder,
         checkpoints=checkpoints,
-        prompts=[prompt.input_ids for prompt in prompts.prompts[:4]],
+        prompts=[prompt.input_ids for prompt in inputs.prompts.prompts[:4]],
     )
     return Ppo(
-        config=config,
-        world=world,
-        dims=run.dims,
-        events=events,
+        **common_arguments(run, inputs),
         engine=engine,
         memory=memory,
         sync=sync,
@@ -258,17 +273,27 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
         actor=actor,
         critic=critic,
         reference=reference,
-        kl_control=KlControl(config.algorithm.kl_coefficient, config.algorithm.kl_target, config.algorithm.kl_horizon),
-        prompts=prompts,
-        reward=reward,
-        tokenizer=tokenizer,
-        validation_prompts=to_validate,
-        saved=saved,
     )
 
 
+def common_arguments(run: RunContext, inputs: Inputs) -> dict[str, Any]:
+    """Return the arguments of Ppo that do not depend on whether there is an engine, or a trainer."""
+    algorithm = run.config.algorithm
+    return {
+        "config": run.config,
+        "world": run.world,
+        "dims": run.dims,
+        "events": run.events,
+        "kl_control": KlControl(algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon),
+        "prompts": inputs.prompts,
+        "reward": inputs.reward,
+        "tokenizer": inputs.tokenizer,
+        "validation_prompts": inputs.validation_prompts,
+    }
+
+
 def build_trainer(
-    run: RunContext, mesh: DeviceMesh, model_folder: Path, attention: Attention, record: RunRecord
+    run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord
 ) -> tuple[Actor, Critic | None, Reference | None]:
     """Return the actor, the critic where GAE needs one, the reference where the KL counts. A collective call of all ranks."""
     config, device = run.config, run.world.device
@@ -276,12 +301,12 @@ def build_trainer(
 
     load = partial(
         load_causal_lm,
-        str(model_folder),
+        str(inputs.model_folder),
         device=device,
         mesh=mesh,
         weights=config.model.weights,
         seed=config.run.seed,
-        attention=attention,
+        attention=inputs.attention,
         compute_dtype=compute,
     )
     if device.type == "cuda":

@@ -43,10 +43,17 @@ def main(arguments: list[str]) -> int:
         preflight.check_rank(command.config, "launch/ppo.py", arguments, os.environ)
     except (ValueError, UnsupportedEnvironment) as error:  # only the first rank of each host looks
         return report_user_error(error, rank=0)
-    from harness.run import run
+    from harness.run import Job, ppo, run
     from harness.tools.observers import standard_observers
 
-    return run(command.config, standard_observers(command.config))
+    def load_job() -> Job:
+        if command.config.rollout.has_both:
+            return ppo()
+        from harness.tools import half_run
+
+        return half_run.learner_alone if command.config.rollout.load else half_run.engine_alone
+
+    return run(command.config, standard_observers(command.config), load_job)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # types alone: the rooms above import this one
     from harness.cluster.world import Launch, World
     from harness.config.schema import Config
     from harness.runtime.events import EventLog
+    from harness.trainer.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,9 @@ class Observer:
 
     def built(self, name: str, part: Any) -> None:
         """React to a part of the run: "engine", "sync", "actor" or "critic", each once it exists."""
+
+    def responded(self, step: int, batch: "Batch") -> None:
+        """React to this rank's responses of a step, once the engine's memory is released."""
 
     def measured(self, row: Mapping[str, Any]) -> None:
         """React to a row of metrics.jsonl, the same on every rank but for rank 0's seconds: of a step, a validation, the last check."""

@@ -97,6 +97,10 @@ def standard_observers(config: Config) -> list[Observer]:
     emulated = [EmulatedHost(path, watchdog.flush)] if path else []
     trackers = [TrackerWriter(config.trackers.names)] if config.trackers.names else []
     writers = [ReportWriter(), EngineCalls(), *trackers, LiveLine()]
+    if config.rollout.save:
+        from harness.tools.saved_rollouts import RolloutWriter  # imports torch
+
+        writers.append(RolloutWriter())
     if not config.run.inject:
         return [*writers, watchdog, *emulated]
     from harness.tools.inject import Injector, LateRank

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from harness.tools.command_line import parse
+from harness.tools.saved_rollouts import SavedRollouts
 from harness.trainer.batch import Batch, from_sequences
-from harness.trainer.saved_rollouts import SavedRollouts
 
 
 def batch() -> Batch:

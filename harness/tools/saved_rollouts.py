@@ -7,8 +7,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from harness.config.layers import shown
+from harness.cluster.world import all_gather
+from harness.config.layers import ConfigError, shown
 from harness.config.schema import Config, Rollout
+from harness.runtime.observer import Observer, RunContext
 from harness.trainer.batch import Batch
 
 
@@ -70,3 +72,24 @@ class SavedRollouts:
             raise ValueError(f'rollout.save = "{self.folder}" holds rollouts of another run; give another folder')
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
+
+
+class RolloutWriter(Observer):
+    """rollout.save: write each step's responses, a file for each step and rank."""
+
+    saved: SavedRollouts | None = None
+
+    def met(self, run: RunContext) -> None:
+        """Raise ConfigError on every rank where the folder holds what would be lost."""
+        self.saved, found = SavedRollouts.of(run.config, run.world.rank), ""
+        try:
+            if self.saved:
+                self.saved.check(run.config.rollout, run.config.run.steps)
+        except ValueError as error:
+            found = str(error)
+        for sentence in filter(None, all_gather(found)):
+            raise ConfigError(sentence)
+
+    def responded(self, step: int, batch: Batch) -> None:
+        if self.saved:
+            self.saved.save(step, batch)
