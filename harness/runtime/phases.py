@@ -27,11 +27,6 @@ PHASES = (
 )
 
 
-def deadline(phase: str, phase_timeouts: dict[str, float], otherwise: float) -> float | None:
-    """Seconds that a phase may take; None for no limit, which is what the whole job has unless it is given one."""
-    return phase_timeouts.get(phase, None if phase == RUN else otherwise)
-
-
 def phase_of_step(phase: str, step: int | None) -> str:
     """Return "sync of step 1"; the name alone for a phase that belongs to no step."""
     return phase if step is None else f"{phase} of step {step}"

@@ -1,6 +1,6 @@
 """Processes of this host: whether one is alive, what this one has started, and how to end them.
 
-A pid alone names no process for long: use psutil.Process, which compares start times too, or keep started_at beside it.
+A pid alone names no process for long: use psutil.Process, which compares start times too.
 """
 
 import os
@@ -94,24 +94,6 @@ def shared_memory_files(pids: Iterable[int]) -> set[Path]:
         inodes |= {int(inode) for inode in _SHARED_MEMORY.findall(maps)}
     with os.scandir("/dev/shm") as files:
         return {Path(file.path) for file in files if file.inode() in inodes}
-
-
-def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat that follow the name, state first; none once the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def started_at(pid: int) -> int:
-    """Return the start time in clock ticks since boot: with its pid, no other process's."""
-    return int(stat_fields(pid)[19])
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether the process got SIGSTOP, or a debugger holds it."""
-    return stat_fields(pid)[:1] in (["T"], ["t"])
 
 
 def name_and_pid(process: psutil.Process) -> str:

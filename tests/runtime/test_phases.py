@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from harness.runtime.phases import MEET, PHASES, RUN, deadline
+from harness.runtime.phases import MEET, PHASES, RUN
 
 HARNESS = Path(__file__).resolve().parents[2] / "harness"
 
@@ -29,10 +29,3 @@ def phases_in_the_code() -> set[str]:
 def test_every_phase_can_have_a_deadline() -> None:
     assert phases_in_the_code() | {RUN, MEET} == set(PHASES)
     assert len(set(PHASES)) == len(PHASES)
-
-
-def test_phases_that_are_not_named_have_the_common_deadline_and_the_whole_job_none() -> None:
-    assert deadline("sync", {"sync": 7}, 600) == 7
-    assert deadline("generate", {"sync": 7}, 600) == 600
-    assert deadline(RUN, {}, 600) is None
-    assert deadline(RUN, {RUN: 9}, 600) == 9

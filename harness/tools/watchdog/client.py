@@ -22,13 +22,13 @@ import msgspec
 from harness.runtime import scratch
 from harness.runtime.errors import launcher_pid, say
 from harness.runtime.observer import Observer, RunContext
-from harness.runtime.phases import deadline
-from harness.runtime.processes import descendants, end_processes, started_at
+from harness.runtime.phases import RUN
+from harness.runtime.processes import descendants, end_processes
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings
 from harness.tools.watchdog.failures import ERROR_LENGTH, Node, is_echo, trace_end
 from harness.tools.watchdog.heartbeat import open_heartbeat_socket
-from harness.tools.watchdog.host_processes import MARK
+from harness.tools.watchdog.host_processes import MARK, started_at
 from harness.tools.watchdog.stacks import offer_own_stack
 
 if TYPE_CHECKING:  # these import torch
@@ -207,6 +207,11 @@ class WatchdogObserver(Observer):
             with suppress(OSError):  # a full disk, which may be the failure
                 self._run.events.close()
         os._exit(FAILED if code is None else code)
+
+
+def deadline(phase: str, phase_timeouts: dict[str, float], otherwise: float) -> float | None:
+    """Seconds that a phase may take; None for no limit, which is what the whole job has unless it is given one."""
+    return phase_timeouts.get(phase, None if phase == RUN else otherwise)
 
 
 def dump_flight_records(folder: Path, rank: int) -> None:

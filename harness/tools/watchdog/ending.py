@@ -21,11 +21,11 @@ import psutil
 
 from harness.runtime import scratch
 from harness.runtime.errors import say
-from harness.runtime.processes import end_processes, is_alive, started_at
+from harness.runtime.processes import end_processes, is_alive
 from harness.tools.process_tree import SharedFiles
 from harness.tools.watchdog.channel import WatchdogSettings
 from harness.tools.watchdog.failures import Place, RunFailure
-from harness.tools.watchdog.host_processes import Descendants
+from harness.tools.watchdog.host_processes import Descendants, started_at
 from harness.tools.watchdog.verdict import RunVerdict
 
 LEAVE_SECONDS = 2.0  # from the order to exit to SIGKILL

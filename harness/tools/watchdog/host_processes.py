@@ -15,7 +15,7 @@ from signal import Signals
 import psutil
 
 from harness.runtime.errors import SPEAKS_LAST
-from harness.runtime.processes import is_alive, stat_fields
+from harness.runtime.processes import is_alive
 
 MARK = "HARNESS_WATCHDOG"
 """Variable that every process which a rank starts inherits: the name of its watchdog."""
@@ -27,6 +27,24 @@ _STATE, _PARENT, _EXIT_CODE = 0, 1, 49  # fields of /proc/PID/stat, counted from
 # Of struct pidfd_info, 64 bytes in its first version: a mask, and last the exit code.
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat that follow the name, state first; none once the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def started_at(pid: int) -> int:
+    """Return the start time in clock ticks since boot: with its pid, no other process's."""
+    return int(stat_fields(pid)[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether the process got SIGSTOP, or a debugger holds it."""
+    return stat_fields(pid)[:1] in (["T"], ["t"])
 
 
 @dataclass(slots=True)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import psutil
 
-from harness.runtime.processes import is_alive, is_stopped
+from harness.runtime.processes import is_alive
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import WatchdogSettings
 from harness.tools.watchdog.ending import HostCleanup, Snapshot, stderr_of
 from harness.tools.watchdog.failures import Place, RunFailure
-from harness.tools.watchdog.host_processes import NO_MESSAGE, STOPPED, describe_status
+from harness.tools.watchdog.host_processes import NO_MESSAGE, STOPPED, describe_status, is_stopped
 from harness.tools.watchdog.verdict import JobView, RunVerdict
 from harness.tools.watchdog.watchdog import Watchdog
 

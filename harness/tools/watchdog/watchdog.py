@@ -21,13 +21,13 @@ from typing import Any
 import psutil
 
 from harness.runtime.phases import RUN, phase_of_step
-from harness.runtime.processes import is_alive, is_stopped, name_and_pid
+from harness.runtime.processes import is_alive, name_and_pid
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, MalformedError, PhaseBegins, WatchdogSettings, parse
 from harness.tools.watchdog.ending import HostCleanup, stderr_of
 from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
-from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, MemoryKills, how_it_ended
+from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, MemoryKills, how_it_ended, is_stopped
 from harness.tools.watchdog.stacks import Stack
 from harness.tools.watchdog.verdict import JobView, RunVerdict
 
