@@ -39,7 +39,7 @@ from harness.runtime.observer import RunContext
 from harness.runtime.processes import descendants, end_processes
 from harness.runtime.run_record import RunRecord, step_line
 from harness.task.data import Prompt, PromptSampler, Row, load_rows, of_validation, tokenize_prompts
-from harness.task.rewards import Reward, check_math_verify, check_reward, load_reward
+from harness.task.rewards import Reward, load_reward
 from harness.task.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import KlControl
@@ -174,29 +174,23 @@ def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
     Raise ConfigError for what is missing or wrong, UnsupportedEnvironment for what cannot run here. Collective.
     """
     config, task, held_out = run.config, run.config.task, run.config.validation
-
-    def tokenized(rows: list[Row]) -> list[Prompt]:
-        check_reward(task.reward, rows)
-        check_math_verify(task.reward, rows)
-        return tokenize_prompts(rows, tokenizer, task.template, task.max_prompt_tokens, task.long_prompts)
-
     with (
         as_config_error(),
         run.events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"),
     ):
         sglang_api.check_arguments(sglang_api.probe(), config.engine.args, {})
-        rows = load_rows(task.source, task.split, task.rows)
-        reward = load_reward(task.reward)
-        model_folder = make_model_folder(run, rows)
-        tokenizer = load_tokenizer(model_folder)
-        attention = trainer_attention(config, model_folder, run.world.device_type, run.events.say)
-        usable = tokenized(rows)
-        prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
-        validation_prompts: list[Prompt] = []
+        rows, validation_rows = load_rows(task.source, task.split, task.rows), []
         if held_out.source:
             with of_validation():
                 validation_rows = load_rows(held_out.source, held_out.split, held_out.rows)
-            validation_prompts = tokenized(validation_rows)
+        reward = load_reward(task.reward, [*rows, *validation_rows], run.rewards)
+        model_folder = make_model_folder(run, rows)
+        tokenizer = load_tokenizer(model_folder)
+        attention = trainer_attention(config, model_folder, run.world.device_type, run.events.say)
+        limits = task.max_prompt_tokens, task.long_prompts
+        usable = tokenize_prompts(rows, tokenizer, task.template, *limits)
+        prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
+        validated = tokenize_prompts(validation_rows, tokenizer, task.template, *limits) if validation_rows else []
     run.events.say(f"{len(usable)} prompts of {len(rows)} rows ({', '.join(task.source)})")
     if config.run.epochs:
         steps = config.run.epochs * (len(usable) // config.rollout.prompts_per_step)
@@ -207,7 +201,7 @@ def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
         attention=attention,
         reward=reward,
         prompts=prompts,
-        validation_prompts=validation_prompts,
+        validation_prompts=validated,
     )
 
 
@@ -241,8 +235,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
             trainer.result()  # sglang's VerlEngine uses the mesh's own groups, which the trainer's thread uses too
         engine = start_engine(run, meshes.engines, inputs.model_folder)
     events.observer.built("engine", engine)
-    measures = engine.has_memory_saver and world.engine_gpu is not None
-    free_bytes = gpu_free_bytes(world.engine_gpu) if measures else None
+    free_bytes = gpu_free_bytes(world.engine_gpu) if engine.has_memory_saver and world.engine_gpu is not None else None
     memory = MemoryStages(engine, free_bytes, config.memory.resume, events.say, events.fact)
     if engine.has_memory_saver and config.engine.initial_weights == "dummy":
         with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):

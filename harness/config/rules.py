@@ -10,7 +10,7 @@ from typing import Any, Literal
 from harness.config.layers import ConfigError, nearest, shown
 from harness.config.schema import Config, Updates
 from harness.runtime.phases import PHASES
-from harness.task.rewards import BY_DATA_SOURCE, REWARDS, is_reward
+from harness.task.rewards import HANDED_IN, REWARDS, is_reward
 from harness.task.tiny_models import ARCHITECTURES, is_tiny
 
 Rule = tuple[bool, str, str]
@@ -152,7 +152,7 @@ def _values(config: Config) -> Iterator[Rule]:
     only = "must have the field {question} and no other ({{ and }} are literal braces)"
     yield found == {("question", "", None)}, "task.template", only
     yield len(config.task.source) > 0, "task.source", "must name at least one source"
-    named = f"must be one of {', '.join(REWARDS)}, {BY_DATA_SOURCE}, or your own as module:function or FILE.py:function"
+    named = f"must be one of {', '.join((*REWARDS, *HANDED_IN))}, or your own as module:function or FILE.py:function"
     yield is_reward(config.task.reward), "task.reward", named
 
 

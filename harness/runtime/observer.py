@@ -1,7 +1,7 @@
 """The one seam between a run and the tools around it: what a run announces, and to whom."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # types alone: the rooms above import this one
     from harness.cluster.world import Launch, World
     from harness.config.schema import Config
     from harness.runtime.events import EventLog
+    from harness.task.rewards import MakeReward
     from harness.trainer.batch import Batch
 
 
@@ -26,6 +27,8 @@ class RunContext:
     """The run directory."""
     launched: float
     """UNIX time at which torchrun started."""
+    rewards: "dict[str, MakeReward]" = field(default_factory=dict)
+    """task.reward -> what makes it, where it is none of task/rewards.py; an observer adds it once the ranks have met."""
 
 
 class Observer:

@@ -64,7 +64,7 @@ MISTAKES = {
     "--task.source {dir}/data --task.split no_messages": "row 1 has a str as 'prompt': it must be a list of messages",
     "--task.source {dir}/data/no_truth.parquet": "no_truth.parquet row 1 has no reward_model.ground_truth",
     "--task.source arithmetic,{dir}/data/no_truth.parquet": "row 1 has no reward_model.ground_truth",
-    "--task.reward gsm9k": "must be one of gsm8k, gsm8k_strict, math, digits, data_source, or your own as module:function",
+    "--task.reward gsm9k": "must be one of gsm8k, gsm8k_strict, digits, math, data_source, or your own as module:function",
     "--task.reward {dir}/own.py:scores": "own.py has no function scores",
     "--task.reward no_such_module:score": "no_such_module is no module that Python finds",
     "--task.reward data_source": 'arithmetic/train row 1 has data_source "", and task.reward = "data_source" scores openai/gsm8k',

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from harness.task.data import load_rows
-from harness.task.rewards import check_reward
 from harness.tools.prepare_data import last_boxed, number_after_mark
+from harness.tools.rewards.more_rewards import check_reward
 from launch import prepare_data
 
 GSM8K = [

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from harness.task.math_answers import MathWorker
+from harness.tools.rewards.math_answers import MathWorker
 
 STAND_IN = """
 import os, signal
