@@ -18,8 +18,6 @@ ARITHMETIC_ROWS = 1024
 """Rows of such a split where no number is given."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_LARGEST_CHECKED = 16 << 20
-"""Bytes of a file that check_rows reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +79,9 @@ def is_hub_id(source: str) -> bool:
     )
 
 
-def check_rows(sources: Sequence[str], split: str, rows: int) -> tuple[list[Row], bool]:
-    """Raise load_rows's ValueError as far as it can be known at once and without network.
-
-    Return the rows that are known, and whether they are all: not of a hub id, of a file that is large or needs pyarrow.
-    """
-    known = [each for each in sources if not is_hub_id(each) and (each == "arithmetic" or _is_small(each, split))]
-    try:
-        return (load_rows(known, split, rows) if known else []), len(known) == len(sources)
-    except ModuleNotFoundError:
-        return [], False
-
-
 @contextmanager
 def of_validation() -> Iterator[None]:
-    """Raise a ValueError of load_rows and check_rows in here with the keys of [validation] in place of [task]'s."""
+    """Raise a ValueError of load_rows in here with the keys of [validation] in place of [task]'s."""
     try:
         yield
     except ValueError as error:
@@ -176,10 +162,6 @@ def _shown(sources: Sequence[str]) -> str:
     return ", ".join(f'"{source}"' for source in sources)
 
 
-def _is_small(source: str, split: str) -> bool:
-    return _file(source, split).stat().st_size <= _LARGEST_CHECKED
-
-
 def read_records(source: str, split: str, rows: int = 0) -> Iterator[tuple[str, Any]]:
     """Return where each record of one source is from, and the record as it is; of "arithmetic", the first `rows`.
 
@@ -192,7 +174,7 @@ def read_records(source: str, split: str, rows: int = 0) -> Iterator[tuple[str, 
         return _numbered(make_problems(rows or ARITHMETIC_ROWS, ARITHMETIC_SEEDS[split]), f"arithmetic/{split}")
     if is_hub_id(source):
         return _numbered(_hub_records(source, split), f"{source}/{split}")
-    path = _file(source, split)
+    path = file_of(source, split)
     return _jsonl_records(path) if path.suffix == ".jsonl" else _numbered(_parquet_records(path), str(path))
 
 
@@ -202,7 +184,7 @@ def _rows(source: str, split: str, rows: int) -> Iterator[Row]:
     return (_row(record, where, data_source) for where, record in records)
 
 
-def _file(source: str, split: str) -> Path:
+def file_of(source: str, split: str) -> Path:
     """Return the source, where it is a file, or the one file of a folder that has the split."""
     folder = Path(source).expanduser()
     if not folder.is_dir():

@@ -25,7 +25,7 @@ from harness.rollout.cpu_mode import cpu_refusals
 from harness.rollout.sglang_api import source
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
-from harness.task.data import check_rows, is_hub_id, of_validation
+from harness.task.data import Row, file_of, is_hub_id, load_rows, of_validation
 from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools import environments
 from harness.tools.command_line import parse
@@ -36,6 +36,7 @@ from harness.tools.trackers.trackers import check_trackers
 
 Device = Literal["cpu", "cuda"]
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+LARGEST_CHECKED = 16 << 20  # bytes of a file of rows that is read before the run
 HUB_SECONDS = 10.0  # how long the hub may take to answer
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 """In /dev: NVIDIA's, those of Windows' Linux, AMD's."""
@@ -138,6 +139,22 @@ def _check(config: Config, device: Device, on_hub: bool) -> Fields:
         for each in filter(is_hub_id, validation.source):
             _look_up("dataset", "validation.source", each)
     return fields
+
+
+def check_rows(sources: Sequence[str], split: str, rows: int) -> tuple[list[Row], bool]:
+    """Raise load_rows's ValueError as far as it can be known at once and without network.
+
+    Return the rows that are known, and whether they are all: not of a hub id, of a file that is large or needs pyarrow.
+    """
+    known = [
+        each
+        for each in sources
+        if not is_hub_id(each) and (each == "arithmetic" or file_of(each, split).stat().st_size <= LARGEST_CHECKED)
+    ]
+    try:
+        return (load_rows(known, split, rows) if known else []), len(known) == len(sources)
+    except ModuleNotFoundError:
+        return [], False
 
 
 def _model_fields(config: Config, device: Device, on_hub: bool) -> Fields:

@@ -12,7 +12,6 @@ from harness.task.data import (
     Prompt,
     PromptSampler,
     Row,
-    check_rows,
     load_rows,
     tokenize_prompts,
 )
@@ -231,8 +230,6 @@ def test_several_sources_follow_each_other(tmp_path):
     rows = load_rows([str(first), str(second)], "train")
     assert [row.where for row in rows] == [*(f"{first} line {n}" for n in (1, 2, 3)), f"{second} line 1"]
     assert [row.ground_truth for row in load_rows([str(second), str(first)], "train", 2)] == ["7", "0"]
-    assert check_rows([str(first), str(second)], "train", 0) == (rows, True)
-    assert check_rows([str(first), "some/set"], "train", 0) == (rows[:3], False)
 
 
 def test_messages_go_through_the_chat_template(tmp_path):

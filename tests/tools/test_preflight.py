@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.layers import ConfigError
+from harness.task.data import load_rows
 from harness.task.tiny_models import NOT_OVERRIDABLE, tiny_config, tiny_fields
 from harness.tools import preflight
 from harness.tools.command_line import parse
@@ -269,3 +270,10 @@ def test_a_hubs_model_that_is_cached_is_read_and_another_is_refused_offline(
     assert preflight._hub_config("some/other", on_hub=False) == {}
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         preflight._hub_config("some/other", on_hub=True)
+
+
+def test_rows_of_a_hub_are_not_known_before_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(ROW) + "\n")
+    assert preflight.check_rows([str(file), str(file)], "train", 0) == (load_rows([str(file)] * 2, "train"), True)
+    assert preflight.check_rows([str(file), "some/set"], "train", 0) == (load_rows([str(file)], "train"), False)

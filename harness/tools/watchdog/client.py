@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from harness.runtime import scratch
 from harness.runtime.errors import launcher_pid, say
 from harness.runtime.observer import Observer, RunContext
 from harness.runtime.phases import RUN
 from harness.runtime.processes import descendants, end_processes
-from harness.tools.watchdog import channel
+from harness.tools.watchdog import channel, run_scratch
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings
 from harness.tools.watchdog.failures import ERROR_LENGTH, Node, is_echo, trace_end
 from harness.tools.watchdog.heartbeat import open_heartbeat_socket
@@ -84,7 +83,7 @@ class WatchdogObserver(Observer):
         )
         timeouts, otherwise = limits.phase_timeouts, limits.timeout_seconds
         self.connect(launch.rank, launch.local_rank, lambda phase: deadline(phase, timeouts, otherwise), settings)
-        scratch.enter(self.own.watchdog)
+        run_scratch.enter(self.own.watchdog)
         # Before any communicator; since 2.8 torch warns of the older name, on every rank.
         is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_RECORDS)

@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 
-from harness.runtime import scratch
 from harness.runtime.errors import say
 from harness.runtime.processes import end_processes, is_alive
 from harness.tools.process_tree import SharedFiles
+from harness.tools.watchdog import run_scratch
 from harness.tools.watchdog.channel import WatchdogSettings
 from harness.tools.watchdog.failures import Place, RunFailure
 from harness.tools.watchdog.host_processes import Descendants, started_at
@@ -134,7 +134,7 @@ class HostCleanup:
     def remove_files(self) -> None:
         """Remove, once all have ended, what they left in /dev/shm and in their temporary folders."""
         self.shared.remove()
-        scratch.remove(self.settings.name)
+        run_scratch.remove(self.settings.name)
 
     def write_reports(self, folder: Path) -> None:
         """Write the reports of a run that failed, if its run directory answers."""

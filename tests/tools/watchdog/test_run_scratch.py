@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.runtime import scratch
+from harness.tools.watchdog import run_scratch
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 ENTER = f"""
 import socket, sys, tempfile
 sys.path.insert(0, {str(REPOSITORY)!r})
 from harness.runtime import scratch
-print(scratch.enter("harness-0-12345-6789-0"))
+from harness.tools.watchdog import run_scratch
+print(run_scratch.enter("harness-0-12345-6789-0"))
 engine = scratch.engine_folder()
 longest = f"{{engine.name}}/torch-shm-dir-123456"
 import os
@@ -51,9 +52,9 @@ def test_nothing_stays_of_a_process_that_ended_without_a_word(base: Path) -> Non
     assert Path(folder).parent == base
     assert Path(file).parent == Path(folder)
     assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
-    scratch.remove("harness-0-12345-6789-1")
+    run_scratch.remove("harness-0-12345-6789-1")
     assert Path(file).exists()
-    scratch.remove(NAME)
+    run_scratch.remove(NAME)
     assert list(base.iterdir()) == []
 
 
@@ -63,14 +64,14 @@ def test_a_folder_too_long_for_sockets_is_not_used(tmp_path: Path, monkeypatch: 
     folder, _ = entered(deep)
     assert Path(folder).parent == Path("/tmp")
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    scratch.remove(NAME)
+    run_scratch.remove(NAME)
     assert not Path(folder).exists()
 
 
 def test_a_link_is_not_followed(base: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     (base / f"{NAME}.tmp-12345678").symlink_to(tmp_path)
-    scratch.remove(NAME)
+    run_scratch.remove(NAME)
     assert (tmp_path / "mine").exists()
 
 
@@ -78,8 +79,9 @@ MEET = f"""
 import os, subprocess, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 from harness.runtime import scratch
+from harness.tools.watchdog import run_scratch
 if len(sys.argv) > 1:
-    scratch.enter({NAME!r})
+    run_scratch.enter({NAME!r})
     engine = scratch.engine_folder()
     environment = os.environ | scratch.variables(engine.name)
     seen = subprocess.check_output([sys.executable, *sys.orig_argv[1:-1]], env=environment, text=True)
@@ -101,5 +103,5 @@ def test_ranks_and_schedulers_of_a_host_still_meet_in_one_folder(base: Path) -> 
 def test_a_folder_that_goes_while_it_is_looked_at_is_no_error(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = entered(base)
     monkeypatch.setattr(Path, "glob", lambda *_: [base / f"{NAME}.tmp-gone", Path(folder)])
-    scratch.remove(NAME)
+    run_scratch.remove(NAME)
     assert not Path(folder).exists()
