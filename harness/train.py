@@ -25,7 +25,7 @@ from harness.cluster.world import all_gather, hard_exit
 from harness.config.layers import ConfigError
 from harness.config.rules import warnings
 from harness.config.run_folder import checkpoint_to_resume, write_config
-from harness.config.schema import Config
+from harness.config.schema import TINY_MODELS, Config
 from harness.ppo import Metrics, Ppo
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import require_absorbed_mla
@@ -40,7 +40,6 @@ from harness.runtime.processes import descendants, end_processes
 from harness.runtime.run_record import RunRecord, step_line
 from harness.task.data import Prompt, PromptSampler, Row, load_rows, of_validation, tokenize_prompts
 from harness.task.rewards import Reward, load_reward
-from harness.task.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
@@ -381,25 +380,16 @@ def import_sglang(events: EventLog) -> None:
 
 
 def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
-    """Return the folder that trainer and engine load: as configured, or a tiny model made once on each host.
+    """Return the folder that trainer and engine load: as configured, or one that is handed in, made once on each host.
 
     Raise UnsupportedEnvironment for a model that this sglang's CPU mode cannot serve.
     """
     config, world = run.config, run.world
     target = Path(config.model.name)
-    if is_tiny(config.model.name):
+    if config.model.name in run.models:
         target = run.folder / f"model-host{world.hosts.index(world.host)}"
         if world.rank == next(location.rank for location in world.locations if location.host == world.host):
-            save_tiny_model(
-                config.model.name,
-                target,
-                config.run.seed,
-                config.model.dtype,
-                world.device_type,
-                config.model.overrides,
-                texts=[row.text for row in rows],
-                weights=config.model.weights == "checkpoint",
-            )
+            run.models[config.model.name](target, rows)
         dist.barrier()
     description = target / "config.json"
     if world.device.type == "cpu" and description.is_file() and "kv_lora_rank" in json.loads(description.read_text()):
@@ -432,7 +422,7 @@ def load_tokenizer(model_folder: Path) -> Any:
     except (OSError, ValueError) as error:
         cause = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f'model.name = "{model_folder}" is no tiny model ({", ".join(ARCHITECTURES)}), and neither a folder nor a hub'
+            f'model.name = "{model_folder}" is no tiny model ({", ".join(TINY_MODELS)}), and neither a folder nor a hub'
             f" id whose tokenizer can be loaded here: {cause}"
         ) from error
 

@@ -22,8 +22,8 @@ _checkout.use()
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import report_user_error
-from harness.task.tiny_models import ARCHITECTURES
 from harness.tools.command_line import exit_with, read_known_options
+from harness.tools.tiny_models import ARCHITECTURES
 from harness.tools.verl.overrides import Release
 from harness.tools.verl.shell_script import VerlCommand, command_of_script, command_of_words
 from harness.tools.verl.translate import launch_lines, summary, translate

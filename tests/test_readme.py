@@ -132,7 +132,7 @@ def run_elsewhere(folder: Path, *command: str) -> subprocess.CompletedProcess[st
 @pytest.mark.slow
 def test_any_module_can_be_imported_first(tmp_path: Path) -> None:
     code = (
-        "from harness.task.tiny_models import save_tiny_model; save_tiny_model('qwen2', 'm', 0, texts=['a b'])\n"
+        "from harness.tools.tiny_models import save_tiny_model; save_tiny_model('qwen2', 'm', 0, texts=['a b'])\n"
         "from harness.trainer.model import load_causal_lm"
     )
     done = run_elsewhere(tmp_path, sys.executable, "-c", code)

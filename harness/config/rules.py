@@ -8,10 +8,9 @@ from string import Formatter
 from typing import Any, Literal
 
 from harness.config.layers import ConfigError, nearest, shown
-from harness.config.schema import Config, Updates
+from harness.config.schema import TINY_MODELS, Config, Updates
 from harness.runtime.phases import PHASES
 from harness.task.rewards import HANDED_IN, REWARDS, is_reward
-from harness.task.tiny_models import ARCHITECTURES, is_tiny
 
 Rule = tuple[bool, str, str]
 """Whether it is kept, the key, and what to say: "must ...", or why it cannot work and what to use."""
@@ -229,8 +228,8 @@ def _engine(config: Config) -> Iterator[Rule]:
     for key, names in DERIVED_ENGINE_ARGUMENTS.items():
         for name in names.split():
             yield name not in arguments, f"engine.args.{name}", f"the harness derives it from {key}; set that"
-    if model.overrides and not is_tiny(model.name):
-        only = f'only the tiny models ({", ".join(ARCHITECTURES)}) have overrides, and model.name = "{model.name}"'
+    if model.overrides and model.name not in TINY_MODELS:
+        only = f'only the tiny models ({", ".join(TINY_MODELS)}) have overrides, and model.name = "{model.name}"'
         yield False, f"model.overrides.{next(iter(model.overrides))}", only
     narrow = 'model.dtype = "float32" would compute with weights that are rounded already; use "float32"'
     yield model.dtype == "bfloat16" or model.master_dtype == "float32", "model.master_dtype", narrow

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
 TransportName = Literal["pull", "tensor", "bucket", "distributed", "disk"]
+TINY_MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight")
+"""model.name of the models that tools/tiny_models.py makes on the spot."""
 KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "inverse_sqrt"]
 LossAggregation = Literal[

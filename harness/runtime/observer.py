@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # types alone: the rooms above import this one
     from harness.cluster.world import Launch, World
     from harness.config.schema import Config
     from harness.runtime.events import EventLog
+    from harness.task.data import Row
     from harness.task.rewards import MakeReward
     from harness.trainer.batch import Batch
 
@@ -27,6 +28,8 @@ class RunContext:
     """The run directory."""
     launched: float
     """UNIX time at which torchrun started."""
+    models: "dict[str, Callable[[Path, list[Row]], object]]" = field(default_factory=dict)
+    """model.name -> what makes that model, and a tokenizer of the rows' text, in a folder; added as rewards are."""
     rewards: "dict[str, MakeReward]" = field(default_factory=dict)
     """task.reward -> what makes it, where it is none of task/rewards.py; an observer adds it once the ranks have met."""
 

@@ -16,6 +16,7 @@ from harness.runtime.observer import Observer, RunContext
 from harness.tools.hosts.phase_gate import PHASE_SOCKET, EmulatedHost
 from harness.tools.live_line import LiveLine
 from harness.tools.rewards.more_rewards import RewardMaker
+from harness.tools.tiny_models import TinyModelMaker
 from harness.tools.trackers.trackers import TrackerWriter
 from harness.tools.watchdog.client import WatchdogObserver
 
@@ -97,7 +98,7 @@ def standard_observers(config: Config) -> list[Observer]:
     path = os.environ.get(PHASE_SOCKET)
     emulated = [EmulatedHost(path, watchdog.flush)] if path else []
     trackers = [TrackerWriter(config.trackers.names)] if config.trackers.names else []
-    writers = [RewardMaker(), ReportWriter(), EngineCalls(), *trackers, LiveLine()]
+    writers = [TinyModelMaker(), RewardMaker(), ReportWriter(), EngineCalls(), *trackers, LiveLine()]
     if config.rollout.save:
         from harness.tools.saved_rollouts import RolloutWriter  # imports torch
 

@@ -26,12 +26,12 @@ from harness.rollout.sglang_api import source
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.data import Row, file_of, is_hub_id, load_rows, of_validation
-from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools import environments
 from harness.tools.command_line import parse
 from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
 from harness.tools.plan.refusals import padded, refusals
 from harness.tools.rewards.more_rewards import check_math_verify, check_reward
+from harness.tools.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools.trackers.trackers import check_trackers
 
 Device = Literal["cpu", "cuda"]

@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
     from harness.rollout import sglang_api
     from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
     from harness.rollout.verl_engine import VerlEngine
-    from harness.task.tiny_models import save_tiny_model
+    from harness.tools.tiny_models import save_tiny_model
 
     api = sglang_api.probe()
     os.environ.update(sglang_api.common_environment(api, {}, os.environ))

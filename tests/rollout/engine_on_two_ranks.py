@@ -52,7 +52,7 @@ def main(folder: Path) -> None:
 
     from harness.rollout import sglang_api
     from harness.rollout.verl_engine import VerlEngine
-    from harness.task.tiny_models import save_tiny_model
+    from harness.tools.tiny_models import save_tiny_model
 
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:

@@ -172,7 +172,7 @@ def test_the_plugin_is_an_entry_point() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from harness.task.tiny_models import tiny_config, tiny_model; tiny_model(tiny_config('qwen2', 'cpu'), 0)",
+        "from harness.tools.tiny_models import tiny_config, tiny_model; tiny_model(tiny_config('qwen2', 'cpu'), 0)",
         *(
             f"import harness.{name}"
             for name in ("trainer.actor", "weights.verify", "ppo", "train", "rollout.verl_engine")

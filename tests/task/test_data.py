@@ -15,7 +15,7 @@ from harness.task.data import (
     load_rows,
     tokenize_prompts,
 )
-from harness.task.tiny_models import train_tokenizer
+from harness.tools.tiny_models import train_tokenizer
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 TEMPLATE = "Question: {question}\nAnswer: "

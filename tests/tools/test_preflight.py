@@ -11,9 +11,9 @@ import pytest
 
 from harness.config.layers import ConfigError
 from harness.task.data import load_rows
-from harness.task.tiny_models import NOT_OVERRIDABLE, tiny_config, tiny_fields
 from harness.tools import preflight
 from harness.tools.command_line import parse
+from harness.tools.tiny_models import NOT_OVERRIDABLE, tiny_config, tiny_fields
 from launch import ppo
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.task.tiny_models import save_tiny_model
+from harness.tools.tiny_models import save_tiny_model
 from harness.trainer.model import load_causal_lm
 from tests.weights.faults_stand import Stand, live_layout, patching, raising, run
 

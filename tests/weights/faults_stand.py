@@ -23,7 +23,7 @@ from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.world import Launch, World, all_gather, open_world
 from harness.config import schema
 from harness.rollout.verl_engine import VerlEngine
-from harness.task.tiny_models import save_tiny_model
+from harness.tools.tiny_models import save_tiny_model
 from harness.trainer.actor import token_log_probs
 from harness.trainer.batch import from_sequences, scatter_responses
 from harness.trainer.model import load_causal_lm, named_tensors

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.config import schema
 from harness.config.layers import ConfigError
-from harness.task.tiny_models import tiny_config, tiny_model
+from harness.tools.tiny_models import tiny_config, tiny_model
 from harness.weights.groups import SourceView
 from harness.weights.names import checkpoint_layout
 from harness.weights.presync_checks import WeightsRefused

@@ -25,7 +25,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
     from harness.config import schema
     from harness.rollout.verl_engine import VerlEngine
     from harness.runtime.cpu_standins import activate
-    from harness.task.tiny_models import save_tiny_model
+    from harness.tools.tiny_models import save_tiny_model
     from harness.trainer.model import load_causal_lm
     from harness.weights.gather import plan_buckets
     from harness.weights.readback import weight_differences

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from harness.rollout.defaults import engine_defaults
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
-from harness.task.tiny_models import is_tiny, tiny_fields
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
+from harness.tools.tiny_models import is_tiny, tiny_fields
 
 MOST_LINES = 360
 WIDTH = 120

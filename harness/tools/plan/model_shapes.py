@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.task.tiny_models import Device, is_tiny, tiny_fields
+from harness.tools.tiny_models import Device, is_tiny, tiny_fields
 
 Cut = Literal["whole", "heads", "kv_heads", "width", "experts", "vocab"]
 """What of a tensor SGLang spreads over tensor-parallel ranks: attention heads, key-value heads (at least one a rank), an

@@ -31,7 +31,7 @@ class TinyEngine:
 
     def trainer(self, seed: int) -> Any:
         """Return a transformers model of the same shape with other weights, on the engine's device."""
-        from harness.task.tiny_models import tiny_config, tiny_model
+        from harness.tools.tiny_models import tiny_config, tiny_model
 
         config = tiny_config(self.name, self.device)
         return tiny_model(config, seed, dtype_on(self.device)).eval().to(self.device)
@@ -77,7 +77,7 @@ def tiny_engine(
     tp, stages, hosts = (args.get(name, 1) for name in ("tp_size", "pp_size", "nnodes"))
     device = prepare_process(ranks=tp * stages // hosts if api.cores_by_device else tp)
     from harness.rollout.defaults import engine_defaults
-    from harness.task.tiny_models import save_tiny_model
+    from harness.tools.tiny_models import save_tiny_model
 
     folder = Path(tempfile.mkdtemp()) / "model"
     save_tiny_model(

@@ -3,7 +3,7 @@
 import re
 
 from harness.config.layers import ConfigError
-from harness.task.tiny_models import ARCHITECTURES, tiny_fields
+from harness.tools.tiny_models import ARCHITECTURES, tiny_fields
 from harness.tools.verl.draft import Draft
 
 BY_PATH = (

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.task.tiny_models import tiny_fields
 from harness.tools.export import pasted
 from harness.tools.export.program import MINIMAL, ORDER, STEP_PHASES
+from harness.tools.tiny_models import tiny_fields
 
 SETTINGS = {"tp": 1, "steps": 2, "prompts": 2, "responses": 2, "response_tokens": 4, "tolerance": 1e-4}
 

@@ -8,8 +8,8 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from harness.config.layers import build_config, read_layer
-from harness.task.tiny_models import ARCHITECTURES, tiny_config
 from harness.tools.plan.model_shapes import UnknownShape, model_fields, model_shape
+from harness.tools.tiny_models import ARCHITECTURES, tiny_config
 from harness.trainer.model import ValueModel, named_tensors
 
 DEEPSEEK = Path(__file__).parents[3] / "configs/multinode/deepseek_v3_671b.toml"

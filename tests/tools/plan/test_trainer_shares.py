@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.config.schema import ActorConfig, Config
-from harness.task.tiny_models import ARCHITECTURES, tiny_config
 from harness.tools.plan import memory_estimate
 from harness.tools.plan.memory_estimate import largest_bucket, trainer_share
 from harness.tools.plan.model_shapes import ModelShape, model_fields, model_shape
+from harness.tools.tiny_models import ARCHITECTURES, tiny_config
 from harness.trainer.actor import Actor
 from harness.trainer.model import load_causal_lm, named_tensors
 from harness.trainer.offload import storages_of

@@ -45,7 +45,7 @@ def hf_router_masking(broken: bool) -> None:
     """With negative correction biases transformers picks experts of groups that lost, which its mask of 0 let win."""
     import torch
 
-    from harness.task.tiny_models import tiny_config, tiny_model
+    from harness.tools.tiny_models import tiny_config, tiny_model
 
     config, count = tiny_config("deepseek_v3"), 64
     block = tiny_model(config, seed=0).model.layers[1].mlp
@@ -73,7 +73,7 @@ def lost_correction_bias(broken: bool) -> None:
     """Weights sent from named_parameters() leave e_score_correction_bias behind, which DeepSeek-V3's router has as a buffer."""
     import torch
 
-    from harness.task.tiny_models import tiny_config, tiny_model
+    from harness.tools.tiny_models import tiny_config, tiny_model
 
     config = tiny_config("deepseek_v3")
     trainer, receiver = tiny_model(config, seed=1), tiny_model(config, seed=0)
@@ -128,7 +128,7 @@ def packed_experts_names(broken: bool) -> None:
 )
 def tied_embeddings(broken: bool) -> None:
     """A tied lm_head.weight is in no list of parameters, so the pipeline stage that needs it never gets it."""
-    from harness.task.tiny_models import tiny_config, tiny_model
+    from harness.tools.tiny_models import tiny_config, tiny_model
 
     model = tiny_model(tiny_config("qwen2", overrides={"tie_word_embeddings": broken}), seed=0)
     last_stage = [name for name, _ in model.named_parameters() if name.startswith(("model.norm", "lm_head"))]

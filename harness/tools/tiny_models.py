@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from harness.runtime.cpu_standins import make_transformers_importable
+from harness.runtime.observer import Observer, RunContext
+from harness.task.data import Row
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -93,6 +95,21 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": _DEEPSEEK,
     "moonlight": _DEEPSEEK | {"q_lora_rank": None},
 }
+
+
+class TinyModelMaker(Observer):
+    """Hand the run the tiny model that model.name names."""
+
+    def met(self, run: RunContext) -> None:
+        model, seed, device = run.config.model, run.config.run.seed, run.world.device_type
+
+        def save(folder: Path, rows: list[Row]) -> Path:
+            texts, weights = [row.text for row in rows], model.weights == "checkpoint"
+            arguments = model.name, folder, seed, model.dtype, device, model.overrides
+            return save_tiny_model(*arguments, texts=texts, weights=weights)
+
+        if is_tiny(model.name):
+            run.models[model.name] = save
 
 
 def is_tiny(name: str) -> bool:

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.task.arithmetic import make_problems
-from harness.task.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model, tiny_config, tiny_model
+from harness.config.schema import TINY_MODELS
+from harness.tools.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model, tiny_config, tiny_model
 
 TEXTS = [problem["question"] + "\n" + problem["answer"] for problem in make_problems(100, seed=0)]
 MOE = ("qwen3_moe", "deepseek_v3", "moonlight")
@@ -197,13 +198,14 @@ def test_without_weights_the_folder_is_the_same_but_for_them(tmp_path, name):
 
 
 def test_is_tiny():
+    assert ARCHITECTURES == TINY_MODELS
     assert all(is_tiny(name) for name in ARCHITECTURES)
     assert not any(is_tiny(name) for name in ("", "qwen", "Qwen/Qwen3-0.6B", "./qwen2"))
 
 
 def test_names_need_neither_torch_nor_transformers():
     code = (
-        "import sys, harness.task.tiny_models, harness.task.data\n"
+        "import sys, harness.tools.tiny_models, harness.task.data\n"
         "print([name for name in ('torch', 'transformers', 'tokenizers', 'datasets') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

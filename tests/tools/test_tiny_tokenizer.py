@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.task.arithmetic import make_problems
-from harness.task.tiny_models import train_tokenizer
+from harness.tools.tiny_models import train_tokenizer
 
 TEXTS = [problem["question"] + "\n" + problem["answer"] for problem in make_problems(100, seed=0)]
 TOKENIZER = train_tokenizer(TEXTS, 512)
