@@ -4,16 +4,13 @@ Observers are handed in; this file knows none of them. Nothing heavy is imported
 on the path before transformers and SGLang are imported.
 """
 
-import json
 import os
-import platform
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
@@ -24,8 +21,6 @@ from harness.cluster.world import (
     Launch,
     World,
     WorldError,
-    all_gather,
-    behaviour,
     check_agreement,
     choose_device,
     hard_exit,
@@ -42,7 +37,6 @@ from harness.runtime.memory_gauge import Gauge
 from harness.runtime.observer import Observer, Observers, RunContext
 from harness.runtime.phases import MEET, RUN
 from harness.runtime.processes import descendants, end_processes
-from harness.runtime.run_record import installed_versions
 
 FAILED = 1
 
@@ -132,22 +126,12 @@ def _in_world(
         return report_user_error(error, world.rank)
     for sentence in differences:
         events.say(f"warning: {sentence}")
-    facts = {
-        "rank": world.rank,
-        "host": world.host,
-        "device": torch.cuda.get_device_name(world.device) if cuda else platform.processor() or "cpu",
-        "platform": platform.platform(),
-        "versions": installed_versions(),
-        "environment": behaviour(os.environ),
-    }
-    everyone = all_gather(facts)
     drawn = picture(dims, world.locations, world.device_type, addresses=world.addresses)
     events.fact("placement", engines=[repr(placement) for placement in placements], picture=drawn)
     if console:
         console.show("\n".join(drawn))
     if world.rank == 0:
         write_config(folder, config, world.device_type)
-        (folder / "environment.json").write_text(json.dumps(everyone, indent=1), encoding="utf-8")
     observer.phase_ends(MEET, None)
     job = load_job()
     try:

@@ -1,19 +1,16 @@
 """The record of a run: how long its start took, the metrics of its steps, memory by phase; metrics.jsonl while it runs."""
 
 import json
-import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from harness.runtime.units import MIB
 
-PACKAGES = ("torch", "sglang", "transformers", "torch_memory_saver", "datasets", "accelerate")
 SUMMARIZED = ("log_prob_difference_", "sync_", "seconds/verify_")
 """How metrics begin that verdict and report read at the end; the file alone has the others, as a run may be long."""
 FIGURES = ("rss", "used", "reserved", "engine", "free", "peak", "peak_reserved")
@@ -135,14 +132,3 @@ def memory(phases: Phases) -> dict[str, Any]:
         metrics["memory/end"] = max(rank["total"] - rank["free"] if "total" in rank else rank["rss"] for rank in ranks)
         metrics["memory/ranks_mib"] = compact
     return metrics
-
-
-def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and PACKAGES, "not installed" where one is missing."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found

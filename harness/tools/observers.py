@@ -13,6 +13,7 @@ from typing import Any
 from harness.config.schema import Config
 from harness.runtime.errors import say
 from harness.runtime.observer import Observer, RunContext
+from harness.tools.environment_file import EnvironmentFile
 from harness.tools.hosts.phase_gate import PHASE_SOCKET, EmulatedHost
 from harness.tools.live_line import LiveLine
 from harness.tools.rewards.more_rewards import RewardMaker
@@ -98,7 +99,7 @@ def standard_observers(config: Config) -> list[Observer]:
     path = os.environ.get(PHASE_SOCKET)
     emulated = [EmulatedHost(path, watchdog.flush)] if path else []
     trackers = [TrackerWriter(config.trackers.names)] if config.trackers.names else []
-    writers = [TinyModelMaker(), RewardMaker(), ReportWriter(), EngineCalls(), *trackers, LiveLine()]
+    writers = [EnvironmentFile(), TinyModelMaker(), RewardMaker(), ReportWriter(), EngineCalls(), *trackers, LiveLine()]
     if config.rollout.save:
         from harness.tools.saved_rollouts import RolloutWriter  # imports torch
 

@@ -2,10 +2,9 @@
 
 import json
 import time
-from importlib import metadata
 from pathlib import Path
 
-from harness.runtime.run_record import Metrics, RunRecord, installed_versions, memory, step_line
+from harness.runtime.run_record import Metrics, RunRecord, memory, step_line
 from harness.runtime.units import GIB
 
 STEP = {
@@ -72,12 +71,6 @@ def test_lines_of_a_step_and_of_the_start(tmp_path: Path) -> None:
         "step 3  reward 0.250  truncated 50%  log-prob difference 2.5e-06  actor loss -0.1250  grad norm 0.500  1.5 s"
     )
     assert "explained variance -0.500" in step_line(step(3, **CRITIC))
-
-
-def test_versions_of_what_is_not_installed() -> None:
-    found = installed_versions()
-    assert found["torch"] == metadata.version("torch")
-    assert all(version for version in found.values())
 
 
 def on_gpu(used: int, engine: int, peak: int = 0) -> dict[str, int]:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.task.arithmetic import make_problems
 from harness.config.schema import TINY_MODELS
+from harness.task.arithmetic import make_problems
 from harness.tools.tiny_models import ARCHITECTURES, is_tiny, save_tiny_model, tiny_config, tiny_model
 
 TEXTS = [problem["question"] + "\n" + problem["answer"] for problem in make_problems(100, seed=0)]
