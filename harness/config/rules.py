@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from string import Formatter
-from typing import Any, Literal
+from typing import Literal
 
 from harness.config.layers import ConfigError, nearest, shown
 from harness.config.schema import TINY_MODELS, Config, Updates
@@ -84,14 +84,6 @@ def expandable_segments(environment: Mapping[str, str]) -> str:
         if "expandable_segments:true" in value.lower().replace(" ", ""):
             return f"{name}={value}"
     return ""
-
-
-def check_unquantized(model_config: Mapping[str, Any], name: str) -> None:
-    """Raise ConfigError for a model whose config.json says that its checkpoint is quantized."""
-    found = model_config.get("quantization_config")
-    if isinstance(found, Mapping):
-        method = f"{found.get('quant_method', 'unknown')}, quantization_config in its config.json"
-        raise ConfigError(f'model.name = "{name}" is quantized ({method}): {QUANTIZED}; give a checkpoint that is not.')
 
 
 def warnings(config: Config) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.layers import ConfigError, shown
-from harness.config.rules import check_transport, check_unquantized
+from harness.config.rules import QUANTIZED, check_transport
 from harness.config.run_folder import checkpoint_to_resume
 from harness.config.schema import Config
 from harness.rollout import sglang_api
@@ -139,6 +139,14 @@ def _check(config: Config, device: Device, on_hub: bool) -> Fields:
         for each in filter(is_hub_id, validation.source):
             _look_up("dataset", "validation.source", each)
     return fields
+
+
+def check_unquantized(model_config: Fields, name: str) -> None:
+    """Raise ConfigError for a model whose config.json says that its checkpoint is quantized."""
+    found = model_config.get("quantization_config")
+    if isinstance(found, Mapping):
+        method = f"{found.get('quant_method', 'unknown')}, quantization_config in its config.json"
+        raise ConfigError(f'model.name = "{name}" is quantized ({method}): {QUANTIZED}; give a checkpoint that is not.')
 
 
 def check_rows(sources: Sequence[str], split: str, rows: int) -> tuple[list[Row], bool]:
