@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from harness.runtime.phases import RUN
-from harness.tools.watchdog.client import deadline
 from tests.tools.watchdog.hosts import Hosts
 
 ONE = {"host0": [0, 1]}
@@ -287,10 +285,3 @@ def names() -> list[Any]:
 @pytest.mark.parametrize("name", names())
 def test_a_scenario(results: dict[str, Any], name: str) -> None:
     results[name].result()
-
-
-def test_phases_that_are_not_named_have_the_common_deadline_and_the_whole_job_none() -> None:
-    assert deadline("sync", {"sync": 7}, 600) == 7
-    assert deadline("generate", {"sync": 7}, 600) == 600
-    assert deadline(RUN, {}, 600) is None
-    assert deadline(RUN, {RUN: 9}, 600) == 9

@@ -1,0 +1,11 @@
+"""How long a phase may take."""
+
+from harness.runtime.phases import RUN
+from harness.tools.watchdog.client import deadline
+
+
+def test_phases_that_are_not_named_have_the_common_deadline_and_the_whole_job_none() -> None:
+    assert deadline("sync", {"sync": 7}, 600) == 7
+    assert deadline("generate", {"sync": 7}, 600) == 600
+    assert deadline(RUN, {}, 600) is None
+    assert deadline(RUN, {RUN: 9}, 600) == 9
