@@ -4,8 +4,11 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
+import time
+import tomllib
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,13 +26,14 @@ from transformers import AutoModelForCausalLM
 from harness import checkpoint
 from harness.checkpoint import Checkpoints
 from harness.config import schema
-from harness.config.layers import ConfigError
+from harness.config.layers import ConfigError, to_toml
 from harness.config.run_folder import checkpoint_to_resume, checkpoints_in
 from harness.tools.command_line import parse
 from harness.trainer.actor import Actor
 from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
+from harness.trainer.offload import local
 from harness.weights.sync import WeightSync
 from tests.cluster.gloo import on_ranks
 from tests.trainer.sequences import advantage_batch, sequences
@@ -87,11 +91,12 @@ def update(made: Checkpoints, seed: int) -> dict[str, float]:
 
 def digests(made: Checkpoints) -> dict[str, str]:
     """Of every tensor of a checkpoint, whole, and of what is beside them."""
-    with made._tensors() as tensors:
-        whole = {
-            name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in tensors.items()
-        }
-        found = {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in whole.items()}
+    found = {}
+    for learner in made._learners():
+        with learner.learning():
+            for name, each in learner.tensors().items():
+                whole = (each.full_tensor() if isinstance(each, DTensor) else each).clone()  # numpy pins storages
+                found[name] = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     return found | {"state": json.dumps(made._state(0))}
 
 
@@ -118,6 +123,28 @@ def resume_another(rank: int, folder: Path, model: str) -> str:
     return str(raised.value)
 
 
+def resume_spoiled(rank: int, folder: Path) -> list[str]:
+    """What is said of copies that each lack something."""
+    made, said = parts(folder), []
+    for name in (f"critic/rank000{rank}.safetensors", "state.json"):
+        for size in (None, 100, 0):
+            copy = folder / f"copy-of-rank{rank}" / f"step-{len(said) + 10}"
+            shutil.copytree(folder / "checkpoints" / "step-3", copy)
+            spoiled = copy / name
+            spoiled.unlink() if size is None else os.truncate(spoiled, size)
+            with pytest.raises(ConfigError) as raised:
+                made.resume(copy)
+            said.append(str(raised.value))
+    return said
+
+
+def save_deepseek(rank: int, folder: Path) -> dict[str, str]:
+    made = parts(folder, "deepseek_v3")
+    update(made, 1)
+    made.save(3)
+    return digests(made)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with a checkpoint of two ranks, and what rank 0 computed."""
@@ -136,23 +163,47 @@ def test_two_ranks_go_on_from_a_checkpoint_bit_for_bit(saved: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_one_rank_goes_on_from_a_checkpoint_of_two(saved: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_ranks_go_on_from_a_checkpoint_of_two(ranks: int, saved: Any, tmp_path: Path) -> None:
     folder, (tensors, metrics, _) = saved
-    [(_, resumed, others, _, said)] = on_ranks(resume_and_go_on, 1, tmp_path, folder)
+    *_, (_, resumed, others, _, said) = on_ranks(resume_and_go_on, ranks, tmp_path, folder)
     assert resumed == tensors
     assert others["learning_rate"] == metrics["learning_rate"]
     assert not [line for line in said if "warning" in line]
+
+
+def check_loads(checkpoint_folder: Path, tensors: dict[str, str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder, dtype="auto")
+    found = model.state_dict()
+    for name, tensor in found.items():
+        assert hashlib.sha256(tensor.numpy().tobytes()).hexdigest() == tensors[f"actor/model/{name}"]
+    assert len(found) == len([name for name in tensors if name.startswith("actor/model/")])
 
 
 @pytest.mark.slow
 def test_transformers_loads_the_folder_and_only_its_user_can_open_it(saved: Any) -> None:
     folder, (tensors, *_) = saved
     checkpoint_folder = folder / "checkpoints" / "step-3"
-    model = AutoModelForCausalLM.from_pretrained(checkpoint_folder)
-    for name, tensor in model.state_dict().items():
-        assert hashlib.sha256(tensor.numpy().tobytes()).hexdigest() == tensors[f"actor/model/{name}"]
+    check_loads(checkpoint_folder, tensors)
     assert checkpoint_folder.stat().st_mode & 0o077 == 0
     assert [path.name for path in checkpoint_folder.parent.iterdir()] == ["step-3"]
+    suffixes = {path.suffix for path in checkpoint_folder.rglob("*") if path.is_file()}
+    assert suffixes == {".json", ".toml", ".safetensors"}, "nothing that is unpickled"
+
+
+@pytest.mark.slow
+def test_transformers_loads_one_of_deepseek_v3(tmp_path: Path) -> None:
+    tensors = on_ranks(save_deepseek, 2, tmp_path, tmp_path)[0]
+    assert any("e_score_correction_bias" in name for name in tensors)
+    check_loads(tmp_path / "checkpoints" / "step-3", tensors)
+
+
+@pytest.mark.slow
+def test_one_that_lacks_a_file_or_the_end_of_one_is_refused(saved: Any, tmp_path: Path) -> None:
+    for rank, said in enumerate(on_ranks(resume_spoiled, 2, tmp_path, saved[0])):
+        assert len(said) == 6
+        for number, sentence in enumerate(said):
+            assert f"copy-of-rank{rank}/step-{number + 10} cannot be read (" in sentence
 
 
 @pytest.mark.slow
@@ -181,12 +232,12 @@ def process(folder: Path, work: Callable[[Checkpoints], None]) -> int:
 
 
 def save_many(made: Checkpoints) -> None:
-    for step in (2, 4, 10, 6):
+    for step in (2, 4, 6, 10):
         made.save(step)
 
 
 def killed_in(made: Checkpoints, patched: str, call: int) -> None:
-    """Save step 6 again and step 12; SIGKILL at that call of a function of the module."""
+    """Save step 12; SIGKILL at that call of a function of the module."""
     real, calls = getattr(checkpoint, patched.partition(".")[0]), []
     real = getattr(real, patched.partition(".")[2]) if "." in patched else real
 
@@ -196,13 +247,12 @@ def killed_in(made: Checkpoints, patched: str, call: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **named)
 
-    made.save(6)
     with patch(f"harness.checkpoint.{patched}", kills):
         made.save(12)
 
 
 def killed_at_the_shards(made: Checkpoints) -> None:
-    killed_in(made, "dcp.save", 1)
+    killed_in(made, "save_file", 1)
 
 
 def killed_before_the_state(made: Checkpoints) -> None:
@@ -232,17 +282,88 @@ def test_the_newest_stay_and_a_save_that_is_killed_leaves_the_one_before(tmp_pat
         return [each.name for each in checkpoints_in(there)]
 
     assert process(tmp_path, save_many) == 0
-    assert names() == ["step-4", "step-6", "step-10"], "of a later step than 6 none goes"
-    shutil.rmtree(there / "step-10")
+    assert names() == ["step-6", "step-10"]
     for killed in (killed_at_the_shards, killed_before_the_state, killed_on_the_way_to_the_disk):
         assert process(tmp_path, killed) == -signal.SIGKILL
-        assert names() == ["step-4", "step-6"]
+        assert names() == ["step-6", "step-10"]
         assert (there / "step-12.partial").is_dir()
     assert process(tmp_path, killed_after_all) == -signal.SIGKILL
-    assert names() == ["step-4", "step-6", "step-12"]
-    shutil.copytree(there / "step-12", there / "step-13.partial")
+    assert names() == ["step-10", "step-12"]
+    (there / "step-99").mkdir()  # as no save leaves it
+    (there / "notes").mkdir()
     assert process(tmp_path, resume_latest) == 0
     assert names() == ["step-12", "step-13"]
+    assert {each.name for each in there.iterdir()} == {"step-12", "step-13", "step-99", "notes"}
+
+
+STEPS, MOMENTS = 40, 20
+
+
+def make_steps(rank: int, folder: Path, rows: Path) -> None:
+    """Go on from the newest checkpoint to STEPS, and save each step; rank 0 writes its metrics."""
+    dist.init_process_group("gloo", init_method=f"file://{rows}.store", rank=rank, world_size=2)
+    made = parts(folder, keep=2)
+    there = checkpoints_in(made.folder)
+    for step in range(made.resume(there[-1]) if there else 0, STEPS):
+        metrics = update(made, step)
+        if rank == 0:
+            with rows.open("a") as file:
+                file.write(json.dumps([step, metrics, digests_of_this_rank(made)]) + "\n")
+        made.save(step + 1)
+    dist.barrier()
+    os._exit(0)
+
+
+def digests_of_this_rank(made: Checkpoints) -> list[str]:
+    with made.ppo.actor.learning(), made.ppo.critic.learning():
+        tensors = [each for learner in made._learners() for each in learner.tensors().values()]
+        return [hashlib.sha256(local(each).clone().numpy().tobytes()).hexdigest()[:8] for each in tensors]
+
+
+def start(folder: Path, rows: Path) -> list[Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_checkpoint"])
+    ranks = [context.Process(target=make_steps, args=(rank, folder, rows)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def read(rows: Path) -> dict[int, Any]:
+    return {row[0]: row[1:] for row in map(json.loads, rows.read_text().splitlines())} if rows.exists() else {}
+
+
+@pytest.mark.long
+def test_killed_at_random_moments_two_ranks_make_the_steps_of_ranks_that_were_not(tmp_path: Path) -> None:
+    draw, made = random.Random(15), {}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for moment in range(MOMENTS + 1):
+        rows = tmp_path / f"rows{moment}"
+        ranks, wanted = start(tmp_path / "a", rows), draw.randrange(1, 4)
+        while moment < MOMENTS and len(read(rows)) < wanted:
+            assert all(rank.is_alive() for rank in ranks)
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0, 0.3))
+        for rank in ranks if draw.random() < 0.5 else [draw.choice(ranks)]:
+            if moment < MOMENTS:
+                rank.kill()
+        if moment < MOMENTS:
+            time.sleep(0.2)
+        for rank in ranks:
+            if moment < MOMENTS:
+                rank.kill()  # which may wait for the other for minutes
+            rank.join()
+        found = read(rows)
+        print(
+            f"moment {moment}: steps {sorted(found)}, {[each.name for each in (tmp_path / 'a/checkpoints').iterdir()]}"
+        )
+        made |= found
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    whole = start(tmp_path / "b", tmp_path / "whole")
+    for rank in whole:
+        rank.join()
+    assert made == read(tmp_path / "whole") and len(made) == STEPS
 
 
 def config_of(*words: str) -> schema.Config:
@@ -251,30 +372,69 @@ def config_of(*words: str) -> schema.Config:
 
 def test_latest_is_by_number_and_nothing_while_there_is_none(tmp_path: Path) -> None:
     words = ["--checkpoint.resume", "latest", "--checkpoint.folder", str(tmp_path)]
-    for name in ("step-x", "step-8", "step-11.partial", "step-9.old", "other"):
+    for name in ("step-x", "step-8", "step-11.partial", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").touch()
     (tmp_path / "step-8" / "state.json").unlink()
     assert checkpoint_to_resume(config_of(*words)) is None
     for name in ("step-9", "step-10"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "state.json").write_text('{"step": 10}')
-    words += ["--run.steps", "11"]
-    assert checkpoint_to_resume(config_of(*words)) == tmp_path / "step-10"
-    with pytest.raises(ConfigError, match="step-10. is after step 10 of 10; raise run.steps"):
-        checkpoint_to_resume(config_of(*words, "--run.steps", "10"))
+        (tmp_path / name / "state.json").touch()
+    words += ["--run.steps", "10"]
+    assert checkpoint_to_resume(config_of(*words)) == tmp_path / "step-10", "its final check is to come"
+    with pytest.raises(ConfigError, match="step-10. is after the last of 9 steps; raise run.steps"):
+        checkpoint_to_resume(config_of(*words, "--run.steps", "9"))
     assert checkpoint_to_resume(config_of()) is None
     with pytest.raises(ConfigError, match="is no checkpoint.* it has step-9, step-10; give one"):
         checkpoint_to_resume(config_of("--checkpoint.resume", str(tmp_path)))
+    with pytest.raises(ConfigError, match="is no checkpoint"):
+        checkpoint_to_resume(config_of("--checkpoint.resume", str(tmp_path / "step-11.partial")))
 
 
-@pytest.mark.parametrize("spoiled", ["mode of a file", "mode of the folder", "link"])
-def test_what_others_could_have_written_is_not_read(spoiled: str, tmp_path: Path) -> None:
-    (tmp_path / "step-1" / "shards").mkdir(parents=True, mode=0o700)
-    metadata = tmp_path / "step-1" / "shards" / ".metadata"
+def test_no_run_saves_among_checkpoints_that_it_does_not_continue(tmp_path: Path) -> None:
+    for name in ("a/step-4", "a/step-10", "b/step-10"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "state.json").touch()
+    words = ["--run.steps", "12", "--checkpoint.every", "1", "--checkpoint.folder", str(tmp_path / "a")]
+    for resumed in ("", str(tmp_path / "a" / "step-4"), str(tmp_path / "b" / "step-10")):
+        with pytest.raises(ConfigError, match="holds step-10, which this run does not resume: give another folder"):
+            checkpoint_to_resume(config_of(*words, "--checkpoint.resume", resumed))
+    assert checkpoint_to_resume(config_of(*words, "--checkpoint.resume", "latest")) == tmp_path / "a" / "step-10"
+    assert checkpoint_to_resume(config_of(*words, "--checkpoint.every", "0")) is None
+
+
+def changes(saved: str, resumed: str) -> list[str]:
+    before, now = (tomllib.loads(to_toml(config_of(*words.split()))) for words in (saved, resumed))
+    return list(checkpoint.config_changes(Path("/step-3"), before, now))
+
+
+def test_another_config_is_warned_of_and_other_prompts_are_refused() -> None:
+    [learning_rate, steps] = sorted(changes("", "--run.steps 9 --actor.learning_rate 0.5 --run.dir x"))
+    assert learning_rate.startswith("actor.learning_rate is 0.5, and was 1e-05 in")
+    assert steps.startswith("run.steps is 9, and was 3 in")
+    for words, key in (
+        ("--run.seed 2", "run.seed = 2 "),
+        ("--task.rows 8", "task.rows = 8 "),
+        ("--rollout.prompts_per_step 4", "rollout.prompts_per_step = 4 "),
+    ):
+        with pytest.raises(ConfigError, match=f"^{key}gives other prompts .* new run from its weights, --model.name /"):
+            changes("", words)
+
+
+@pytest.mark.parametrize("spoiled", ["mode of a file", "mode of the folder", "link", "user"])
+def test_what_others_could_have_written_is_not_read(
+    spoiled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step-1" / "actor").mkdir(parents=True, mode=0o700)
+    metadata = tmp_path / "step-1" / "actor" / "rank0000.safetensors"
     metadata.touch(0o600)
     checkpoint.require_own(tmp_path / "step-1")
-    if spoiled == "link":
+    if spoiled == "user":
+        if os.getuid():
+            monkeypatch.setattr(os, "getuid", lambda: metadata.stat().st_uid + 1)
+        else:
+            os.chown(metadata, 65534, 65534)
+    elif spoiled == "link":
         metadata.unlink()
         metadata.symlink_to(tmp_path / "elsewhere")
     else:

@@ -1,14 +1,13 @@
 """The directory of a run: each run has its own, which no other user can read."""
 
 import itertools
-import json
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from harness.config.layers import ConfigError, to_toml
+from harness.config.layers import ConfigError, shown, to_toml
 from harness.config.schema import Config
 from harness.runtime import redact
 
@@ -46,27 +45,37 @@ def write_config(folder: Path, config: Config, device: Literal["cpu", "cuda"]) -
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints step-N in a folder, by N; what is being written has another name."""
     found = [each for each in folder.glob("step-*") if each.name[5:].isdecimal() and (each / STATE).is_file()]
-    return sorted(found, key=lambda each: int(each.name[5:]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that is next in it."""
+    return int(checkpoint.name[5:])
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
     """Return the checkpoint that checkpoint.resume names, None for none.
 
-    Raise ConfigError where it is no checkpoint, or made run.steps steps.
+    Raise ConfigError where it is no checkpoint, or of a step after the last one, or where this run's checkpoints would mix
+    with another's. One after the last step is good: the final check follows.
     """
-    wanted = config.checkpoint.resume
-    if not wanted:
-        return None
-    latest, run = wanted == "latest", config.run
-    there = checkpoints_in(Path(config.checkpoint.folder if latest else wanted).resolve())
-    if latest and not there:
-        return None
-    found = there[-1] if latest else Path(wanted).resolve()
-    if not (found / STATE).is_file():
-        names = ", ".join(each.name for each in there)
-        hint = f"it has {names}; give one" if names else 'give a folder step-N, or "latest"'
-        raise ConfigError(f'checkpoint.resume = "{wanted}" is no checkpoint, which has a file {STATE}; {hint}.')
-    step = json.loads((found / STATE).read_text(encoding="utf-8"))["step"]
-    if step >= run.steps and not run.epochs:
-        raise ConfigError(f'checkpoint.resume = "{found}" is after step {step} of {run.steps}; raise run.steps.')
+    wanted, run = config.checkpoint, config.run
+    there, found = checkpoints_in(Path(wanted.folder).resolve()) if wanted.folder else [], None
+    if wanted.resume == "latest":
+        found = there[-1] if there else None
+    elif wanted.resume:
+        found = Path(wanted.resume).resolve()
+        if found not in checkpoints_in(found.parent):
+            names = ", ".join(each.name for each in checkpoints_in(found))
+            hint = f"it has {names}; give one" if names else 'give a folder step-N, or "latest"'
+            raise ConfigError(
+                f'checkpoint.resume = "{wanted.resume}" is no checkpoint, a folder step-N with a file {STATE}; {hint}.'
+            )
+    if found and step_of(found) > run.steps and not run.epochs:
+        raise ConfigError(f'checkpoint.resume = "{found}" is after the last of {run.steps} steps; raise run.steps.')
+    if wanted.every and there and there[-1] != found:
+        raise ConfigError(
+            f"checkpoint.folder = {shown(wanted.folder)} holds {there[-1].name}, which this run does not resume: give another"
+            ' folder, or checkpoint.resume = "latest".'
+        )
     return found
