@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from harness.cluster.world import all_gather
 from harness.config.layers import ConfigError, shown
+from harness.config.run_folder import checkpoint_to_resume, step_of
 from harness.config.schema import Config, Rollout
 from harness.runtime.observer import Observer, RunContext
 from harness.trainer.batch import Batch
@@ -40,8 +41,14 @@ class SavedRollouts:
         return self.folder / f"step{step:05}-rank{self.rank:04}.safetensors"
 
     def save(self, step: int, batch: Batch) -> None:
-        """Write a step's batch, beside its place first: what is in its place is whole."""
+        """Write a step's batch, beside its place first: what is in its place is whole.
+
+        Those of later steps go: a run that was ended after its last checkpoint left them.
+        """
         file = self.file(step)
+        for later in self.folder.glob(f"step*-rank{self.rank:04}.safetensors"):
+            if later.name > file.name:
+                later.unlink()
         part = file.with_suffix(".part")
         save_file({name: tensor.contiguous() for name, tensor in batch.tensors().items()}, part, metadata=self.made_for)
         os.replace(part, file)
@@ -64,10 +71,12 @@ class SavedRollouts:
                 f"{file} cannot be read ({error}): run.steps must be at most the steps that were saved"
             ) from error
 
-    def check(self, rollout: Rollout, steps: int) -> None:
-        """Raise ValueError where a run of so many steps cannot load from the folder, or where it holds what would be lost."""
+    def check(self, rollout: Rollout, steps: int, first: int = 0) -> None:
+        """Raise ValueError where a run from step `first` to `steps` cannot load from the folder, or go on with what it holds."""
         if rollout.load:
             self.load(steps - 1)
+        elif first and self.file(first - 1).exists():
+            self.load(first - 1)
         elif list(self.folder.glob("step*.safetensors")):
             raise ValueError(f'rollout.save = "{self.folder}" holds rollouts of another run; give another folder')
         else:
@@ -84,7 +93,8 @@ class RolloutWriter(Observer):
         self.saved, found = SavedRollouts.of(run.config, run.world.rank), ""
         try:
             if self.saved:
-                self.saved.check(run.config.rollout, run.config.run.steps)
+                resumed = checkpoint_to_resume(run.config)
+                self.saved.check(run.config.rollout, run.config.run.steps, step_of(resumed) if resumed else 0)
         except ValueError as error:
             found = str(error)
         for sentence in filter(None, all_gather(found)):

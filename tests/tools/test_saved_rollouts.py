@@ -32,6 +32,21 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["step00002-rank0001.safetensors"]
 
 
+def test_a_resumed_run_goes_on_in_its_folder_and_what_came_after_its_checkpoint_goes(tmp_path: Path) -> None:
+    words = f"--save-rollouts {tmp_path}"
+    saved, rollout = of(words), parse(words.split()).config.rollout
+    for step in (2, 3, 4, 5):
+        saved.save(step, batch())
+    of(words, rank=0).save(5, batch())
+    saved.check(rollout, 9, first=3)
+    with pytest.raises(ValueError, match="of another model"):
+        of(f"{words} --model.name llama").check(rollout, 9, first=3)
+    assert len(list(tmp_path.iterdir())) == 5, "until the step is made again"
+    saved.save(3, batch())
+    kept = {"step00002-rank0001", "step00003-rank0001", "step00005-rank0000"}
+    assert {file.stem for file in tmp_path.iterdir()} == kept
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -59,6 +74,8 @@ def test_neither_an_earlier_runs_rollouts_nor_a_file_that_is_cut_off_goes_unseen
     of(words).save(0, batch())
     with pytest.raises(ValueError, match="holds rollouts of another run"):
         of(words).check(parse(words.split()).config.rollout, 1)
+    with pytest.raises(ValueError, match="holds rollouts of another run"):
+        of(words).check(parse(words.split()).config.rollout, 9, first=4)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read"):
