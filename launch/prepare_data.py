@@ -1,10 +1,13 @@
-"""GSM8K or MATH as train.parquet and test.parquet, in the schema of verl's examples.
+"""GSM8K or MATH as train.parquet and test.parquet, in the schema of verl's examples; or two-digit additions.
 
     python launch/prepare_data.py gsm8k OUT [--source FOLDER]
     python launch/prepare_data.py math OUT [--source FOLDER]
+    python launch/prepare_data.py addition OUT [--seed 0] [--updates 75]
 
 Reads openai/gsm8k or DigitalLearningGmbH/MATH-lighteval from the hub, or a folder with train and test as jsonl or parquet.
-Then: --task.source OUT --task.reward data_source. Exit codes: 0 written, 2 the command line or a row is wrong.
+Then: --task.source OUT --task.reward data_source.
+addition, for configs/cpu/addition.toml, writes train.jsonl, test.jsonl and model: a tiny one after a few supervised updates on
+train.jsonl, from which PPO starts. Exit codes: 0 written, 2 the command line or a row is wrong.
 """
 
 import sys
@@ -24,16 +27,25 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    environments.need("datasets", "pyarrow")
-    from harness.tools.prepare_data import RECIPES, prepare
+    from harness.tools.prepare_data import RECIPES, prepare, prepare_addition, save_supervised_start
 
     parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("dataset", choices=RECIPES)
+    parser.add_argument("dataset", choices=(*RECIPES, "addition"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--source", default="")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--updates", type=int, default=75)
     try:
         given = parser.parse_args(arguments)
-        counts = prepare(given.dataset, given.out.expanduser(), given.source)
+        out = given.out.expanduser()
+        if given.dataset == "addition":
+            environments.need("torch", "transformers")
+            print(", ".join(f"{out / split}.jsonl: {rows} rows" for split, rows in prepare_addition(out).items()))
+            loss = save_supervised_start(out / "model", out / "train.jsonl", given.seed, given.updates)
+            print(f"{out / 'model'}: a tiny model after {given.updates} supervised updates, loss {loss:.2f}")
+            return 0
+        environments.need("datasets", "pyarrow")
+        counts = prepare(given.dataset, out, given.source)
     except (ValueError, OSError) as error:
         return report_user_error(error, rank=0)
     for split, rows in counts.items():

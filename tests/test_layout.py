@@ -51,7 +51,7 @@ TOOLS = {
     },
     "plan": {"command_line", "tiny_models"},
     "preflight": {"command_line", "environments", "plan", "rewards", "tiny_models", "trackers"},
-    "prepare_data": set(),
+    "prepare_data": {"tiny_models"},
     "process_tree": set(),
     "report": {"diagnose", "export"},
     "repro": {"diagnose", "hosts", "process_tree", "tiny_models"},

@@ -1,13 +1,15 @@
-"""GSM8K and MATH in verl's schema, from small local files that stand for the hub's rows."""
+"""GSM8K and MATH in verl's schema, from small local files that stand for the hub's rows; and additions."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.task.data import load_rows
 from harness.tools.prepare_data import last_boxed, number_after_mark
-from harness.tools.rewards.more_rewards import check_reward
+from harness.tools.rewards.more_rewards import check_reward, make_reward
 from launch import prepare_data
 
 GSM8K = [
@@ -106,3 +108,27 @@ def test_a_bad_row_is_named_and_nothing_is_written(
 def test_a_wrong_command_line_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare_data.main(["gsm9k", "out"]) == 2
     assert "invalid choice: 'gsm9k'" in capsys.readouterr().err
+
+
+def test_additions_are_held_out_and_scored_by_their_digits(tmp_path: Path) -> None:
+    assert prepare_data.main(["addition", str(tmp_path), "--updates", "1"]) == 0
+    train, test = (load_rows([str(tmp_path)], split) for split in ("train", "test"))
+    questions = {row.prompt for row in train} | {row.prompt for row in test}
+    assert len(train) == 7600 and len(test) == 500 and len(questions) == 90 * 90, "each pair once, in one file"
+    assert all(sum(map(int, row.prompt.rstrip("=").split("+"))) == int(row.ground_truth) for row in train + test)
+    score = make_reward("configs/cpu/addition_reward.py:score", train)
+    row = replace(train[0], prompt="47+85=", ground_truth="132", extra_info={"answer": "1213 #### 132"})
+    assert [score(text, row) for text in ("1213", "1203", "0213", "21", "")] == [1, 0.75, 0.75, 0, 0]
+    held_out = replace(row, data_source=test[0].data_source)
+    assert [score(text, held_out) for text in ("1213", "0213", "1203", "12130", "")] == [1, 1, 0, 0, 0]
+    assert train[0].data_source != test[0].data_source
+
+
+def test_the_supervised_start_is_a_folder_that_the_seed_decides(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        assert prepare_data.main(["addition", str(tmp_path / name), "--seed", seed, "--updates", "2"]) == 0
+    first, again, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in "abc")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
