@@ -141,9 +141,7 @@ class Ppo:
             self.verification.rehearse(index)
             with phase("sync", index, "all ranks to gather the weights and the engine to load them"):
                 self.sync.push()
-            self.verification.check_fingerprints(index)
-            self.verification.check_bytes(index)
-            self.verification.check_first_sync(index)
+            self.verification.check_arrival(index)
         with phase("resume_kv_cache", index, "the engine to take its KV cache's memory back"):
             self.memory.resume_kv_cache()
 

@@ -14,20 +14,17 @@ import psutil
 import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.network import check_interface
-from harness.cluster.picture import picture
 from harness.cluster.placement import place
 from harness.cluster.world import (
     Launch,
     World,
     WorldError,
-    check_agreement,
     choose_device,
     hard_exit,
     open_world,
     own_location,
 )
-from harness.config.layers import ConfigError, digest
+from harness.config.layers import ConfigError
 from harness.config.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
 from harness.config.schema import Config
 from harness.runtime.cpu_standins import activate
@@ -68,7 +65,6 @@ def run(config: Config, observers: Sequence[Observer] = (), load_job: Callable[[
         alone = True  # rank 0 may not have the errors below
         device = choose_device(config.engine.device, launch, colocate)
         own_location(device.type == "cpu", colocate)
-        check_interface(config.network.interface, os.environ)
     except ValueError as error:
         return report_user_error(error, launch.rank, alone)
     console = None
@@ -120,16 +116,9 @@ def _in_world(
     context = RunContext(config=config, world=world, dims=dims, events=events, folder=folder, launched=launched)
     try:
         observer.met(context)
-        differences = check_agreement(digest(config), os.environ)
-        placements = place(dims, world.locations, world.device_type)
+        place(dims, world.locations, world.device_type)  # raises where an engine cannot be placed
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, world.rank)
-    for sentence in differences:
-        events.say(f"warning: {sentence}")
-    drawn = picture(dims, world.locations, world.device_type, addresses=world.addresses)
-    events.fact("placement", engines=[repr(placement) for placement in placements], picture=drawn)
-    if console:
-        console.show("\n".join(drawn))
     if world.rank == 0:
         write_config(folder, config, world.device_type)
     observer.phase_ends(MEET, None)

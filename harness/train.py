@@ -1,7 +1,6 @@
 """The main job: build the parts of a run, loop over its steps, return the verdict."""
 
 import faulthandler
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,9 +27,7 @@ from harness.config.run_folder import checkpoint_to_resume, write_config
 from harness.config.schema import TINY_MODELS, Config
 from harness.ppo import Metrics, Ppo
 from harness.rollout import sglang_api
-from harness.rollout.cpu_mode import require_absorbed_mla
 from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
-from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.background import in_background
 from harness.runtime.errors import Stopped, UnsupportedEnvironment
@@ -44,10 +41,8 @@ from harness.trainer.actor import Actor, Reference
 from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
 from harness.trainer.model import Attention, choose_attention, load_causal_lm
-from harness.weights.snapshot import check_gpus
 from harness.weights.sync import WeightSync
 from harness.weights.transports import check_shared, choose_transport
-from harness.weights.verification_summary import report_section, verdict_phrase
 from harness.weights.verify import Verification, check_level
 
 
@@ -78,9 +73,8 @@ def train(run: RunContext) -> str:
     run.events.observer.measured(record.finish(final, gather_phases(run.events, steps)))
     # Only where all went well: it is a collective call, and a rank that failed alone would wait in it for the others.
     shut_down(ppo)
-    rollouts = [*record.steps, record.final]
-    run.events.fact("verification", lines=report_section(ppo.verification, rollouts, run.events.seconds))
-    return f"PASSED: {len(record.steps)} PPO steps; {verdict_phrase(ppo.verification, rollouts)}"
+    claims = ppo.verification.verdict([*record.steps, record.final])
+    return f"PASSED: {len(record.steps)} PPO steps; {claims}"
 
 
 def start_record(run: RunContext) -> RunRecord:
@@ -210,7 +204,7 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
     with as_config_error():
         check_level(run.config, api)
         transport, reason = choose_transport(run.config, api, world.device_type)
-        checkpoints = checkpoint_folder(run)
+        check_weights_folder(run)
     run, inputs = read_inputs(run)
     events.say(f'weights.transport = "{transport}" ({reason})')
     config = replace(run.config, weights=replace(run.config.weights, transport=transport))
@@ -246,14 +240,13 @@ def build(run: RunContext, record: RunRecord) -> Ppo:
     for name, part in (("sync", sync), ("actor", actor), ("critic", critic)):
         if part is not None:
             events.observer.built(name, part)
-    verification = Verification(
+    verification = run.classes.get("verification", Verification)(
         config=config,
         world=world,
         events=events,
         memory=memory,
         sync=sync,
         source=inputs.model_folder,
-        checkpoints=checkpoints,
         prompts=[prompt.input_ids for prompt in inputs.prompts.prompts[:4]],
     )
     return Ppo(
@@ -320,7 +313,7 @@ def build_trainer(
 def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> VerlEngine:
     """Return this rank's engine, serving, on the GPU that it should be on. mesh: over dp, tp and pp. A collective call.
 
-    Raise EngineFailed where it does not start, ValueError where it runs on another GPU than planned.
+    Raise EngineFailed where it does not start.
     """
     config, world, events, parallel = run.config, run.world, run.events, run.config.parallel
     shipped = config.engine.implementation == "sglang"
@@ -336,7 +329,7 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> VerlE
     }
     waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
     with events.phase("start_engine", waiting_for=waiting):
-        engine = (ShippedVerlEngine if shipped else VerlEngine)(
+        engine = (run.classes["engine"] if shipped else VerlEngine)(
             mesh["tp", "pp"] if parallel.pp > 1 else mesh["tp"],
             log_dir=run.folder / "engines",
             base_port=config.engine.base_port,
@@ -360,7 +353,6 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> VerlE
         dropped_defaults=engine.dropped_defaults,
         arguments={name: value for name, value in engine.engine_args.items() if name != "custom_weight_loader"},
     )
-    check_gpus(world, engine, parallel.colocate)
     return engine
 
 
@@ -380,10 +372,7 @@ def import_sglang(events: EventLog) -> None:
 
 
 def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
-    """Return the folder that trainer and engine load: as configured, or one that is handed in, made once on each host.
-
-    Raise UnsupportedEnvironment for a model that this sglang's CPU mode cannot serve.
-    """
+    """Return the folder that trainer and engine load: as configured, or one that is handed in, made once on each host."""
     config, world = run.config, run.world
     target = Path(config.model.name)
     if config.model.name in run.models:
@@ -391,9 +380,6 @@ def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
         if world.rank == next(location.rank for location in world.locations if location.host == world.host):
             run.models[config.model.name](target, rows)
         dist.barrier()
-    description = target / "config.json"
-    if world.device.type == "cpu" and description.is_file() and "kv_lora_rank" in json.loads(description.read_text()):
-        require_absorbed_mla()
     return target
 
 
@@ -427,13 +413,12 @@ def load_tokenizer(model_folder: Path) -> Any:
         ) from error
 
 
-def checkpoint_folder(run: RunContext) -> Path:
-    """Return where the trainer's checkpoints go; where engines load them, after a check that all hosts see it."""
-    config, world, folder = run.config, run.world, run.folder
-    parent = Path(config.weights.folder).resolve() if config.weights.folder else folder
-    if config.weights.verify == "full" or config.weights.transport == "disk":
-        check_shared(parent, world, "weights.folder" if config.weights.folder else "run.dir")
-    return parent / f"{folder.name}-reload"
+def check_weights_folder(run: RunContext) -> None:
+    """Raise ConfigError where engines are to load checkpoints from a folder that a host does not see. Collective."""
+    weights = run.config.weights
+    folder = Path(weights.folder).resolve() if weights.folder else run.folder
+    if weights.verify == "full" or weights.transport == "disk":
+        check_shared(folder, run.world, "weights.folder" if weights.folder else "run.dir")
 
 
 @contextmanager

@@ -32,12 +32,10 @@ class ParallelDims:
 
     @classmethod
     def of(cls, parallel: Parallel) -> Self:
-        """Return the dims of a config."""
         return cls(dp=parallel.dp, tp=parallel.tp, pp=parallel.pp, rank_order=parallel.rank_order)
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole mesh."""
         return self.dp * self.tp * self.pp
 
     @property
@@ -57,7 +55,6 @@ class ParallelDims:
         )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of a world rank."""
         dp, within = divmod(rank, self.engine_size)
         if self.rank_order == "dp,pp,tp":
             pp, tp = divmod(within, self.tp)

@@ -60,13 +60,6 @@ def route_to_master(environment: Mapping[str, str]) -> tuple[str, str]:
         return str(probe.getsockname()[0]), str(address[0])
 
 
-def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
-    """Raise NetworkError where this host lacks the interface that network.interface or GLOO_SOCKET_IFNAME names."""
-    variable = environment.get(INTERFACE_VARIABLE, "")
-    if wanted or variable:
-        choose(wanted, variable, own_interfaces(), "127.0.0.1", [])
-
-
 def own_address(environment: Mapping[str, str]) -> str:
     """Return this host's address for other hosts: GLOO_SOCKET_IFNAME's where set, else on the route to MASTER_ADDR."""
     route, _ = route_to_master(environment)

@@ -79,7 +79,6 @@ class EnginePlacement:
 
     @property
     def nnodes(self) -> int:
-        """Hosts that the engine spans."""
         return len(self.nodes)
 
 

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster import network
-from harness.cluster.network import ADDRESS_VARIABLES, HostAddress
+from harness.cluster.network import HostAddress
 from harness.cluster.placement import RankLocation, engine_gpu_of, parse_visible
 from harness.runtime import redact
 
@@ -26,16 +26,7 @@ TORCHRUN_VARIABLES = (
 )  # fmt: skip
 TORCHRUN_PREFIX = "TORCHELASTIC_"
 
-# Variables that change how torch, NCCL, CUDA or SGLang behave: ranks must agree on them.
 BEHAVIOUR_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "SGL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_")
-# These differ between ranks by design: placement and the choice of a network handle them.
-RANK_OWN_VARIABLES = {
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_HOSTID",
-    *ADDRESS_VARIABLES,
-}
 
 
 class WorldError(ValueError):
@@ -192,41 +183,11 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[str]:
-    """Compare the config and the behaviour-changing environment of all ranks; the same result on every rank.
-
-    Return one sentence for each variable that differs, with its values by rank. Raise WorldError when the configs
-    differ: those ranks would run different programs.
-    """
-    mine = {name: value for name, value in behaviour(environment).items() if name not in RANK_OWN_VARIABLES}
-    digests, environments = zip(*all_gather((config_digest, mine)), strict=True)
-    if len(set(digests)) > 1:
-        raise WorldError(
-            f"the resolved config differs between ranks ({by_rank([d[:8] for d in digests])});"
-            " start every host with the same files and overrides."
-        )
-    names = sorted(set().union(*environments))
-    values = {name: [each.get(name) for each in environments] for name in names}
-    return [f"{name} differs between ranks: {by_rank(seen)}" for name, seen in values.items() if len(set(seen)) > 1]
-
-
 def behaviour(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change how torch, NCCL, CUDA or SGLang behave, secrets redacted."""
     return redact.variables(
         {name: environment[name] for name in sorted(environment) if name.startswith(BEHAVIOUR_PREFIXES)}
     )
-
-
-def by_rank(values: Sequence[object]) -> str:
-    """Group ranks by value: "0 on ranks 0, 2; unset on rank 1"; an empty string is shown as two quotes."""
-    groups: dict[object, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    parts = []
-    for value, ranks in groups.items():
-        shown = "unset" if value is None else '""' if value == "" else value
-        parts.append(f"{shown} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
-    return "; ".join(parts)
 
 
 @contextmanager

@@ -1,27 +1,7 @@
-"""SGLang's CPU mode: the environment that its engines need, and what it cannot serve. Imports nothing heavy."""
+"""SGLang's CPU mode: the environment that its engines need. Imports nothing heavy."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from harness.rollout.sglang_api import source
-from harness.runtime.errors import UnsupportedEnvironment
-
-# Both tables are of sglang 0.5.20.
-MODELS = {
-    "qwen2_moe": "its shared expert ends in a Triton kernel (fused_gate_sigmoid_mul_add), and Triton needs a GPU",
-    "gpt_oss": "SGLang serves it with GPU attention backends only (triton, fa3, trtllm_mha and the like)",
-    "qwen3_next": "SGLang keeps the state of its linear attention in a buffer that needs a GPU (FLA)",
-}
-"""model_type -> why CPU mode cannot serve it."""
-ARGUMENTS = {
-    "speculative_algorithm": ("", "SGLang's draft workers wait for CUDA streams"),
-    "kv_cache_dtype": (
-        "fp8",
-        "SGLang's FP8 KV cache needs CPU kernels that the import-only stand-in for sgl_kernel does not have",
-    ),
-}
-"""Engine argument -> how the values begin that CPU mode cannot serve, and why."""
+from collections.abc import Sequence
 
 
 def cpu_environment(ranks_on_host: int) -> dict[str, str]:
@@ -60,31 +40,3 @@ def cores_by_tp_rank(entries: Sequence[str], tp_ranks: Sequence[int], tp: int) -
     return [
         ",".join(dict.fromkeys(cores for rank, cores in here if rank == tp_rank)) or entries[0] for tp_rank in range(tp)
     ]
-
-
-def require_absorbed_mla() -> None:
-    """Raise UnsupportedEnvironment unless the installed SGLang (0.5.12 or newer) can serve an MLA model (DeepSeek) on CPU.
-
-    SGLang logs a plugin that fails and continues, and releases without plugins never ask for ours.
-    """
-    sglang = source.installed("sglang")
-    if not all(map(sglang.has, ("srt/plugins/__init__.py", "srt/models/deepseek_common/attention_backend_handler.py"))):
-        raise UnsupportedEnvironment(
-            f"an MLA model (DeepSeek) cannot run on CPU with the sglang in {sglang.root}: it has no plugins or no"
-            " attention registry for the absorbed method, which sglang 0.5.20 has"
-        )
-
-
-def cpu_refusals(model_type: str | None, engine_args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one sentence for each reason why CPU mode cannot serve this model with these engine arguments.
-
-    model_type: as the model's config.json names it; None where it is not known yet.
-    """
-    if model_type in MODELS:
-        yield (
-            f"CPU mode cannot serve a model of model_type {model_type}: {MODELS[model_type]}; use a GPU, or another model."
-        )
-    for name, (beginning, reason) in ARGUMENTS.items():
-        value = engine_args.get(name)
-        if value and str(value).startswith(beginning):
-            yield f"CPU mode cannot serve engine.args.{name} = {value!r}: {reason}; use a GPU, or leave it out."

@@ -1,14 +1,18 @@
 """The ranks of one engine: who calls it, in which order its schedulers know them, and on which hosts they are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EngineNode, RankLocation, place
 from harness.cluster.world import all_gather, own_location
+from harness.rollout.engine_errors import EngineFailed, PeerGone
+from harness.rollout.engine_processes import in_one_line
 
 T = TypeVar("T")
 
@@ -27,7 +31,6 @@ class Group:
 
     @property
     def head(self) -> int:
-        """The rank that calls the engine."""
         return self.ranks[0]
 
     @classmethod
@@ -50,7 +53,6 @@ class Group:
         )
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         dist.barrier(group=self.process_group)
 
     def broadcast(self, value: T) -> T:
@@ -71,6 +73,32 @@ class Group:
             return []
         by_rank = dict(zip(sorted(self.ranks), received, strict=True))
         return [cast(T, by_rank[rank]) for rank in self.ranks]
+
+
+def together(work: Callable[[], T], process_group: dist.ProcessGroup | None = None, what: str = "") -> T:
+    """Return what work() returns here; where it fails on any rank, raise its failure there, EngineFailed elsewhere.
+
+    A collective call of the group, and a barrier; but PeerGone is raised at once, on its rank alone. what: begins the
+    message of EngineFailed.
+    """
+    failure: Exception | None = None
+    try:
+        value = work()
+    except PeerGone:
+        raise
+    except Exception as error:
+        failure = error
+    failed = torch.tensor(int(failure is not None))
+    dist.all_reduce(failed, dist.ReduceOp.MAX, process_group)
+    if not failed:
+        return value
+    messages = all_gather(failure and in_one_line(failure), process_group)
+    if failure is not None:
+        raise failure
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    raise EngineFailed(
+        next(f"{what}on rank {rank}: {text}" for rank, text in zip(ranks, messages, strict=True) if text)
+    )
 
 
 def locate_ranks(

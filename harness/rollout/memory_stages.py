@@ -105,8 +105,8 @@ class MemoryStages:
     def release(self, *tags: str) -> None:
         """Free these tags, one after the other.
 
-        Raises WrongStage for a tag that is released or that this sglang does not have, MemoryDidNotMove on every rank of
-        the engine if one rank's GPU did not get the bytes back.
+        Raise WrongStage for one that is released, MemoryDidNotMove on every rank of the engine where one rank's GPU did not
+        get the bytes back.
         """
         for tag in tags if self._is_possible("release", tags) else ():
             known = self._freed.get(tag)
@@ -131,26 +131,16 @@ class MemoryStages:
         return self.engine.api.memory_tags is not None
 
     def _is_possible(self, action: Action, tags: tuple[str, ...]) -> bool:
-        """Whether there is a memory saver to ask; raises WrongStage for tags that cannot be released, or resumed, now."""
-        known = self.engine.api.memory_tags or (ALL,)
-        if not tags or len(set(tags)) < len(tags) or any(tag not in known for tag in tags):
-            has = ", ".join(known)
-            raise WrongStage(
-                f"tags = {list(tags)}: sglang {self.engine.api.version} has {has}; name one or more, each once."
-            )
+        """Return whether there is a memory saver to ask. Raise WrongStage for tags that are released, or resumed, already."""
         if not self.engine.has_memory_saver:
             if not self._has_said:
                 self.say("no torch_memory_saver: release and resume are no-ops, the engine keeps its memory")
             self._has_said = True
             return False
         for tag in tags:
-            if action == "release" and tag in self.released:
-                wrong = f"{tag} is released; resume it before it is released again"
-            elif action == "resume" and tag not in self.released:
-                wrong = f"{tag} is resumed; release it before it is resumed"
-            else:
-                continue
-            raise WrongStage(f"{action} of {', '.join(tags)}: {wrong}.")
+            if (tag in self.released) == (action == "release"):
+                now, first = ("released", "resume") if action == "release" else ("resumed", "release")
+                raise WrongStage(f"{action} of {', '.join(tags)}: {tag} is {now}; {first} it before it is {now} again.")
         return True
 
     def _resume_released(self, stage: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from harness.rollout import sglang_api
 from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFailed
-from harness.rollout.engine_processes import in_one_line
+from harness.rollout.engine_ranks import together
 from harness.runtime import scratch
 
 if TYPE_CHECKING:
@@ -103,27 +103,13 @@ class SchedulerChannel:
         return result
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Return what work() returns here; where it fails on any rank, raise its failure there, EngineFailed elsewhere.
-
-        A collective call, and a barrier. Where the scheduler is gone, EngineFailed is raised on this rank alone.
-        """
+        """Return together() of the engine's ranks. Where the scheduler is gone, raise EngineFailed on this rank alone."""
         group = self._engine.group
-        failure: Exception | None = None
         try:
-            value = work()
+            return together(work, group.process_group)
         except PeerGone as error:
             time.sleep(WATCH_SECONDS)
             raise EngineFailed(f"the scheduler beside rank {group.rank} is gone; see {self._engine.log}") from error
-        except Exception as error:
-            failure = error
-        failed = torch.tensor(int(failure is not None))
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group.process_group)
-        if not failed:
-            return value
-        messages = group.all_gather(failure and in_one_line(failure))
-        if failure is not None:
-            raise failure
-        raise EngineFailed(next(f"on rank {rank}: {message}" for rank, message in messages.items() if message))
 
 
 def socket_folder(name: str) -> Path:

@@ -32,6 +32,8 @@ class RunContext:
     """model.name -> what makes that model, and a tokenizer of the rows' text, in a folder; added as rewards are."""
     rewards: "dict[str, MakeReward]" = field(default_factory=dict)
     """task.reward -> what makes it, where it is none of task/rewards.py; an observer adds it once the ranks have met."""
+    classes: dict[str, Any] = field(default_factory=dict)
+    """"engine", "verification" -> a class in place of the reference's own; an observer adds it once the ranks have met."""
 
 
 class Observer:
@@ -39,7 +41,7 @@ class Observer:
 
     A run calls its observers in the order in which they were given and waits for each, so one may delay or end the rank.
     Calls come in this order: launched, phases begin and end, met (a collective call), parts are built, rows are measured,
-    and last one of passed and failed, then finished, unless the process is killed. launched, phase_begins, met and passed may raise, which ends the run.
+    and last one of passed and failed, then finished, unless the process is killed. launched, phase_begins, met, built and passed may raise, which ends the run.
     """
 
     def launched(self, config: "Config", launch: "Launch") -> None:

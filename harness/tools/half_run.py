@@ -109,7 +109,6 @@ def learner_alone(run: RunContext) -> str:
         memory=ABSENT,
         sync=ABSENT,
         source=inputs.model_folder,
-        checkpoints=run.folder,
         prompts=(),
     )
     ppo = LearnerAlone(

@@ -13,12 +13,15 @@ from typing import Any
 from harness.config.schema import Config
 from harness.runtime.errors import say
 from harness.runtime.observer import Observer, RunContext
+from harness.tools.agreement import Agreement
 from harness.tools.environment_file import EnvironmentFile
 from harness.tools.hosts.phase_gate import PHASE_SOCKET, EmulatedHost
 from harness.tools.live_line import LiveLine
+from harness.tools.picture import PlacementPicture
 from harness.tools.rewards.more_rewards import RewardMaker
 from harness.tools.tiny_models import TinyModelMaker
 from harness.tools.trackers.trackers import TrackerWriter
+from harness.tools.verification.verification_observers import ReadBack
 from harness.tools.watchdog.client import WatchdogObserver
 
 REPORT_SECONDS = 60.0  # how long the reports may take; the run has passed by then
@@ -64,6 +67,15 @@ class EngineCalls(Observer):
         return run
 
 
+class ShippedEngine(Observer):
+    """engine.implementation = "sglang": has the run use the VerlEngine that sglang ships."""
+
+    def met(self, run: RunContext) -> None:
+        from harness.tools.shipped_verl_engine import ShippedVerlEngine  # imports torch
+
+        run.classes["engine"] = ShippedVerlEngine
+
+
 class ReportWriter(Observer):
     """Have the reports of a run that passed written, by rank 0. Those of a run that failed are the watchdog's."""
 
@@ -99,14 +111,26 @@ def standard_observers(config: Config) -> list[Observer]:
     path = os.environ.get(PHASE_SOCKET)
     emulated = [EmulatedHost(path, watchdog.flush)] if path else []
     trackers = [TrackerWriter(config.trackers.names)] if config.trackers.names else []
-    writers = [EnvironmentFile(), TinyModelMaker(), RewardMaker(), ReportWriter(), EngineCalls(), *trackers, LiveLine()]
+    engines = [ShippedEngine()] if config.engine.implementation == "sglang" else []
+    writers = [
+        *engines,
+        ReadBack(),
+        PlacementPicture(),
+        EnvironmentFile(),
+        TinyModelMaker(),
+        RewardMaker(),
+        ReportWriter(),
+        EngineCalls(),
+        *trackers,
+        LiveLine(),
+    ]
     if config.rollout.save:
         from harness.tools.saved_rollouts import RolloutWriter  # imports torch
 
         writers.append(RolloutWriter())
     if not config.run.inject:
-        return [*writers, watchdog, *emulated]
+        return [*writers, watchdog, *emulated, Agreement()]
     from harness.tools.inject import Injector, LateRank
 
     injector = Injector(watchdog.injected)
-    return [*writers, LateRank(injector), watchdog, *emulated, injector]
+    return [*writers, LateRank(injector), watchdog, *emulated, injector, Agreement()]

@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
+from harness.cluster.network import INTERFACE_VARIABLE, choose, own_interfaces
 from harness.config.layers import ConfigError, shown
 from harness.config.rules import QUANTIZED, check_transport
 from harness.config.run_folder import checkpoint_to_resume
 from harness.config.schema import Config
 from harness.rollout import sglang_api
-from harness.rollout.cpu_mode import cpu_refusals
 from harness.rollout.sglang_api import source
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.task.data import Row, file_of, is_hub_id, load_rows, of_validation
 from harness.tools import environments
 from harness.tools.command_line import parse
+from harness.tools.plan.engine_values import check_values
 from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
-from harness.tools.plan.refusals import padded, refusals
+from harness.tools.plan.refusals import cpu_refusals, padded, refusals
 from harness.tools.rewards.more_rewards import check_math_verify, check_reward
 from harness.tools.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools.trackers.trackers import check_trackers
@@ -58,8 +59,16 @@ def check_here(config: Config) -> list[str]:
     """
     device = device_here(config)
     check_transport(config, device)
+    check_interface(config.network.interface, os.environ)
     fields = _check(config, device, on_hub=True)
     return list(padded(fields, config)) if device == "cpu" else []
+
+
+def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
+    """Raise NetworkError where this host lacks the interface that network.interface or GLOO_SOCKET_IFNAME names."""
+    variable = environment.get(INTERFACE_VARIABLE, "")
+    if wanted or variable:
+        choose(wanted, variable, own_interfaces(), "127.0.0.1", [])
 
 
 def check_started(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -112,10 +121,12 @@ def _check(config: Config, device: Device, on_hub: bool) -> Fields:
     task, prompts = config.task, config.rollout.prompts_per_step
     if config.engine.args:
         with suppress(ModuleNotFoundError):  # without SGLang: --check on a laptop
-            sglang_api.check_arguments(sglang_api.probe(), config.engine.args, {})
+            check_values(sglang_api.probe(), config.engine.args)
     fields = _model_fields(config, device, on_hub)
     for sentence in cpu_refusals(fields.get("model_type"), config.engine.args) if device == "cpu" else ():
         raise UnsupportedEnvironment(sentence)
+    if device == "cpu" and "kv_lora_rank" in fields:
+        require_absorbed_mla()
     if fields:
         check_unquantized(fields, config.model.name)
         for sentence in refusals(fields, config, device):
@@ -163,6 +174,22 @@ def check_rows(sources: Sequence[str], split: str, rows: int) -> tuple[list[Row]
         return (load_rows(known, split, rows) if known else []), len(known) == len(sources)
     except ModuleNotFoundError:
         return [], False
+
+
+def require_absorbed_mla() -> None:
+    """Raise UnsupportedEnvironment unless the installed SGLang (0.5.12 or newer) can serve an MLA model (DeepSeek) on CPU.
+
+    SGLang logs a plugin that fails and continues, and releases without plugins never ask for ours.
+    """
+    try:
+        sglang = source.installed("sglang")
+    except ModuleNotFoundError:  # --check on a laptop
+        return
+    if not all(map(sglang.has, ("srt/plugins/__init__.py", "srt/models/deepseek_common/attention_backend_handler.py"))):
+        raise UnsupportedEnvironment(
+            f"an MLA model (DeepSeek) cannot run on CPU with the sglang in {sglang.root}: it has no plugins or no"
+            " attention registry for the absorbed method, which sglang 0.5.20 has"
+        )
 
 
 def _model_fields(config: Config, device: Device, on_hub: bool) -> Fields:

@@ -16,7 +16,7 @@ from harness.cluster.world import all_gather
 from harness.weights.gather import Chunks
 from harness.weights.groups import LiveSpan
 from harness.weights.sync import WeightSync
-from harness.weights.worker import model_state
+from harness.weights.worker import puller
 from harness.weights.worker.model_state import WRAP, weighted_sum
 
 Box = tuple[str, int, tuple[tuple[int, int], ...]]
@@ -84,7 +84,7 @@ def _engine_sums(sync: WeightSync) -> dict[int, dict[str, int]]:
         if attempt:
             sync.link.trace()  # SGLang has put other tensors in the place of those that were traced
         with sync.engine.weight_update():
-            mine = sync.engine.ask(model_state.fingerprints)
+            mine = sync.engine.ask(puller.fingerprints)
         by_rank = sync.engine.group.all_gather(mine)
         found = {place: by_rank[rank] for place, rank in enumerate(sync.engine.group.ranks)}
         due = {each.rank: sum(map(len, each.sources)) for each in sync.link.coverage}

@@ -122,9 +122,9 @@ def typed(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
-def aligned(nbytes: int) -> int:
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """Return where the next tensor may begin behind so many bytes."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // alignment) * alignment
 
 
 def _group(tensors: list[CheckpointTensor], live: Mapping[str, torch.Tensor]) -> FusingGroup:

@@ -16,6 +16,7 @@ from harness.weights.names import CheckpointTensor, span
 from harness.weights.worker.puller import LoadCoverage
 
 SHOWN = 8
+"""How many tensors a message names."""
 
 
 class WeightsRefused(ValueError):
@@ -77,8 +78,13 @@ def check_coverage(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverag
     """Raise WeightsRefused, naming tensors, unless the schedulers of one engine together take every element."""
     found = coverage_problems(groups, coverage)
     if found:
-        more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        raise WeightsRefused("; ".join([*found[:SHOWN], *more]))
+        raise WeightsRefused(first_of(found))
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first names and the number of the others, or "none found"."""
+    more = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return "; ".join([*names[:SHOWN], *more]) or "none found"
 
 
 def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> list[str]:

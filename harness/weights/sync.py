@@ -47,6 +47,7 @@ class WeightSync:
         """
         self.engine = engine
         self.config = config
+        self.folder = Path(config.folder).resolve() if config.folder else Path(folder)
         self.offloaded = offloaded
         self.live = dict(named_tensors(model))
         self.layout = checkpoint_layout(model, self.live, dtype)
@@ -59,9 +60,9 @@ class WeightSync:
         )
         self._checked = False
         self.transport_name = default_transport(engine.api) if config.transport == "auto" else config.transport
-        self.transport = self._make_transport(Path(config.folder).resolve() if config.folder else Path(folder))
+        self.transport = self._make_transport()
 
-    def _make_transport(self, folder: Path) -> Transport:
+    def _make_transport(self) -> Transport:
         if self.transport_name == "pull":
             return PullTransport(self.engine, self.link)
         if self.transport_name in ("tensor", "bucket"):
@@ -69,7 +70,7 @@ class WeightSync:
         if self.transport_name == "distributed":
             return DistributedTransport(self.engine, UpdateGroup(self.engine))
         # The target serves as source: of an empty folder no config or tokenizer is copied, and the engine has its own.
-        return DiskTransport(self.engine, folder, lambda target: self.save(target, target, dist.get_rank()))
+        return DiskTransport(self.engine, self.folder, lambda target: self.save(target, target, dist.get_rank()))
 
     @property
     def nbytes(self) -> int:

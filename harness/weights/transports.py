@@ -20,7 +20,7 @@ from harness.config import schema
 from harness.config.layers import ConfigError
 from harness.config.rules import check_transport
 from harness.config.schema import TransportName
-from harness.rollout.engine_errors import EngineFailed
+from harness.rollout.engine_ranks import together
 from harness.rollout.sglang_api import SGLangApi
 from harness.rollout.verl_engine import VerlEngine
 from harness.weights.gather import Bucket
@@ -109,8 +109,8 @@ class DiskTransport(Transport):
         with make() if dist.get_rank() == 0 else nullcontext("") as name:
             box = [name]
             dist.broadcast_object_list(box, src=0)
-            _together("writing the checkpoint", lambda: self.save(Path(box[0])))
-            _together("loading the checkpoint", lambda: self.engine.update_weights_from_disk(box[0]))
+            together(lambda: self.save(Path(box[0])), what="writing the checkpoint failed ")
+            together(lambda: self.engine.update_weights_from_disk(box[0]), what="loading the checkpoint failed ")
 
 
 def default_transport(api: SGLangApi) -> Literal["bucket", "tensor"]:
@@ -172,18 +172,3 @@ def check_shared(folder: Path, world: World, key: str) -> None:
             f"{key} must be a folder that all hosts share, got {folder}: as rank 0 sees it, it is not there on"
             f" {', '.join(blind)}."
         )
-
-
-def _together(what: str, work: Callable[[], None]) -> None:
-    """Do the work on this rank; raise on every rank when it failed on one: its own error there, EngineFailed elsewhere."""
-    error: Exception | None = None
-    try:
-        work()
-    except Exception as raised:
-        error = raised
-    failures = all_gather(f"{type(error).__name__}: {error}" if error else None)
-    if error:
-        raise error
-    for rank, failure in enumerate(failures):
-        if failure:
-            raise EngineFailed(f"{what} failed on rank {rank}: {failure}")

@@ -1,42 +1,30 @@
 """Verification of syncs at the level that weights.verify sets; each level does all that those below it do.
 
-off: only the metrics. log_probs: log-probs against a baseline, and fingerprints of all that the engine holds. bytes: all of
-it read back after every sync. full: a rehearsal before every sync, of changed weights onto a sentinel fill.
+off: only the metrics. log_probs: log-probs against a baseline, and fingerprints of all that the engine holds. bytes and full
+are of tools/verification, which an observer puts in this one's place.
 """
 
 import math
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch.distributed as dist
 
 from harness.cluster.world import World, all_gather
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.sglang_api import SGLangApi
-from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
 from harness.weights.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
-from harness.weights.perturb import perturb
-from harness.weights.readback import weight_differences
-from harness.weights.snapshot import Snapshot, changed_tensors, fill_with_sentinel, snapshot_weights
+from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
+from harness.weights.worker.model_state import fill_model
 
 LEVELS = ("off", "log_probs", "bytes", "full")
-NAMED = 8
-"""How many tensors a message names."""
 MOVEMENT_MARGIN = 2.0
 """The next responses move by 0.7 to 1.5 times what `movement` says (qwen2, deepseek_v3; float32, bfloat16)."""
-
-
-GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
-Output = list[tuple[float, int]]
-"""(log-prob, token) of one greedy response."""
 
 
 class WeightsDidNotArrive(RuntimeError):
@@ -68,14 +56,12 @@ class Verification:
     sync: WeightSync
     source: Path
     """The model's own folder."""
-    checkpoints: Path
-    """full: where the trainer's weights are saved for a reload; all hosts see it."""
     prompts: Sequence[Sequence[int]]
-    """Token ids; their greedy responses are compared before and after a reload."""
+    """Token ids, for rehearsals."""
     baseline: LogProbDifference | None = None
     why_no_baseline: str = ""
-    own_checkpoint: Snapshot | None = None
-    """bytes: what SGLang itself loaded from the model's own checkpoint, until a sync has matched it."""
+    own_checkpoint: dict[str, int] | None = None
+    """bytes: fingerprints of what SGLang itself loaded from the model's own checkpoint, until a sync has matched it."""
     sentinel_next: bool = False
     """The engine holds right weights that no sync brought: a tensor that the next sync omits would not show."""
     compared: FingerprintComparison | None = None
@@ -84,6 +70,10 @@ class Verification:
     a sync that does nothing would leave them off by. Infinite where the engine held garbage."""
 
     def __post_init__(self) -> None:
+        if self.reaches("bytes") and type(self) is Verification:
+            raise ConfigError(
+                f'weights.verify = "{self.config.weights.verify}" needs the observer of tools/verification.'
+            )
         self.movement = math.inf if self.config.engine.initial_weights == "dummy" else 0.0
 
     def reaches(self, level: str) -> bool:
@@ -92,14 +82,7 @@ class Verification:
 
     @property
     def allowed(self) -> Allowed:
-        """What the log-prob statistics may be."""
         return Allowed.of(self.config.model.dtype, self.baseline)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the same weights give the same outputs bit for bit."""
-        on_cpu = self.sync.engine.device_type == "cpu"
-        return on_cpu or bool(self.config.engine.args.get("enable_deterministic_inference"))
 
     def load_baseline(self) -> bool:
         """Bring the engine, resumed or released as it started, onto the model's own checkpoint, by SGLang's disk loader.
@@ -117,8 +100,6 @@ class Verification:
             self.memory.resume_kv_cache()
             self.sync.engine.update_weights_from_disk(str(self.source))
             self.sentinel_next = True
-        if self.reaches("bytes"):
-            self.own_checkpoint = snapshot_weights(self.sync.engine)
         return True
 
     def _why_no_baseline(self) -> str:
@@ -153,78 +134,21 @@ class Verification:
             )
 
     def rehearse(self, index: int) -> None:
-        """full: sync changed weights onto a sentinel fill, read them back and compare with a reload from disk.
-
-        The engine's weights are resumed, and of no use until the next sync; in between the KV cache is resumed too. Below
-        full: only the sentinel fill that a baseline asks for.
-        """
+        """Fill the engine's weights with garbage where a baseline, or the level full, asks for it."""
         if self.sentinel_next or self.reaches("full"):
             with self.timed("sentinel", index, "the engine to fill its weights with garbage"):
-                fill_with_sentinel(self.sync.engine, f"{self.config.run.seed}/{index}")
+                with self.sync.engine.weight_update():
+                    self.sync.engine.ask(fill_model, f"{self.config.run.seed}/{index}")
+                self.sync.engine.flush_cache()
             self.sentinel_next = False
-        if not self.reaches("full"):
-            return
-        seed = self.config.run.seed * 1_000_003 + index
-        with self.timed("perturb", index):
-            perturb(self.sync.live, seed)
-        try:
-            with self.timed("push", index, "all ranks to sync changed weights onto sentinel"):
-                self.sync.push()
-            self.check_bytes(index, "a sync of changed weights onto sentinel")
-            with self.timed("save", index, "rank 0 to write the changed weights to disk"):
-                self.sync.save(self.checkpoints, self.source, self.world.rank)
-                dist.barrier()
-        finally:
-            with self.timed("perturb", index):
-                perturb(self.sync.live, seed)
-        with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
-            self._check_reload(index)
 
-    def _check_reload(self, index: int) -> None:
-        engine = self.sync.engine
-        self.memory.resume_kv_cache()
-        first, before = greedy_outputs(engine, self.prompts), snapshot_weights(engine)
-        engine.update_weights_from_disk(str(self.checkpoints))
-        dist.barrier()
-        if self.world.rank == 0:
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
-        wrong, second = changed_tensors(self.sync, before), greedy_outputs(engine, self.prompts)
-        self.memory.release_all()
-        self.memory.resume_weights()
-        what = f"step {index}: a reload of the same weights from disk changed"
-        _refuse(wrong, f"{what} what the engine holds")
-        same = all(all_gather(first == second))
-        apart, bound = max(all_gather(output_difference(first, second))), self.allowed.mean
-        if not (same if self.is_exact else apart <= bound):
-            allowed = "not a bit" if self.is_exact else f"{bound:.2g}"
-            raise WeightsDidNotArrive(f"{what} greedy log-probs by {apart:.2e} in the mean ({allowed} is allowed)")
-
-    def check_fingerprints(self, index: int) -> None:
+    def check_arrival(self, index: int) -> None:
         """log_probs: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what can be followed."""
         if self.reaches("log_probs") and self.sync.engine.api.custom_weight_loader:
             with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
                 self.compared = compare_fingerprints(self.sync)
-                wrong = self.compared.wrong and (weight_differences(self.sync) or self.compared.wrong)
-            _refuse(wrong, f"step {index}: after the sync the engine holds other weights")
-
-    def check_bytes(self, index: int, what: str = "the sync") -> None:
-        """bytes: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent."""
-        if self.reaches("bytes"):
-            with self.timed("readback", index, "every tensor to be read back from the engine"):
-                wrong = weight_differences(self.sync)
-            _refuse(wrong, f"step {index}: after {what} the engine holds other weights")
-
-    def check_first_sync(self, index: int) -> None:
-        """bytes: raise WeightsDidNotArrive unless the first sync, of unchanged weights, leaves what SGLang itself loaded.
-
-        The only check that does not trust our names: two experts swapped in them would be read back swapped.
-        """
-        if self.own_checkpoint is not None:
-            with self.timed("first_sync", index, "the engine's weights, to compare them with its own load from disk"):
-                wrong = changed_tensors(self.sync, self.own_checkpoint)
-            self.own_checkpoint = None
-            source = f"it loaded itself from {self.source}"
-            _refuse(wrong, f"step {index}: after the first sync the engine holds other weights than {source}")
+                wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
+            refuse(wrong, f"step {index}: after the sync the engine holds other weights")
 
     def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
         """log_probs: raise WeightsDidNotArrive, naming suspects, when the engine's log-probs are not the trainer's."""
@@ -232,21 +156,23 @@ class Verification:
         violations = self.allowed.violations(difference)
         if not violations or not self.reaches("log_probs"):
             return
-        try:
-            listed = self.find_suspects(index)
-        except Exception as error:  # it must not hide what was found before it
-            listed = f"unknown, as the search for them failed ({type(error).__name__}: {error})"
         raise WeightsDidNotArrive(
             f"step {index}: the engine's log-probs are off by {', '.join(violations)}; largest {difference.largest:.2e};"
-            f" engine tensors that differ from the trainer's: {listed}"
+            f" {self.find_suspects(index)}"
         )
 
     def find_suspects(self, index: int) -> str:
-        """Return the first tensors that the engine does not hold as the trainer does, or "none found"."""
-        with self.events.phase("find_suspects", index, "the weights to be synced again, and read back"):
-            self.memory.resume_weights()
-            self.sync.push()  # what a released engine held is gone; the same sync goes wrong the same way
-            return _some(weight_differences(self.sync))
+        """Return which tensors of the engine differ from the trainer's, as the end of a sentence."""
+        return "tensors were not read back"
+
+    def differences(self) -> Sequence[str]:
+        """Return which tensors the last comparison of fingerprints found wrong."""
+        return self.compared.wrong if self.compared else ()
+
+    def verdict(self, rollouts: Sequence[Mapping[str, float]]) -> str:
+        """Return what the run's verdict claims of the syncs before these rollouts. rollouts: their metrics."""
+        largest = max(each["log_prob_difference_mean"] for each in rollouts)
+        return f"{len(rollouts)} weight syncs: largest mean log-prob difference {largest:.1e}"
 
     def sync_metrics(self) -> dict[str, float]:
         """Return what is known of the last sync, whose checks all passed, for metrics.jsonl.
@@ -265,41 +191,6 @@ class Verification:
         return self.events.phase(f"verify_{part}", index, waiting_for)
 
 
-def _refuse(wrong: Sequence[str], sentence: str) -> None:
+def refuse(wrong: Sequence[str], sentence: str) -> None:
     if wrong:
-        raise WeightsDidNotArrive(f"{sentence}: {_some(wrong)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others, or "none found"."""
-    more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
-    return "; ".join([*names[:NAMED], *more]) or "none found"
-
-
-def greedy_outputs(engine: VerlEngine, prompts: Sequence[Sequence[int]]) -> list[Output]:
-    """Return the greedy responses, one prompt a call: neither timing nor a neighbour in the batch can change them.
-
-    A collective call of the engine's ranks; the same on each.
-    """
-    engine.flush_cache()  # a prompt whose prefix is cached is computed in another order
-    answers = [
-        engine.generate(input_ids=[list(prompt)], sampling_params=GREEDY, return_logprob=True)[0] for prompt in prompts
-    ]
-    return [
-        [(float(entry[0]), int(entry[1])) for entry in answer["meta_info"]["output_token_logprobs"]]
-        for answer in answers
-    ]
-
-
-def output_difference(before: Sequence[Output], after: Sequence[Output]) -> float:
-    """Return the mean |difference| of the log-probs up to, and with, the first token that differs; in nats.
-
-    The largest log-prob at a position is a continuous function of the weights, whichever of two tokens has it.
-    """
-    gaps = []
-    for old, new in zip(before, after, strict=True):
-        for (old_log_prob, old_token), (new_log_prob, new_token) in zip(old, new, strict=True):
-            gaps.append(abs(old_log_prob - new_log_prob))
-            if old_token != new_token:
-                break
-    return sum(gaps) / len(gaps)
+        raise WeightsDidNotArrive(f"{sentence}: {first_of(wrong)}")

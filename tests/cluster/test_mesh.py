@@ -67,7 +67,7 @@ def test_the_error_spells_out_the_product() -> None:
 
 
 def test_the_module_imports_no_torch() -> None:
-    program = "import sys, harness.cluster.picture; sys.exit('torch' in sys.modules)"
+    program = "import sys, harness.cluster.mesh; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
 

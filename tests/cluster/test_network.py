@@ -5,7 +5,6 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from harness.cluster import network
 from harness.cluster.network import HostAddress, NetworkError, agree, choose, own_address, own_interfaces, variables
 from tests.free_port import free_port
 
@@ -106,10 +105,3 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     store.set("route/2", '["host1/b/n", "10.77.0.1"]')
     with pytest.raises(TimeoutError, match=r"of 4 ranks these have not come in time: \[1, 3\]"):
         agree(store, 0, 4, "host0/a/n", "")
-
-
-def test_an_interface_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    network.check_interface("", {})
-    network.check_interface("lo", {})
-    with pytest.raises(NetworkError, match="GLOO_SOCKET_IFNAME = nowhere0"):
-        network.check_interface("", {"GLOO_SOCKET_IFNAME": "nowhere0"})

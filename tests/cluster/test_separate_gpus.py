@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.picture import picture
 from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, parse_visible, place
+from harness.tools.picture import picture
 from harness.tools.plan.dry_run import plan_placement
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(64))

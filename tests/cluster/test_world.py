@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.cluster import world
-from harness.cluster.world import Launch, WorldError, by_rank, check_agreement, child_environment, choose_device
+from harness.cluster.world import Launch, WorldError, child_environment, choose_device
 from tests.cluster.gloo import on_ranks
 from tests.free_port import free_port
 
@@ -118,51 +118,6 @@ def test_open_world_gathers_locations_and_closes_its_group(tmp_path: Path, monke
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     host = world.host_identity()
     assert on_ranks(_open, 1, tmp_path, 1) == [(0, host, (host,), [0], [0])]
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        (["0", None, "0"], "0 on ranks 0, 2; unset on rank 1"),
-        (["", "1"], '"" on rank 0; 1 on rank 1'),
-        ([0, 0], "0 on ranks 0, 1"),
-    ],
-)
-def test_by_rank_groups_ranks_by_value(values: list[object], sentence: str) -> None:
-    assert by_rank(values) == sentence
-
-
-SAME = {"NCCL_DEBUG": "INFO", "SGLANG_X": "1", "PATH": "/bin"}
-ODD_RANK = {
-    "NCCL_CUMEM_ENABLE": "0",  # only here
-    "NCCL_DEBUG": "WARN",  # another value
-    "PATH": "/usr/bin",  # changes nothing that is compared
-    "CUDA_VISIBLE_DEVICES": "1",  # differs by design
-    "TORCHELASTIC_ERROR_FILE": "1.json",
-}
-
-
-def _agree(rank: int, digests: list[str]) -> list[str] | str:
-    environment = SAME | (ODD_RANK if rank == 1 else {"CUDA_VISIBLE_DEVICES": str(rank)})
-    try:
-        return check_agreement(digests[rank], environment)
-    except WorldError as error:
-        return str(error)
-
-
-def test_one_rank_with_other_variables_is_named_on_every_rank(tmp_path: Path) -> None:
-    sentences = [
-        "NCCL_CUMEM_ENABLE differs between ranks: unset on ranks 0, 2; 0 on rank 1",
-        "NCCL_DEBUG differs between ranks: INFO on ranks 0, 2; WARN on rank 1",
-    ]
-    assert on_ranks(_agree, 3, tmp_path, ["aa"] * 3) == [sentences] * 3
-
-
-def test_one_rank_with_another_config_fails_every_rank(tmp_path: Path) -> None:
-    (sentence,) = set(on_ranks(_agree, 3, tmp_path, ["0123456789", "0123456789", "fedcba98"]))
-    assert sentence.startswith(
-        "the resolved config differs between ranks (01234567 on ranks 0, 1; fedcba98 on rank 2);"
-    )
 
 
 def environment() -> dict[str, str]:

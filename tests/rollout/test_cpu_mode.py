@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment, require_absorbed_mla
-from harness.runtime.errors import UnsupportedEnvironment
+from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("cpu_engine_worker.py")
@@ -32,15 +31,6 @@ def test_cores_are_split_among_ranks(monkeypatch: pytest.MonkeyPatch, cores: set
         "TORCHDYNAMO_DISABLE": "1",
         "SGLANG_NCCL_SO_PATH": "absent-in-cpu-mode",
     }
-
-
-def test_mla_is_refused_on_a_sglang_without_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_absorbed_mla()
-    (tmp_path / "sglang" / "srt").mkdir(parents=True)
-    (tmp_path / "sglang" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnsupportedEnvironment, match="an MLA model"):
-        require_absorbed_mla()
 
 
 @pytest.mark.parametrize(

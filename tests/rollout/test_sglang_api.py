@@ -15,6 +15,7 @@ import pytest
 from harness.rollout import sglang_api
 from harness.rollout.defaults import engine_defaults
 from harness.rollout.sglang_api import EngineRefused, SGLangApi, SourceTree, UnknownEngineArgument
+from harness.tools.plan.engine_values import check_values
 
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 ROOT = Path(__file__).resolve().parents[2]
@@ -306,4 +307,4 @@ def test_no_default_of_this_sglang_is_refused() -> None:
         and isinstance(node.value, ast.Constant)
     }
     assert len(defaults) > 100
-    sglang_api.check_arguments(api, {name: defaults[name] for name in defaults if name in api.engine_arguments}, {})
+    check_values(api, {name: defaults[name] for name in defaults if name in api.engine_arguments})

@@ -8,8 +8,8 @@ import pytest
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation, place
 from harness.rollout.sglang_api import probe
-from harness.rollout.shipped_verl_engine import ShippedVerlEngine
 from harness.rollout.verl_engine import VerlEngine
+from harness.tools.shipped_verl_engine import ShippedVerlEngine
 
 
 def engine_of(kind: type[VerlEngine], rank: int, locations: list[RankLocation]) -> Any:

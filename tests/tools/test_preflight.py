@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.cluster.network import NetworkError
 from harness.config.layers import ConfigError
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.task.data import load_rows
 from harness.tools import preflight
 from harness.tools.command_line import parse
@@ -277,3 +279,19 @@ def test_rows_of_a_hub_are_not_known_before_the_run(tmp_path: Path) -> None:
     file.write_text(json.dumps(ROW) + "\n")
     assert preflight.check_rows([str(file), str(file)], "train", 0) == (load_rows([str(file)] * 2, "train"), True)
     assert preflight.check_rows([str(file), "some/set"], "train", 0) == (load_rows([str(file)], "train"), False)
+
+
+def test_mla_is_refused_on_a_sglang_without_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preflight.require_absorbed_mla()
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnsupportedEnvironment, match="an MLA model"):
+        preflight.require_absorbed_mla()
+
+
+def test_an_interface_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    preflight.check_interface("", {})
+    preflight.check_interface("lo", {})
+    with pytest.raises(NetworkError, match="GLOO_SOCKET_IFNAME = nowhere0"):
+        preflight.check_interface("", {"GLOO_SOCKET_IFNAME": "nowhere0"})

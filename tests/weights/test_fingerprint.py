@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from harness.weights.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.weights.worker import model_state as fingerprint
 from harness.weights.worker.model_state import BASE, INTEGER, weighted_sum
-from tests.weights.test_readback import Sync, sync_of
+from tests.tools.verification.test_readback import Sync, sync_of
 from tests.weights.toy_model import SHAPES, Toy, live_name
 
 

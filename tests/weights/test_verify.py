@@ -1,6 +1,8 @@
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -9,19 +11,20 @@ from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.runtime.events import EventLog
+from harness.tools.verification.levels import ReadBackVerification
 from harness.weights.fingerprint import FingerprintComparison
 from harness.weights.log_probs import LogProbDifference, PartDifference
-from harness.weights.verify import NoBaseline, Verification, WeightsDidNotArrive, check_level
+from harness.weights.verify import NoBaseline, WeightsDidNotArrive, check_level
 
 Level = Literal["off", "log_probs", "bytes", "full"]
 
 
-class WithoutEngine(Verification):
-    """Its search for suspects answers with `found`, or fails with it; all else is real."""
+class WithoutEngine(ReadBackVerification):
+    """Reading back finds `found`, or fails with it; all else is real."""
 
-    found: str | Exception = "none found"
+    found: Sequence[str] | Exception = ()
 
-    def find_suspects(self, index: int) -> str:
+    def differences(self) -> Sequence[str]:
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
@@ -31,7 +34,8 @@ def verification(folder: Path, level: Level = "log_probs", **parts: Any) -> With
     config = Config()
     config.weights.verify = level
     given: dict[str, Any] = dict.fromkeys(("world", "memory", "sync", "prompts"))
-    given |= {"source": folder, "checkpoints": folder}
+    nothing = SimpleNamespace(push=lambda: None, resume_weights=lambda: None)
+    given |= {"source": folder, "sync": nothing, "memory": nothing}
     return WithoutEngine(config=config, events=EventLog(folder / "rank0.jsonl", 0, "here"), **given | parts)
 
 
@@ -59,7 +63,7 @@ def test_a_difference_within_what_is_allowed_passes(mean: float, tmp_path: Path)
 @pytest.mark.parametrize("mean", [2e-5, math.inf, math.nan])
 def test_a_larger_or_undefined_difference_fails_and_names_suspects(mean: float, tmp_path: Path) -> None:
     checks = verification(tmp_path)
-    checks.found = "lm_head.weight"
+    checks.found = ["lm_head.weight"]
     with pytest.raises(
         WeightsDidNotArrive,
         match=r"^step 2: .* in the mean \(allowed 1e-05\), .* sequence 2 \(.*trainer's: lm_head\.weight$",
@@ -119,7 +123,6 @@ def test_log_probs_prove_a_sync_whose_update_moves_them_by_twice_what_is_allowed
         config=config,
         events=EventLog(tmp_path / "rank0.jsonl", 0, "here"),
         source=tmp_path,
-        checkpoints=tmp_path,
         **dict.fromkeys(("world", "memory", "sync", "prompts")),  # type: ignore[arg-type]
     )
     checks.baseline = difference(mean)  # three times as much is allowed
@@ -138,13 +141,12 @@ def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
     checks = verification(tmp_path, sync=type("S", (), {"engine": engine})())
     found = FingerprintComparison(tensors=2, compared=2, wrong=wrong)
     monkeypatch.setattr("harness.weights.verify.compare_fingerprints", lambda sync: found)
-    monkeypatch.setattr("harness.weights.verify.weight_differences", lambda sync: [])
     if not wrong:
-        checks.check_fingerprints(3)
+        checks.check_arrival(3)
         assert checks.sync_metrics()["sync_tensors_compared"] == 2
         return
     with pytest.raises(WeightsDidNotArrive, match=r"^step 3: .* other weights: lm_head\.weight$"):
-        checks.check_fingerprints(3)
+        checks.check_arrival(3)
 
 
 @pytest.mark.parametrize("level", ["bytes", "full"])

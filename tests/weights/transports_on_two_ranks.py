@@ -26,9 +26,9 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
     from harness.rollout.verl_engine import VerlEngine
     from harness.runtime.cpu_standins import activate
     from harness.tools.tiny_models import save_tiny_model
+    from harness.tools.verification.readback import weight_differences
     from harness.trainer.model import load_causal_lm
     from harness.weights.gather import plan_buckets
-    from harness.weights.readback import weight_differences
     from harness.weights.sync import WeightSync
 
     activate()

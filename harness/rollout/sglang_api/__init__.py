@@ -4,7 +4,6 @@ No other package of the harness imports sglang, and this one only in functions.
 """
 # ruff: noqa: F401
 
-from harness.rollout.sglang_api.engine_arguments import UnknownEngineArgument, check_arguments
 from harness.rollout.sglang_api.engine_calls import (
     EngineRefused,
     build_engine,
@@ -25,5 +24,5 @@ from harness.rollout.sglang_api.engine_calls import (
     update_session,
 )
 from harness.rollout.sglang_api.engine_environment import common_environment, memory_imbalance_environment
-from harness.rollout.sglang_api.probe import SGLangApi, probe
+from harness.rollout.sglang_api.probe import SGLangApi, UnknownEngineArgument, check_arguments, probe
 from harness.rollout.sglang_api.source import SourceTree

@@ -4,7 +4,10 @@ The oldest release that still installs is 0.4.6.post5; what every release since 
 """
 
 import ast
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from harness.rollout.sglang_api import source
 from harness.rollout.sglang_api.source import SourceTree
@@ -12,6 +15,10 @@ from harness.rollout.sglang_api.source import SourceTree
 ENGINE = "srt/entrypoints/engine.py"
 VERL_ENGINE = "srt/entrypoints/verl_engine.py"
 BUCKET = "srt/weight_sync/tensor_bucket.py"
+
+
+class UnknownEngineArgument(ValueError):
+    """The user named an engine argument that this SGLang does not have, or gave it a value that it cannot take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +94,21 @@ def engine_argument_annotations(tree: SourceTree) -> dict[str, ast.expr]:
     for each in classes:
         found |= source.annotations(each) if isinstance(each, ast.ClassDef) else {}
     return found
+
+
+def check_arguments(
+    api: SGLangApi, user_args: Mapping[str, Any], default_args: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the arguments to build the engine with, and the names of the defaults that this SGLang does not have.
+
+    A user's argument replaces the default of that name. Unknown defaults are dropped: they turn off a feature that
+    releases without the argument do not have. Raises UnknownEngineArgument for an unknown argument of the user.
+    """
+    for name in user_args:
+        if name not in api.engine_arguments:
+            nearest = difflib.get_close_matches(name, sorted(api.engine_arguments), n=1, cutoff=0.0)
+            hint = f"; the nearest it has is {nearest[0]}" if nearest else ""
+            raise UnknownEngineArgument(f"engine.args.{name}: sglang {api.version} has no such engine argument{hint}.")
+    dropped = tuple(name for name in default_args if name not in api.engine_arguments)
+    kept = {name: value for name, value in default_args.items() if name not in dropped}
+    return {**kept, **user_args}, dropped

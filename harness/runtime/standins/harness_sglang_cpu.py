@@ -3,7 +3,7 @@
 torch_native always attends to the latent KV cache, so MLA models (DeepSeek) must take the absorbed method for prefill
 too; SGLang registers no method for it. DP attention asks the backend for the length of a padded sequence, and expert
 parallelism marks the experts of other ranks with -1, which the native experts take for an index. SGLang calls `register`
-in every process of an engine, logs an error raised here, and continues: harness.rollout.cpu_mode.require_absorbed_mla
+in every process of an engine, logs an error raised here, and continues: harness.tools.preflight.require_absorbed_mla
 is what refuses a release without the registry.
 """
 

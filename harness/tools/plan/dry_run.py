@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.picture import picture
 from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, parse_visible, place
 from harness.cluster.ports import EnginePorts, planned_ports
 from harness.config.rules import warnings
 from harness.runtime.units import GIB
 from harness.tools.command_line import Command
+from harness.tools.picture import picture
 from harness.tools.plan.memory_estimate import MemoryEstimate
 from harness.tools.plan.model_shapes import UnknownShape
 

@@ -12,6 +12,20 @@ from harness.config.schema import Config
 CPU_PADS = "SGLang refuses it on CUDA; its CPU mode pads the model (--engine.device cpu)"
 EXPERTS = "n_routed_experts num_local_experts num_experts"
 CONTEXT = "max_sequence_length seq_length max_seq_len model_max_length max_position_embeddings"
+CPU_MODELS = {
+    "qwen2_moe": "its shared expert ends in a Triton kernel (fused_gate_sigmoid_mul_add), and Triton needs a GPU",
+    "gpt_oss": "SGLang serves it with GPU attention backends only (triton, fa3, trtllm_mha and the like)",
+    "qwen3_next": "SGLang keeps the state of its linear attention in a buffer that needs a GPU (FLA)",
+}
+"""model_type -> why CPU mode cannot serve it."""
+CPU_ARGUMENTS = {
+    "speculative_algorithm": ("", "SGLang's draft workers wait for CUDA streams"),
+    "kv_cache_dtype": (
+        "fp8",
+        "SGLang's FP8 KV cache needs CPU kernels that the import-only stand-in for sgl_kernel does not have",
+    ),
+}
+"""Engine argument -> how the values begin that CPU mode cannot serve, and why."""
 
 
 class _Sizes:
@@ -59,6 +73,21 @@ def padded(fields: Mapping[str, Any], config: Config) -> Iterator[str]:
         yield f"parallel.tp = {tp} and the model's {kv_heads} key-value heads: one must divide the other; {CPU_PADS}."
     if width and width % tp:
         yield f"parallel.tp = {tp} does not divide the model's intermediate size {width}: {CPU_PADS}."
+
+
+def cpu_refusals(model_type: str | None, engine_args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one sentence for each reason why CPU mode cannot serve this model with these engine arguments.
+
+    model_type: as the model's config.json names it; None where it is not known yet.
+    """
+    if model_type in CPU_MODELS:
+        yield (
+            f"CPU mode cannot serve a model of model_type {model_type}: {CPU_MODELS[model_type]}; use a GPU, or another model."
+        )
+    for name, (beginning, reason) in CPU_ARGUMENTS.items():
+        value = engine_args.get(name)
+        if value and str(value).startswith(beginning):
+            yield f"CPU mode cannot serve engine.args.{name} = {value!r}: {reason}; use a GPU, or leave it out."
 
 
 def _experts(sizes: _Sizes, config: Config, device: Literal["cpu", "cuda"]) -> Iterator[str]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jinja2
 
-from harness.cluster.picture import runs
 from harness.config.layers import to_toml
 from harness.runtime import redact
 from harness.runtime.phases import phase_of_step
@@ -20,6 +19,7 @@ from harness.runtime.units import GIB
 from harness.tools.diagnose.diagnose import CatalogueMatch, diagnose
 from harness.tools.diagnose.log_lines import log_files
 from harness.tools.export.subject import RankRecord, RunEnd, Subject, read_subject
+from harness.tools.picture import runs
 from harness.tools.report import svg
 from harness.tools.report.run_history import Reading, Span, readings, spans
 from harness.tools.report.trace import write_trace

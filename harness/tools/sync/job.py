@@ -30,11 +30,12 @@ from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.observer import RunContext
 from harness.runtime.units import GIB, MIB
 from harness.task.data import load_rows
+from harness.tools.verification.engine_gpus import check_gpus
+from harness.tools.verification.perturb import perturb
+from harness.tools.verification.readback import unreadable, weight_differences
 from harness.train import as_config_error, import_sglang, make_model_folder, start_engine, trainer_attention
 from harness.trainer.model import load_causal_lm
 from harness.weights.gather import full_tensor
-from harness.weights.perturb import perturb
-from harness.weights.readback import unreadable, weight_differences
 from harness.weights.sync import WeightSync
 from harness.weights.transports import choose_transport
 from harness.weights.verify import WeightsDidNotArrive
@@ -134,6 +135,7 @@ def make_engine_and_model(run: RunContext) -> tuple[VerlEngine, nn.Module]:
     meshes = build_meshes(run.dims, world.device.type)
     import_sglang(events)
     engine = start_engine(run, meshes.engines, model_folder)
+    check_gpus(world, engine, config.parallel.colocate)
     with events.phase("build_trainer", waiting_for="the sharded model"):
         model = load_causal_lm(
             str(model_folder),

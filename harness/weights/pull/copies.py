@@ -2,17 +2,11 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from harness.weights.names import span
 from harness.weights.pull.tiles import Move, in_pairs, tile_tables
-
-
-class Copies(Protocol):
-    """Makes all copies of a plan; on a GPU it does not wait for them."""
-
-    def run(self) -> None: ...
 
 
 class CpuCopies:
@@ -31,7 +25,7 @@ class CpuCopies:
 
 
 class GpuCopies:
-    """Tables of tiles, in an order in which no peer is read by all at once."""
+    """Tables of tiles, in an order in which no peer is read by all at once; run() does not wait for the GPU."""
 
     def __init__(self, moves: Sequence[Move], device: torch.device) -> None:
         generator = torch.Generator().manual_seed(device.index or 0)
@@ -47,13 +41,14 @@ class GpuCopies:
             copy_tiles(kind, table)
 
 
+Copies = CpuCopies | GpuCopies
+
+
 def copies_of(moves: Sequence[Move], device: torch.device) -> Copies:
-    """Return the copies for tensors of that device."""
     return GpuCopies(moves, device) if device.type == "cuda" else CpuCopies(moves)
 
 
 def _view(address: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """Return memory of this process as a tensor, which does not keep it alive."""
-    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    memory = (ctypes.c_uint8 * (span * dtype.itemsize)).from_address(address)
+    memory = (ctypes.c_uint8 * (span(shape, stride) * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from harness.trainer.offload import local
-from harness.weights.pull.regions import Region
+from harness.weights.groups import aligned
+from harness.weights.pull.regions import Region, merged
 
 SEGMENT_ALIGNMENT = 16
 """Bytes: where the parcels of one owner may begin in a staging buffer."""
@@ -42,13 +43,8 @@ class Need:
     @classmethod
     def of(cls, region: Region, live_name: str, group: int, dtype: torch.dtype) -> "Need":
         """Return what the region reads; equal for regions that read the same box, however they write it."""
-        axes: list[tuple[int, int]] = []
-        for size, step in sorted((axis[:2] for axis in region.axes if axis[1]), key=lambda axis: -axis[1]):
-            if axes and axes[-1][1] == size * step:
-                axes[-1] = axes[-1][0] * size, step
-            else:
-                axes.append((size, step))
-        return cls(region.owner, live_name, group, region.source, tuple(axes), dtype)
+        axes = merged((size, step, step) for size, step, _ in region.axes if step)
+        return cls(region.owner, live_name, group, region.source, tuple(axis[:2] for axis in axes), dtype)
 
     @property
     def numel(self) -> int:
@@ -140,7 +136,7 @@ def _batches(by_group: Sequence[_Pairs], limit_bytes: int) -> Iterator[PullBatch
         for receiver, need in pairs:
             before = segments[receiver, need.owner]
             segments[receiver, need.owner] += need.nbytes
-            filled[receiver] += _aligned(before + need.nbytes) - _aligned(before)
+            filled[receiver] += aligned(before + need.nbytes, SEGMENT_ALIGNMENT) - aligned(before, SEGMENT_ALIGNMENT)
 
     start = 0
     for group, pairs in enumerate(by_group):
@@ -164,15 +160,11 @@ def _batch(start: int, stop: int, by_group: Sequence[_Pairs]) -> PullBatch:
     ends: Counter[int] = Counter()
     parcels = []
     for (receiver, _), segment in groupby(pairs, key=lambda pair: (pair[0], pair[1].owner)):
-        ends[receiver] = _aligned(ends[receiver])
+        ends[receiver] = aligned(ends[receiver], SEGMENT_ALIGNMENT)
         for _, need in segment:
             parcels.append(Parcel(need, receiver, ends[receiver]))
             ends[receiver] += need.nbytes
     return PullBatch(start, stop, tuple(parcels))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
 
 def staging_bytes(batches: Iterable[PullBatch]) -> int:

@@ -16,9 +16,6 @@ from harness.weights.pull.shards import RankShards, cuts_of, export_shards, have
 from harness.weights.worker import puller
 from harness.weights.worker.puller import STAGING, Deliveries, LoadCoverage, Sources
 
-Comparison = tuple[dict[str, tuple[int, int]], list[str]]
-"""What a scheduler holds otherwise, as Puller.compare returns it."""
-
 
 @dataclass(kw_only=True, slots=True)
 class PullLink:
@@ -50,10 +47,10 @@ class PullLink:
 
     def pull(self) -> None:
         """Have every scheduler copy its shards; no rank may change one before this returns. Raise EngineFailed."""
-        with self._alone():
+        with self.alone():
             self.seconds = 0.0
             try:
-                for index in self._arrivals():
+                for index in self.arrivals():
                     self._pulled += 1
                     self.engine.ask(puller.pull, (self._pulled, index))
                     self.seconds += self.engine.answer_seconds
@@ -61,24 +58,13 @@ class PullLink:
                 self.coverage = ()  # schedulers may have got differently far: the next pull begins with a trace
                 raise
 
-    def compare(self) -> Comparison:
-        """Return what the scheduler of this rank holds otherwise."""
-        wrong: dict[str, tuple[int, int]] = {}
-        stale: list[str] = []
-        with self._alone():
-            for index in self._arrivals():
-                found, more = self.engine.ask(puller.compare, index)
-                wrong |= found  # a tensor is of one group, and so of one batch
-                stale += more
-        return wrong, stale
-
     def release(self) -> None:
         """Have the schedulers close the trainers' memory; the next pull opens it again."""
         if self._exported is not None:
             self.engine.ask(puller.release)
             self._exported = self._staging = None
 
-    def _arrivals(self) -> Iterator[int]:
+    def arrivals(self) -> Iterator[int]:
         """Yield the number of each batch once all that it needs is on this host; on to the next when all ranks are done.
 
         In between, the caller asks the schedulers, which is a barrier of the engine's ranks.
@@ -119,7 +105,7 @@ class PullLink:
         self._exported = mine
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Raise RuntimeError for a call that is begun while another is under way."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("a sync must have ended before the next begins, got two at once")

@@ -4,7 +4,7 @@ A loader's copy reads elements of one live tensor, in strides, and writes them, 
 FSDP2 has cut the live tensor into runs of rows. A region is what such a copy reads of one rank's run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Axis = tuple[int, int, int]
@@ -22,7 +22,7 @@ class Region:
     target: int
     """From the first element of the engine's tensor that the copy writes."""
     axes: tuple[Axis, ...]
-    """By target stride, largest first; sizes of 1 are left out, and neighbours that one axis can stand for are one."""
+    """As `merged` gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def regions(
     """
     if 0 in shape:
         return
-    yield from _split(offset, 0, _merged(zip(shape, stride, target_stride, strict=True)), cuts)
+    yield from _split(offset, 0, merged(zip(shape, stride, target_stride, strict=True)), cuts)
 
 
 def _split(offset: int, target: int, axes: tuple[Axis, ...], cuts: Sequence[Cut]) -> Iterator[Region]:
@@ -70,13 +70,13 @@ def _split(offset: int, target: int, axes: tuple[Axis, ...], cuts: Sequence[Cut]
     inside = max(0, (cut.stop - 1 - offset - _span(others)) // step + 1)
     if inside:
         yield Region(
-            cut.owner, offset - cut.start, target, _merged([*axes[:at], (inside, step, target_step), *axes[at + 1 :]])
+            cut.owner, offset - cut.start, target, merged([*axes[:at], (inside, step, target_step), *axes[at + 1 :]])
         )
     else:
         inside = 1
         yield from _split(offset, target, others, cuts)
     if inside < size:
-        rest = _merged([*axes[:at], (size - inside, step, target_step), *axes[at + 1 :]])
+        rest = merged([*axes[:at], (size - inside, step, target_step), *axes[at + 1 :]])
         yield from _split(offset + inside * step, target + inside * target_step, rest, cuts)
 
 
@@ -85,13 +85,14 @@ def _span(axes: Sequence[Axis]) -> int:
     return sum((size - 1) * step for size, step, _ in axes)
 
 
-def _merged(axes: Iterator[Axis] | Sequence[Axis]) -> tuple[Axis, ...]:
-    merged: list[Axis] = []
+def merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Return the axes by target stride, largest first; without sizes of 1, and neighbours that one can stand for as one."""
+    found: list[Axis] = []
     for size, step, target_step in sorted(axes, key=lambda axis: -axis[2]):
         if size == 1:
             continue
-        if merged and merged[-1][1:] == (size * step, size * target_step):
-            merged[-1] = (merged[-1][0] * size, step, target_step)
+        if found and found[-1][1:] == (size * step, size * target_step):
+            found[-1] = (found[-1][0] * size, step, target_step)
         else:
-            merged.append((size, step, target_step))
-    return tuple(merged)
+            found.append((size, step, target_step))
+    return tuple(found)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.weights.groups import PlacedTensor, SourceView
+from harness.weights.names import span
 
 aten = torch.ops.aten
 Pieces = list[tuple[Any, torch.Tensor]]
@@ -80,7 +81,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, buffer: torch.Tensor, traced: GroupTrace) -> None:
         super().__init__()
-        self.buffer_at = _address(buffer)
+        self.buffer_at = storage(buffer)
         self.traced = traced
         self.by_offset = sorted(traced.entries, key=lambda entry: entry.offset)
         self.moved: dict[int, tuple[torch.Tensor, Pieces]] = {}
@@ -99,7 +100,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         keywords = keywords or {}
         tensors = _tensors((arguments, keywords))
-        sources = [each for each in tensors if _address(each) == self.buffer_at or _address(each) in self.moved]
+        sources = [each for each in tensors if storage(each) == self.buffer_at or storage(each) in self.moved]
         if function is aten.copy_.default and sources and sources[0] is arguments[1]:
             self._record(arguments[0], arguments[1])
             return arguments[0]
@@ -107,23 +108,23 @@ class _Recorder(TorchDispatchMode):
             self._record_zeros(arguments[0])
             return arguments[0]
         names = {name for tensor in sources for name in self._names(tensor)}
-        names |= {name for tensor in tensors for name in self.tainted.get(_address(tensor), ())}
+        names |= {name for tensor in tensors for name in self.tainted.get(storage(tensor), ())}
         written = _written(function, arguments, keywords)
         for tensor in written if names or self.escaped else ():
-            if _address(tensor) not in self.made:
+            if storage(tensor) not in self.made:
                 self.undone.append((tensor, tensor.clone()))
         result = function(*arguments, **keywords)
         if _is_view(function):
             return result
         results = _tensors(result)
-        self.made |= {_address(each): each for each in results if not function._schema.is_mutable}
+        self.made |= {storage(each): each for each in results if not function._schema.is_mutable}
         if not names:
             self.traced.does_more = True
             return result
         self.traced.used |= names
         pieces = _pieces(function, arguments, keywords, result)
-        if pieces and all(_address(source) == self.buffer_at for _, source in pieces):
-            self.moved[_address(result)] = result, pieces
+        if pieces and all(storage(source) == self.buffer_at for _, source in pieces):
+            self.moved[storage(result)] = result, pieces
         else:
             self.traced.opaque |= names
             for tensor in (*results, *written):
@@ -132,7 +133,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _of_the_model(self, tensor: torch.Tensor) -> bool:
-        return _address(tensor) != self.buffer_at and _address(tensor) not in self.made
+        return storage(tensor) != self.buffer_at and storage(tensor) not in self.made
 
     def _record_zeros(self, target: torch.Tensor) -> None:
         """Note a part that is set to zero; over what was copied, that is left to the loader itself."""
@@ -142,15 +143,15 @@ class _Recorder(TorchDispatchMode):
             self.traced.zeros.append(target)
 
     def _taint(self, tensor: torch.Tensor, names: set[str]) -> None:
-        if _address(tensor) in self.made:
-            self.tainted.setdefault(_address(tensor), set()).update(names)
+        if storage(tensor) in self.made:
+            self.tainted.setdefault(storage(tensor), set()).update(names)
 
     def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Note one copy; of what was moved, only the whole is followed, not a view of it."""
         names = self._names(source)
         self.traced.used |= names
         self._taint(target, names)  # not filled, so what it goes into next must not be kept
-        moved = self.moved.get(_address(source))
+        moved = self.moved.get(storage(source))
         if moved and (_geometry(source), target.shape) != (_geometry(moved[0]), source.shape):
             self.traced.opaque |= names
             return
@@ -162,7 +163,7 @@ class _Recorder(TorchDispatchMode):
             self.traced.copies.append(Copy(part, view))
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
-        _, pieces = self.moved.get(_address(tensor), (tensor, [(..., tensor)]))
+        _, pieces = self.moved.get(storage(tensor), (tensor, [(..., tensor)]))
         return {self._name(int(piece.storage_offset()) * piece.dtype.itemsize) for _, piece in pieces}
 
     def _name(self, offset: int) -> str:
@@ -220,16 +221,14 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether the memory between the first and the last element of each has bytes in common."""
     if not one.numel() or not other.numel():
         return False
-    first, second = (
-        (each.data_ptr(), sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True)))
-        for each in (one, other)
+    (start, end), (other_start, other_end) = (
+        (each.data_ptr(), each.data_ptr() + span(each.shape, each.stride()) * each.itemsize) for each in (one, other)
     )
-    return (
-        first[0] < second[0] + (second[1] + 1) * other.itemsize and second[0] < first[0] + (first[1] + 1) * one.itemsize
-    )
+    return start < other_end and other_start < end
 
 
-def _address(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
+    """Return the address of the memory that a tensor is a view of; -1 where it has none."""
     return -1 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
 
 

@@ -22,20 +22,6 @@ WRAP = 1 << 64
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22
 """Elements summed at a time: 32 MiB of products."""
-_KEPT = "_harness_fingerprints"
-
-
-@torch.no_grad()
-def held_tensors(model: Any, _: None = None) -> dict[str, int]:
-    """Return fingerprints of parameters, buffers and what is derived from them, by the engine's own (fused, sharded) names."""
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    tensors = (named | dict(synced_tensors(model))).items()
-    return {name: int(weighted_sum(tensor.contiguous().reshape(-1), (1,), 0)) for name, tensor in tensors}
-
-
-def current_gpu_uuid(*_: object) -> str:
-    """Return the UUID of the current CUDA device, as nvidia-smi names it without its GPU- prefix."""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 @torch.no_grad()
@@ -77,44 +63,6 @@ def model_tensors(model: Any) -> dict[str, torch.Tensor]:
     return tensors | derived_tensors(model)
 
 
-def storage(tensor: torch.Tensor) -> int:
-    """Return the address of the memory that a tensor is a view of."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def keep_copies(model: Any, copies: Sequence[Sequence[Copy]]) -> None:
-    """Remember, on the model, what the copies of each group fill, and where that lies."""
-    filled = {storage(copy.target) for group in copies for copy in group}
-    members = [each for module in model.modules() for each in (module._parameters, module._buffers, vars(module))]
-    found = [
-        (each, name, value.data_ptr())
-        for each in members
-        for name, value in each.items()
-        if isinstance(value, torch.Tensor) and storage(value) in filled
-    ]
-    setattr(model, _KEPT, (copies, found))
-
-
-def kept_copies(model: Any) -> Sequence[Sequence[Copy]] | None:
-    """Return the copies of each group; None where SGLang has put other tensors in the place of what they fill.
-
-    It comes before each pull, so it looks at those tensors alone.
-    """
-    copies, found = getattr(model, _KEPT, ((), ()))
-    for members, name, at in found:
-        if (tensor := members.get(name)) is None or tensor.data_ptr() != at:
-            return None
-    return copies
-
-
-@torch.no_grad()
-def fingerprints(model: Any, _: None = None) -> dict[str, int]:
-    """Return the fingerprint of what each copy filled as "<group>/<copy>" -> number; empty without `kept_copies`."""
-    copies = kept_copies(model) or ()
-    sums = {f"{number}/{part}": _sum_of(copy) for number, each in enumerate(copies) for part, copy in enumerate(each)}
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
-
-
 def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> torch.Tensor:
     """Return int64 []: the sum of bits * BASE**place modulo 2**64, place = offset + the sum of index * stride.
 
@@ -144,7 +92,8 @@ def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> to
     return total * _power(offset) + unequal
 
 
-def _sum_of(copy: Copy) -> torch.Tensor:
+def fingerprint(copy: Copy) -> torch.Tensor:
+    """Return int64 []: the sum of what a copy filled, as it was sent."""
     target, source = copy.target, copy.source
     values = target.to(source.dtype)
     found = weighted_sum(values, source.stride, source.offset)

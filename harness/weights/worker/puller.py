@@ -19,14 +19,10 @@ from harness.weights.pull.exchange import Need, Parcel, PullBatch, packed
 from harness.weights.pull.regions import Cut, Region, regions
 from harness.weights.pull.shards import OpenShards, RankShards
 from harness.weights.pull.tiles import Move
-from harness.weights.worker.loader_trace import GroupTrace, trace_loader
+from harness.weights.worker.loader_trace import GroupTrace, storage, trace_loader
 from harness.weights.worker.model_state import (
-    INTEGER,
-    derived_tensors,
-    keep_copies,
-    kept_copies,
+    fingerprint,
     model_tensors,
-    storage,
 )
 
 STAGING = "staging"
@@ -78,6 +74,8 @@ class Puller:
     model: Any
     groups: tuple[FusingGroup, ...]
     traces: list[GroupTrace] = field(default_factory=list)
+    filled: list[tuple[dict[str, Any], str, int]] = field(default_factory=list)
+    """What the copies fill: a module's parameters, buffers or attributes, the name in there, the tensor's address."""
     own: set[int] = field(default_factory=set)
     """Numbers of groups for the model's own load_weights, which does more than copy."""
     derives: bool = False
@@ -101,8 +99,16 @@ class Puller:
     def trace(self) -> None:
         """Ask the model's own loader what it would do with every group."""
         self.derives = False
-        self.traces = [self._trace(group) for group in self.groups]
-        keep_copies(self.model, [traced.copies for traced in self.traces])
+        self.traces = [self.trace_group(group) for group in self.groups]
+        targets = {storage(copy.target) for traced in self.traces for copy in traced.copies}
+        modules = list(self.model.modules())
+        members = [each for module in modules for each in (module._parameters, module._buffers, vars(module))]
+        self.filled = [
+            (each, name, value.data_ptr())
+            for each in members
+            for name, value in each.items()
+            if isinstance(value, torch.Tensor) and storage(value) in targets
+        ]
         inside = {storage(tensor) for tensor in model_tensors(self.model).values()}
         self.own = {
             number
@@ -111,7 +117,16 @@ class Puller:
             if not traced.only_copies or any(storage(copy.target) not in inside for copy in traced.copies)
         }
 
-    def _trace(self, group: FusingGroup) -> GroupTrace:
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensors that the copies fill are in their places, where SGLang may put others.
+
+        Asked before each pull, so it looks at those tensors alone.
+        """
+        found = ((each.get(name), address) for each, name, address in self.filled)
+        return all(tensor is not None and tensor.data_ptr() == address for tensor, address in found)
+
+    def trace_group(self, group: FusingGroup) -> GroupTrace:
         """trace_loader(), and what no dispatch mode sees: a loader that replaces a parameter by another tensor.
 
         The memory is the CPU's, as where SGLang loads from disk, and is never touched: no page of it exists. Where the
@@ -169,20 +184,24 @@ class Puller:
 
     def make_copies(self) -> None:
         """Make ready what fills the model in each batch, but for what its own loader does."""
-        batches = [self._numbers(batch) for batch in self.deliveries.batches]
-        self.zeros = [[zeros for number in numbers for zeros in self.traces[number].zeros] for numbers in batches]
-        self.copies = [
-            copies_of([move for number in numbers for move in self._moves(number)], self.device) for numbers in batches
-        ]
+        self.zeros, self.copies = [], []
+        for batch in self.deliveries.batches:
+            numbers = [number for number in range(batch.start, batch.stop) if number not in self.own]
+            self.zeros.append([zeros for number in numbers for zeros in self.traces[number].zeros])
+            self.copies.append(copies_of([move for number in numbers for move in self.moves(number)], self.device))
 
-    def _numbers(self, batch: PullBatch) -> list[int]:
-        return [number for number in range(batch.start, batch.stop) if number not in self.own]
-
-    def _moves(self, number: int, targets: Sequence[torch.Tensor] = ()) -> Iterator[Move]:
+    def moves(self, number: int, targets: Sequence[torch.Tensor] = ()) -> Iterator[Move]:
         """Yield what fills the tensors of a group: those of its copies, or others of the same shapes."""
         for region, span, copy in self._reads(number):
             target = targets[copy] if targets else self.traces[number].copies[copy].target
-            yield self._move(region, span, number, target)
+            into = target.data_ptr() + region.target * target.element_size()
+            if region.owner in self.shards.places:
+                address, held = self.shards.find(region.owner, span.live_name)
+                yield Move(region, address + region.source * held.itemsize, into, held, span.dtype, target.dtype)
+                continue
+            parcel = self.parcels[Need.of(region, span.live_name, number, span.dtype)]
+            address, _ = self.staging.find(parcel.receiver, STAGING)
+            yield Move(packed(region), address + parcel.offset, into, span.dtype, span.dtype, target.dtype)
 
     def _reads(self, number: int) -> Iterator[tuple[Region, LiveSpan, int]]:
         """Yield what is read for a group, of which live tensor, and for which of its copies.
@@ -205,21 +224,12 @@ class Puller:
             for region in regions(first, source.shape, source.stride, copy.target.stride(), cuts):
                 yield region, span, place
 
-    def _move(self, region: Region, span: LiveSpan, number: int, target: torch.Tensor) -> Move:
-        into = target.data_ptr() + region.target * target.element_size()
-        if region.owner in self.shards.places:
-            address, held = self.shards.find(region.owner, span.live_name)
-            return Move(region, address + region.source * held.itemsize, into, held, span.dtype, target.dtype)
-        parcel = self.parcels[Need.of(region, span.live_name, number, span.dtype)]
-        address, _ = self.staging.find(parcel.receiver, STAGING)
-        return Move(packed(region), address + parcel.offset, into, span.dtype, span.dtype, target.dtype)
-
     def whole(self, number: int) -> torch.Tensor:
         """Return the memory of a group for the model's own loader, uint8 [nbytes], filled from the shards."""
         group = self.groups[number]
         filled = torch.empty(group.nbytes, dtype=torch.uint8, device=self.device)
         parts = [filled[each.offset :][: each.numel * each.dtype.itemsize].view(each.dtype) for each in group.spans]
-        copies_of(list(self._moves(number, parts)), self.device).run()
+        copies_of(list(self.moves(number, parts)), self.device).run()
         return filled
 
     @torch.no_grad()
@@ -230,7 +240,7 @@ class Puller:
         """
         if number != self.done + 1:
             raise RuntimeError(f"the number of a pull must be {self.done + 1}, as {self.done} are done, got {number}")
-        if kept_copies(self.model) is None:  # SGLang has put other tensors in the place of those that were traced
+        if not self.is_current:
             self.trace()
             self.make_copies()
         if self.zeros[batch]:
@@ -243,45 +253,6 @@ class Puller:
         if self.derives and each is self.deliveries.batches[-1]:
             self.model.post_load_weights()
         self.done = number
-
-    @torch.no_grad()
-    def compare(self, batch: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
-        """Compare what the model holds, in its own dtype, with the trainers' shards, read by a plan made anew.
-
-        Return name -> (elements that differ in any bit, all of its copies), and the names of derived tensors that are
-        stale; these are derived anew.
-        """
-        wrong: dict[str, tuple[int, int]] = {}
-        derived = {name: tensor.clone() for name, tensor in derived_tensors(self.model).items()}
-        each = self.deliveries.batches[batch]
-        for number in range(each.start, each.stop):
-            traced = self.traces[number]
-            for copy, expected in zip(traced.copies, self._expected(number), strict=True):
-                integer = INTEGER[expected.element_size()]
-                differing = int((expected.view(integer) != copy.target.view(integer)).sum())
-                if differing:
-                    before = wrong.get(copy.source.name, (0, 0))
-                    wrong[copy.source.name] = before[0] + differing, before[1] + copy.target.numel()
-            if traced.does_more:
-                self._trace(self.groups[number])  # the loader derives anew
-        if self.derives and each is self.deliveries.batches[-1]:
-            self.model.post_load_weights()
-        after = derived_tensors(self.model)
-        return wrong, [name for name, tensor in derived.items() if not torch.equal(tensor, after[name])]
-
-    def _expected(self, number: int) -> list[torch.Tensor]:
-        """Return what the tensors of a group's copies should hold, in their dtypes."""
-        copies = self.traces[number].copies
-        if number in self.own:
-            filled = self.whole(number)
-            return [copy.source.view(filled).to(copy.target.dtype) for copy in copies]
-        # As far apart as in the target: a region's steps are the target's.
-        found = [
-            torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=self.device)
-            for target in (copy.target for copy in copies)
-        ]
-        copies_of(list(self._moves(number, found)), self.device).run()
-        return found
 
     def coverage(self) -> LoadCoverage:
         """Return what the traces mean for the sender."""
@@ -305,12 +276,13 @@ class Puller:
 
     def _blame(self, group: FusingGroup, traced: GroupTrace) -> dict[str, str]:
         """Return the entries that alone make the loader raise; the whole group where none does."""
-        alone = {entry.name: self._trace(replace(group, entries=(entry,))).error for entry in group.entries}
+        alone = {entry.name: self.trace_group(replace(group, entries=(entry,))).error for entry in group.entries}
         guilty = {name: error for name, error in alone.items() if error}
         return guilty or {", ".join(alone): traced.error}
 
 
-def _kept(model: Any) -> Puller:
+def kept(model: Any) -> Puller:
+    """Return the plan of the scheduler whose model this is, as `trace` made it."""
     found = getattr(model, _KEPT, None)
     assert isinstance(found, Puller), "this scheduler has never traced its loader"
     return found
@@ -319,34 +291,41 @@ def _kept(model: Any) -> Puller:
 def trace(model: Any, groups: tuple[FusingGroup, ...]) -> LoadCoverage:
     """Trace the loader of this scheduler's model, now and for all that follows."""
     if hasattr(model, _KEPT):
-        _kept(model).close()
+        kept(model).close()
     puller = Puller(model, groups)
     puller.trace()
     setattr(model, _KEPT, puller)
     return puller.coverage()
 
 
+@torch.no_grad()
+def fingerprints(model: Any, _: None = None) -> dict[str, int]:
+    """Return the fingerprint of what each copy filled as "<group>/<copy>" -> number; empty where another trace is due."""
+    puller = getattr(model, _KEPT, None)
+    traces = puller.traces if puller and puller.is_current else ()
+    sums = {
+        f"{number}/{part}": fingerprint(copy)
+        for number, traced in enumerate(traces)
+        for part, copy in enumerate(traced.copies)
+    }
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
 def plan(model: Any, sources: Sources) -> tuple[Need, ...]:
     """Open the memory of the trainers of this host; return what must be brought from elsewhere."""
-    _kept(model).open(sources)
-    return _kept(model).needs()
+    kept(model).open(sources)
+    return kept(model).needs()
 
 
 def prepare(model: Any, deliveries: Deliveries) -> None:
-    """Make every copy of the pulls to come ready."""
-    _kept(model).prepare(deliveries)
+    kept(model).prepare(deliveries)
 
 
 def pull(model: Any, numbers: tuple[int, int]) -> None:
     """Do one batch of one pull; see Puller.load."""
-    _kept(model).load(*numbers)
-
-
-def compare(model: Any, batch: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Compare one batch with what the trainers hold; see Puller.compare."""
-    return _kept(model).compare(batch)
+    kept(model).load(*numbers)
 
 
 def release(model: Any, _: None) -> None:
     """Close the trainers' memory, which cannot be given back to the GPU while it is open."""
-    _kept(model).close()
+    kept(model).close()

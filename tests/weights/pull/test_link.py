@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from harness.tools.verification.readback import compare
 from harness.trainer.offload import local
 from harness.weights.names import CheckpointTensor
 from harness.weights.pull.link import PullLink, islands_of
@@ -141,11 +142,11 @@ def _pull(rank: int, tp: int, per_host: int, limit: int) -> tuple[list[str], int
         link.pull()
         right = expected(values, tp, rank % tp)
         wrong += [name for name, held in right.state_dict().items() if not torch.equal(held, model.state_dict()[name])]
-        wrong += [f"compared: {found}" for found in link.compare() if found]
+        wrong += [f"compared: {found}" for found in compare(link) if found]
         model.gate.data[0, 0] += 1
-        assert link.compare()[0] == {"gate": (1, model.gate.numel())}
+        assert compare(link)[0] == {"gate": (1, model.gate.numel())}
     needs: list[Any] = [None] * world
-    dist.all_gather_object(needs, puller._kept(model).needs())
+    dist.all_gather_object(needs, puller.kept(model).needs())
     islands = {each: each // per_host for each in range(world)}
     least = least_bytes(dict(enumerate(needs)), islands)
     assert received_bytes(link.batches, islands) == least

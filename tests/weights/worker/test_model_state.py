@@ -3,9 +3,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.tools.verification.in_scheduler import held_tensors
 from harness.weights.worker.model_state import (
     fill_model,
-    held_tensors,
     synced_tensors,
 )
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from harness.tools.verification.readback import compare
 from harness.trainer.offload import local
 from harness.weights.groups import fusing_groups
 from harness.weights.names import CheckpointTensor
@@ -64,7 +65,7 @@ class Stand:
 
     def compare(self) -> object:
         """What differs, and what is stale."""
-        return self.link.compare()
+        return compare(self.link)
 
 
 @given(st.permutations(list(SHAPES)), st.integers(0, 100))
@@ -115,7 +116,7 @@ def test_one_changed_element_is_found_alone() -> None:
 
 def test_what_the_engine_does_not_hold_is_not_compared() -> None:
     values = {name: tensor for name, tensor in sent(0).items() if name in "qkv"} | {"unheard_of": torch.ones(2)}
-    wrong, _ = Stand(Toy(), values=values).link.compare()
+    wrong, _ = compare(Stand(Toy(), values=values).link)
     assert wrong.keys() == {"q", "k", "v"}
 
 
@@ -239,7 +240,7 @@ def test_what_is_released_is_opened_again() -> None:
     stand = Stand(model)
     stand.pull(sent(1))
     stand.link.release()
-    kept = puller._kept(model)
+    kept = puller.kept(model)
     assert (kept.copies, kept.shards._maps, kept.staging._maps) == ([], [], []), "nothing is held open"
     stand.link.release()  # twice does no harm
     stand.pull(sent(2))

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import HostAddress
-from harness.cluster.picture import LAST_LINES, MOST_LINES, host_names, picture, runs
 from harness.cluster.placement import RankLocation, gpu_of, parse_visible, place
+from harness.tools.picture import LAST_LINES, MOST_LINES, host_names, picture, runs
 
 Device = Literal["cpu", "cuda"]
 World = tuple[ParallelDims, list[RankLocation], Device]

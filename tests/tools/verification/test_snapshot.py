@@ -8,10 +8,9 @@ import torch
 
 from harness.cluster.placement import RankLocation
 from harness.cluster.world import World
-from harness.weights import snapshot
-from harness.weights.snapshot import changed_tensors, check_devices, describe_tensor
+from harness.tools.verification import snapshot
+from harness.tools.verification.snapshot import changed_tensors, describe_tensor
 from harness.weights.transports import check_shared
-from harness.weights.verify import Output, output_difference
 from harness.weights.worker.puller import LoadCoverage
 from tests.cluster.gloo import on_ranks
 
@@ -42,23 +41,6 @@ def test_a_folder_that_one_host_does_not_see_is_refused_on_every_rank(tmp_path: 
     assert one == other and one.startswith("weights.folder must be a folder that all hosts share, got checkpoints")
     assert "not there on host1." in one
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-A: Output = [(-1.0, 5), (-2.0, 6), (-1.5, 7)]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "mean"),
-    [
-        ([A, A], [A, A], 0.0),
-        ([A], [[(-1.0, 5), (-2.25, 6), (-1.75, 7)]], 0.5 / 3),
-        ([A], [[(-1.0, 5), (-2.5, 9), (-9.0, 7)]], 0.25),  # what follows another token says nothing
-    ],
-)
-def test_outputs_differ_by_the_mean_up_to_the_first_other_token(
-    before: list[Output], after: list[Output], mean: float
-) -> None:
-    assert output_difference(before, after) == pytest.approx(mean)
 
 
 @pytest.mark.parametrize(
@@ -101,20 +83,3 @@ def test_an_engine_tensor_is_described_by_what_fills_it(name: str, described: st
     layout = [SimpleNamespace(name=each) for each in (*ATTENTION, *EXPERTS)]
     sync: Any = SimpleNamespace(link=SimpleNamespace(coverage=coverage), layout=layout)
     assert describe_tensor(sync, name) == described
-
-
-def test_shared_is_each_on_its_own() -> None:
-    check_devices(["a", "b"], {0: "a", 1: "b"}, True)
-    check_devices(["a", "b"], {1: "b"}, True)
-    check_devices(["a", "b"], {}, True)
-    with pytest.raises(ValueError, match=r"rank 1 runs on GPU a, but its trainer is on GPU b .* check CUDA_VIS"):
-        check_devices(["a", "b"], {1: "a"}, True)
-
-
-def test_apart_is_on_no_trainers_gpu() -> None:
-    check_devices(["a", "b"], {0: "c", 1: "d"}, False)
-    check_devices(["a", "b"], {}, False)
-    with pytest.raises(ValueError, match=r"rank 0 runs on GPU b, but rank 1 trains there \(parallel\.colocate = false"):
-        check_devices(["a", "b"], {0: "b"}, False)
-    with pytest.raises(ValueError, match=r"rank 1 runs on GPU c, but so does the engine rank of rank 0"):
-        check_devices(["a", "b"], {0: "c", 1: "c"}, False)

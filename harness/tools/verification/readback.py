@@ -7,8 +7,21 @@ and compares them with what its own loader, as traced, fills from there.
 import torch
 
 from harness.cluster.world import all_gather
+from harness.tools.verification import in_scheduler
 from harness.weights.pull.link import PullLink
 from harness.weights.sync import WeightSync
+
+
+def compare(link: PullLink) -> in_scheduler.Differences:
+    """Return what the scheduler of this rank holds otherwise. A collective call of all ranks."""
+    wrong: dict[str, tuple[int, int]] = {}
+    stale: list[str] = []
+    with link.alone():
+        for index in link.arrivals():
+            found, more = link.engine.ask(in_scheduler.compare, index)
+            wrong |= found  # a tensor is of one group, and so of one batch
+            stale += more
+    return wrong, stale
 
 
 @torch.no_grad()
@@ -18,7 +31,7 @@ def weight_differences(sync: WeightSync) -> list[str]:
     And one for each tensor that an engine derives from weights and has not derived anew. A collective call of all ranks;
     the same answer on every rank. Needs custom weight loaders (sglang 0.4.8).
     """
-    mine = sync.link.compare()
+    mine = compare(sync.link)
     if sync.transport_name != "pull" or sync.offloaded:
         sync.link.release()
     # A sync without verification has not checked that every name is read.

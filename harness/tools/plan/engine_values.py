@@ -1,4 +1,4 @@
-"""Engine arguments of the user and of the harness, against what this SGLang takes."""
+"""Values of engine arguments, against the types and choices in this SGLang's source."""
 
 import ast
 import difflib
@@ -6,37 +6,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from harness.rollout.sglang_api.probe import SGLangApi, engine_argument_annotations
+from harness.rollout.sglang_api import SGLangApi, UnknownEngineArgument, check_arguments
+from harness.rollout.sglang_api.probe import engine_argument_annotations
 
 CHOICES = "srt/arg_groups/choices.py"
 KINDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "None": ""}
 
 
-class UnknownEngineArgument(ValueError):
-    """The user named an engine argument that this SGLang does not have, or gave it a value that it cannot take."""
-
-
-def check_arguments(
-    api: SGLangApi, user_args: Mapping[str, Any], default_args: Mapping[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the arguments to build the engine with, and the names of the defaults that this SGLang does not have.
-
-    A user's argument replaces the default of that name. Unknown defaults are dropped: they turn off a feature that
-    releases without the argument do not have. Raises UnknownEngineArgument for an unknown argument of the user, a value
-    of a wrong type and a misspelt choice.
-    """
+def check_values(api: SGLangApi, user_args: Mapping[str, Any]) -> None:
+    """Raise UnknownEngineArgument for an unknown argument, a value of a wrong type and a misspelt choice."""
+    check_arguments(api, user_args, {})
     annotations = engine_argument_annotations(api.tree) if user_args else {}
     for name, value in user_args.items():
-        if name not in api.engine_arguments:
-            nearest = difflib.get_close_matches(name, sorted(api.engine_arguments), n=1, cutoff=0.0)
-            hint = f"; the nearest it has is {nearest[0]}" if nearest else ""
-            raise UnknownEngineArgument(f"engine.args.{name}: sglang {api.version} has no such engine argument{hint}.")
         if problem := _problem(api, value, annotations[name]):
             shown = f'"{value}"' if isinstance(value, str) else value
             raise UnknownEngineArgument(f"engine.args.{name} = {shown}: sglang {api.version} {problem}.")
-    dropped = tuple(name for name in default_args if name not in api.engine_arguments)
-    kept = {name: value for name, value in default_args.items() if name not in dropped}
-    return {**kept, **user_args}, dropped
 
 
 def _problem(api: SGLangApi, value: Any, annotation: ast.expr) -> str:

@@ -1,4 +1,7 @@
-"""A drawing of a world as text: which rank is on which GPU of which host, and which engine spans which hosts."""
+"""A drawing of a world as text: which rank is on which GPU of which host, and which engine spans which hosts.
+
+It opens every run, and --dry-run prints it.
+"""
 
 import textwrap
 from collections import Counter
@@ -9,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EngineNode, RankLocation, engine_gpu_of, gpu_of, host_name, place
 from harness.cluster.ports import planned_ports
+from harness.runtime.observer import Observer, RunContext
+from harness.runtime.phases import MEET
 
 if TYPE_CHECKING:
     from harness.cluster.network import HostAddress
@@ -16,6 +21,25 @@ if TYPE_CHECKING:
 WIDTH = 120
 MOST_LINES, LAST_LINES = 32, 8
 """Of more lines, those between the first ones and the last ones are left out."""
+
+
+class PlacementPicture(Observer):
+    """Draw the run's own world once its ranks have met: on the console, and for the report."""
+
+    run: RunContext
+
+    def met(self, run: RunContext) -> None:
+        self.run = run
+
+    def phase_ends(self, phase: str, step: int | None) -> None:
+        if phase != MEET:
+            return
+        world, events, dims = self.run.world, self.run.events, self.run.dims
+        drawn = picture(dims, world.locations, world.device_type, addresses=world.addresses)
+        engines = place(dims, world.locations, world.device_type)
+        events.fact("placement", engines=[repr(each) for each in engines], picture=drawn)
+        if events.console:
+            events.console.show("\n".join(drawn))
 
 
 def picture(

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.weights.verification_summary import report_section, verdict_phrase
+from harness.tools.verification.verification_summary import verdict_phrase
 from tests.weights.test_verify import Level, difference, verification
 
 ROLLOUTS: list[dict[str, float]] = [
@@ -40,8 +40,6 @@ def test_log_probs_are_not_said_to_prove_an_update_that_moves_them_less_than_is_
     checks = verification(tmp_path)
     phrase = verdict_phrase(checks, SMALL_UPDATES)
     assert "the engine's log-probs prove 1 of 3 (for 2 the update moved log-probs by at most 4.0e-06" in phrase
-    report = "\n".join(report_section(checks, SMALL_UPDATES, {}))
-    assert "- the engine's log-probs prove 1 of 3" in report and "- after each, all 27 tensors" in report
 
 
 def test_without_fingerprints_what_log_probs_do_not_prove_is_shown_by_nothing(tmp_path: Path) -> None:
@@ -53,23 +51,3 @@ def test_without_fingerprints_what_log_probs_do_not_prove_is_shown_by_nothing(tm
 def test_tensors_that_cannot_be_followed_are_counted(tmp_path: Path) -> None:
     some = [each | {"sync_tensors_compared": 25} for each in ROLLOUTS]
     assert "after each, 25 of 27 tensors in the engine equal" in verdict_phrase(verification(tmp_path), some)
-
-
-def test_the_section_has_level_statistics_and_costs(tmp_path: Path) -> None:
-    checks = verification(tmp_path, "bytes")
-    checks.set_baseline(difference(4e-6))
-    lines = report_section(checks, ROLLOUTS, {"sync": [0.25, 0.75], "verify_baseline": [2.0]})
-    assert lines[0].startswith('weights.verify = "bytes". After every sync all that the engine holds was read back')
-    assert "| mean | 4e-06 | 3e-06 | 1.2e-05 |" in lines
-    assert "| sync | 2 | 0.500 | 0.750 |" in lines
-    assert "| baseline | 1 | 2.000 | 2.000 |" in lines
-    assert "| sentinel | 3 | 0.500 | 0.500 |" in lines
-    assert "| readback | 3 | 0.000 | 0.000 |" in lines
-
-
-def test_the_section_says_why_there_is_no_baseline_and_no_bound(tmp_path: Path) -> None:
-    checks = verification(tmp_path, "off")
-    checks.load_baseline()
-    lines = report_section(checks, ROLLOUTS, {})
-    assert "No baseline of the log-prob difference: not wanted at level off." in lines
-    assert "| mean | none | 3e-06 | any |" in lines

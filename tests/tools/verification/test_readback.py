@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.tools.verification.readback import unreadable, weight_differences
 from harness.weights.gather import full_tensor
 from harness.weights.names import CheckpointTensor
 from harness.weights.pull.link import PullLink
-from harness.weights.readback import unreadable, weight_differences
 from tests.weights.toy_model import SHAPES, Toy, layout_of, link_to, live_name, live_of, sent
 
 

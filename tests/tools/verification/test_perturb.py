@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from harness.weights import perturb as module
-from harness.weights.perturb import VIEWS, perturb
+from harness.tools.verification import perturb as module
+from harness.tools.verification.perturb import VIEWS, perturb
 from tests.cluster.gloo import on_ranks
 
 DTYPES = st.sampled_from(sorted(VIEWS, key=str))

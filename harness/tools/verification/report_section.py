@@ -1,10 +1,10 @@
-"""Summary of a run's verified syncs: the phrase of its verdict and the section of its report."""
+"""The section of a run's report on its verified syncs."""
 
 from collections.abc import Mapping, Sequence
 
+from harness.tools.verification.rehearsal import is_exact
+from harness.tools.verification.verification_summary import Metrics, what_is_known
 from harness.weights.verify import Verification
-
-Metrics = Mapping[str, float]
 
 CHECKED = {
     "off": "Nothing was checked; the differences were only measured.",
@@ -15,47 +15,11 @@ CHECKED = {
     "full": "Before every sync each tensor was changed, synced onto garbage, read back bit for bit and compared with a"
     " reload from disk; after it all was read back, and the log-probs of the engine's responses compared.",
 }
-CHECKED_SHORT = {
-    "bytes": ["each read back bit for bit"],
-    "full": ["each rehearsed on garbage with changed weights, compared with a reload from disk, read back bit for bit"],
-}
 STATISTICS = (
     ("mean", "mean", "mean"),
     ("worst sequence", "worst_sequence_bulk", "sequence"),
     ("worst response position", "worst_position_bulk", "position"),
 )
-
-
-def verdict_phrase(verification: Verification, rollouts: Sequence[Metrics]) -> str:
-    """Return one phrase on the syncs of these rollouts; it claims nothing of what was not checked."""
-    largest = max(each["log_prob_difference_mean"] for each in rollouts)
-    syncs, level = f"{len(rollouts)} weight syncs", verification.config.weights.verify
-    if level == "off":
-        return f'{syncs}, not verified (weights.verify = "off"): largest mean log-prob difference {largest:.1e}'
-    phrases = "; ".join([*CHECKED_SHORT.get(level, ()), *_what_is_known(rollouts)])
-    return f"{syncs}: {phrases}; largest mean difference {largest:.1e}, allowed {verification.allowed.mean:.2g}"
-
-
-def _what_is_known(rollouts: Sequence[Metrics]) -> list[str]:
-    """Return a phrase for each thing that the syncs are known to have done, from Verification.sync_metrics."""
-    # A sync that did nothing passes the log-prob check unless the update before it moved log-probs by more than is allowed.
-    unproven = [each for each in rollouts if not each.get("sync_proven_by_log_probs")]
-    compared = int(min(each.get("sync_tensors_compared", 0) for each in rollouts))
-    tensors = int(max(each.get("sync_tensors", 0) for each in rollouts))
-    found = []
-    if compared:
-        whole = f"all {tensors}" if compared == tensors else f"{compared} of {tensors}"
-        found.append(f"after each, {whole} tensors in the engine equal the trainer's by fingerprint")
-    if not unproven:
-        return [*found, "the engine's log-probs prove each"]
-    moved = max(each.get("sync_movement", 0.0) for each in unproven)
-    found.append(
-        f"the engine's log-probs prove {len(rollouts) - len(unproven)} of {len(rollouts)} (for {len(unproven)} the update"
-        f" moved log-probs by at most {moved:.1e}, which a stale engine passes)"
-    )
-    if not compared:
-        found.append("nothing shows the others, as this sglang has no custom weight loaders (0.4.8)")
-    return found
 
 
 def report_section(
@@ -68,12 +32,12 @@ def report_section(
     level, baseline, allowed = verification.config.weights.verify, verification.baseline, verification.allowed
     lines = [f'weights.verify = "{level}". {CHECKED[level]}', ""]
     if level == "full":
-        how = "bit for bit" if verification.is_exact else "within the allowed mean, as the engine is not deterministic"
+        how = "bit for bit" if is_exact(verification) else "within the allowed mean, as the engine is not deterministic"
         lines += [f"Greedy outputs before and after the reload were equal {how}.", ""]
     if not baseline:
         lines += [f"No baseline of the log-prob difference: {verification.why_no_baseline}.", ""]
     if level != "off":
-        lines += [*(f"- {phrase}" for phrase in _what_is_known(rollouts)), ""]
+        lines += [*(f"- {phrase}" for phrase in what_is_known(rollouts)), ""]
     lines += [
         f"| log-prob difference, nats | baseline | largest of {len(rollouts)} syncs | allowed |",
         "|---|---|---|---|",
