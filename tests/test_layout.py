@@ -64,6 +64,7 @@ TOOLS = {
     "rewards": set(),
     "saved_rollouts": set(),
     "shipped_verl_engine": set(),
+    "step_bench": {"sync"},
     "sync": {"verification"},
     "tiny_models": set(),
     "trackers": set(),

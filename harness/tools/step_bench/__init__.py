@@ -1,0 +1,1 @@
+"""Whole PPO steps, timed by phase, each beside its limit."""

@@ -1,0 +1,206 @@
+"""Whole PPO steps by phase, each beside its limit: SGLang's own bench, a matrix rate, an all-gather of the weights."""
+
+import io
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.cluster.world import all_gather
+from harness.ppo import Ppo
+from harness.runtime.observer import RunContext
+from harness.task.data import Prompt
+from harness.tools.step_bench.sglang_bench import offline_throughput
+from harness.tools.sync.job import all_gather_row
+from harness.train import build, gather_phases, shut_down, start_record
+from harness.trainer.batch import Batch
+
+MATMULS = 20
+LEARNER = ("old_log_probs", "reference_log_probs", "values", "update_critic", "update_actor")
+BACKWARD = 3
+"""FLOPs of an update over those of a forward: the backward pass costs twice as much. What is recomputed counts once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseRow:
+    """One phase of a step: seconds of the slowest rank, the median of the steps, beside the least that they could be."""
+
+    phase: str
+    seconds: float
+    limit: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTable:
+    """All phases of a step, and its size."""
+
+    seconds: float
+    tokens: float
+    """Of prompts and responses, over all ranks, in a step."""
+    response_tokens: float
+    matmul_flops: float
+    """Per second, of the slowest rank."""
+    phases: Sequence[PhaseRow]
+
+    def of(self, *names: str) -> tuple[float, float]:
+        """Return the seconds of these phases and their limits."""
+        rows = [row for row in self.phases if row.phase in names]
+        return sum(row.seconds for row in rows), sum(row.limit or 0.0 for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBench:
+    """What launch/step_bench.py was asked for; called as a job of harness.run."""
+
+    repeats: int
+    prompt_tokens: int
+    """Random ones in place of the task's prompts; 0: the task's."""
+    json: str
+
+    def __call__(self, run: RunContext) -> str:
+        """Run the steps, then measure the limits on the same parts; return the verdict. A collective call of all ranks."""
+        events, world = run.events, run.world
+        ppo = build(run, start_record(run))
+        if self.prompt_tokens:
+            made = random_prompts(ppo.prompts.prompts, self.prompt_tokens, len(ppo.tokenizer))
+            ppo.prompts = replace(ppo.prompts, prompts=made)
+        ppo.take_baseline()
+        steps, tokens = [], []
+        for index in range(1 + self.repeats):
+            started = time.perf_counter()
+            metrics = ppo.step(index)
+            phases = {
+                phase: max(each["seconds"] for each in ranks) for phase, ranks in gather_phases(events, index).items()
+            }
+            phases["step"] = max(all_gather(time.perf_counter() - started))
+            events.say(f"step {index}: {phases['step']:.3f} s")
+            if index:  # kernels compile in the first
+                steps.append(phases)
+                tokens.append((metrics["tokens"], metrics["response_tokens"]))
+        events.say("measuring the limits")
+        with events.phase("bench", waiting_for="SGLang's bench and the trainer's matrix rate"):
+            limits, rate = measure_limits(ppo, 1 + self.repeats, tokens[-1][0])
+        shut_down(ppo)
+        seconds = {phase: median(step.get(phase, 0.0) for step in steps) for phase in steps[0]}
+        table = StepTable(
+            seconds=seconds.pop("step"),
+            tokens=median(each[0] for each in tokens),
+            response_tokens=median(each[1] for each in tokens),
+            matmul_flops=rate,
+            phases=[PhaseRow(phase=phase, seconds=each, limit=limits.get(phase)) for phase, each in seconds.items()],
+        )
+        if events.console:
+            events.console.show(as_text(table))
+        if world.rank == 0 and self.json:
+            Path(self.json).write_text(json.dumps(asdict(table), indent=1), encoding="utf-8")
+        return verdict(table)
+
+
+def random_prompts(prompts: Sequence[Prompt], size: int, tokens: int) -> list[Prompt]:
+    """Return as many prompts of `size` random tokens below `tokens` each, the same on every rank."""
+    draw = random.Random(size)
+    return [replace(prompt, input_ids=[draw.randrange(tokens) for _ in range(size)]) for prompt in prompts]
+
+
+def measure_limits(ppo: Ppo, index: int, tokens: float) -> tuple[dict[str, float], float]:
+    """Return the limit of each phase that has one, in seconds, and the slowest rank's FLOPs per second of matrices.
+
+    tokens: how many the measured steps computed. A collective call of all ranks; step `index` is rolled out for it.
+    """
+    rollout, metrics = ppo.rollout(index)
+    scale, config = tokens / metrics["tokens"], ppo.config
+    rate = matmul_flops(ppo.world.device, getattr(torch, config.model.dtype))
+    forward = forward_flops(lambda: ppo.actor.log_probs(rollout), ppo.actor) / sum(all_gather(rate)) * scale
+    limits = {"old_log_probs": forward, "update_actor": BACKWARD * forward * config.actor.ppo_epochs}
+    if ppo.reference:
+        limits["reference_log_probs"] = forward
+    if critic := ppo.critic:
+        limits["values"] = forward_flops(lambda: critic.values(rollout), critic) / sum(all_gather(rate)) * scale
+        limits["update_critic"] = BACKWARD * limits["values"] * config.critic.ppo_epochs
+    ppo.bring_weights(index)
+    with ppo.actor.on_device():
+        limits["sync"] = all_gather_row(ppo.sync, ppo.world, repeats=5).seconds
+    limits["generate"] = generation_limit(ppo, index, rollout)
+    ppo.memory.release_all()
+    return limits, min(all_gather(rate))
+
+
+def generation_limit(ppo: Ppo, index: int, rollout: Batch) -> float:
+    """Return the seconds of SGLang's bench on every engine at once, of the slowest: a step's prompts, and its lengths."""
+    repeated = [
+        each.input_ids for each in ppo.engine_prompts(index) for _ in range(ppo.config.rollout.responses_per_prompt)
+    ]
+    lengths = [
+        length
+        for part in ppo.engine.group.all_gather(rollout.response_mask.sum(-1).tolist()).values()
+        for length in part
+    ]
+    seconds = []
+    for _ in range(2):  # the first compiles what greedy sampling alone needs
+        ppo.engine.flush_cache()
+        dist.barrier()
+        seconds.append(offline_throughput(ppo.engine.inner, repeated, lengths) if ppo.engine.is_head else 0.0)
+        dist.barrier()
+    return float(max(all_gather(min(seconds))))
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return how many FLOPs a second this rank's device makes of a large matrix product."""
+    size = 8192 if device.type == "cuda" else 1024
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    a @ b
+    finish()
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(MATMULS):
+        a @ b
+    finish()
+    return 2 * size**3 * MATMULS / (time.perf_counter() - started)
+
+
+def forward_flops(forward: Callable[[], object], model: Any) -> float:
+    """Return the FLOPs of a forward over all ranks; of attention, which is causal, half. A collective call of all ranks."""
+    with FlopCounterMode(display=False) as counter, model.on_device():
+        forward()
+    counts: Mapping[Any, int] = counter.get_flop_counts().get("Global", {})
+    own = sum(count / 2 if "attention" in str(operation) else count for operation, count in counts.items())
+    return float(sum(all_gather(own)))
+
+
+def as_text(table: StepTable) -> str:
+    """Return the phases as a table, longest first."""
+    shown = Table(
+        title=f"a step of {table.tokens:.0f} tokens, {table.response_tokens:.0f} of responses: {table.seconds:.3f} s"
+    )
+    for heading in ("phase", "seconds", "share", "limit", "limit / seconds"):
+        shown.add_column(heading, justify="left" if heading == "phase" else "right")
+    for row in sorted(table.phases, key=lambda row: -row.seconds):
+        limit = ("", "") if row.limit is None else (f"{row.limit:.4f}", f"{row.limit / row.seconds:.2f}")
+        shown.add_row(row.phase, f"{row.seconds:.4f}", f"{row.seconds / table.seconds:.1%}", *limit)
+    text = io.StringIO()
+    Console(width=100, color_system=None, file=text).print(shown)
+    return text.getvalue().rstrip()
+
+
+def verdict(table: StepTable) -> str:
+    """Return the step in one sentence: each part against its limit, and the share of what is none of them."""
+    generate, bench = table.of("generate")
+    learner, least = table.of(*LEARNER)
+    sync, gather = table.of("sync")
+    rest = table.seconds - generate - learner - sync
+    return (
+        f"PASSED: a step of {table.seconds:.3f} s; generation {table.response_tokens / generate:.0f} tokens/s, {bench / generate:.2f}"
+        f" of SGLang's own bench; learner {least / learner:.2g} of {table.matmul_flops / 1e12:.3g} TFLOP/s a rank; sync {sync:.4f} s"
+        f" (all-gather {gather:.4f}); all else {rest / table.seconds:.1%}"
+    )
