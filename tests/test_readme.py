@@ -12,6 +12,7 @@ import pytest
 from harness.config.layers import ConfigError
 from harness.tools import environments, preflight
 from harness.tools.command_line import parse
+from tests.tools.test_preflight import PREPARED
 
 REPOSITORY = environments.REPOSITORY
 README = REPOSITORY / "README.md"
@@ -110,6 +111,7 @@ def test_each_config_that_a_command_gives_can_work(line: str, tmp_path: Path) ->
             while stop < min(len(words), start + 1 + values) and not words[stop].startswith("--"):
                 stop += 1
             del words[start:stop]
+    words += [word for name, more in PREPARED.items() if name in line for word in more]
     preflight.check_plan(parse(words).config)
 
 

@@ -27,6 +27,9 @@ _CPU = {
     # Tokens of KV cache. Enough for the tiny tasks, and it bounds memory where mem_fraction_static is a share of host
     # RAM.
     "max_total_tokens": 2048,
+    # Schedulers that poll for requests take the cores that the trainers beside them need: a step of the quickstart takes
+    # 0.5 s with this on two cores, 0.9 s without.
+    "sleep_on_idle": True,
     # Share of host memory; several engines and trainers live on one laptop.
     "mem_fraction_static": 0.1,
 }

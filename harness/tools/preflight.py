@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.network import INTERFACE_VARIABLE, choose, own_interfaces
 from harness.config.layers import ConfigError, shown
 from harness.config.rules import QUANTIZED, check_transport
 from harness.config.run_folder import checkpoint_to_resume
@@ -66,6 +65,12 @@ def check_here(config: Config) -> list[str]:
 
 def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
     """Raise NetworkError where this host lacks the interface that network.interface or GLOO_SOCKET_IFNAME names."""
+    from harness.cluster.network import (  # needs more than the standard library
+        INTERFACE_VARIABLE,
+        choose,
+        own_interfaces,
+    )
+
     variable = environment.get(INTERFACE_VARIABLE, "")
     if wanted or variable:
         choose(wanted, variable, own_interfaces(), "127.0.0.1", [])

@@ -9,11 +9,13 @@ HARNESS = Path(__file__).resolve().parents[2] / "harness"
 
 
 def phases_in_the_code() -> set[str]:
-    """First arguments of phase(...), and of timed(...) on a Verification, whose phases are verify_<part>."""
+    """First arguments of phase(...), and of timed(...) of a Verification, or of one that adds to it: verify_<part>."""
     found = set()
     for file in HARNESS.rglob("*.py"):
         tree = ast.parse(file.read_text())
-        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Verification"]
+        classes = [
+            node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.endswith("Verification")
+        ]
         inside = {id(node) for each in classes for node in ast.walk(each)}
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
@@ -21,7 +23,9 @@ def phases_in_the_code() -> set[str]:
             called = ast.unparse(node.func)
             if called == "phase" or called.endswith("events.phase"):
                 found.add(str(node.args[0].value))
-            elif called.endswith("verification.timed") or (called == "self.timed" and id(node) in inside):
+            elif called.endswith(("verification.timed", "checks.timed")) or (
+                called == "self.timed" and id(node) in inside
+            ):
                 found.add(f"verify_{node.args[0].value}")
     return found
 
