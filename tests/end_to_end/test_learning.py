@@ -1,11 +1,13 @@
-"""PPO learns: a toy task that a 2-layer model masters on the CPU, whatever the seed. Three runs of minutes each."""
+"""PPO learns: toy tasks that a 2-layer model masters on the CPU, whatever the seed. Six runs of minutes each."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import run
+from tests.end_to_end.launching import REPOSITORY, run
 
 pytestmark = pytest.mark.long
 
@@ -23,3 +25,16 @@ def test_the_mean_reward_rises_from_under_02_to_over_08(tmp_path: Path, seed: in
     assert seconds < 300
     assert all("critic/explained_variance" in step for step in job.metrics()[: len(rewards)])
     assert 'aria-label="reward_mean"' in (job.folder / "report.html").read_text(), "the curve"
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_addition_of_pairs_never_trained_on_rises_to_09(tmp_path: Path, seed: str) -> None:
+    prepare = [sys.executable, "launch/prepare_data.py", "addition", str(tmp_path), "--seed", seed]
+    subprocess.run(prepare, cwd=REPOSITORY, check=True, timeout=300)
+    here = ["--task.source", str(tmp_path), "--validation.source", str(tmp_path), "--model.name", f"{tmp_path}/model"]
+    job = run(tmp_path / "run", 2, "configs/cpu/addition.toml", "--run.seed", seed, *here, seconds=1800)
+    assert job.process.returncode == 0, job.output()
+    accuracies = [row["validation/accuracy"] for row in job.metrics() if row["kind"] == "validation"]
+    assert accuracies[0] < 0.3
+    assert accuracies[-1] >= 0.9
+    assert 'aria-label="accuracy' in (job.folder / "report.html").read_text(), "the curve"
