@@ -93,6 +93,7 @@ offline_throughput(Answering(1), [[1, 2], [3]], [4, 5])
 """
 
 
+@pytest.mark.long
 def test_sglangs_bench_takes_token_ids_and_its_answers_are_counted() -> None:
     command = [sys.executable, "-c", SGLANGS_BENCH]  # importing sglang takes a process of its own
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)

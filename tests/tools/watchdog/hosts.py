@@ -97,7 +97,8 @@ class Hosts:
             time.sleep(1.2)  # a host that goes in mid-phase has told where it is: hosts beat once a second
         # The watchdog first: a host that goes tells nobody of its ranks.
         for process in sorted(self.processes(host, kind), key=lambda each: self._kind(each) != "watchdog"):
-            process.send_signal(number)
+            with suppress(psutil.NoSuchProcess):  # it may end with what was killed before it
+                process.send_signal(number)
 
     def wait(self, *hosts: str, seconds: float = 40) -> float:
         """Until nothing of these hosts, or of any, is left; how long that took."""
