@@ -3,7 +3,7 @@
 import faulthandler
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -184,6 +184,7 @@ def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
         usable = tokenize_prompts(rows, tokenizer, task.template, *limits)
         prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
         validated = tokenize_prompts(validation_rows, tokenizer, task.template, *limits) if validation_rows else []
+        check_vocabulary([*usable, *validated], model_folder)
     run.events.say(f"{len(usable)} prompts of {len(rows)} rows ({', '.join(task.source)})")
     if config.run.epochs:
         steps = config.run.epochs * (len(usable) // config.rollout.prompts_per_step)
@@ -381,6 +382,17 @@ def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
             run.models[config.model.name](target, rows)
         dist.barrier()
     return target
+
+
+def check_vocabulary(prompts: Iterable[Prompt], model_folder: Path) -> None:
+    """Raise ValueError for a token that the model has no embedding of: on a GPU it would end the engine in an assertion."""
+    size = AutoConfig.from_pretrained(str(model_folder)).get_text_config().vocab_size
+    for prompt in prompts:
+        if (token := max(prompt.input_ids, default=0)) >= size:
+            raise ValueError(
+                f"the prompt of {prompt.row.where} has token {token}, but model.name's vocab_size is {size}: give the"
+                " model that the tokenizer beside it was made for"
+            )
 
 
 def trainer_attention(config: Config, model_folder: Path, device: str, say: Callable[[str], None]) -> Attention:

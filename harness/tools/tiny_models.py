@@ -229,5 +229,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([f"<unused{i}>" for i in range(missing)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=EOS, chat_template=CHAT_TEMPLATE
     )

@@ -72,7 +72,8 @@ class StepBench:
         events, world = run.events, run.world
         ppo = build(run, start_record(run))
         if self.prompt_tokens:
-            made = random_prompts(ppo.prompts.prompts, self.prompt_tokens, len(ppo.tokenizer))
+            vocabulary = ppo.actor.model.config.get_text_config().vocab_size  # a tokenizer may have more
+            made = random_prompts(ppo.prompts.prompts, self.prompt_tokens, vocabulary)
             ppo.prompts = replace(ppo.prompts, prompts=made)
         ppo.take_baseline()
         steps, tokens = [], []
