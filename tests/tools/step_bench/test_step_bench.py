@@ -50,14 +50,14 @@ def test_flops_are_two_a_weight_and_token_and_half_of_attention(monkeypatch: pyt
     weights, tokens = torch.randn(32, 48), torch.randn(10, 32)
     model = SimpleNamespace(on_device=nullcontext)
     assert forward_flops(lambda: tokens @ weights, model) == 2 * (2 * 10 * 32 * 48)
-    query = torch.randn(1, 2, 16, 8)
+    query, few = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8)
 
     def attend() -> None:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-            torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+            torch.nn.functional.scaled_dot_product_attention(query, few, few, is_causal=True, enable_gqa=True)
 
-    whole = 2 * 2 * (2 * 16 * 16 * 8)  # two products for each of two heads
-    assert forward_flops(attend, model) in (whole, 0)  # twice half of it; 0 where torch does not count the CPU's kernel
+    whole = 4 * 2 * (2 * 16 * 16 * 8)  # two products for each of four heads
+    assert forward_flops(attend, model) == whole, "of two ranks, half of it each"
 
 
 def test_random_prompts_are_alike_on_every_rank_and_of_one_size() -> None:
