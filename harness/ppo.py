@@ -7,8 +7,7 @@ advantages -> updates of critic and actor -> metrics. The checks that the weight
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -22,7 +21,6 @@ from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.responses import Response, read_responses
 from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
-from harness.runtime.memory_gauge import trim_heap
 from harness.task.data import Prompt, PromptSampler
 from harness.task.rewards import Reward
 from harness.trainer import advantages
@@ -67,7 +65,6 @@ class Ppo:
         metrics |= self.learn(index, rollout)
         with self.events.phase("free_caches", index):
             self.memory.free_trainer_cache()
-            trim_heap()
         return metrics | {"step": index}
 
     def take_baseline(self) -> None:
@@ -169,30 +166,10 @@ class Ppo:
             self.verification.movement = 0.0  # the next sync sends the same weights
             return reward_metrics | metrics
         waiting = "the actor's optimizer steps"
-        with phase("update_actor", index, waiting), self.actor.learning(), self.measured_movement(index, rollout):
+        measured = self.verification.measured_update(self, index, rollout)
+        with phase("update_actor", index, waiting), self.actor.learning(), measured:
             metrics |= {f"actor/{name}": value for name, value in self.actor.update(batch, generator).items()}
         return reward_metrics | metrics
-
-    @contextmanager
-    def measured_movement(self, index: int, rollout: Batch) -> Iterator[None]:
-        """Measure how far the update within moves the actor's log-probs, for the next sync's check.
-
-        Of each rank's first responses, behind prompts of the next step: an update moves what it trains on further.
-        """
-        if not self.verification.reaches("log_probs"):
-            yield
-            return
-        few = rollout.select(slice(self.config.actor.microbatch_size))
-        responses = [ids[mask.bool()].tolist() for ids, mask in zip(few.input_ids, few.response_mask, strict=True)]
-        prompts = itertools.cycle(prompt.input_ids for prompt in self.engine_prompts(index + 1))
-        unseen = from_sequences(list(itertools.islice(prompts, len(responses))), responses, 0)
-        waiting = "the actor's log-probs of a few responses, before and after its update"
-        with self.verification.timed("movement", index, waiting):
-            before = self.actor.log_probs(unseen)[0]
-        yield
-        with self.verification.timed("movement", index, waiting):
-            moved = self.actor.log_probs(unseen)[0] - before
-            self.verification.movement = self.token_mean(moved.abs(), unseen)
 
     def generate(self, index: int) -> Batch:
         """Return responses to this rank's share of its engine's prompts, and their scores."""

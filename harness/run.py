@@ -30,7 +30,6 @@ from harness.config.schema import Config
 from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import Stopped, UnsupportedEnvironment, report_user_error, say
 from harness.runtime.events import Console, EventLog
-from harness.runtime.memory_gauge import Gauge
 from harness.runtime.observer import Observer, Observers, RunContext
 from harness.runtime.phases import MEET, RUN
 from harness.runtime.processes import descendants, end_processes
@@ -109,9 +108,8 @@ def _in_world(
     if folder is None:
         held = f"run.dir = {Path(config.run.dir).resolve()} holds an earlier run; give another folder, or remove it."
         return report_user_error(ConfigError(held), world.rank)
-    cuda = world.device.type == "cuda"
-    gauge = Gauge(world.device.index if cuda else None, world.engine_gpu)  # made before the engine starts
-    events = EventLog(folder / EVENTS / f"rank{world.rank}.jsonl", world.rank, world.host, console, gauge, observer)
+    path = folder / EVENTS / f"rank{world.rank}.jsonl"
+    events = EventLog(path, world.rank, world.host, console, observer=observer)
     dims = ParallelDims.of(config.parallel)
     context = RunContext(config=config, world=world, dims=dims, events=events, folder=folder, launched=launched)
     try:

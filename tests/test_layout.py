@@ -38,6 +38,7 @@ TOOLS = {
     "hosts": {"process_tree"},
     "inject": {"fault_spec"},
     "live_line": set(),
+    "memory_gauge": set(),
     "memory_search": {"process_tree"},
     "observers": {
         "agreement",
@@ -45,6 +46,7 @@ TOOLS = {
         "hosts",
         "inject",
         "live_line",
+        "memory_gauge",
         "picture",
         "rewards",
         "saved_rollouts",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from harness.ppo import Ppo
 from harness.tools.command_line import parse
+from harness.tools.verification.levels import ReadBackVerification
 from harness.trainer import advantages
 from harness.trainer.batch import Batch, from_sequences
 
@@ -170,16 +171,16 @@ def test_movement_is_measured_on_text_that_the_update_does_not_train_on() -> Non
 
     step = ppo("--rollout.responses_per_prompt 2 --actor.microbatch_size 3")
     step.actor = SimpleNamespace(log_probs=log_probs)  # type: ignore[assignment]
-    step.verification = SimpleNamespace(  # type: ignore[assignment]
-        reaches=lambda level: True, timed=lambda *words: nullcontext(), movement=0.0
+    checks: Any = SimpleNamespace(
+        config=step.config, reaches=lambda level: True, timed=lambda *words: nullcontext(), movement=0.0
     )
     ids = {7: ([2], [2]), 8: ([3, 4], [9])}
     prompts = {step: [SimpleNamespace(input_ids=each) for each in given] for step, given in ids.items()}
     step.prompts = SimpleNamespace(batch=prompts.get)  # type: ignore[assignment]
     step.dims = SimpleNamespace(dp=1, coordinates=lambda rank: SimpleNamespace(dp=0))  # type: ignore[assignment]
-    with step.measured_movement(7, batch()):
+    with ReadBackVerification.measured_update(checks, step, 7, batch()):
         assert len(seen) == 1, "before the update"
-    assert seen[0] is seen[1] and step.verification.movement == pytest.approx(1.0)
+    assert seen[0] is seen[1] and checks.movement == pytest.approx(1.0)
     assert [ids[mask.bool()].tolist() for ids, mask in zip(seen[0].input_ids, seen[0].attention_mask, strict=True)] == [
         [3, 4, 5],
         [9, 5, 6, 7],

@@ -4,6 +4,7 @@ Resumed with the weights, the KV cache would claim its memory while the trainer'
 that returns proves nothing, so each one is measured: the free bytes of every rank's engine GPU before and after.
 """
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -121,9 +122,10 @@ class MemoryStages:
                 del self.released[tag]
 
     def free_trainer_cache(self) -> None:
-        """Give the GPU what torch's allocator of this process only keeps for later, on every rank."""
+        """Give GPU and host what allocators of this process only keep for later, on every rank."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+        trim_heap()
         self.engine.group.barrier()
 
     @property
@@ -174,3 +176,9 @@ class MemoryStages:
             others = f"; {len(problems) - 1} other ranks failed too" if len(problems) > 1 else ""
             raise MemoryDidNotMove(f"{problems[0]}{others}.")
         return moved
+
+
+def trim_heap() -> None:
+    """Give what this process has freed back to the host: glibc keeps it, in fragments that grow with every step."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's alone
+        trim(0)

@@ -1,1 +1,1 @@
-"""What every other room stands on: events, phases, errors, the memory gauge, run folders."""
+"""What every other room stands on: events, phases, errors, run folders."""

@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
-from harness.runtime.memory_gauge import Gauge
 from harness.runtime.observer import Observer
 
 PATIENCE_SECONDS = 10.0
@@ -52,6 +51,13 @@ class Console:
             ) from error
 
 
+class Gauge(Protocol):
+    """What measures memory: begin at the start of a phase, end at its end, which returns figures. Phases nest."""
+
+    def begin(self) -> None: ...
+    def end(self) -> dict[str, int]: ...
+
+
 @dataclass(slots=True)
 class EventLog:
     """What one rank did, in order. Safe to use from several threads of that rank."""
@@ -61,6 +67,7 @@ class EventLog:
     host: str
     console: Console | None = None
     gauge: Gauge | None = None
+    """An observer sets it, once the ranks have met."""
     observer: Observer = field(default_factory=Observer)
     """Is called at the start and end of each phase, before and after its work."""
     seconds: dict[str, list[float]] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Any
 from harness.cluster.mesh import build_meshes
 from harness.config.run_folder import write_config
 from harness.ppo import Metrics, Ppo
-from harness.runtime.memory_gauge import trim_heap
+from harness.rollout.memory_stages import trim_heap
 from harness.runtime.observer import RunContext
 from harness.tools.saved_rollouts import SavedRollouts
 from harness.train import (

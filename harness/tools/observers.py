@@ -67,6 +67,16 @@ class EngineCalls(Observer):
         return run
 
 
+class MemoryFigures(Observer):
+    """Have a run's events say what each phase took of memory."""
+
+    def met(self, run: RunContext) -> None:
+        from harness.tools.memory_gauge import MemoryGauge  # imports torch
+
+        on_gpu = run.world.device.type == "cuda"
+        run.events.gauge = MemoryGauge(run.world.device.index if on_gpu else None, run.world.engine_gpu)
+
+
 class ShippedEngine(Observer):
     """engine.implementation = "sglang": has the run use the VerlEngine that sglang ships."""
 
@@ -114,6 +124,7 @@ def standard_observers(config: Config) -> list[Observer]:
     engines = [ShippedEngine()] if config.engine.implementation == "sglang" else []
     writers = [
         *engines,
+        MemoryFigures(),
         ReadBack(),
         PlacementPicture(),
         EnvironmentFile(),

@@ -1,14 +1,15 @@
 """Verification of syncs at the level that weights.verify sets; each level does all that those below it do.
 
-off: only the metrics. log_probs: log-probs against a baseline, and fingerprints of all that the engine holds. bytes and full
-are of tools/verification, which an observer puts in this one's place.
+off: only the metrics. log_probs: log-probs against a baseline. tools/verification, which an observer puts in this one's place,
+adds fingerprints to log_probs, and has bytes and full.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from harness.cluster.world import World, all_gather
 from harness.config.layers import ConfigError
@@ -16,15 +17,12 @@ from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.sglang_api import SGLangApi
 from harness.runtime.events import EventLog
-from harness.weights.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
 from harness.weights.worker.model_state import fill_model
 
 LEVELS = ("off", "log_probs", "bytes", "full")
-MOVEMENT_MARGIN = 2.0
-"""The next responses move by 0.7 to 1.5 times what `movement` says (qwen2, deepseek_v3; float32, bfloat16)."""
 
 
 class WeightsDidNotArrive(RuntimeError):
@@ -64,7 +62,6 @@ class Verification:
     """bytes: fingerprints of what SGLang itself loaded from the model's own checkpoint, until a sync has matched it."""
     sentinel_next: bool = False
     """The engine holds right weights that no sync brought: a tensor that the next sync omits would not show."""
-    compared: FingerprintComparison | None = None
     movement: float = field(init=False)
     """Mean |difference| of log-probs, in nats, between what the engine held before the last sync and what it was sent: what
     a sync that does nothing would leave them off by. Infinite where the engine held garbage."""
@@ -143,12 +140,7 @@ class Verification:
             self.sentinel_next = False
 
     def check_arrival(self, index: int) -> None:
-        """log_probs: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what can be followed."""
-        if self.reaches("log_probs") and self.sync.engine.api.custom_weight_loader:
-            with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
-                self.compared = compare_fingerprints(self.sync)
-                wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
-            refuse(wrong, f"step {index}: after the sync the engine holds other weights")
+        """Raise WeightsDidNotArrive where what the engine holds can be told to be wrong: here nothing is looked at."""
 
     def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
         """log_probs: raise WeightsDidNotArrive, naming suspects, when the engine's log-probs are not the trainer's."""
@@ -165,9 +157,9 @@ class Verification:
         """Return which tensors of the engine differ from the trainer's, as the end of a sentence."""
         return "tensors were not read back"
 
-    def differences(self) -> Sequence[str]:
-        """Return which tensors the last comparison of fingerprints found wrong."""
-        return self.compared.wrong if self.compared else ()
+    def measured_update(self, ppo: Any, index: int, rollout: Any) -> AbstractContextManager[None]:
+        """Return a context for the update after a rollout; a level may measure `movement` around it."""
+        return nullcontext()
 
     def verdict(self, rollouts: Sequence[Mapping[str, float]]) -> str:
         """Return what the run's verdict claims of the syncs before these rollouts. rollouts: their metrics."""
@@ -175,16 +167,8 @@ class Verification:
         return f"{len(rollouts)} weight syncs: largest mean log-prob difference {largest:.1e}"
 
     def sync_metrics(self) -> dict[str, float]:
-        """Return what is known of the last sync, whose checks all passed, for metrics.jsonl.
-
-        sync_proven_by_log_probs: 1 where `movement` is so far above what is allowed that a sync that did nothing would fail.
-        """
-        metrics = {"sync_movement": self.movement} if math.isfinite(self.movement) else {}
-        if self.reaches("log_probs"):
-            metrics["sync_proven_by_log_probs"] = float(self.movement > MOVEMENT_MARGIN * self.allowed.mean)
-        if self.compared:
-            metrics |= {"sync_tensors": self.compared.tensors, "sync_tensors_compared": self.compared.compared}
-        return metrics
+        """Return what is known of the last sync, whose checks all passed, for metrics.jsonl."""
+        return {"sync_movement": self.movement} if math.isfinite(self.movement) else {}
 
     def timed(self, part: str, index: int | None = None, waiting_for: str = "") -> AbstractContextManager[None]:
         """Return the phase verify_<part> of the event log."""

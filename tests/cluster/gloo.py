@@ -13,7 +13,12 @@ import torch.distributed as dist
 def ready() -> Any:
     """Return the context of processes that have imported what takes seconds."""
     context = multiprocessing.get_context("forkserver")
-    modules = ["torch.distributed.tensor", "harness.weights.transports", "harness.trainer.model", "harness.trainer.critic"]
+    modules = [
+        "torch.distributed.tensor",
+        "harness.weights.transports",
+        "harness.trainer.model",
+        "harness.trainer.critic",
+    ]
     context.set_forkserver_preload(modules)
     return context
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import all_gather
 from harness.tools.sync.job import push_one_by_one
+from harness.tools.verification.fingerprint import FingerprintComparison
 from harness.trainer.offload import local
-from harness.weights.fingerprint import FingerprintComparison
 from harness.weights.gather import gather
 from harness.weights.pull import link
 from harness.weights.worker import puller

@@ -24,13 +24,13 @@ from harness.cluster.world import Launch, World, all_gather, open_world
 from harness.config import schema
 from harness.rollout.verl_engine import VerlEngine
 from harness.tools.tiny_models import save_tiny_model
+from harness.tools.verification.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.tools.verification.perturb import perturb
 from harness.tools.verification.readback import weight_differences
 from harness.tools.verification.snapshot import snapshot_weights
 from harness.trainer.actor import token_log_probs
 from harness.trainer.batch import from_sequences, scatter_responses
 from harness.trainer.model import load_causal_lm, named_tensors
-from harness.weights.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.weights.gather import plan_buckets
 from harness.weights.log_probs import Allowed, log_prob_difference
 from harness.weights.names import CheckpointTensor

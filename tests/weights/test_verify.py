@@ -11,8 +11,8 @@ from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.runtime.events import EventLog
+from harness.tools.verification.fingerprint import FingerprintComparison
 from harness.tools.verification.levels import ReadBackVerification
-from harness.weights.fingerprint import FingerprintComparison
 from harness.weights.log_probs import LogProbDifference, PartDifference
 from harness.weights.verify import NoBaseline, WeightsDidNotArrive, check_level
 
@@ -140,7 +140,7 @@ def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
     engine = type("E", (), {"api": sglang_api.probe()})()
     checks = verification(tmp_path, sync=type("S", (), {"engine": engine})())
     found = FingerprintComparison(tensors=2, compared=2, wrong=wrong)
-    monkeypatch.setattr("harness.weights.verify.compare_fingerprints", lambda sync: found)
+    monkeypatch.setattr("harness.tools.verification.levels.compare_fingerprints", lambda sync: found)
     if not wrong:
         checks.check_arrival(3)
         assert checks.sync_metrics()["sync_tensors_compared"] == 2

@@ -1,18 +1,30 @@
-"""The levels bytes and full of weights.verify; and at every level, which elements of a wrong tensor differ."""
+"""What weights.verify checks beyond log-probs: fingerprints with them, bytes, full; and which elements of a tensor differ."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from harness.ppo import Ppo
+from harness.tools.verification.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.tools.verification.readback import weight_differences
 from harness.tools.verification.rehearsal import rehearse
 from harness.tools.verification.report_section import report_section
 from harness.tools.verification.snapshot import changed_tensors, snapshot_weights
 from harness.tools.verification.verification_summary import verdict_phrase
+from harness.trainer.batch import Batch, from_sequences
 from harness.weights.presync_checks import first_of
 from harness.weights.verify import Verification, refuse
 
+MOVEMENT_MARGIN = 2.0
+"""The next responses move by 0.7 to 1.5 times what `movement` says (qwen2, deepseek_v3; float32, bfloat16)."""
+
 
 class ReadBackVerification(Verification):
-    """bytes: all that the engine holds read back after every sync. full: also a rehearsal before every sync."""
+    """log_probs: fingerprints of all that the engine holds too. bytes: all of it read back after every sync. full: also a
+    rehearsal before every sync.
+    """
+
+    compared: FingerprintComparison | None = None
 
     def load_baseline(self) -> bool:
         loaded = super().load_baseline()
@@ -47,9 +59,50 @@ class ReadBackVerification(Verification):
             rehearse(self, self.sync.folder / f"{run_folder}-reload", index)
 
     def check_arrival(self, index: int) -> None:
-        super().check_arrival(index)
+        self.check_fingerprints(index)
         self.check_bytes(index)
         self.check_first_sync(index)
+
+    def check_fingerprints(self, index: int) -> None:
+        """log_probs: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what can be followed."""
+        if self.reaches("log_probs") and self.sync.engine.api.custom_weight_loader:
+            with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
+                self.compared = compare_fingerprints(self.sync)
+                wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
+            refuse(wrong, f"step {index}: after the sync the engine holds other weights")
+
+    @contextmanager
+    def measured_update(self, ppo: Ppo, index: int, rollout: Batch) -> Iterator[None]:
+        """log_probs: measure how far the update within moves the actor's log-probs, for the next sync's check.
+
+        Of each rank's first responses, behind prompts of the next step: an update moves what it trains on further.
+        """
+        if not self.reaches("log_probs"):
+            yield
+            return
+        few = rollout.select(slice(self.config.actor.microbatch_size))
+        responses = [ids[mask.bool()].tolist() for ids, mask in zip(few.input_ids, few.response_mask, strict=True)]
+        prompts = itertools.cycle(prompt.input_ids for prompt in ppo.engine_prompts(index + 1))
+        unseen = from_sequences(list(itertools.islice(prompts, len(responses))), responses, 0)
+        waiting = "the actor's log-probs of a few responses, before and after its update"
+        with self.timed("movement", index, waiting):
+            before = ppo.actor.log_probs(unseen)[0]
+        yield
+        with self.timed("movement", index, waiting):
+            moved = ppo.actor.log_probs(unseen)[0] - before
+            self.movement = ppo.token_mean(moved.abs(), unseen)
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Return what is known of the last sync.
+
+        sync_proven_by_log_probs: 1 where `movement` is so far above what is allowed that a sync that did nothing would fail.
+        """
+        metrics = super().sync_metrics()
+        if self.reaches("log_probs"):
+            metrics["sync_proven_by_log_probs"] = float(self.movement > MOVEMENT_MARGIN * self.allowed.mean)
+        if self.compared:
+            metrics |= {"sync_tensors": self.compared.tensors, "sync_tensors_compared": self.compared.compared}
+        return metrics
 
     def check_bytes(self, index: int, what: str = "the sync") -> None:
         """bytes: raise WeightsDidNotArrive, naming checkpoint tensors, unless the engine holds what was sent."""

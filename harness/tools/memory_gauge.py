@@ -5,7 +5,6 @@ phase began), peak_reserved (the same of what is reserved), before (used when it
 machine: rss, this process's resident host memory.
 """
 
-import ctypes
 from dataclasses import dataclass, field
 
 import psutil
@@ -13,7 +12,7 @@ import torch
 
 
 @dataclass(slots=True)
-class Gauge:
+class MemoryGauge:
     """Memory of this process, its GPU and its engine's GPU; without a device, of the process alone.
 
     Made before there is an engine: what is taken on the engine's GPU by then is not the engine's. It is an estimate: what
@@ -68,9 +67,3 @@ class Gauge:
         """Bytes of the engine's GPU that are neither free nor this process's."""
         free, total = torch.cuda.mem_get_info(self.engine_device)
         return total - free - (torch.cuda.memory_reserved(self.device) if self.engine_device == self.device else 0)
-
-
-def trim_heap() -> None:
-    """Give what this process has freed back to the host: glibc keeps it, in fragments that grow with every step."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's alone
-        trim(0)

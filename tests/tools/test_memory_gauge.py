@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from harness.runtime.events import EventLog
-from harness.runtime.memory_gauge import Gauge
 from harness.runtime.units import MIB
+from harness.tools.memory_gauge import MemoryGauge
 
 
 def test_a_gauge_without_a_gpu_reads_host_memory_through_the_event_log(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "rank0.jsonl", 0, "here", gauge=Gauge(None, None))
+    log = EventLog(tmp_path / "rank0.jsonl", 0, "here", gauge=MemoryGauge(None, None))
     with log.phase("run"), log.phase("sync", 1):
         with log.phase("readback", 1):
             pass
@@ -71,7 +71,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def test_the_gauge_tells_the_engine_from_the_trainer_and_nests_peaks(cuda: FakeCuda) -> None:
     cuda.hold(5)
-    gauge = Gauge(0, 0)
+    gauge = MemoryGauge(0, 0)
     cuda.others += 20  # an engine starts
     gauge.begin()
     cuda.hold(30)
@@ -91,7 +91,7 @@ def test_the_gauge_tells_the_engine_from_the_trainer_and_nests_peaks(cuda: FakeC
 
 
 def test_the_most_that_was_reserved_counts_where_a_phase_frees_the_cache(cuda: FakeCuda) -> None:
-    gauge = Gauge(0, 0)
+    gauge = MemoryGauge(0, 0)
     gauge.begin()
     cuda.hold(30)
     cuda.hold(4)
@@ -103,7 +103,7 @@ def test_the_most_that_was_reserved_counts_where_a_phase_frees_the_cache(cuda: F
 
 
 def test_the_gauge_reads_an_engine_on_a_gpu_of_its_own(cuda: FakeCuda) -> None:
-    gauge = Gauge(0, 1)
+    gauge = MemoryGauge(0, 1)
     cuda.hold(10)
     cuda.others += 20
     gauge.begin()

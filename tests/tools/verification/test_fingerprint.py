@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.weights.fingerprint import FingerprintComparison, compare_fingerprints
+from harness.tools.verification.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.weights.worker import model_state as fingerprint
 from harness.weights.worker.model_state import BASE, INTEGER, weighted_sum
 from tests.tools.verification.test_readback import Sync, sync_of
