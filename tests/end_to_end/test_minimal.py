@@ -190,7 +190,7 @@ def test_a_call_has_all_that_sglang_fuses(tmp_path: Path) -> None:
             assert whole[f"model.{layer}.mlp.gate.e_score_correction_bias"].dtype == torch.float32
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_steps_of_qwen2_pass_and_every_sync_is_proven(tmp_path: Path) -> None:
     job, (word, steps, proven, worst) = run_minimal(tmp_path, 2)
     assert (job.process.returncode, word, steps, proven) == (0, "PASSED", "3", "3")

@@ -62,7 +62,7 @@ def build(config: Config, path: str, mesh: DeviceMesh) -> Ppo:
     missing: dict[str, Any] = {each.name: None for each in fields(Ppo) if each.default is MISSING}
     missing["events"] = SimpleNamespace(phase=lambda *words: nullcontext())
     missing["world"] = SimpleNamespace(rank=dist.get_rank())
-    missing["verification"] = SimpleNamespace(reaches=lambda level: False)
+    missing["verification"] = SimpleNamespace(measured_update=lambda *_: nullcontext())
     missing["kl_control"] = KlControl(config.algorithm.kl_coefficient)
     actor, reference = (kind(load_causal_lm(**load), config, mesh, CPU) for kind in (Actor, Reference))
     return Ppo(**missing | {"config": config, "actor": actor, "critic": critic, "reference": reference})
