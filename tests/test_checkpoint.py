@@ -34,7 +34,7 @@ from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
 from harness.trainer.offload import local
 from harness.weights.sync import WeightSync
-from tests.cluster.gloo import on_ranks, ready
+from tests.cluster.gloo import forkserver, on_ranks
 from tests.trainer.sequences import advantage_batch, sequences
 from tests.trainer.tiny_models import tiny_config
 
@@ -221,7 +221,7 @@ def alone(folder: Path, work: Callable[[Checkpoints], None]) -> None:
 
 def process(folder: Path, work: Callable[[Checkpoints], None]) -> int:
     """How it ended."""
-    child = ready().Process(target=alone, args=(folder, work))
+    child = forkserver().Process(target=alone, args=(folder, work))
     child.start()
     child.join(120)
     assert child.exitcode is not None
@@ -318,7 +318,7 @@ def digests_of_this_rank(made: Checkpoints) -> list[str]:
 
 
 def start(folder: Path, rows: Path) -> list[Any]:
-    context = ready()
+    context = forkserver()
     ranks = [context.Process(target=make_steps, args=(rank, folder, rows)) for rank in range(2)]
     for rank in ranks:
         rank.start()

@@ -1,8 +1,8 @@
 """Per-phase memory of one rank. Figures are bytes.
 
 On a GPU: used (the trainer's tensors), reserved (what torch's allocator keeps, used included), peak (most used since the
-phase began), peak_reserved (the same of what is reserved), before (used when it began), engine (all that is neither free nor this process's), free, total. On every
-machine: rss, this process's resident host memory.
+phase began), peak_reserved (the same of what is reserved), before (used when it began), engine (all that is neither free
+nor this process's), free, total. On every machine: rss, this process's resident host memory.
 """
 
 from dataclasses import dataclass, field

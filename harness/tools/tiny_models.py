@@ -228,6 +228,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.train_from_iterator(texts, trainer)
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([f"<unused{i}>" for i in range(missing)])
+    # With no unknown token named, transformers' own class of an architecture adds one, beyond the model's vocabulary.
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=EOS, chat_template=CHAT_TEMPLATE
     )

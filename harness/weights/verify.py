@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness.cluster.world import World, all_gather
 from harness.config.layers import ConfigError
@@ -17,10 +17,14 @@ from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
 from harness.rollout.sglang_api import SGLangApi
 from harness.runtime.events import EventLog
+from harness.trainer.batch import Batch
 from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
 from harness.weights.worker.model_state import fill_model
+
+if TYPE_CHECKING:  # which imports this module
+    from harness.ppo import Ppo
 
 LEVELS = ("off", "log_probs", "bytes", "full")
 
@@ -140,7 +144,7 @@ class Verification:
             self.sentinel_next = False
 
     def check_arrival(self, index: int) -> None:
-        """Raise WeightsDidNotArrive where what the engine holds can be told to be wrong: here nothing is looked at."""
+        """Raise WeightsDidNotArrive where the engine holds other weights; tools/verification looks, this class does not."""
 
     def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
         """log_probs: raise WeightsDidNotArrive, naming suspects, when the engine's log-probs are not the trainer's."""
@@ -157,7 +161,7 @@ class Verification:
         """Return which tensors of the engine differ from the trainer's, as the end of a sentence."""
         return "tensors were not read back"
 
-    def measured_update(self, ppo: Any, index: int, rollout: Any) -> AbstractContextManager[None]:
+    def measured_update(self, ppo: "Ppo", index: int, rollout: Batch) -> AbstractContextManager[None]:
         """Return a context for the update after a rollout; a level may measure `movement` around it."""
         return nullcontext()
 

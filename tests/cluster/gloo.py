@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks, each a process of its own, forked from one that has imported torch and transformers."""
+"""Run a function on real gloo ranks, each a process, forked from a server that has imported torch and transformers."""
 
 import multiprocessing
 import os
@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 
-def ready() -> Any:
-    """Return the context of processes that have imported what takes seconds."""
+def forkserver() -> Any:
+    """Return the multiprocessing context whose processes start with the imports that take seconds."""
     context = multiprocessing.get_context("forkserver")
     modules = [
         "torch.distributed.tensor",
@@ -25,7 +25,7 @@ def ready() -> Any:
 
 def on_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:
     """What function(rank, *arguments) returned on each rank. Fails if a rank does not return within three minutes."""
-    context = ready()
+    context = forkserver()
     # The server keeps the environment of its own start.
     given = (str(folder), dict(os.environ), arguments)
     processes = [context.Process(target=_rank, args=(function, rank, ranks, *given)) for rank in range(ranks)]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cluster.mesh import ParallelDims, build_meshes
-from tests.cluster.gloo import ready
+from tests.cluster.gloo import forkserver
 
 RANK_ORDERS = ("dp,tp,pp", "dp,pp,tp")
 sizes = st.integers(1, 4)
@@ -133,7 +133,7 @@ def test_mesh_of_four_gloo_processes(tmp_path: Path) -> None:
         for dp, tp, pp in ((1, 2, 2), (2, 2, 1), (2, 1, 2))
         for order in RANK_ORDERS
     ]
-    context = ready()
+    context = forkserver()
     store = str(tmp_path / "store")
     processes = [context.Process(target=_gather_over_every_axis, args=(rank, store, shapes)) for rank in range(4)]
     for process in processes:

@@ -185,7 +185,7 @@ def forward_flops(forward: Callable[[], object], model: Any) -> float:
 def causal_attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
     """Return the FLOPs of attention of these shapes [B, H, T, D], of which the causal mask leaves half.
 
-    torch's own formula counts all of it, none on the CPU, and before 2.12 refuses fewer heads of keys than of queries.
+    torch's own formula counts all of it, none on the CPU, and in 2.11 refuses fewer heads of keys than of queries.
     """
     batch, heads, tokens, size = query
     return batch * heads * tokens * key[2] * (size + value[3])
