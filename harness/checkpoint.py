@@ -1,14 +1,18 @@
-"""Save and resume: a folder step-N that transformers loads, and beside the model what the next step depends on.
+"""Save and resume.
+
+A checkpoint is a folder that transformers loads as a model, with the trainer's state in addition:
 
     step-N/  config.json, the tokenizer, model.safetensors   the actor, in the engine's dtype
-             actor/, critic/   rankR.safetensors: that rank's part of parameters and AdamW's states
-             state.json   step, shapes of these tensors, the KL's coefficient, how far the schedules are, the config
-             config.toml  the same config, for reading
+             actor/, critic/   rankR.safetensors: that rank's shards of parameters and of AdamW's states
+             config.toml       the config of the run that saved it
+             state.json        the step, how far the schedules are, the number of ranks, a checksum of each shard
 
-All else is a function of run.seed and the step: its prompts, minibatches, dropout and the engine's sampling.
+Nothing in it is a pickle, so loading it runs no code. Everything else that a step depends on is a function of run.seed and
+the step: its prompts, minibatches, dropout and the engine's sampling.
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -16,9 +20,11 @@ import signal
 import time
 import tomllib
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,23 +36,29 @@ from torch.distributed.tensor import DTensor
 from harness.cluster.world import all_gather
 from harness.config.layers import ConfigError, shown, to_toml
 from harness.config.run_folder import CONFIG, FOLDER_MODE, STATE, checkpoints_in
-from harness.ppo import Ppo
+from harness.config.schema import Config
 from harness.runtime import redact
+from harness.runtime.events import EventLog
+from harness.trainer.actor import Actor
+from harness.trainer.critic import Critic
 from harness.trainer.learner import Learner
 from harness.trainer.offload import local
+from harness.trainer.rows import own_rows
+from harness.weights.sync import WeightSync
+from harness.weights.verification.verification import Verification
 
 SHARD = "rank{:04}.safetensors"
-FILE_MODE = 0o600
+LOCK = ".lock"
+"""The file in checkpoint.folder that the run which saves there holds locked."""
 OTHERS_WRITE = 0o022
-WHICH_PROMPTS = ("run.seed", "rollout.prompts_per_step")
-"""Keys that, with those of [task], say which prompts a step has."""
-
-
-_Toml = Mapping[str, Mapping[str, object]]
+PROMPT_KEYS = ("run.seed", "rollout.prompts_per_step")
+"""With all keys of [task], these decide which prompts a step has."""
+FREE_SECTIONS = ("checkpoint", "network", "trackers")
+"""Sections that may differ between the run that saved a checkpoint and the run that resumes it."""
 
 
 class StopSignal:
-    """Whether SIGTERM has come to this process, which it does not end any more."""
+    """Catches SIGTERM, so that the run can save a checkpoint before it ends."""
 
     def __init__(self) -> None:
         self.received = False
@@ -56,179 +68,225 @@ class StopSignal:
         self.received = True
 
     def anywhere(self) -> bool:
-        """Return whether it has come to any rank. A collective call of all ranks."""
+        """Return whether SIGTERM has come to any rank. A collective call of all ranks."""
         return any(all_gather(self.received))
+
+
+def lock_folder(config: Config) -> int | None:
+    """Lock checkpoint.folder if this run saves there. Return the descriptor that holds the lock, on rank 0. Collective.
+
+    Two runs would delete each other's half-written checkpoints. Raise ConfigError on all ranks if another run has it.
+    """
+    lock: int | None = None
+    problem = ""
+    if config.checkpoint.every and config.checkpoint.folder and dist.get_rank() == 0:
+        folder = Path(config.checkpoint.folder).resolve()
+        try:
+            folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = "another run saves there; wait for its end, or give another folder"
+        except OSError as error:
+            problem = f"it cannot be used ({error.strerror}: {error.filename}); give another folder"
+    if problem := all_gather(problem)[0]:
+        raise ConfigError(f"checkpoint.folder = {shown(config.checkpoint.folder)}: {problem}.")
+    return lock
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Checkpoints:
     """The checkpoints of one run. Every method is a collective call of all ranks."""
 
-    ppo: Ppo
+    config: Config
+    events: EventLog
     folder: Path
-    """Of the folders step-N; all hosts see it."""
+    """Holds the folders step-N; all hosts see it."""
     source: Path
-    """The model's own folder: its config and tokenizer are a checkpoint's too."""
+    """The model's own folder, whose config and tokenizer go into each checkpoint."""
+    actor: Actor
+    critic: Critic | None
+    sync: WeightSync
+    verification: Verification
     newest: Path | None = None
     """What this run saved last, or resumed from."""
 
-    def save(self, step: int) -> None:
-        """Save what step number `step` starts from, as the folder step-<step>.
+    @property
+    def learners(self) -> list[Learner]:
+        return [self.actor, self.critic] if self.critic else [self.actor]
 
-        It is written under another name, to the disk, and renamed once every rank is done; then the oldest ones beyond
-        checkpoint.keep go.
+    def save(self, step: int) -> None:
+        """Save what step number `step` starts from, in the folder step-<step>; then delete the oldest beyond checkpoint.keep.
+
+        All ranks write into step-<step>.partial, which is renamed when all of it is on the disk: a save that was
+        interrupted is never taken for a checkpoint.
         """
-        ppo, rank, target, started = self.ppo, self.ppo.world.rank, self.folder_of(step), time.monotonic()
-        partial, tensors = target.with_suffix(".partial"), {}
-        with ppo.events.phase("save_checkpoint", waiting_for=f"all ranks to write {target}"):
+        rank, target, started = dist.get_rank(), self.folder_of(step), time.monotonic()
+        partial = target.with_suffix(".partial")
+        with self.events.phase("save_checkpoint", waiting_for=f"all ranks to write {target}"):
             if rank == 0:
-                for left in self.folder.glob("step-*.partial"):
-                    shutil.rmtree(left)
-                for folder in (partial, *(partial / learner.role for learner in self._learners())):
-                    folder.mkdir(FOLDER_MODE, parents=True)
+                for interrupted in self.folder.glob("step-*.partial"):
+                    shutil.rmtree(interrupted)
+                for made in (partial, *(partial / learner.role for learner in self.learners)):
+                    made.mkdir(FOLDER_MODE, parents=True)
             dist.barrier()
-            for learner in self._learners():  # on a GPU there may be no room for both
-                with learner.learning():
-                    held = learner.tensors()
-                    shards = {name: local(tensor).contiguous() for name, tensor in held.items()}
-                    save_file(shards, partial / learner.role / SHARD.format(rank))
-                tensors[learner.role] = shapes(held)
-            with ppo.actor.on_device():
-                ppo.sync.save(partial, self.source, rank)
-            dist.barrier()
+            checksums = {}
+            for learner in self.learners:
+                with learner.learning():  # one after the other: on a GPU there may be no room for both
+                    shards = {name: local(tensor).contiguous() for name, tensor in learner.tensors().items()}
+                    file = Path(learner.role, SHARD.format(rank))
+                    save_file(shards, partial / file)
+                    checksums[str(file)] = checksum(partial / file)
+            with self.actor.on_device():
+                self.sync.save(partial, self.source)
+            checksums = {name: each for of_rank in all_gather(checksums) for name, each in of_rank.items()}
             if rank == 0:
-                config, ranks = self._config(), dist.get_world_size()
-                state = self._state(step) | {"ranks": ranks, "tensors": tensors, "config": tomllib.loads(config)}
-                (partial / CONFIG).write_text(config, encoding="utf-8")
-                (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+                (partial / CONFIG).write_text(redact.text(to_toml(self.config)), encoding="utf-8")
+                (partial / STATE).write_text(
+                    json.dumps(self._state(step) | {"ranks": dist.get_world_size(), "checksums": checksums}),
+                    encoding="utf-8",
+                )
                 _publish(partial, target)
-                keep = ppo.config.checkpoint.keep
-                for old in checkpoints_in(self.folder)[:-keep] if keep else ():
-                    shutil.rmtree(old.rename(old.with_suffix(".partial")))
+                if keep := self.config.checkpoint.keep:
+                    for old in checkpoints_in(self.folder)[:-keep]:
+                        shutil.rmtree(old.rename(old.with_suffix(".partial")))
             dist.barrier()
         self.newest = target
-        ppo.events.say(f"saved {target} in {time.monotonic() - started:.1f} s")
+        self.events.say(f"saved {target} in {time.monotonic() - started:.1f} s")
 
     def folder_of(self, step: int) -> Path:
         """Return where that step is saved."""
         return self.folder / f"step-{step}"
 
     def how_to_resume(self) -> str:
-        """Return it in words."""
+        """Return how to go on from the newest checkpoint, for a message."""
         return f"resume with --checkpoint.resume {self.newest}" if self.newest else "no checkpoint was made yet"
 
     def resume(self, folder: Path) -> int:
-        """Load a checkpoint into the parts of this run, whose world size may be another; return the step that is next.
+        """Load a checkpoint into the parts of this run, which may have another number of ranks; return the next step.
 
-        Raise ConfigError where others could have written to it, it cannot be read, or is of another model or other prompts.
+        Raise ConfigError if others could have written to it, if it cannot be read, or if its model or prompts differ.
         """
         require_own(folder)
-        ppo = self.ppo
-        with ppo.events.phase("load_checkpoint", waiting_for=f"all ranks to load {folder}"):
+        with self.events.phase("load_checkpoint", waiting_for=f"all ranks to load {folder}"):
             try:
                 state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-                changes = list(config_changes(folder, state["config"], tomllib.loads(self._config())))
-                for learner in self._learners():
+                saved_config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+                now = tomllib.loads(redact.text(to_toml(self.config)))
+                changes = list(config_changes(folder, saved_config, now))
+                for learner in self.learners:
                     with learner.learning():
-                        tensors = learner.tensors()
-                        require_same_model(folder, state["tensors"].get(learner.role, {}), shapes(tensors))
-                        load_shards(folder / learner.role, state["ranks"], tensors)
-            except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+                        load_shards(folder / learner.role, state["ranks"], learner.tensors(), state["checksums"])
+                    _set_schedule(learner, state["optimizer_steps"][learner.role])
+                self.verification.own_checkpoint = None  # the first sync brings other weights than the model's own
+                step = int(state["step"])
+            except (OSError, KeyError, ValueError, SafetensorError) as error:
+                if isinstance(error, ConfigError):
+                    raise
                 raise ConfigError(f"{folder} cannot be read ({error!r}); resume an earlier one.") from error
-        for learner in self._learners():
-            learner.schedule.last_epoch = state["optimizer_steps"][learner.role] - 1
-            with warnings.catch_warnings(action="ignore"):  # of a schedule that steps before its optimizer
-                learner.schedule.step()
-        ppo.kl_control.coefficient = state["kl_coefficient"]
-        # As the run that saved it would have had it: less than what the first sync now moves.
-        ppo.verification.movement = state["sync_movement"]
-        ppo.verification.own_checkpoint = None  # the first sync does not bring the model's own weights
-        self.newest, step = folder, int(state["step"])
-        ppo.events.say(f"resumed from {folder}: step {step} is next")
+        self.newest = folder
+        self.events.say(f"resumed from {folder}: step {step} is next")
         for sentence in changes:
-            ppo.events.say(f"warning: {sentence}")
+            self.events.say(f"warning: {sentence}")
         return step
 
-    def _learners(self) -> list[Learner]:
-        return [self.ppo.actor, *([self.ppo.critic] if self.ppo.critic else [])]
-
-    def _state(self, step: int) -> dict[str, object]:
+    def _state(self, step: int) -> dict[str, Any]:
         return {
             "step": step,
-            "kl_coefficient": self.ppo.kl_control.coefficient,
-            "sync_movement": self.ppo.verification.movement,
-            "optimizer_steps": {learner.role: learner.schedule.last_epoch for learner in self._learners()},
+            "optimizer_steps": {learner.role: learner.schedule.last_epoch for learner in self.learners},
         }
 
-    def _config(self) -> str:
-        return redact.text(to_toml(self.ppo.config))
 
+def config_changes(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each key that matters and that the run which saved the checkpoint had set differently.
 
-def config_changes(folder: Path, before: _Toml, now: _Toml) -> Iterator[str]:
-    """Yield a sentence for each key that what follows depends on, and that the run which saved the checkpoint had otherwise.
-
-    Raise ConfigError where other prompts would follow.
+    Raise ConfigError if the steps would get other prompts.
     """
     for section, values in now.items():
         for name, value in values.items():
             key, was = f"{section}.{name}", before.get(section, {}).get(name, value)
-            if value == was or section in ("checkpoint", "network", "trackers") or name == "dir":
+            if value == was or section in FREE_SECTIONS or key == "run.dir":
                 continue
-            if section == "task" or key in WHICH_PROMPTS:
+            if section == "task" or key in PROMPT_KEYS:
                 raise ConfigError(
-                    f"{key} = {shown(value)} gives other prompts than the run that saved {folder}, which had {shown(was)};"
-                    f" give that, or start a new run from its weights, --model.name {folder}."
+                    f"{key} = {shown(value)} would change the prompts: {folder} was saved with {shown(was)}. Use that, or start"
+                    f" a new run from its weights with --model.name {folder}."
                 )
             yield f"{key} is {shown(value)}, and was {shown(was)} in the run that saved this checkpoint"
 
 
 def require_own(folder: Path) -> None:
-    """Raise ConfigError unless this user, or root, alone can have written a checkpoint."""
+    """Raise ConfigError unless only this user, or root, can have written the checkpoint."""
     for path in (folder, *folder.rglob("*")):
         found = path.lstat()
         if found.st_uid not in (os.getuid(), 0) or found.st_mode & OTHERS_WRITE or path.is_symlink():
             raise ConfigError(
-                f"{path} must belong to user {os.getuid()}, be no link and be writable by nobody else;"
-                f" got owner {found.st_uid}, mode {found.st_mode & 0o777:o}; copy what you trust with `cp -rL`, and"
-                " `chmod -R go-w` the copy."
+                f"{path} must belong to user {os.getuid()} and be writable by nobody else, and must not be a link; got owner"
+                f" {found.st_uid}, mode {found.st_mode & 0o777:o}. If you trust it, copy it with `cp -rL` and run"
+                " `chmod -R go-w` on the copy."
             )
 
 
-def shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return dtype and whole shape of each."""
-    return {name: f"{str(each.dtype)[6:]} {list(each.shape)}" for name, each in tensors.items()}
+def checksum(file: Path) -> int:
+    """Return the CRC-32 of a file, against accidents: others cannot write to a checkpoint."""
+    found = 0
+    with file.open("rb") as stream:
+        while part := stream.read(1 << 24):
+            found = zlib.crc32(part, found)
+    return found
 
 
-def require_same_model(folder: Path, there: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raise ConfigError unless the tensors of a checkpoint and of this run's model are of the same names and shapes."""
-    for name in sorted(here.keys() | there.keys()):
-        if here.get(name) != there.get(name):
-            raise ConfigError(
-                f"checkpoint.resume = {shown(str(folder))} is of another model: {name} is {there.get(name, 'missing')} there,"
-                f" {here.get(name, 'missing')} here; give the [model] and the algorithm.advantage of its {CONFIG}."
-            )
+def load_shards(folder: Path, ranks: int, tensors: Mapping[str, Tensor], checksums: Mapping[str, int]) -> None:
+    """Fill this rank's shards of the tensors from files that so many ranks saved.
 
-
-def load_shards(folder: Path, saved_by: int, tensors: Mapping[str, Tensor]) -> None:
-    """Fill this rank's parts of the tensors from those of so many ranks. FSDP2 divides rows as torch.chunk does."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    Raise ValueError for a file that is not as it was saved, ConfigError if the model differs.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     with ExitStack() as stack:
-        of_ranks = [rank] if saved_by == ranks else range(saved_by)
-        files = [stack.enter_context(safe_open(folder / SHARD.format(each), "pt")) for each in of_ranks]
+        # With as many ranks as then, each needs its own file only.
+        wanted = [rank] if ranks == world_size else range(ranks)
+        for each in wanted:
+            shard = Path(folder.name, SHARD.format(each))
+            if checksum(folder.parent / shard) != checksums[str(shard)]:
+                raise ValueError(f"{shard} is not as it was saved")
+        files = [stack.enter_context(safe_open(folder / SHARD.format(each), "pt")) for each in wanted]
+        if different := sorted(set(files[0].keys()) ^ tensors.keys()):
+            raise _another_model(folder, f"one of the two has no {different[0]}")
         for name, tensor in tensors.items():
-            own = local(tensor)
-            if saved_by == ranks or not isinstance(tensor, DTensor):
-                own.copy_(files[0].get_tensor(name))
-            else:
-                first = rank * -(-len(tensor) // ranks)
-                own.copy_(torch.cat([file.get_tensor(name) for file in files])[first : first + len(own)])
+            own, saved = local(tensor), files[0].get_tensor(name)
+            expected = own.shape
+            if ranks != world_size and isinstance(tensor, DTensor):
+                saved, expected = torch.cat([file.get_tensor(name) for file in files]), tensor.shape
+            if saved.shape != expected:
+                raise _another_model(folder, f"{name} has shape {list(saved.shape)} there and {list(expected)} here")
+            if saved.shape != own.shape:
+                mine = own_rows(tensor)
+                saved = saved[mine.start : mine.stop]
+            own.copy_(saved)
+
+
+def _another_model(folder: Path, how: str) -> ConfigError:
+    return ConfigError(
+        f"checkpoint.resume: {folder} is of another model than this run: {how}. Use [model] and algorithm.advantage of its"
+        f" {CONFIG}."
+    )
+
+
+def _set_schedule(learner: Learner, steps: int) -> None:
+    """Bring the learning rate to where it is after so many optimizer steps.
+
+    torch's schedules cannot be set to a step. But step() computes the learning rate of the step after last_epoch.
+    """
+    learner.schedule.last_epoch = steps - 1
+    with warnings.catch_warnings(action="ignore"):  # torch warns of a schedule that steps before its optimizer
+        learner.schedule.step()
 
 
 def _publish(partial: Path, target: Path) -> None:
-    """Bring the folder to the disk, its user's alone, and then give it its name."""
+    """Make the files their user's alone and bring them to the disk; then give the folder its name."""
     for path in (*partial.rglob("*"), partial):
         if path.is_file():
-            path.chmod(FILE_MODE)
+            path.chmod(0o600)
         _to_disk(path)
     partial.rename(target)
     _to_disk(target.parent)

@@ -1,182 +1,133 @@
-"""One PPO step, read from top to bottom.
+"""One PPO step, in the order in which it happens: read Ppo.step, then the methods below it.
 
-resume weights -> sync -> resume KV cache -> generate -> validate -> release -> scores -> old log-probs -> reference log-probs, values ->
-advantages -> updates of critic and actor -> metrics. The checks that the weights arrived are in weights/verify.py.
+rollout     sync the weights -> generate responses and score them -> validate -> release the engine's memory
+            -> the actor's log-probs of the responses, compared with the engine's
+learn       reference log-probs -> values -> advantages -> update the critic -> update the actor
+
+harness/metrics.py computes the metrics, harness/weights checks that the weights arrived.
 """
 
-import itertools
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 import torch
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.world import World, all_gather
+from harness.cluster.world import World
 from harness.config.schema import Config
-from harness.rollout.memory_stages import MemoryStages
+from harness.metrics import Metrics, importance_clipped_share, response_metrics, validation_metrics
+from harness.rollout.engine import RolloutEngine
+from harness.rollout.memory_stages import MemoryStages, trim_heap
 from harness.rollout.responses import Response, read_responses
-from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.events import EventLog
 from harness.task.data import Prompt, PromptSampler
 from harness.task.rewards import Reward
-from harness.trainer import advantages
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
-from harness.weights.log_probs import BASELINE_TOKENS, LEAST_TOKENS, LogProbDifference, log_prob_difference, merge
+from harness.trainer.estimate import estimate_advantages
+from harness.trainer.over_ranks import all_sum, token_mean
+from harness.trainer.saved_rollouts import SavedRollouts
+from harness.weights.log_probs import BASELINE_TOKENS, LEAST_TOKENS, log_prob_difference, merge
 from harness.weights.sync import WeightSync
-from harness.weights.verify import Verification
-
-Metrics = dict[str, float]
+from harness.weights.verification.verification import Verification
 
 
 @dataclass(kw_only=True, slots=True)
 class Ppo:
-    """All parts of a run on one rank. Every method is a collective call of all ranks."""
+    """All parts of a run on one rank. Every method is a collective call of all ranks.
+
+    With rollout.load there is no engine: engine, memory, sync and verification are None. With rollout.only there is no
+    trainer: actor, sync and verification are None.
+    """
 
     config: Config
     world: World
     dims: ParallelDims
     events: EventLog
-    engine: VerlEngine
-    memory: MemoryStages
-    sync: WeightSync
-    verification: Verification
-    actor: Actor
-    critic: Critic | None
-    reference: Reference | None
-    kl_control: advantages.KlControl
     prompts: PromptSampler
-    reward: Reward
+    validation_prompts: Sequence[Prompt]
     tokenizer: Any
-    validation_prompts: Sequence[Prompt] = ()
+    reward: Reward
+    engine: RolloutEngine | None
+    memory: MemoryStages | None
+    sync: WeightSync | None
+    verification: Verification | None
+    actor: Actor | None
+    critic: Critic | None
+    """None unless advantages are estimated by GAE."""
+    reference: Reference | None
+    """None if the KL to it counts nowhere."""
+    saved: SavedRollouts | None
+    """Where rollout.save writes, or rollout.load reads."""
     validations: dict[int, Metrics] = field(default_factory=dict)
-    """What each validation found, by the number of updates before it."""
+    """Number of updates -> what the validation after them found."""
     first_token_at: float | None = None
-    """time.time() when the first step's first tokens arrived."""
+    """time.time() when the first step's responses arrived."""
 
     def step(self, index: int) -> Metrics:
-        """Run one PPO step; return its metrics, the same on every rank. Raise WeightsDidNotArrive where a sync did not."""
-        rollout, metrics = self.rollout(index)
-        metrics |= self.learn(index, rollout)
+        """Run one PPO step; return its metrics. Raise WeightsDidNotArrive if the weights did not reach the engine."""
+        batch, metrics = self.rollout(index)
+        if self.actor:
+            metrics |= self.learn(index, batch)
         with self.events.phase("free_caches", index):
-            self.memory.free_trainer_cache()
+            self.memory.free_trainer_cache() if self.memory else trim_heap()
         return metrics | {"step": index}
 
-    def take_baseline(self) -> None:
-        """Measure how far engine and trainer are apart on the model's own checkpoint, then release the engine's memory.
-
-        Raise NoBaseline where they are too far apart for a later difference to prove anything.
-        """
-        with self.events.phase("load_baseline", waiting_for="the engine to load the model's own checkpoint from disk"):
-            loaded = self.verification.load_baseline()
-        if not loaded:
-            return
-        waiting = "rollouts on the model's own checkpoint; kernels compile"
-        with self.verification.timed("baseline", waiting_for=waiting):
-            batches = [self.generate(0)]
-            tokens = max(LEAST_TOKENS, int(self.all_sum(batches[0].response_mask.sum())))
-            batches += [self.generate(index) for index in range(1, -(-BASELINE_TOKENS // tokens))]
-            self.memory.release_all()
-            with self.actor.on_device():
-                log_probs = [self.actor.log_probs(batch)[0] for batch in batches]
-        self.verification.set_baseline(merge([self.difference(*each) for each in zip(batches, log_probs, strict=True)]))
-
     def rollout(self, index: int) -> tuple[Batch, Metrics]:
-        """Return the step's responses with the actor's log-probs of them, and metrics.
+        """Return the responses to a step's prompts, with the actor's log-probs of them, and their metrics.
 
-        They are generated with the actor's weights, checked at the configured level to have arrived.
+        They are generated with the actor's weights, or loaded from rollout.load.
         """
-        batch = self.respond(index)
+        if self.engine:
+            if self.sync:
+                self.sync_weights(index)
+            with self.events.phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
+                # Engines of one run must not sample alike, and a resumed run must sample as this one does.
+                engine = self.dims.coordinates(self.world.rank).dp
+                self.engine.seed(self.config.run.seed * 1_000_003 + index * 1009 + engine)
+                batch = self.generate(index)
+            self.first_token_at = self.first_token_at or time.time()
+            if self.config.validation.is_due(index, self.config.run.steps):
+                with self.events.phase("validate", index, "the engine's responses to the validation set"):
+                    self.validate(index)
+            if self.actor:
+                self.release(index)
+            if self.saved:
+                self.saved.save(index, batch)
+        else:
+            assert self.saved
+            batch = self.saved.load(index)
         self.show_sample(index, batch)
-        with self.actor.on_device():
-            with self.events.phase("old_log_probs", index, "the actor's log-probs of the responses"):
-                old, entropy = self.actor.log_probs(batch)
-            difference = self.difference(batch, old, index)
-            self.verification.check_log_probs(index, difference)
-        return batch.replace(old_log_probs=old), {
-            **self.response_metrics(batch),
-            "rollout_entropy": self.token_mean(entropy, batch),
-            **difference.metrics(),
-            "importance_clipped_share": self.importance_clipped_share(batch, old),
-            **self.verification.sync_metrics(),
-        }
+        metrics = response_metrics(batch)
+        if self.actor:
+            batch, more = self.old_log_probs(index, batch)
+            metrics |= more
+        return batch, metrics
 
-    def respond(self, index: int) -> Batch:
-        """Sync the weights, generate with them, and validate where that is due; leave the engine's memory released."""
-        self.bring_weights(index)
-        batch = self.answer(index)
-        with self.events.phase("release", index, "the engine to free its memory"):
-            self.memory.release_all()
-        self.events.observer.responded(index, batch)
-        return batch
-
-    def answer(self, index: int) -> Batch:
-        """Return the engine's responses to the step's prompts; validate where that is due."""
-        phase = self.events.phase
-        with phase("generate", index, "the engine's responses; the first of a run may compile kernels"):
-            # Engines of one run must not sample alike, and a resumed run must sample as this one.
-            engine = self.dims.coordinates(self.world.rank).dp
-            self.engine.seed(self.config.run.seed * 1_000_003 + index * 1009 + engine)
-            batch = self.generate(index)
-        self.first_token_at = self.first_token_at or time.time()
-        if self.config.validation.is_due(index, self.config.run.steps):
-            with phase("validate", index, "the engine's responses to the validation set"):
-                self.validations[index] = self.validate(index)
-        return batch
-
-    def bring_weights(self, index: int) -> None:
-        """Sync the actor's weights to the engine, check that they arrived, and give it its KV cache."""
+    def sync_weights(self, index: int) -> None:
+        """Bring the actor's weights to the engine, check that they arrived, and give the engine its KV cache."""
+        assert self.memory and self.actor and self.sync and self.verification
         phase = self.events.phase
         with phase("resume_weights", index, "the engine to take its weights' memory back"):
             self.memory.resume_weights()
         with self.actor.on_device():
             self.verification.rehearse(index)
-            with phase("sync", index, "all ranks to gather the weights and the engine to load them"):
-                self.sync.push()
+            with phase("sync", index, "the engine to receive and load the weights"):
+                self.sync.update_engine()
             self.verification.check_arrival(index)
+        # Only now: while the sync's copies of the weights exist, a GPU may not have room for the KV cache.
         with phase("resume_kv_cache", index, "the engine to take its KV cache's memory back"):
             self.memory.resume_kv_cache()
 
-    def learn(self, index: int, rollout: Batch) -> Metrics:
-        """Estimate advantages, then update critic and actor; in the first algorithm.critic_warmup steps the critic alone."""
-        phase, batch = self.events.phase, rollout
-        metrics: Metrics = {}
-        if self.reference:
-            waiting = "the reference's log-probs of the responses"
-            with phase("reference_log_probs", index, waiting), self.reference.on_device():
-                batch = batch.replace(reference_log_probs=self.reference.log_probs(batch)[0])
-        if self.critic:
-            with phase("values", index, "the critic's values of the responses"), self.critic.on_device():
-                batch = batch.replace(old_values=self.critic.values(batch))
-        with phase("advantages", index):
-            batch, reward_metrics = self.estimate_advantages(batch)
-            batch = self.masked(batch)
-        seed = self.config.run.seed * 1_000_003 + index
-        generator = torch.Generator().manual_seed(seed)
-        torch.manual_seed(seed * 1009 + self.world.rank)  # dropout
-        if self.critic:
-            with phase("update_critic", index, "the critic's optimizer steps"), self.critic.learning():
-                metrics |= {f"critic/{name}": value for name, value in self.critic.update(batch, generator).items()}
-        if index < self.config.algorithm.critic_warmup:
-            self.verification.movement = 0.0  # the next sync sends the same weights
-            return reward_metrics | metrics
-        waiting = "the actor's optimizer steps"
-        measured = self.verification.measured_update(self, index, rollout)
-        with phase("update_actor", index, waiting), self.actor.learning(), measured:
-            metrics |= {f"actor/{name}": value for name, value in self.actor.update(batch, generator).items()}
-        return reward_metrics | metrics
-
     def generate(self, index: int) -> Batch:
-        """Return responses to this rank's share of its engine's prompts, and their scores."""
+        """Return the engine's responses to this rank's share of the step's prompts, scored."""
         config = self.config.rollout
-        repeated = [prompt for prompt in self.engine_prompts(index) for _ in range(config.responses_per_prompt)]
+        prompts = [prompt for prompt in self.engine_prompts(index) for _ in range(config.responses_per_prompt)]
         sampling = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
-        own, responses, scores = self.sample(repeated, sampling)
+        own, responses, scores = self.responses(prompts, sampling)
         pad_id = self.tokenizer.pad_token_id or 0
         batch = from_sequences([prompt.input_ids for prompt in own], [each.token_ids for each in responses], pad_id)
         return batch.replace(
@@ -187,11 +138,22 @@ class Ppo:
             rollout_log_probs=scatter_responses([each.log_probs for each in responses], batch),
         )
 
-    def sample(
+    def engine_prompts(self, index: int) -> list[Prompt]:
+        """Return the prompts of this rank's engine: the step's prompts are shared out evenly among the dp engines."""
+        prompts = self.prompts.batch(index)
+        share = len(prompts) // self.dims.dp
+        start = self.dims.coordinates(self.world.rank).dp * share
+        return prompts[start : start + share]
+
+    def responses(
         self, prompts: Sequence[Prompt], sampling: Mapping[str, float]
     ) -> tuple[Sequence[Prompt], list[Response], list[float]]:
-        """Return this rank's share of its engine's prompts, a response to each, and the scores. Ranks of an engine agree."""
-        if not prompts:
+        """Have the engine answer these prompts. Return this rank's share of them, with a response and a score for each.
+
+        prompts: the same on all ranks of an engine.
+        """
+        assert self.engine
+        if not prompts:  # an engine may have no row of a small validation set
             return [], [], []
         config = self.config.rollout
         ends = {"max_new_tokens": config.max_response_tokens, "ignore_eos": config.ignore_eos}
@@ -201,112 +163,29 @@ class Ppo:
             sampling_params={**sampling, **ends, **{name: some for name, some in stops.items() if some}},
             return_logprob=True,
         )
+        # Every rank of the engine got all answers, and keeps its share.
         size, place = -(-len(prompts) // self.dims.engine_size), self.dims.engine_rank(self.world.rank)
         share = slice(place * size, (place + 1) * size)
-        own, responses = prompts[share], read_responses(answers[share], config.aborted)
+        prompts, responses = prompts[share], read_responses(answers[share], config.aborted)
         texts = self.tokenizer.batch_decode([each.token_ids for each in responses], skip_special_tokens=True)
-        return own, responses, [self.reward(text, prompt.row) for text, prompt in zip(texts, own, strict=True)]
+        return prompts, responses, [self.reward(text, prompt.row) for text, prompt in zip(texts, prompts, strict=True)]
 
-    def validate(self, index: int) -> Metrics:
-        """Return the mean reward over the validation set, overall and by data source, of the weights after `index` updates.
+    def validate(self, index: int) -> None:
+        """Measure the mean reward on the validation set, with the weights after `index` updates.
 
-        Greedy responses draw no random number, and the next sync flushes their prefixes: training samples as without.
+        It leaves training as it is: greedy responses draw no random number, and the next sync flushes their prefixes.
         """
         mine = self.validation_prompts[self.dims.coordinates(self.world.rank).dp :: self.dims.dp]
-        own, responses, scores = self.sample(mine, {"temperature": self.config.validation.temperature})
-        rows = [
-            (prompt.row.data_source, score, len(response.token_ids), response.truncated)
-            for prompt, response, score in zip(own, responses, scores, strict=True)
-        ]
-        sources, rewards, lengths, truncated = zip(*itertools.chain(*all_gather(rows)), strict=True)
-        found = {"accuracy": fmean(rewards)}
-        for source in sorted(set(sources) - {""}):
-            found[f"accuracy/{source}"] = fmean(itertools.compress(rewards, [each == source for each in sources]))
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-        self.events.say(f"validation after {index} updates, {len(rewards)} rows: {shown}")
-        lengths_and_ends = {"response_tokens_mean": fmean(lengths), "truncated_share": fmean(truncated)}
-        return found | lengths_and_ends | {"rows": len(rewards)}
+        found = validation_metrics(*self.responses(mine, {"temperature": self.config.validation.temperature}))
+        self.validations[index] = found
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items() if name.startswith("accuracy"))
+        self.events.say(f"validation after {index} updates, {found['rows']} rows: {shown}")
 
-    def response_metrics(self, batch: Batch) -> Metrics:
-        """Return the mean score of all ranks' responses, their lengths, and the shares of those that did not end."""
-        return {
-            "reward_mean": self.mean(batch.require("scores")),
-            **self.lengths(batch),
-            "truncated_share": self.mean(batch.require("truncated").float()),
-            "aborted_share": self.mean(batch.require("aborted").float()),
-        }
-
-    def masked(self, batch: Batch) -> Batch:
-        """Return the batch for the updates: truncated responses without tokens, where rollout.truncated says so."""
-        if self.config.rollout.truncated == "train":
-            return batch
-        return batch.replace(response_mask=batch.response_mask * ~batch.require("truncated")[:, None])
-
-    def engine_prompts(self, index: int) -> list[Prompt]:
-        """Return the prompts of this rank's engine: its share of the step's, by dp index."""
-        prompts = self.prompts.batch(index)
-        share = len(prompts) // self.dims.dp
-        start = self.dims.coordinates(self.world.rank).dp * share
-        return prompts[start : start + share]
-
-    def estimate_advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Return the batch with advantages of token rewards less the KL: whitened (GAE) or compared (GRPO, RLOO) over all ranks."""
-        algorithm, mask = self.config.algorithm, batch.response_mask
-        metrics: Metrics = {}
-        coefficient, in_reward = self.kl_control.coefficient, None
-        if self.reference:
-            old, reference = batch.require("old_log_probs"), batch.require("reference_log_probs")
-            kl = advantages.kl(old, reference, algorithm.estimator)
-            metrics = {"reference_kl": self.sequence_mean(kl, batch), "kl_coefficient": coefficient}
-            if algorithm.kl_placement == "reward":
-                in_reward = kl
-                sequences = self.config.rollout.prompts_per_step * self.config.rollout.responses_per_prompt
-                self.kl_control.update(metrics["reference_kl"], sequences)
-        rewards = advantages.token_rewards(batch.require("scores"), mask, in_reward, coefficient)
-        if self.critic:
-            raw, returns = advantages.gae(rewards, batch.require("old_values"), mask, algorithm.gamma, algorithm.lam)
-            whitened = advantages.masked_whiten(raw, mask, all_sum=self.all_sum) * mask
-            return batch.replace(advantages=whitened, returns=returns), metrics
-        # The responses of one prompt may lie on several ranks: compare sequence scores of all of them.
-        apart = (
-            -1 - self.world.rank * len(batch) - torch.arange(len(batch))
-        )  # what has no token is compared with nothing
-        gathered = all_gather((rewards.sum(-1), torch.where(mask.any(-1), batch.require("group"), apart)))
-        scores, groups = (torch.cat(parts) for parts in zip(*gathered, strict=True))
-        column, everywhere = scores[:, None], torch.ones_like(scores)[:, None]
-        if algorithm.advantage == "rloo":
-            compared = advantages.rloo(column, everywhere, groups)
-        else:
-            compared = advantages.grpo(column, everywhere, groups, algorithm.normalize_by_std)
-        mine = compared.split([len(each[0]) for each in gathered])[self.world.rank]
-        return batch.replace(advantages=mine * mask), metrics
-
-    def importance_clipped_share(self, batch: Batch, old: torch.Tensor) -> float:
-        """Return the share of tokens whose p_trainer / p_engine is above algorithm.importance_cap; 0 where that is off."""
-        cap, log_ratio = self.config.algorithm.importance_cap, old - batch.require("rollout_log_probs")
-        return self.token_mean((log_ratio > math.log(cap)).double(), batch) if cap else 0.0
-
-    def difference(self, batch: Batch, log_probs: torch.Tensor, index: int | None = None) -> LogProbDifference:
-        """Return the engine's log-probs of the batch against the actor's, [B, T]."""
-        with self.verification.timed("log_probs", index):
-            return log_prob_difference(batch.require("rollout_log_probs"), log_probs, batch.response_mask)
-
-    def final_check(self, index: int) -> Metrics:
-        """Sync the last update too, and check it by one more rollout, without an update."""
-        kept = ("log_prob", "reward", "response", "sync_", "truncated")
-        return {name: value for name, value in self.rollout(index)[1].items() if name.startswith(kept)}
-
-    def lengths(self, batch: Batch) -> Metrics:
-        """Return how long the responses of all ranks are, and all tokens of responses and of prompts and responses."""
-        sizes = torch.stack([batch.response_mask.sum(-1), batch.attention_mask.sum(-1)])
-        responses, sequences = torch.cat(all_gather(sizes), dim=1).double()
-        return {
-            "response_tokens_mean": float(responses.mean()),
-            "response_tokens_min": float(responses.min()),
-            "response_tokens_max": float(responses.max()),
-            "response_tokens": float(responses.sum()),
-            "tokens": float(sequences.sum()),
-        }
+    def release(self, index: int) -> None:
+        """Free the engine's memory, which the trainer needs from here on."""
+        assert self.memory
+        with self.events.phase("release", index, "the engine to free its memory"):
+            self.memory.release_all()
 
     def show_sample(self, index: int, batch: Batch) -> None:
         """Write this rank's first prompt and response of a step to its events."""
@@ -316,20 +195,78 @@ class Ppo:
         reward = float(batch.require("scores")[0])
         self.events.fact("sample", step=index, prompt=text, response=response, reward=reward)
 
-    def all_sum(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks."""
-        return torch.stack(all_gather(total)).sum(0)
+    def old_log_probs(self, index: int, batch: Batch) -> tuple[Batch, Metrics]:
+        """Return the batch with the actor's log-probs of the responses. Check them against those that the engine reported.
 
-    def mean(self, values: torch.Tensor) -> float:
-        """Return the mean of every rank's values, [B] each."""
-        return float(torch.cat(all_gather(values)).double().mean())
+        They are "old" for the updates that follow: a ratio of PPO compares a token's new log-prob with its old one.
+        """
+        assert self.actor
+        with self.actor.on_device():
+            with self.events.phase("old_log_probs", index, "the actor's log-probs of the responses"):
+                old, entropy = self.actor.log_probs(batch)
+            with self.events.phase("verify_log_probs", index):
+                difference = log_prob_difference(batch.require("rollout_log_probs"), old, batch.response_mask)
+            if self.verification:
+                self.verification.check_log_probs(index, difference)
+        return batch.replace(old_log_probs=old), {
+            "rollout_entropy": token_mean(entropy, batch),
+            **difference.metrics(),
+            "importance_clipped_share": importance_clipped_share(batch, old, self.config.algorithm.importance_cap),
+            **(self.verification.sync_metrics() if self.verification else {}),
+        }
 
-    def sequence_mean(self, values: torch.Tensor, batch: Batch) -> float:
-        """Return the mean over the sequences of all ranks of each one's mean over its response tokens, as verl's KL."""
-        mask = batch.response_mask.bool()
-        means = torch.where(mask, values.double(), 0.0).sum(-1) / mask.sum(-1)
-        return self.mean(means[mask.any(-1)])
+    def learn(self, index: int, batch: Batch) -> Metrics:
+        """Estimate advantages, then update the critic and the actor. Return the metrics of the updates."""
+        assert self.actor
+        phase = self.events.phase
+        if self.reference:
+            waiting = "the reference's log-probs of the responses"
+            with phase("reference_log_probs", index, waiting), self.reference.on_device():
+                batch = batch.replace(reference_log_probs=self.reference.log_probs(batch)[0])
+        if self.critic:
+            with phase("values", index, "the critic's values of the responses"), self.critic.on_device():
+                batch = batch.replace(old_values=self.critic.values(batch))
+        with phase("advantages", index):
+            batch, metrics = estimate_advantages(batch, self.config)
+        seed = self.config.run.seed * 1_000_003 + index
+        generator = torch.Generator().manual_seed(seed)  # draws the minibatches, the same on every rank
+        torch.manual_seed(seed * 1009 + self.world.rank)  # dropout
+        if self.critic:
+            with phase("update_critic", index, "the critic's optimizer steps"), self.critic.learning():
+                metrics |= {f"critic/{name}": value for name, value in self.critic.update(batch, generator).items()}
+        if index >= self.config.algorithm.critic_warmup:
+            with phase("update_actor", index, "the actor's optimizer steps"), self.actor.learning():
+                metrics |= {f"actor/{name}": value for name, value in self.actor.update(batch, generator).items()}
+        return metrics
 
-    def token_mean(self, values: torch.Tensor, batch: Batch) -> float:
-        """Return the mean over the response tokens of all ranks."""
-        return float(advantages.masked_mean(values.double(), batch.response_mask.double(), all_sum=self.all_sum))
+    def take_baseline(self) -> None:
+        """Before the first step: measure how far engine and trainer are apart on the same weights, the model's own checkpoint.
+
+        Raise NoBaseline if they are too far apart for a later difference to prove anything.
+        """
+        assert self.memory and self.actor and self.verification
+        with self.events.phase("load_baseline", waiting_for="the engine to load the model's own checkpoint from disk"):
+            if not self.verification.load_baseline():
+                return
+        with self.events.phase(
+            "verify_baseline", waiting_for="responses on the model's own checkpoint; kernels compile"
+        ):
+            batches, tokens = list[Batch](), 0
+            while tokens < BASELINE_TOKENS:
+                batches.append(self.generate(len(batches)))
+                # An engine that answers with next to nothing must not keep this going for ever.
+                tokens += max(LEAST_TOKENS, int(all_sum(batches[-1].response_mask.sum())))
+            self.memory.release_all()
+            with self.actor.on_device():
+                log_probs = [self.actor.log_probs(batch)[0] for batch in batches]
+        differences = []
+        for batch, trainers in zip(batches, log_probs, strict=True):
+            with self.events.phase("verify_log_probs"):
+                engines = batch.require("rollout_log_probs")
+                differences.append(log_prob_difference(engines, trainers, batch.response_mask))
+        self.verification.set_baseline(merge(differences))
+
+    def final_check(self, index: int) -> Metrics:
+        """After the last step: sync its update too, and check it by one more rollout, without an update."""
+        kept = ("log_prob", "reward", "response", "sync_", "truncated")
+        return {name: value for name, value in self.rollout(index)[1].items() if name.startswith(kept)}

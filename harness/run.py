@@ -1,16 +1,26 @@
-"""A run on one rank, from launch to exit code: a clean start, the job, a verdict, and no process left behind.
+"""A run on one rank, from launch to exit code: the ranks meet, the job runs, and no process is left behind.
 
-Observers are handed in; this file knows none of them. Nothing heavy is imported at the top: on CPU the stand-ins must be
-on the path before transformers and SGLang are imported.
+    from harness.config.schema import Config
+    from harness.run import run
+
+    raise SystemExit(run(Config()))
+
+started with `torchrun --nnodes=1 --nproc-per-node=2`, runs PPO on a tiny model. launch/ppo.py adds the command line, the
+watchdog, reports and trackers.
+
+This file imports neither transformers nor SGLang at the top. On a CPU both need stand-ins for packages that exist for
+GPUs only, and run() must put these on the path first; so train.py, which imports both, is a file of its own.
 """
 
+import importlib
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims
@@ -19,121 +29,171 @@ from harness.cluster.world import (
     Launch,
     World,
     WorldError,
+    all_gather,
     choose_device,
     hard_exit,
     open_world,
     own_location,
 )
 from harness.config.layers import ConfigError
-from harness.config.run_folder import EVENTS, FOLDER_MODE, make_run_folder, write_config
+from harness.config.run_folder import EVENTS, FOLDER_MODE, make_run_folder, open_to_others, write_config
 from harness.config.schema import Config
+from harness.observer import Observer, Observers, RunContext
 from harness.runtime.cpu_standins import activate
-from harness.runtime.errors import Stopped, UnsupportedEnvironment, report_user_error, say
+from harness.runtime.errors import Stopped, UnsupportedEnvironment, report_user_error, say, tell_torchrun
 from harness.runtime.events import Console, EventLog
-from harness.runtime.observer import Observer, Observers, RunContext
+from harness.runtime.memory_gauge import MemoryGauge
 from harness.runtime.phases import MEET, RUN
 from harness.runtime.processes import descendants, end_processes
+from harness.task.rewards import MakeReward
 
 FAILED = 1
 
 Job = Callable[[RunContext], str]
-"""What a run does once its ranks have met; returns the verdict of a run that passed."""
+"""What a run does once its ranks have met. Returns the verdict of a run that passed, one line."""
 
 
-def ppo() -> Job:
-    """Import and return the main job: it imports transformers, which on CPU must come after the stand-ins."""
-    from harness.train import train
+def run(
+    config: Config,
+    observers: Sequence[Observer] = (),
+    job: str | Job = "harness.train:train",
+    *,
+    rewards: Mapping[str, MakeReward] | None = None,
+    engine_class: Callable[..., Any] | None = None,
+) -> int:
+    """Run a job on this rank, which torchrun has started. Only rank 0 prints, except for a rank that fails.
 
-    return train
+    job: "module:function", imported only after the stand-ins are on the path; or a function, whose own module must then
+    import neither transformers nor SGLang at the top.
+    rewards: rewards in addition to those of task/rewards.py, by the name that task.reward gives.
+    engine_class: called in place of VerlEngine, with the same arguments.
 
-
-def run(config: Config, observers: Sequence[Observer] = (), load_job: Callable[[], Job] = ppo) -> int:
-    """Run a job on this rank; only rank 0 prints, except for the rank that fails.
-
-    load_job: imports and returns the job, which may be heavy. Return the exit code where the ranks never met; once they
-    have, the process exits in here.
+    Return an exit code if the ranks never meet; once they have met, end the process with it.
     """
     launched = _launched_at()
     try:
         launch = Launch.from_environment(os.environ)
     except WorldError as error:
         return report_user_error(error, rank=0)
-    colocate, alone = config.parallel.colocate, False
+    only_here = False  # whether other ranks may not have the mistake
     try:
         ParallelDims.of(config.parallel).validate(launch.world_size)
-        alone = True  # rank 0 may not have the errors below
-        device = choose_device(config.engine.device, launch, colocate)
-        own_location(device.type == "cpu", colocate)
+        only_here = True
+        device = choose_device(config.engine.device, launch, config.parallel.colocate)
+        own_location(device.type == "cpu", config.parallel.colocate)
     except ValueError as error:
-        return report_user_error(error, launch.rank, alone)
+        return report_user_error(error, launch.rank, only_here)
+    # A copy of standard output, because descriptor 1 becomes the engine's log while the engine starts.
     console = None
-    if launch.rank == 0:  # on a copy of descriptor 1, which becomes the engine's log while the engine starts
+    if launch.rank == 0:
         console = Console(os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace"), launched)
-    stand_ins = activate() if device.type == "cpu" else []
-    if device.type == "cuda":
-        # What the engine will set on the rank that builds it: NCCL communicators are made lazily, and two ranks with
-        # different settings fail in their first collective after the engine has started.
-        from harness.rollout import sglang_api
-
-        os.environ.update(sglang_api.common_environment(sglang_api.probe(), config.engine.args, os.environ))
+    stand_ins = _prepare_environment(config, device)
     observer = Observers(observers)
     observer.launched(config, launch)
-    try:
+    try:  # from here on a failure has its observers, a console that is closed already too
+        if console and stand_ins:
+            names = ", ".join(stand_ins)
+            console.say(f"CPU mode: real SGLang on the CPU, with stand-ins for packages that need a GPU ({names})")
         if console:
-            if stand_ins:
-                names = ", ".join(stand_ins)
-                console.say(f"CPU mode: real SGLang on the CPU, with stand-ins for what only GPUs have ({names})")
             console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
         observer.phase_begins(MEET, None)
-        with open_world(launch, device, config.run.timeout_seconds, colocate, config.network.interface) as world:
-            code = _in_world(config, load_job, world, console, launched, observer)
-    except Exception as error:  # they did not meet, or one of them ended before they were ready
-        _print_failure(launch.rank, error)
-        _end_early(observer.failed, error)
+        seconds, interface = config.run.timeout_seconds, config.network.interface
+        with open_world(launch, device, seconds, config.parallel.colocate, interface) as world:
+            try:
+                folder = _make_run_folder(config)
+                context = RunContext(
+                    config=config,
+                    world=world,
+                    dims=ParallelDims.of(config.parallel),
+                    events=_open_events(folder, world, console, observer),
+                    folder=folder,
+                    launched=launched,
+                    observer=observer,
+                    rewards=rewards or {},
+                    engine_class=engine_class,
+                )
+                observer.met(context)
+                place(context.dims, world.locations, world.device_type)  # raises ValueError for an impossible placement
+            except (ValueError, UnsupportedEnvironment) as error:
+                code = report_user_error(error, world.rank)
+            else:
+                code = _run_job(job, context)
+    except Exception as error:  # the ranks did not meet, or one of them ended before all were ready
+        _end_failed(launch.rank, error, observer)
     observer.finished(code)
-    end_processes(descendants(), patience_seconds=0)  # the resource tracker, which would warn of what observers remove
+    # What is left is multiprocessing's resource tracker. It would warn about files that observers have removed.
+    end_processes(descendants())
     hard_exit(code)
 
 
-def _in_world(
-    config: Config,
-    load_job: Callable[[], Job],
-    world: World,
-    console: Console | None,
-    launched: float,
-    observer: Observer,
-) -> int:
-    """Run the job among ranks that have met. Return the exit code."""
-    folder = _run_folder(config)
-    if folder is None:
-        held = f"run.dir = {Path(config.run.dir).resolve()} holds an earlier run; give another folder, or remove it."
-        return report_user_error(ConfigError(held), world.rank)
+def _prepare_environment(config: Config, device: torch.device) -> Sequence[str]:
+    """Set up this process before anything imports transformers or SGLang, or makes an NCCL communicator.
+
+    Return the names of the stand-ins that are on the path now; none with a GPU.
+    """
+    if device.type == "cpu":
+        return activate()
+    # The engine sets these NCCL variables on the rank that builds it. NCCL reads them when it makes a communicator, and two
+    # ranks with different settings fail in their first collective, so every rank sets them before any communicator exists.
+    from harness.rollout import sglang_api
+
+    os.environ.update(sglang_api.common_environment(sglang_api.probe(), config.engine.args, os.environ))
+    return ()
+
+
+def _make_run_folder(config: Config) -> Path:
+    """Make the run directory; return it, the same on every rank. A collective call of all ranks.
+
+    Raise ConfigError on every rank if run.dir holds an earlier run, or cannot be made on some host.
+    """
+    folder, problem = None, ""
+    if dist.get_rank() == 0:
+        try:
+            folder = make_run_folder(config.run.dir)
+        except OSError as error:
+            problem = f"cannot be made ({error.strerror}: {error.filename}); give another folder"
+        else:
+            problem = "" if folder else "holds an earlier run; give another folder, or remove it"
+    folder, problem = all_gather((folder, problem))[0]
+    if folder:
+        try:
+            Path(folder).mkdir(FOLDER_MODE, parents=True, exist_ok=True)  # this host may not share rank 0's disk
+            if why := open_to_others(Path(folder)):
+                problem = f"cannot be used on rank {dist.get_rank()}: {why}; give another folder"
+        except OSError as error:
+            problem = (
+                f"cannot be made on rank {dist.get_rank()} ({error.strerror}: {error.filename}); give another folder"
+            )
+    if problem := next(filter(None, all_gather(problem)), ""):
+        raise ConfigError(f"run.dir = {folder or Path(config.run.dir).resolve()} {problem}.")
+    return Path(folder)
+
+
+def _open_events(folder: Path, world: World, console: Console | None, observer: Observer) -> EventLog:
+    gauge = MemoryGauge(world.device.index, world.engine_gpu)  # both None on the CPU
     path = folder / EVENTS / f"rank{world.rank}.jsonl"
-    events = EventLog(path, world.rank, world.host, console, observer=observer)
-    dims = ParallelDims.of(config.parallel)
-    context = RunContext(config=config, world=world, dims=dims, events=events, folder=folder, launched=launched)
-    try:
-        observer.met(context)
-        place(dims, world.locations, world.device_type)  # raises where an engine cannot be placed
-    except (ValueError, UnsupportedEnvironment) as error:
-        return report_user_error(error, world.rank)
-    if world.rank == 0:
-        write_config(folder, config, world.device_type)
+    return EventLog(path, world.rank, world.host, console, gauge=gauge, watcher=observer)
+
+
+def _run_job(job: str | Job, context: RunContext) -> int:
+    """Run the job among ranks that have met. Return the exit code."""
+    rank, events, observer = context.world.rank, context.events, context.observer
+    if rank == 0:  # as given, for the report of a run that fails early; the job writes what it became
+        write_config(context.folder, context.config, context.world.device_type)
     observer.phase_ends(MEET, None)
-    job = load_job()
     try:
+        work = _import_job(job) if isinstance(job, str) else job
         with events.phase(RUN):
-            verdict = job(context)
+            verdict = work(context)
         observer.passed()
         events.say(verdict)
         return 0
     except (ConfigError, UnsupportedEnvironment) as error:
-        return report_user_error(error, world.rank, alone=True)
+        return report_user_error(error, rank, alone=True)
     except Stopped as stop:
-        return report_user_error(stop, world.rank)
+        return report_user_error(stop, rank)
     except Exception as error:
-        _print_failure(world.rank, error, events)
-        _end_early(events.fail, error)
+        _end_failed(rank, error, observer, events)
     except KeyboardInterrupt:
         observer.interrupted("SIGINT")
         raise
@@ -141,39 +201,40 @@ def _in_world(
         events.close()
 
 
-def _print_failure(rank: int, error: Exception, events: EventLog | None = None) -> None:
-    """Print this rank's own error; the watchdog prints the run's first failure later."""
-    lines = [f"rank {rank} FAILED: {type(error).__name__}: {error}"]
+def _import_job(name: str) -> Job:
+    """Import the job "module:function"."""
+    module, _, function = name.partition(":")
+    job: Job = getattr(importlib.import_module(module), function)
+    return job
+
+
+def _end_failed(rank: int, error: Exception, observer: Observer, events: EventLog | None = None) -> NoReturn:
+    """Print this rank's own error, announce it, and end the engine's processes and this one.
+
+    Nothing is torn down, because other ranks and threads may be in collectives that will never end. If a watchdog observes
+    the run, it ends this process inside the announcement, and later prints the run's first failure.
+    """
+    text, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    lines = [f"rank {rank} FAILED: {text}"]
     if events:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = [frame for frame in frames if f"{os.sep}harness{os.sep}" in frame.filename] or frames
-        where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
+        own = [frame for frame in frames if f"{os.sep}harness{os.sep}" in frame.filename] or frames
+        where = f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}"
         lines.append(f"rank {rank}: in {where}; traceback in {events.path}")
     else:
-        lines += "".join(traceback.format_exception(error)).splitlines()
+        lines += trace.splitlines()
     say("\n".join(lines) + "\n")
-
-
-def _end_early(announce: Callable[[str, str], None], error: Exception) -> NoReturn:
-    """Announce the error, then end the engine's processes and this one, as other ranks and threads may sit in collectives
-    that never end. Where a watchdog observes, it ends this process inside announce.
-    """
-    announce(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
-    end_processes(descendants(), patience_seconds=0)
+    tell_torchrun(text, trace)
+    if events:
+        events.fail(text, trace)  # which also tells the observers
+    else:
+        observer.failed(text, trace)
+    end_processes(descendants())
     hard_exit(FAILED)
 
 
-def _run_folder(config: Config) -> Path | None:
-    """Return the run directory that rank 0 made, the same on every rank; None where run.dir holds an earlier run."""
-    made = [make_run_folder(config.run.dir) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made, src=0)
-    if made[0] is None:
-        return None
-    Path(made[0]).mkdir(FOLDER_MODE, parents=True, exist_ok=True)  # this host may not share rank 0's disk
-    return Path(made[0])
-
-
 def _launched_at() -> float:
-    """Return when torchrun started, in UNIX seconds; without it, when this process did."""
-    this = psutil.Process()
-    return float((("TORCHELASTIC_RUN_ID" in os.environ and this.parent()) or this).create_time())
+    """Return the UNIX time at which torchrun started; without torchrun, at which this process did."""
+    process = psutil.Process()
+    torchrun = process.parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return float((torchrun or process).create_time())

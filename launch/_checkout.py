@@ -11,10 +11,14 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 def use() -> None:
     """Start this process over with the checkout on PYTHONPATH, unless `import harness` finds the checkout already.
 
-    Exit with 2 and one sentence where this Python ignores PYTHONPATH.
+    Exit with 2 and one sentence if this Python is too old, or ignores PYTHONPATH.
     """
-    found = importlib.util.find_spec("harness")
-    if found and found.origin and Path(found.origin).resolve().parents[1] == CHECKOUT:
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is may run this
+        found = ".".join(map(str, sys.version_info[:3]))
+        print(f"error: {sys.argv[0]} needs Python 3.11 or newer, and this is {found}.", file=sys.stderr)
+        sys.exit(2)
+    found_harness = importlib.util.find_spec("harness")
+    if found_harness and found_harness.origin and Path(found_harness.origin).resolve().parents[1] == CHECKOUT:
         return
     if sys.flags.ignore_environment:
         print(f"error: {sys.argv[0]} needs PYTHONPATH, or `pip install -e {CHECKOUT}`; drop -I or -E.", file=sys.stderr)

@@ -1,14 +1,14 @@
-"""Which known failure a log shows: anyone's log, offline, in seconds.
+"""Name the known failure behind a log: anyone's log, offline, in seconds.
 
     python launch/diagnose.py train.log
     python launch/diagnose.py runs/20261121-054327            a run directory: its verdicts, engines' logs and events
     python launch/diagnose.py rank*.log.gz --json
     kubectl logs job/ppo | python launch/diagnose.py -
 
-Prints the slug of the first cause with its confidence (the rule is in harness/tools/diagnose/diagnose.py), the lines that
-show it, how the log ends, cause and fix; or "unknown" with the first line that looks like a failure; or that there is none.
-Prefixes of Ray, torchrun, SGLang, srun, Kubernetes and colours are skipped; UTF-16 and compressed files are read, also cut
-ones. Exit codes: 0 diagnosed, 1 a failure that is not known, 2 the command line is wrong, 3 no failure seen.
+Prints the failure's name with a confidence, the lines that show it, how the log ends, its cause and a fix; or "unknown"
+with the first line that looks like a failure; or that no failure was recognized. Prefixes of Ray, torchrun, SGLang, srun
+and Kubernetes, and colours, do not matter. Gzipped files, cut ones too, and UTF-16 are read.
+Exit codes: 0 a known failure, 1 an unknown one, 2 the command line is wrong or a file is no log, 3 no failure recognized.
 """
 
 import io
@@ -23,14 +23,14 @@ from harness.runtime.errors import report_user_error
 from harness.tools.command_line import exit_with, read_options
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.diagnose.diagnosis_text import as_json, as_text
-from harness.tools.diagnose.log_lines import log_files
+from harness.tools.diagnose.log_lines import check_readable, log_files
 
 EXIT_CODES = {"diagnosed": 0, "unknown": 1, "no failure": 3}
 
 
 @dataclass(kw_only=True)
 class Options:
-    """Beside files (also .gz and .jsonl), run directories, or - for standard input; of several, in the order of ranks."""
+    """LOG is a file (also .gz and .jsonl), a run directory, or - for standard input. Give several in the order of ranks."""
 
     json: bool = False
     """Print the diagnosis as JSON."""
@@ -43,12 +43,14 @@ def main(arguments: list[str]) -> int:
         words = [word for word in arguments if word not in logs]
         options = read_options(Options, "launch/diagnose.py LOG ...", __doc__ or "", words)
         if not logs:
-            raise ValueError("there is nothing to read; give a log, a run directory, or - for standard input.")
-        found = diagnose(log_files(logs))
+            raise ValueError("give a log, a run directory, or - for standard input.")
+        files = log_files(logs)
+        check_readable([file for file in files if file in logs])
+        found = diagnose(files)
     except (ValueError, OSError) as error:
         return report_user_error(error, rank=0)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a log may have what the console's encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold characters that the console cannot print
     print(as_json(found) if options.json else as_text(found))
     return EXIT_CODES[found.verdict]
 

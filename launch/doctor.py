@@ -1,12 +1,11 @@
 """Examine ranks, hosts and links before a run, in half a minute, and name what would make it fail.
 
-    torchrun --nnodes=2 --nproc-per-node=8 ... launch/doctor.py [CONFIG.toml ...] [--section.key VALUE ...] [--json]
+    torchrun --nnodes=2 --nproc-per-node=8 ... launch/doctor.py [CONFIG.toml ...] [--section.key VALUE ...]
 
-Start it exactly as the run to come. The config gives the mesh, so that groups, engines and ports are that run's; without
-one all ranks are one engine. Prints a picture of the job, then OK or a numbered list: what is wrong, on which rank and
-host, what to do. --json prints one JSON object instead. Starts no engine and imports no SGLang. Exit codes: 0 OK,
-perhaps with warnings, 1 there are faults, 2 the command line or config is wrong, 125 it cannot run here (torchrun itself
-exits with 1 for each that is not 0).
+Start it exactly as you will start the run. The config gives the mesh, so that groups, engines and ports are those of the run;
+without a config, all ranks form one engine. Prints a table of the hosts, then OK or a numbered list: what is wrong, on which
+rank and host, and what to do. Does not start an engine or import SGLang. Exit codes: 0 OK, perhaps with warnings; 1 there are
+faults; 2 the command line or the config is wrong; 125 it cannot run here (torchrun itself exits with 1 for all but 0).
 """
 
 import os
@@ -22,8 +21,6 @@ from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
 from harness.tools.command_line import parse
 
-JSON = "--json"
-
 
 def main(arguments: list[str]) -> int:
     """Return the exit code; what is wrong with the command line is known before anything heavy is imported."""
@@ -32,11 +29,10 @@ def main(arguments: list[str]) -> int:
         if rank == 0:
             print(__doc__)
         return 0
-    json = JSON in arguments
     try:
-        config = read([word for word in arguments if word != JSON], os.environ.get("WORLD_SIZE", ""))
+        config = read(arguments, os.environ.get("WORLD_SIZE", ""))
         preflight.check_started(config, "launch/doctor.py", arguments, os.environ)
-        return look(config, json)
+        return look(config)
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank)
 
@@ -53,7 +49,7 @@ def read(words: list[str], world_size: str) -> Config:
     return command.config
 
 
-def look(config: Config, json: bool) -> int:
+def look(config: Config) -> int:
     """Examine, and end the process (see hard_exit). Raise UnsupportedEnvironment without torch."""
     try:
         from harness.cluster.world import Launch, hard_exit
@@ -61,7 +57,7 @@ def look(config: Config, json: bool) -> int:
     except ImportError as error:
         raise UnsupportedEnvironment(f"{sys.executable} cannot import what the doctor needs: {error}.") from error
     launch = Launch.from_environment(os.environ)
-    hard_exit(examine(config, launch, os.environ, json))
+    hard_exit(examine(config, launch, os.environ))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Write a verl command as a config of this harness: the same shape of PPO, by torchrun, without Ray.
+"""Translate a verl command into a config of this harness: the same PPO, started by torchrun, without Ray.
 
     python3 launch/from_verl.py -- python3 -m verl.trainer.main_ppo data.train_batch_size=1024 ... > run.toml
     python3 launch/from_verl.py --out run.toml run_qwen2-7b.sh trainer.total_epochs=1
     python3 launch/from_verl.py --tiny --hosts 2 --out tiny.toml - < run_qwen2-7b.sh
 
-After --, the command; or a script, - for standard input, and its arguments. A script is expanded by bash, restricted and
-without a PATH: nothing in it is started, no file is written. Each override is mapped, or listed as irrelevant, as
-unsupported with what it would change, or as unknown; a key that the command does not name has verl's default. Exit codes:
-0 written, and nothing is missing; 1 written, and something is unsupported or unknown; 2 the command cannot be read.
+Give the command after --, or a script (- for standard input) and its arguments. Bash expands a script without starting
+anything in it. Each override is mapped, irrelevant here, unsupported (with what it would change) or unknown. Keys that the
+command does not set have verl's defaults. Exit codes: 0 written, and nothing is missing; 1 written, but something is unsupported
+or unknown; 2 the command cannot be read.
 """
 
 import os
@@ -22,8 +22,8 @@ _checkout.use()
 
 from harness.config.layers import ConfigError
 from harness.runtime.errors import report_user_error
+from harness.task.tiny_models import ARCHITECTURES
 from harness.tools.command_line import exit_with, read_known_options
-from harness.tools.tiny_models import ARCHITECTURES
 from harness.tools.verl.overrides import Release
 from harness.tools.verl.shell_script import VerlCommand, command_of_script, command_of_words
 from harness.tools.verl.translate import launch_lines, summary, translate
@@ -31,16 +31,16 @@ from harness.tools.verl.translate import launch_lines, summary, translate
 
 @dataclass(kw_only=True)
 class FromVerlOptions:
-    """Before the script, or before --."""
+    """Options before the script, or before --."""
 
     out: str = ""
-    """File to write the config to; empty: standard output."""
+    """File to write the config to. Default: standard output."""
     release: Release = "auto"
-    """The release of verl whose keys and defaults count; auto: the newest whose config takes all overrides."""
+    """Release of verl whose keys and defaults count; auto: the newest that accepts all overrides."""
     tiny: Literal["", "auto", "qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight"] = ""
-    """A tiny model of the architecture that the path names (--tiny alone), or this one; the built-in arithmetic task, small batches, short lengths, three steps; all parallel sizes as they are."""
+    """Use a tiny model (--tiny alone: of the architecture that the path names), the arithmetic task, small batches and three steps; all parallel sizes stay."""
     hosts: int = 0
-    """Also print the command that runs it on so many emulated hosts of this machine."""
+    """Also print the command that runs it on this many emulated hosts."""
 
 
 def main(arguments: list[str]) -> int:
@@ -62,10 +62,10 @@ def main(arguments: list[str]) -> int:
 
 
 def read(arguments: list[str]) -> tuple[FromVerlOptions, VerlCommand]:
-    """Return the options and verl's command. Raise ConfigError for what is neither."""
+    """Return the options and verl's command. Raise ConfigError if the arguments are not such."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
     before, after = arguments[:split], arguments[split + 1 :]
-    # --tiny may stand alone, before a script too.
+    # --tiny may stand alone: the word after it may be the script.
     before = [
         "--tiny=auto" if word == "--tiny" and (before[number + 1 : number + 2] or [""])[0] not in TINY else word
         for number, word in enumerate(before)
@@ -73,10 +73,10 @@ def read(arguments: list[str]) -> tuple[FromVerlOptions, VerlCommand]:
     own = leading_options(before)
     options, rest = read_known_options(FromVerlOptions, "launch/from_verl.py [SCRIPT ...]", __doc__ or "", before[:own])
     if rest:
-        raise ConfigError(f"{rest[0]} is not an option; launch/from_verl.py --help lists what there is.")
+        raise ConfigError(f"{rest[0]} is not an option; launch/from_verl.py --help lists them.")
     script = before[own:]
     if script and split < len(arguments):
-        raise ConfigError(f"{script[0]} and a command after -- are given; give one.")
+        raise ConfigError(f"give either the script {script[0]} or a command after --, not both.")
     if not script:
         return options, command_of_words(after)
     text = sys.stdin.read() if script[0] == "-" else script_text(script[0])
@@ -88,7 +88,7 @@ VALUED = ("--out", "--release", "--tiny", "--hosts")
 
 
 def leading_options(words: list[str]) -> int:
-    """Return how many words are options and their values: what follows is a script and its arguments."""
+    """Return how many words are options and their values. A script and its arguments follow them."""
     number = 0
     while number < len(words) and words[number].startswith("-") and words[number] != "-":
         number += 2 if words[number] in VALUED else 1
@@ -96,7 +96,7 @@ def leading_options(words: list[str]) -> int:
 
 
 def script_text(name: str) -> str:
-    """Return a script. Raise ConfigError where there is none."""
+    """Return the text of a script. Raise ConfigError if it cannot be read."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except OSError as error:

@@ -2,13 +2,15 @@
 
     torchrun --nproc-per-node=2 launch/minimal.py --model qwen2 --tp 2 --steps 3
 
-dp * tp ranks of one host train an actor, sharded by FSDP2 over all of them. Each group of tp ranks has an sglang.Engine
-that runs on the GPUs of these ranks; the first rank of the group starts it and calls it. One step of all ranks:
+All ranks of one host together train an actor, sharded by FSDP2. The ranks also form groups of tp ranks. Each group has
+one sglang.Engine, which runs on the GPUs of these ranks; the first rank of the group starts it and calls it. One step:
 
     resume weights -> sync -> resume KV cache -> rollout -> release -> log-prob check -> advantages -> update
 
-SGLang answers "Success" to weights that it ignores. So the engine starts with dummy weights, and after every sync its
-log-probs of the tokens that it sampled must equal the actor's. PASSED: exit code 0, FAILED: 1. Runs without a GPU, too.
+How do we know that a sync worked? SGLang answers "Success" even to weights that it ignores. So the engine starts with
+dummy weights, and after every sync the log-probs that it reports for the tokens it sampled must equal the actor's.
+
+Prints what it does as it goes, and PASSED (exit code 0) or FAILED (1) at the end. Runs without a GPU, too.
 """
 
 import argparse
@@ -17,24 +19,14 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import transformers
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of the engine, and of the actor's forward pass
-# For SGLang's CPU mode: stand-ins for sgl_kernel and torchvision, which PyPI has for CUDA only, and a plugin for MLA.
-STAND_INS = os.environ.get("SGLANG_CPU_STAND_INS", Path(__file__).parents[1] / "harness/runtime/standins")
+STARTED = time.monotonic()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +34,7 @@ class Settings:
     """What a run can vary; the first five are options of the command line."""
 
     model: str = "qwen2"  # qwen2 or deepseek_v3 (tiny, random, made on the spot), or a checkpoint folder
-    tp: int = 2  # ranks of an engine; dp follows from the number of ranks
+    tp: int = 2  # ranks of an engine; the number of engines follows from the number of ranks
     steps: int = 3
     learning_rate: float = 1e-3  # large: a sync is proven only if the update before it moved the log-probs
     skip_sync: int = -1  # a fault to plant: leave out the sync of this step, and the check must fail
@@ -55,12 +47,50 @@ class Settings:
     epochs: int = 2  # optimizer steps per rollout; in the second one ratios differ from 1
     clip: float = 0.2
     max_grad_norm: float = 1.0
-    tolerance: float = 0.05 if DEVICE == "cuda" else 1e-5  # mean |engine - actor| in nats; healthy: up to 0.02 and 1e-6
 
 
-# For sglang.Engine; what a release does not have is left out. With dummy weights a tensor missing from a sync shows.
+def parse(arguments: list[str]) -> Settings:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "tp", "steps", "learning_rate", "skip_sync"):
+        default = getattr(Settings, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"({default})")
+    return Settings(**vars(parser.parse_args(arguments)))
+
+
+def say(text: str) -> None:
+    """Print a line with the seconds since the start, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"[{time.monotonic() - STARTED:5.1f} s] {text}", flush=True)
+
+
+# Before the imports below, which take seconds: --help needs none of them, and the user sees at once that something happens.
+SETTINGS = parse(sys.argv[1:]) if __name__ == "__main__" else Settings()
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit("error: start this with torchrun --nproc-per-node=2 launch/minimal.py")
+    say("importing torch and transformers")
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of the engine, and of the actor's forward pass
+# How far apart engine and actor may be: the mean |difference| of log-probs, in nats. Two programs never round alike; healthy
+# runs had up to 0.02 in bfloat16 and 1e-6 in float32.
+TOLERANCE = 0.05 if DEVICE == "cuda" else 1e-5
+# SGLang's CPU mode needs stand-ins for sgl_kernel and torchvision, which PyPI has for CUDA only, and a plugin for MLA.
+STAND_INS = os.environ.get("SGLANG_CPU_STAND_INS", Path(__file__).parents[1] / "harness/runtime/standins")
+
+# For sglang.Engine; arguments that a release does not have are left out. With dummy weights, a tensor that a sync misses
+# shows. Without a tokenizer, prompts and responses are token ids on both sides, so no text can be tokenized differently.
 ENGINE_ARGUMENTS: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "sampling_backend": "pytorch"}
-# Capturing CUDA graphs (each release has two of the names) and compiling a fusion take minutes, for three steps.
+# Capturing CUDA graphs (under a name that depends on the release) and compiling a fusion would take minutes, for three steps.
 GRAPHS = ("disable_cuda_graph", "disable_piecewise_cuda_graph", "disable_prefill_cuda_graph")
 ENGINE_ARGUMENTS |= dict.fromkeys((*GRAPHS, "enforce_disable_flashinfer_allreduce_fusion"), True)
 ON_GPU = {"device": "cuda", "attention_backend": "triton", "enable_memory_saver": True, "mem_fraction_static": 0.4}
@@ -69,7 +99,10 @@ ENGINE_ARGUMENTS |= ON_GPU if DEVICE == "cuda" else ON_CPU
 
 
 def clean_environment(inherited: dict[str, str]) -> dict[str, str]:
-    """Return an environment for the engine: without torchrun's, its ranks would wait for each other in its store."""
+    """Return an environment for the engine, without torchrun's variables.
+
+    With them SGLang's processes would take themselves for ranks of this job, and wait for each other in torchrun's store.
+    """
     prefixes, suffixes = ("TORCHELASTIC_", "MASTER_", "ROLE_", "OMP_NUM_"), ("RANK", "WORLD_SIZE")
     return {key: value for key, value in inherited.items() if not (key.startswith(prefixes) or key.endswith(suffixes))}
 
@@ -90,7 +123,7 @@ def engine_placement(mesh: DeviceMesh) -> dict[str, str]:
     if DEVICE == "cuda":
         visible: list[str | None] = [None] * mesh.size()
         dist.all_gather_object(visible, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        # The trainer may hold more memory of one of these GPUs than of another: no reason to refuse.
+        # SGLang refuses to start on GPUs with unequal free memory. The trainer may well hold more of one than of another.
         return {"CUDA_VISIBLE_DEVICES": engine_gpus(visible, ranks), "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
     cores = sorted(os.sched_getaffinity(0))
     bind = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
@@ -109,8 +142,8 @@ def free_ports(count: int) -> list[int]:
 
 def start_engine(settings: Settings, mesh: DeviceMesh, folder: str) -> Any:
     """Start an sglang.Engine on the first rank of each TP group; return it there, None elsewhere; collective."""
-    # One rank draws the ports of all engines: SGLang would draw them from generators that a trainer seeds alike.
-    # And one key for all ranks: an engine fetches CPU tensors from each of them, and must have its key.
+    # One rank draws the ports of all engines. SGLang draws random ports, and a trainer seeds those generators alike.
+    # All ranks need one authkey: on the CPU an engine fetches tensors from every rank's process, which asks for its key.
     shared: list[Any] = [free_ports(2 * mesh.size(0)), bytes(multiprocessing.current_process().authkey)]
     dist.broadcast_object_list(shared, src=0)
     multiprocessing.current_process().authkey = shared[1]
@@ -128,14 +161,14 @@ def start_engine(settings: Settings, mesh: DeviceMesh, folder: str) -> Any:
         arguments |= {"port": shared[0][2 * dp], "dist_init_addr": f"127.0.0.1:{shared[0][2 * dp + 1]}"}
         arguments |= {"tp_size": settings.tp, "dtype": str(DTYPE).split(".")[1], "random_seed": settings.seed + dp}
         return sglang.Engine(model_path=folder, **arguments)
-    finally:  # what SGLang sets for itself (NCCL_*) must not stay: NCCL in the trainer needs the same on all ranks
+    finally:  # SGLang sets NCCL_* for itself; in the trainer NCCL needs the same values on all ranks
         os.environ.clear()
         os.environ |= before
 
 
 def call(engine: Any, mesh: DeviceMesh, method: str, **arguments: Any) -> Any:
     """Call the engine on the first rank of the TP group; return its answer, or raise its refusal, on all of them."""
-    found = getattr(engine, method, None)  # what a release does not have is left out
+    found = getattr(engine, method, None)  # begin_weight_update and end_weight_update came with 0.5.21
     answer = [found(**arguments) if found else None]
     dist.broadcast_object_list(answer, group=mesh.get_group("tp"), group_src=0)
     if isinstance(answer[0], tuple) and not answer[0][0]:  # (False, message): SGLang does not raise
@@ -146,7 +179,7 @@ def call(engine: Any, mesh: DeviceMesh, method: str, **arguments: Any) -> Any:
 def memory(engine: Any, mesh: DeviceMesh, action: str, *tags: str) -> None:
     """Release the GPU memory of "weights" or "kv_cache", whose contents are lost, or resume it; collective."""
     if DEVICE == "cuda":
-        torch.cuda.empty_cache()  # what the trainer has freed and torch still holds
+        torch.cuda.empty_cache()  # torch keeps memory that the trainer has freed; the engine needs it
         dist.barrier()
         call(engine, mesh, f"{action}_memory_occupation", tags=list(tags))
 
@@ -183,15 +216,17 @@ def build_actor(folder: str, learning_rate: float) -> tuple[nn.Module, torch.opt
 
 def checkpoint_tensors(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Yield full tensors by name, a decoder layer at a time, and what is outside of the layers; collective."""
-    # In the names and shapes that save_pretrained writes: tied tensors once, buffers too, experts one by one. SGLang
-    # ignores all others. A layer is not split: q_a_proj and kv_a_proj_with_mqa, for one, fuse only within one call.
-    loading = sys.modules.get("transformers.core_model_loading")  # since version 5, which fuses experts in memory
+    # SGLang's loaders know the names and shapes that save_pretrained writes (tied tensors once, buffers too, experts one by
+    # one) and ignore all others. A layer must not be split over two calls: SGLang fuses some tensors as they arrive, such as
+    # q_a_proj with kv_a_proj_with_mqa, and forgets the first half when the call ends.
+    loading = sys.modules.get("transformers.core_model_loading")  # transformers 5 fuses experts in memory; undone below
     saved, layers = model.state_dict(), dict[str, dict[str, Tensor]]()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in saved:
             layers.setdefault(".".join(name.split(".")[:3]), {})[name] = tensor
     for layer in layers.values():
-        # Shards are cast before they are gathered. Buffers keep their dtype: a router's correction bias is float32.
+        # Cast shards before gathering them, which moves half the bytes. Buffers keep their dtype: the correction bias of a
+        # router is float32, and in bfloat16 it would choose other experts.
         sent = {name: each.detach().to(DTYPE) if each.requires_grad else each for name, each in layer.items()}
         full = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in sent.items()}
         full = loading.revert_weight_conversion(model, full) if loading else full
@@ -203,9 +238,9 @@ def sync_weights(engine: Any, mesh: DeviceMesh, model: nn.Module) -> None:
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.utils import LocalSerializedTensor
 
-    call(engine, mesh, "begin_weight_update")  # this and its end since 0.5.21
+    call(engine, mesh, "begin_weight_update")
     for tensors in checkpoint_tensors(model):
-        # Each rank's copy is opened by the engine's TP rank on the same GPU (CUDA IPC) and must live until then.
+        # Only a handle travels (CUDA IPC). The engine's TP rank on this GPU opens this rank's copy, which must live until then.
         own = {name: MultiprocessingSerializer.serialize(tensor) for name, tensor in tensors.items()}
         ranks: list[Any] = [None] * mesh.size(1)
         dist.all_gather_object(ranks, own, group=mesh.get_group("tp"))
@@ -215,7 +250,10 @@ def sync_weights(engine: Any, mesh: DeviceMesh, model: nn.Module) -> None:
 
 
 def rollout(engine: Any, mesh: DeviceMesh, settings: Settings, step: int, vocab_size: int) -> dict[str, Tensor]:
-    """Sample responses to random prompts, score them, return this rank's share; collective. All are equally long."""
+    """Sample responses to random prompts, score them, return this rank's share; collective. All are equally long.
+
+    Every rank of a TP group gets all answers and keeps every tp-th, so that each trains on other responses.
+    """
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step * 1009 + mesh.get_local_rank("dp"))
     prompts = torch.randint(vocab_size, (settings.prompts, settings.prompt_tokens), generator=generator)
     prompts = prompts.repeat_interleave(settings.responses, dim=0)
@@ -223,7 +261,7 @@ def rollout(engine: Any, mesh: DeviceMesh, settings: Settings, step: int, vocab_
     answers = call(engine, mesh, "generate", input_ids=prompts.tolist(), sampling_params=sampling, return_logprob=True)
     sampled = [answer["meta_info"]["output_token_logprobs"] for answer in answers]  # of (log-prob, token, text)
     tokens = torch.tensor([[token for _, token, *_ in response] for response in sampled])
-    rewards = (tokens % 2 == 0).float().mean(-1)  # the share of even token ids: of no use, but easy to learn
+    rewards = (tokens % 2 == 0).float().mean(-1)  # the share of even token ids: useless, but easy to learn
     batch = {
         "ids": torch.cat([prompts, tokens], dim=1),  # int64 [B, P + T]
         "engine_log_probs": torch.tensor([[log_prob for log_prob, *_ in response] for response in sampled]),  # [B, T]
@@ -262,7 +300,9 @@ def mean_over_ranks(values: Tensor) -> float:
 def log_prob_difference(model: nn.Module, batch: dict[str, Tensor], settings: Settings) -> float:
     """Return the mean |engine's log-prob - actor's| over the response tokens of all ranks, in nats; collective."""
     gap = batch["engine_log_probs"] - response_log_probs(model, batch["ids"], settings)
-    return mean_over_ranks(gap.abs().nan_to_num(nan=torch.inf))
+    return mean_over_ranks(
+        gap.abs().nan_to_num(nan=torch.inf)
+    )  # comparisons with NaN are false: it would pass as no difference
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], settings: Settings) -> str:
@@ -272,7 +312,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
         log_probs = response_log_probs(model, batch["ids"], settings)
         old = log_probs.detach() if old is None else old
         loss = clipped_surrogate(log_probs, old, batch["advantages"], settings.clip).mean()
-        loss.backward()  # FSDP averages over ranks: as all have equally many tokens, the mean over all ranks' tokens
+        loss.backward()  # FSDP averages gradients over ranks; with equally many tokens each, that is the mean over all tokens
         norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)  # a DTensor
         optimizer.step()
         optimizer.zero_grad()
@@ -281,15 +321,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
 
 def train(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> bool:
     """Run all steps; return whether every check passed; collective, with one answer for all ranks."""
-    say = print if dist.get_rank() == 0 else lambda text: None
-    vocab_size, tolerance = transformers.AutoConfig.from_pretrained(folder).vocab_size, settings.tolerance
+    vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
     batch = rollout(engine, mesh, settings, -1, vocab_size)
     memory(engine, mesh, "release", "kv_cache", "weights")
     model, optimizer = build_actor(folder, settings.learning_rate)
-    # The control run: the engine has dummy weights, so the check must fail here, or it could not tell anything later.
+    # The control: the engine has dummy weights now, so the check must fail, or it could not tell anything later.
     stale = log_prob_difference(model, batch, settings)
-    say(f"before the first sync: log-prob difference {stale:.1e}, which must exceed the tolerance {tolerance:g}")
-    steps, proven, worst, passed = 0, 0, 0.0, stale > tolerance
+    good = "good" if stale > TOLERANCE else f"but it does not: at most {TOLERANCE:g} counts as equal"
+    say(
+        f"before the first sync the engine has dummy weights, so it must differ (log-prob difference {stale:.1e}): {good}"
+    )
+    steps, proven, worst, passed = 0, 0, 0.0, stale > TOLERANCE
     held = settings.responses // settings.tp  # rows of the last prompt, which is held out of the training
     while passed and steps < settings.steps:
         memory(engine, mesh, "resume", "weights")
@@ -299,32 +341,28 @@ def train(settings: Settings, mesh: DeviceMesh, engine: Any, folder: str) -> boo
         batch = rollout(engine, mesh, settings, steps, vocab_size)
         memory(engine, mesh, "release", "kv_cache", "weights")
         difference = log_prob_difference(model, batch, settings)
-        passed, worst = difference <= tolerance, max(worst, difference)
-        proven += passed and stale > tolerance  # had the sync done nothing, about `stale` would still be seen
+        passed, worst = difference <= TOLERANCE, max(worst, difference)
+        proven += passed and stale > TOLERANCE  # a sync that did nothing would have left a difference of about `stale`
         trained = {name: each[:-held] for name, each in batch.items()}
         shown = f"reward {mean_over_ranks(batch['rewards']):.3f}  {train_step(model, optimizer, trained, settings)}"
-        # The next step has new prompts. An update moves log-probs of what it was trained on several times as far.
+        # How far would the next rollout differ without a sync? Measured on the prompt that was held out: the next step has new
+        # prompts, and an update moves the log-probs of the responses it was trained on several times as far.
         stale = log_prob_difference(model, {name: each[-held:] for name, each in batch.items()}, settings)
         say(f"step {steps}: log-prob difference {difference:.1e}  {shown}  after the update {stale:.1e}")
         steps += 1
     verdict = f"{'PASSED' if passed else 'FAILED'}: {steps} of {settings.steps} steps, {proven} syncs proven"
-    say(f"{verdict}; worst log-prob difference {worst:.1e} nats, tolerance {tolerance:g}")
+    say(f"{verdict}; worst log-prob difference {worst:.1e} nats, tolerance {TOLERANCE:g}")
     return passed
 
 
-def main() -> int:
-    """Read the command line, build everything, run, and end everything; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "tp", "steps", "learning_rate", "skip_sync"):
-        default = getattr(Settings, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"({default})")
-    settings, engine = Settings(**vars(parser.parse_args())), None
+def main(settings: Settings) -> int:
+    """Build everything, run, and end everything; return the exit code."""
     if DEVICE == "cuda":
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()  # IPC handles name GPUs by UUID: trainer and engine number them differently
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    else:
+    else:  # on the path of this process and of those that SGLang starts
         sys.path.insert(0, str(STAND_INS))
         os.environ["PYTHONPATH"] = f"{STAND_INS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
@@ -334,9 +372,16 @@ def main() -> int:
             f"tp must divide {world} ranks of one host and {settings.responses} responses, got {settings.tp}"
         )
     mesh = init_device_mesh("cpu", (world // settings.tp, settings.tp), mesh_dim_names=("dp", "tp"))
+    engine = None
     with tempfile.TemporaryDirectory() as new:
-        folder = settings.model if os.path.isdir(settings.model) else write_tiny(settings.model, new, settings.seed)
+        # Ranks of one host can share a folder, and only the first one writes: transformers lets no other rank save a model.
+        shared = [settings.model if os.path.isdir(settings.model) else new]
+        if dist.get_rank() == 0 and shared[0] == new:
+            write_tiny(settings.model, new, settings.seed)
+        dist.broadcast_object_list(shared, src=0)
+        folder = shared[0]
         try:
+            say(f"starting {mesh.size(0)} sglang.Engine on {settings.tp} ranks each, on {DEVICE}")
             engine = start_engine(settings, mesh, folder)
             passed = train(settings, mesh, engine, folder)
         finally:
@@ -347,4 +392,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(SETTINGS))

@@ -1,14 +1,14 @@
-"""PPO over real SGLang, one process a rank, without Ray.
+"""Run PPO over real SGLang, with one process for each rank and without Ray.
 
     torchrun --nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml
     torchrun --nnodes=2 --nproc-per-node=8 launch/ppo.py CONFIG.toml --parallel.dp 2 --parallel.tp 8
-    python launch/ppo.py CONFIG.toml --dry-run --nnodes 2 --nproc-per-node 8 [--json]
+    python launch/ppo.py CONFIG.toml --dry-run --nnodes 2 --nproc-per-node 8
 
-TOML files are layered left to right; --section.key VALUE comes last. --dry-run prints where every rank and engine would
-be and what of each GPU's memory they would take (--gpu-memory-gib), --check only whether the config can work; both need
-no GPU, no torchrun and no SGLang. Exit codes: 0 passed, 1 failed, or --dry-run found that it does not fit, 2 the command
-line or config is wrong, in one sentence, 124 a phase's timeout passed, 125 this machine cannot run it, 143 SIGTERM came
-and a checkpoint is saved. torchrun itself exits with 1 for each that is not 0.
+Later TOML files override earlier ones, and --section.key VALUE overrides them all. --check says whether the config can
+work, and --dry-run where every rank and engine would be and whether they fit in the GPUs; both work without a GPU and
+without torchrun. Exit codes: 0 passed; 1 failed, or --dry-run found that it does not fit; 2 the command line or the config
+is wrong, which one sentence explains; 124 a timeout; 125 this machine cannot run it; 143 SIGTERM ended the run after a
+checkpoint was saved. torchrun itself exits with 1 for all of these but 0.
 """
 
 import os
@@ -18,9 +18,21 @@ import _checkout
 
 _checkout.use()
 
+from harness.config.run_folder import check_run_folder
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
-from harness.tools.command_line import exit_with, parse, print_help
+from harness.tools.command_line import Command, exit_with, parse, print_help
+
+
+def plan(command: Command) -> int:
+    """Do what --dry-run and --check ask for. Return the exit code; raise ValueError or UnsupportedEnvironment."""
+    from harness.tools.plan import dry_run
+
+    if command.options.dry_run:
+        return dry_run.show(command, preflight.check_plan(command.config))
+    preflight.go_on_in_environment()
+    check_run_folder(command.config.run.dir)
+    return dry_run.show_check(command, preflight.check_plan(command.config))
 
 
 def main(arguments: list[str]) -> int:
@@ -33,27 +45,19 @@ def main(arguments: list[str]) -> int:
     try:
         command = parse(arguments)
         if command.options.dry_run or command.options.check:
-            from harness.tools.plan import dry_run
-
-            preflight.check_plan(command.config)
-            return dry_run.show(command)
+            return plan(command)
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank)
     try:
         preflight.check_rank(command.config, "launch/ppo.py", arguments, os.environ)
     except (ValueError, UnsupportedEnvironment) as error:  # only the first rank of each host looks
         return report_user_error(error, rank=0)
-    from harness.run import Job, ppo, run
+    from harness.run import run
     from harness.tools.observers import standard_observers
+    from harness.tools.rewards.more_rewards import rewards_of
 
-    def load_job() -> Job:
-        if command.config.rollout.has_both:
-            return ppo()
-        from harness.tools import half_run
-
-        return half_run.learner_alone if command.config.rollout.load else half_run.engine_alone
-
-    return run(command.config, standard_observers(command.config), load_job)
+    config = command.config
+    return run(config, standard_observers(config), rewards=rewards_of(config))
 
 
 if __name__ == "__main__":

@@ -2,37 +2,50 @@
 
     python3 launch/quickstart.py [--section.key VALUE ...]
 
-Makes the environment where it is missing (harness/tools/environments.py), checks the overrides, and becomes `torchrun
---nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`; with another mesh, as many ranks as it
-has. Exit code: torchrun's; 2: an override is wrong; 125: the environment cannot be made here.
+Checks the overrides, makes the environment if there is none (harness/tools/environments.py), and becomes `torchrun --nnodes=1
+--nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`. If the overrides ask for another mesh, torchrun
+starts as many ranks as that mesh has. Exit codes: torchrun's; 2 an override is wrong; 125 the environment cannot be made here.
 """
 
 import os
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+import _checkout
+
+_checkout.use()
+
+from harness.runtime.errors import report_user_error
+from harness.tools.command_line import parse
+from harness.tools.environments import Unusable, ensure
+
+JOB = ("launch/ppo.py", "configs/cpu/quickstart.toml")
 
 
 def main(overrides: list[str]) -> int:
-    """Return only where something is wrong: torchrun takes this process's place."""
+    """Return only if something is wrong: torchrun takes this process's place."""
     if {"-h", "--help"} & set(overrides):
         print(__doc__)
         return 0
-    os.chdir(CHECKOUT)
-    made = subprocess.run([sys.executable, "harness/tools/environments.py"], stdout=subprocess.PIPE, text=True)
-    if made.returncode:
-        return made.returncode
-    python = made.stdout.strip()
-    job = ["launch/ppo.py", "configs/cpu/quickstart.toml", *overrides]
-    # torchrun exits with 1 whatever its ranks exit with, so wrong overrides are found before it starts.
-    checked = subprocess.run([python, "-m", "harness.tools.preflight", *job[1:]], stdout=subprocess.PIPE, text=True)
+    # Relative to the user's folder, in which overrides may name files, and as the README writes them.
+    script, config = (os.path.relpath(_checkout.CHECKOUT / name) for name in JOB)
+    arguments = [config, *overrides]
+    try:
+        parse(arguments)  # a mistake on the command line is found before anything is installed
+        python = str(ensure())
+    except ValueError as error:
+        return report_user_error(error, rank=0)
+    except Unusable as problem:
+        print(f"error: {problem}.", file=sys.stderr)
+        return problem.exit_code
+    # The environment has the packages to check the rest: models, data, engine arguments. torchrun would exit with 1
+    # whatever its ranks exit with.
+    checked = subprocess.run([python, "-m", "harness.tools.preflight", *arguments], stdout=subprocess.PIPE, text=True)
     if checked.returncode:
         return checked.returncode
     ranks = int(checked.stdout)
-    command = [python, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", *job]
+    command = [python, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", script, *arguments]
     print(f"+ {shlex.join(command)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     os.execv(python, command)

@@ -1,9 +1,9 @@
-"""report.md, to paste as an issue, report.html, to look at, and trace.json, for https://ui.perfetto.dev, of any run.
+"""Write report.md (for an issue), report.html (a page) and trace.json (for https://ui.perfetto.dev) of a run.
 
     python launch/report.py runs/20261121-054327
 
-Reads what the run left: config.toml, environment.json, events/, metrics.jsonl, failure-*.json. Every run writes all
-three; this writes them again, or for a run that was killed before it could. Exit codes: 0 written, 2 the command line is wrong.
+Every run writes them at its end. Use this to write them again, or for a run that was killed before it could.
+Exit codes: 0 written, 2 the folder is not a run directory or cannot be written to.
 """
 
 import sys
@@ -23,12 +23,12 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    environments.need("jinja2", "msgspec")
+    environments.need("markdown_it", "msgspec")
     from harness.tools.report.write_reports import write_reports
 
     try:
         if len(arguments) != 1:
-            raise ValueError(f"{len(arguments)} run directories are given; give one.")
+            raise ValueError("give one run directory, such as runs/20261121-054327.")
         markdown, page, trace = write_reports(Path(arguments[0]))
     except (ValueError, OSError) as error:
         return report_user_error(error, rank=0)

@@ -9,7 +9,7 @@
 # RDZV_HOST. When one host fails, or at Ctrl-C, or when this script is killed, every host's torchrun is ended: each watches
 # the input of its ssh connection, which closes with it. Exit code: the first failure's, 130 after Ctrl-C.
 #
-# With pdsh, which tells all hosts the same and ends none when another fails:
+# With pdsh, which runs the same line everywhere but does not end the other hosts when one fails:
 #
 #     pdsh -S -R ssh -w node0,node1 'cd REPOSITORY && .venv/bin/torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \
 #         --rdzv-id=1 --rdzv-endpoint=node0:29500 launch/ppo.py CONFIG.toml --run.dir SHARED'
@@ -31,8 +31,8 @@ if [ ${#JOB[@]} -eq 0 ]; then
 fi
 case $RDZV_HOST in *:*) RDZV_HOST="[$RDZV_HOST]" ;; esac # an IPv6 address
 
-# Runs on each host, with the repository and torchrun's command line as arguments. torchrun has a process group of its own,
-# and ends its ranks on SIGTERM; what of it is left after a minute is killed.
+# Runs on each host, with the repository and torchrun's command line as arguments. torchrun gets its own process group and
+# ends its ranks on SIGTERM; whatever is left after a minute is killed.
 on_host='
 cd -- "$1" || exit 125
 shift
@@ -56,7 +56,7 @@ exec 9<>"$folder/open" # the other end of every host's input; nothing is ever wr
 trap 'exec 9>&-; wait; exit 130' INT TERM
 
 for index in "${!hosts[@]}"; do
-    is_host=$((index == 0)) # said, not guessed: torchrun compares the endpoint with the host's own name
+    is_host=$((index == 0)) # explicitly: torchrun would compare the endpoint with the host's own name
     command=("$TORCHRUN" --nnodes="${#hosts[@]}" --nproc-per-node="$RANKS_PER_HOST" --rdzv-backend=c10d
         --rdzv-id="$NAME" --rdzv-endpoint="$RDZV_HOST:$RDZV_PORT" --rdzv-conf="is_host=$is_host,read_timeout=600"
         "${JOB[@]}" --run.dir "$RUN_DIR")

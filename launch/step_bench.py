@@ -1,4 +1,4 @@
-"""Whole PPO steps, timed by phase, each beside what this machine could do.
+"""Time whole PPO steps by phase, and compare each phase with what this machine could do.
 
     torchrun --nproc-per-node=2 launch/step_bench.py configs/cpu/quickstart.toml
     torchrun --nproc-per-node=4 launch/step_bench.py configs/gpu/step_qwen2_7b.toml --prompt-tokens 512
@@ -17,6 +17,7 @@ import _checkout
 
 _checkout.use()
 
+from harness.observer import RunContext
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
 from harness.tools.command_line import parse, read_known_options
@@ -29,7 +30,7 @@ class Options:
     repeats: int = 3
     """Timed steps; the table shows their median."""
     prompt_tokens: int = 0
-    """So many random tokens in place of each of the task's prompts; 0: the task's."""
+    """Replace each prompt of the task by so many random tokens; 0 keeps the task's prompts."""
     json: str = ""
     """Write the table there too."""
 
@@ -56,15 +57,16 @@ def main(arguments: list[str]) -> int:
         preflight.check_rank(config, "launch/step_bench.py", arguments, os.environ)
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)
-    from harness.run import Job, run
+    from harness.run import run
     from harness.tools.observers import standard_observers
+    from harness.tools.rewards.more_rewards import rewards_of
 
-    def load() -> Job:
-        from harness.tools.step_bench.bench import StepBench
+    def job(context: RunContext) -> str:
+        from harness.tools.step_bench.bench import StepBench  # imports transformers, so only now
 
-        return StepBench(repeats=options.repeats, prompt_tokens=options.prompt_tokens, json=options.json)
+        return StepBench(repeats=options.repeats, prompt_tokens=options.prompt_tokens, json=options.json)(context)
 
-    return run(config, standard_observers(config), load)
+    return run(config, standard_observers(config), job, rewards=rewards_of(config))
 
 
 if __name__ == "__main__":

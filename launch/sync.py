@@ -3,12 +3,11 @@
     torchrun --nproc-per-node=2 launch/sync.py configs/cpu/quickstart.toml --syncs 200
     torchrun --nproc-per-node=2 launch/sync.py configs/cpu/quickstart.toml --transports pull tensor bucket disk
     torchrun --nproc-per-node=2 launch/sync.py configs/cpu/sync.toml --bench
-    torchrun --nproc-per-node=4 launch/sync.py configs/gpu/sync_qwen2_7b.toml --bench --json sync.json
+    torchrun --nproc-per-node=4 launch/sync.py configs/gpu/sync_qwen2_7b.toml --bench
 
-Without --bench: before each of --syncs syncs every trainer tensor is changed; after it, every element that the engines
-hold is read back and compared, bit for bit. With --bench: each transport, verification off, in one table beside an
-all-gather of the same bytes (what the wire could do) and one tensor a call (VerlEngine's way). TOML files and
---section.key VALUE as for launch/ppo.py. Exit codes: 0 passed, 1 failed, 2 the command line or config is wrong.
+Without --bench, every trainer tensor is changed before each of --syncs syncs; after it, every element that the engines hold
+is read back and compared, bit for bit. With --bench, each transport is timed without verification, in one table with an
+all-gather of the same bytes (what the links could do). TOML files and --section.key VALUE as for launch/ppo.py. Exit codes: 0 passed, 1 failed, 2 the command line or config is wrong.
 """
 
 import os
@@ -19,7 +18,9 @@ import _checkout
 
 _checkout.use()
 
+from harness.config.resolve import SYNC_SECTIONS
 from harness.config.schema import TransportName
+from harness.observer import RunContext
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
 from harness.tools.command_line import parse, read_known_options
@@ -32,15 +33,11 @@ class Options:
     bench: bool = False
     """Time the sync instead of verifying it."""
     syncs: int = 3
-    """Verified syncs, where not --bench."""
+    """Verified syncs (without --bench)."""
     transports: tuple[TransportName, ...] = ()
-    """Several transports one after the other, such as pull tensor bucket disk, in place of weights.transport."""
+    """Several transports one after the other, such as pull tensor bucket disk, instead of weights.transport."""
     repeats: int = 5
     """Timed syncs of --bench; the table shows their median."""
-    one_by_one: bool = True
-    """With --bench: also time one tensor a call; --no-one-by-one leaves it out."""
-    json: str = ""
-    """With --bench: write the table there too."""
 
 
 def main(arguments: list[str]) -> int:
@@ -52,34 +49,34 @@ def main(arguments: list[str]) -> int:
         options, rest = read_known_options(Options, "launch/sync.py", __doc__ or "", arguments)
         if options.syncs < 1 or options.repeats < 1:
             raise ValueError(f"--syncs = {options.syncs} and --repeats = {options.repeats} must each be at least 1.")
-        command = parse(rest, Options)
+        command = parse(rest, Options, SYNC_SECTIONS)
         asked = command.options
-        if asked.dry_run or asked.check or asked.json or asked.cuda_visible_devices or asked.nnodes != 1:
+        if asked.dry_run or asked.check or asked.cuda_visible_devices or asked.nnodes != 1:
             raise ValueError(
                 "--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out."
             )
     except ValueError as error:
         return report_user_error(error, rank)
     try:
-        preflight.check_rank(command.config, "launch/sync.py", arguments, os.environ)
+        preflight.check_rank(command.config, "launch/sync.py", arguments, os.environ, SYNC_SECTIONS)
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)
-    from harness.run import Job, run
+    from harness.run import run
     from harness.tools.observers import standard_observers
+    from harness.tools.rewards.more_rewards import rewards_of
 
-    def load() -> Job:
-        from harness.tools.sync.job import SyncJob
+    def job(context: RunContext) -> str:
+        from harness.tools.sync.job import SyncJob  # imports transformers, so only now
 
         return SyncJob(
             bench=options.bench,
             syncs=options.syncs,
             transports=options.transports,
             repeats=options.repeats,
-            one_by_one=options.one_by_one,
-            json=options.json,
-        )
+        )(context)
 
-    return run(command.config, standard_observers(command.config), load)
+    config = command.config
+    return run(config, standard_observers(config), job, rewards=rewards_of(config))
 
 
 if __name__ == "__main__":

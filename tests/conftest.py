@@ -1,11 +1,19 @@
 """What every test of this process needs before it imports transformers, and before it starts others."""
 
+import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.runtime.cpu_standins import activate
+
+# Programs that tests start import this checkout, whatever the environment's `import harness` finds.
+CHECKOUT = str(Path(__file__).resolve().parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CHECKOUT, os.environ.get("PYTHONPATH")]))
 
 # The published torchvision does not import beside a CPU torch, and transformers imports it. Not a fixture: test modules
 # import transformers while they are collected.
@@ -23,3 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make this process the only rank of a gloo process group."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

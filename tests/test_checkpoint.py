@@ -9,7 +9,7 @@ import signal
 import time
 import tomllib
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,20 +23,20 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from harness import checkpoint
-from harness.checkpoint import Checkpoints
+from harness.checkpoint import Checkpoints, lock_folder
 from harness.config import schema
 from harness.config.layers import ConfigError, to_toml
 from harness.config.run_folder import checkpoint_to_resume, checkpoints_in
+from harness.runtime.events import EventLog
+from harness.task.tiny_models import tiny_config
 from harness.tools.command_line import parse
 from harness.trainer.actor import Actor
-from harness.trainer.advantages import KlControl
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
 from harness.trainer.offload import local
 from harness.weights.sync import WeightSync
 from tests.cluster.gloo import forkserver, on_ranks
 from tests.trainer.sequences import advantage_batch, sequences
-from tests.trainer.tiny_models import tiny_config
 
 CPU = torch.device("cpu")
 ROLES: Any = ("actor", "critic")
@@ -47,9 +47,7 @@ def parts(folder: Path, model: str = "qwen2", seed: int = 5, keep: int = 0, **ac
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     source = folder / f"source-{model}"
     if rank == 0:
-        description = tiny_config(model)
-        description.vocab_size = 321  # shards of unequal size
-        description.save_pretrained(source)
+        tiny_config(model, overrides={"vocab_size": 321}).save_pretrained(source)  # shards of unequal size
     dist.barrier()
     updates = {"minibatch_size": 4, "microbatch_size": 2, "learning_rate": 1e-3}
     config = schema.Config(
@@ -61,19 +59,23 @@ def parts(folder: Path, model: str = "qwen2", seed: int = 5, keep: int = 0, **ac
     load: Any = {"weights": "random", "seed": seed}
     policy = load_causal_lm(str(source), torch.float32, CPU, mesh, **load)
     critic = Critic(load_causal_lm(str(source), torch.float32, CPU, mesh, value_head=True, **load), config, mesh, CPU)
-    engine: Any = SimpleNamespace(api=SimpleNamespace(custom_weight_loader=True), device_type="cpu")
-    ppo: Any = SimpleNamespace(
+    engine: Any = SimpleNamespace(can_ask=True)
+    return Checkpoints(
         config=config,
-        world=SimpleNamespace(rank=rank),
-        events=SimpleNamespace(phase=lambda *_, **__: nullcontext(), said=[]),
+        events=EventLog(folder / "events" / f"{os.getpid()}.jsonl", rank, "here"),
+        folder=folder / "checkpoints",
+        source=source,
         actor=Actor(policy, config, mesh, CPU),
         critic=critic,
-        sync=WeightSync(engine, policy, schema.Weights(transport="tensor"), folder),
-        kl_control=KlControl(0.1),
-        verification=SimpleNamespace(movement=float("inf"), own_checkpoint={}),
+        sync=WeightSync(engine, policy, folder=folder),
+        verification=SimpleNamespace(own_checkpoint={"norm": 1}),  # type: ignore[arg-type]
     )
-    ppo.events.say = ppo.events.said.append
-    return Checkpoints(ppo=ppo, folder=folder / "checkpoints", source=source)
+
+
+def said(made: Checkpoints) -> list[str]:
+    """What this process has said."""
+    lines = map(json.loads, made.events.path.read_text().splitlines())
+    return [line["text"] for line in lines if line["event"] == "say"]
 
 
 def update(made: Checkpoints, seed: int) -> dict[str, float]:
@@ -81,17 +83,17 @@ def update(made: Checkpoints, seed: int) -> dict[str, float]:
     share = 8 // dist.get_world_size()
     batch = advantage_batch(*sequences(), slice(dist.get_rank() * share, (dist.get_rank() + 1) * share))
     generator = torch.Generator().manual_seed(seed)
-    with made.ppo.critic.learning():
-        batch = batch.replace(old_values=made.ppo.critic.values(batch))
-        metrics = made.ppo.critic.update(batch, generator)
-    with made.ppo.actor.learning():
-        return metrics | made.ppo.actor.update(batch, generator)
+    with made.critic.learning():
+        batch = batch.replace(old_values=made.critic.values(batch))
+        metrics = made.critic.update(batch, generator)
+    with made.actor.learning():
+        return metrics | made.actor.update(batch, generator)
 
 
 def digests(made: Checkpoints) -> dict[str, str]:
-    """Of every tensor of a checkpoint, whole, and of what is beside them."""
+    """Return digests of all tensors of a checkpoint, unsharded, and its other state."""
     found = {}
-    for learner in made._learners():
+    for learner in made.learners:
         with learner.learning():
             for name, each in learner.tensors().items():
                 whole = (each.full_tensor() if isinstance(each, DTensor) else each).clone()  # numpy pins storages
@@ -102,7 +104,6 @@ def digests(made: Checkpoints) -> dict[str, str]:
 def save_and_go_on(rank: int, folder: Path) -> Any:
     made = parts(folder)
     update(made, 1)
-    made.ppo.kl_control.coefficient, made.ppo.verification.movement = 0.3, 0.7
     made.save(3)
     saved = digests(made)
     return saved, update(made, 2), digests(made)
@@ -112,8 +113,9 @@ def resume_and_go_on(rank: int, folder: Path) -> Any:
     made = parts(folder, seed=6)
     before = digests(made)
     assert made.resume(folder / "checkpoints" / "step-3") == 3
+    assert made.verification.own_checkpoint is None
     resumed = digests(made)
-    return before, resumed, update(made, 2), digests(made), made.ppo.events.said
+    return before, resumed, update(made, 2), digests(made), said(made)
 
 
 def resume_another(rank: int, folder: Path, model: str) -> str:
@@ -123,18 +125,39 @@ def resume_another(rank: int, folder: Path, model: str) -> str:
 
 
 def resume_spoiled(rank: int, folder: Path) -> list[str]:
-    """What is said of copies that each lack something."""
+    """Return the errors for copies of a checkpoint that each lack something, or have one flipped byte."""
     made, said = parts(folder), []
-    for name in (f"critic/rank000{rank}.safetensors", "state.json"):
-        for size in (None, 100, 0):
-            copy = folder / f"copy-of-rank{rank}" / f"step-{len(said) + 10}"
-            shutil.copytree(folder / "checkpoints" / "step-3", copy)
-            spoiled = copy / name
-            spoiled.unlink() if size is None else os.truncate(spoiled, size)
-            with pytest.raises(ConfigError) as raised:
-                made.resume(copy)
-            said.append(str(raised.value))
+
+    def flip(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1  # of a tensor
+        file.write_bytes(content)
+
+    shard, state = f"critic/rank000{rank}.safetensors", "state.json"
+    harms: list[tuple[str, Callable[[Path], None]]] = [(shard, flip)]
+    for name in (shard, state):
+        harms += [(name, Path.unlink), *((name, partial(os.truncate, length=size)) for size in (100, 0))]
+    harms += [(state, lambda file: file.write_text('{"step": 3, "ranks": 2}') and None)]
+    for name, harm in harms:
+        copy = folder / f"copy-of-rank{rank}" / f"step-{len(said) + 10}"
+        shutil.copytree(folder / "checkpoints" / "step-3", copy)
+        harm(copy / name)
+        with pytest.raises(ConfigError) as raised:
+            made.resume(copy)
+        said.append(str(raised.value))
     return said
+
+
+def lock_twice(rank: int, folder: Path) -> str:
+    config = schema.Config(checkpoint=schema.Checkpoint(every=1, folder=str(folder / "mine")))
+    lock = lock_folder(config)
+    with pytest.raises(ConfigError) as raised:
+        lock_folder(config)
+    if lock is not None:
+        os.close(lock)
+    again = lock_folder(config)
+    assert (rank == 0) == (again is not None)
+    return str(raised.value)
 
 
 def save_deepseek(rank: int, folder: Path) -> dict[str, str]:
@@ -198,9 +221,15 @@ def test_transformers_loads_one_of_deepseek_v3(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_lacks_a_file_or_the_end_of_one_is_refused(saved: Any, tmp_path: Path) -> None:
+def test_two_runs_do_not_save_into_one_folder(tmp_path: Path) -> None:
+    for sentence in on_ranks(lock_twice, 2, tmp_path, tmp_path):
+        assert "mine" in sentence and "another run saves there" in sentence
+
+
+@pytest.mark.slow
+def test_one_that_lacks_a_file_or_a_part_or_was_changed_is_refused(saved: Any, tmp_path: Path) -> None:
     for rank, said in enumerate(on_ranks(resume_spoiled, 2, tmp_path, saved[0])):
-        assert len(said) == 6
+        assert len(said) == 8 and "is not as it was saved" in said[0]
         for number, sentence in enumerate(said):
             assert f"copy-of-rank{rank}/step-{number + 10} cannot be read (" in sentence
 
@@ -208,12 +237,12 @@ def test_one_that_lacks_a_file_or_the_end_of_one_is_refused(saved: Any, tmp_path
 @pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_on_every_rank(saved: Any, tmp_path: Path) -> None:
     sentences = on_ranks(resume_another, 2, tmp_path, saved[0], "qwen3")
-    assert sentences[0] == sentences[1] and "is of another model: actor/" in sentences[0]
-    assert "missing there" in sentences[0] and "config.toml" in sentences[0]
+    assert sentences[0] == sentences[1] and "is of another model than this run: one of the two has no " in sentences[0]
+    assert "config.toml" in sentences[0]
 
 
 def alone(folder: Path, work: Callable[[Checkpoints], None]) -> None:
-    """As the only rank of a process of its own."""
+    """Do the work in a new process that is the only rank."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{os.getpid()}", rank=0, world_size=1)
     work(parts(folder, keep=2))
     os._exit(0)
@@ -312,8 +341,8 @@ def make_steps(rank: int, folder: Path, rows: Path) -> None:
 
 
 def digests_of_this_rank(made: Checkpoints) -> list[str]:
-    with made.ppo.actor.learning(), made.ppo.critic.learning():
-        tensors = [each for learner in made._learners() for each in learner.tensors().values()]
+    with made.actor.learning(), made.critic.learning():
+        tensors = [each for learner in made.learners for each in learner.tensors().values()]
         return [hashlib.sha256(local(each).clone().numpy().tobytes()).hexdigest()[:8] for each in tensors]
 
 
@@ -378,12 +407,12 @@ def test_latest_is_by_number_and_nothing_while_there_is_none(tmp_path: Path) -> 
         (tmp_path / name / "state.json").touch()
     words += ["--run.steps", "10"]
     assert checkpoint_to_resume(config_of(*words)) == tmp_path / "step-10", "its final check is to come"
-    with pytest.raises(ConfigError, match="step-10. is after the last of 9 steps; raise run.steps"):
+    with pytest.raises(ConfigError, match="step-10. is from after step 9, the last one; raise run.steps"):
         checkpoint_to_resume(config_of(*words, "--run.steps", "9"))
     assert checkpoint_to_resume(config_of()) is None
-    with pytest.raises(ConfigError, match="is no checkpoint.* it has step-9, step-10; give one"):
+    with pytest.raises(ConfigError, match="is not a checkpoint.* it has step-9, step-10; give one"):
         checkpoint_to_resume(config_of("--checkpoint.resume", str(tmp_path)))
-    with pytest.raises(ConfigError, match="is no checkpoint"):
+    with pytest.raises(ConfigError, match="is not a checkpoint"):
         checkpoint_to_resume(config_of("--checkpoint.resume", str(tmp_path / "step-11.partial")))
 
 
@@ -393,7 +422,9 @@ def test_no_run_saves_among_checkpoints_that_it_does_not_continue(tmp_path: Path
         (tmp_path / name / "state.json").touch()
     words = ["--run.steps", "12", "--checkpoint.every", "1", "--checkpoint.folder", str(tmp_path / "a")]
     for resumed in ("", str(tmp_path / "a" / "step-4"), str(tmp_path / "b" / "step-10")):
-        with pytest.raises(ConfigError, match="holds step-10, which this run does not resume: give another folder"):
+        with pytest.raises(
+            ConfigError, match="holds step-10, which is newer than what this run starts from; give another folder"
+        ):
             checkpoint_to_resume(config_of(*words, "--checkpoint.resume", resumed))
     assert checkpoint_to_resume(config_of(*words, "--checkpoint.resume", "latest")) == tmp_path / "a" / "step-10"
     assert checkpoint_to_resume(config_of(*words, "--checkpoint.every", "0")) is None
@@ -413,7 +444,9 @@ def test_another_config_is_warned_of_and_other_prompts_are_refused() -> None:
         ("--task.rows 8", "task.rows = 8 "),
         ("--rollout.prompts_per_step 4", "rollout.prompts_per_step = 4 "),
     ):
-        with pytest.raises(ConfigError, match=f"^{key}gives other prompts .* new run from its weights, --model.name /"):
+        with pytest.raises(
+            ConfigError, match=f"^{key}would change the prompts: .* new run from its weights with --model.name /"
+        ):
             changes("", words)
 
 

@@ -1,4 +1,4 @@
-"""What the READMEs promise: their size, links that lead somewhere, commands that can work, a program that runs as pasted."""
+"""What the pages promise: links lead somewhere, commands can work, and the program of docs/library.md runs as pasted."""
 
 import os
 import re
@@ -16,7 +16,8 @@ from tests.tools.test_preflight import PREPARED
 
 REPOSITORY = environments.REPOSITORY
 README = REPOSITORY / "README.md"
-PAGES = [README, *(REPOSITORY / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG"))]
+DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = [README, *(REPOSITORY / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG")), *DOCS]
 ROOMS = [
     *(each for each in (REPOSITORY / "harness").iterdir() if (each / "__init__.py").is_file()),
     *(each for each in (REPOSITORY / "harness" / "tools").iterdir() if (each / "__init__.py").is_file()),
@@ -33,7 +34,7 @@ ALL = [
     )
     if page.exists()
 ]
-SYNC_OPTIONS = {"--syncs": 1, "--transports": 5, "--bench": 0, "--repeats": 1, "--json": 1}
+SYNC_OPTIONS = {"--syncs": 1, "--transports": 5, "--bench": 0, "--repeats": 1}
 
 
 def name_of(page: Path) -> str:
@@ -64,21 +65,6 @@ def test_each_room_has_a_page() -> None:
     assert [name_of(page) for page in OF_ROOMS if not page.exists()] == []
 
 
-def test_the_first_page_fits_its_budget() -> None:
-    assert len(README.read_text().splitlines()) <= 150
-    assert len([line for line in prose(README) if line.startswith("#")]) >= 10
-
-
-@pytest.mark.parametrize("page", ALL, ids=name_of)
-def test_lines_and_paragraphs_are_short(page: Path) -> None:
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if len(line) > 120] == []
-    assert len(lines) <= 60 or page in PAGES
-    paragraphs = "\n".join(prose(page)).split("\n\n")
-    texts = [each for each in paragraphs if not re.match(r"(\||    |#|\s*([-*]|\d+\.) )", each.strip("\n"))]
-    assert [each for each in texts if len(each.strip().splitlines()) > 5 and page not in PAGES] == []
-
-
 @pytest.mark.parametrize("page", ALL, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", "\n".join(prose(page)))
@@ -94,15 +80,15 @@ JOBS = [
     pytest.param(line, id=f"{name_of(page)}: {line}")
     for page in ALL
     for line in commands(page)
-    if re.search(r"launch/(ppo|sync|quickstart|memory)\.py", line) and not re.search(r"\.\.\.|CONFIG|judge", line)
+    if re.search(r"launch/(ppo|sync|quickstart)\.py", line) and not re.search(r"\.\.\.|CONFIG|judge", line)
 ]
 
 
 @pytest.mark.parametrize("line", JOBS)
 def test_each_config_that_a_command_gives_can_work(line: str, tmp_path: Path) -> None:
-    """Check what comes after the last script; of launch/memory.py what comes after --."""
+    """Check what comes after the last script."""
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 32)
-    words = shlex.split(re.split(r"launch/(?:ppo|sync|quickstart)\.py|launch/memory\.py.* --(?= )", line)[-1])
+    words = shlex.split(re.split(r"launch/(?:ppo|sync|quickstart)\.py", line)[-1])
     words = [str(tmp_path) if word == "FOLDER" else word for word in words]
     for option, values in SYNC_OPTIONS.items():
         if option in words and "launch/sync.py" in line:
@@ -121,7 +107,8 @@ def test_a_mistake_in_a_command_would_be_seen() -> None:
 
 
 def program() -> str:
-    return README.read_text().split("```python\n")[1].split("```")[0]
+    """Return the second program of docs/library.md; tests/end_to_end/test_plain_run.py runs the first."""
+    return (REPOSITORY / "docs" / "library.md").read_text().split("```python\n")[2].split("```")[0]
 
 
 def run_elsewhere(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -134,7 +121,7 @@ def run_elsewhere(folder: Path, *command: str) -> subprocess.CompletedProcess[st
 @pytest.mark.slow
 def test_any_module_can_be_imported_first(tmp_path: Path) -> None:
     code = (
-        "from harness.tools.tiny_models import save_tiny_model; save_tiny_model('qwen2', 'm', 0, texts=['a b'])\n"
+        "from harness.task.tiny_models import save_tiny_model; save_tiny_model('qwen2', 'm', 0, texts=['a b'])\n"
         "from harness.trainer.model import load_causal_lm"
     )
     done = run_elsewhere(tmp_path, sys.executable, "-c", code)
@@ -144,7 +131,6 @@ def test_any_module_can_be_imported_first(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_library_program_runs_as_pasted(tmp_path: Path) -> None:
-    assert len(program().splitlines()) <= 25
     (tmp_path / "library.py").write_text(program())
     torchrun = environments.torchrun(Path(sys.executable))
     done = run_elsewhere(tmp_path, *torchrun, "--standalone", "--nproc-per-node=2", "library.py")

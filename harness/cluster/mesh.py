@@ -1,4 +1,4 @@
-"""Which coordinates a rank has in the mesh, and every DeviceMesh of a run."""
+"""The coordinates of each rank, and the DeviceMeshes of a run."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in the mesh, each axis counted from 0."""
+    """The coordinates of a rank in the mesh, counted from 0."""
 
     dp: int
     tp: int
@@ -19,9 +19,9 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelDims:
-    """Sizes of the mesh axes, and how ranks fill them, slowest axis first.
+    """The sizes of the mesh axes, and the order in which ranks fill them, slowest axis first.
 
-    "dp,tp,pp" is row-major, as init_device_mesh gives: rank = (dp * TP + tp) * PP + pp.
+    "dp,tp,pp" is the row-major order of init_device_mesh: rank = (dp * TP + tp) * PP + pp.
     "dp,pp,tp" is the order in which SGLang fills hosts: rank = (dp * PP + pp) * TP + tp.
     """
 
@@ -78,16 +78,16 @@ class Meshes:
     """Every DeviceMesh of a run."""
 
     engines: "DeviceMesh"
-    """Axes ("dp", "tp", "pp") over gloo, whatever the rank order: one engine for each dp index. Flattened, its
-    ("tp", "pp") axes are not in engine order where both are above 1; take `ParallelDims.engine_ranks` for that."""
+    """Axes ("dp", "tp", "pp") over gloo, whatever the rank order: one engine for each dp index. If tp and pp
+    are both above 1, flattening ("tp", "pp") does not give the engine order; use `ParallelDims.engine_ranks` for that."""
     fsdp: "DeviceMesh"
     """One axis, "fsdp", over all ranks: the trainer's models are sharded over it."""
 
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
-    """Build the meshes over the default process group; a collective call of every rank.
+    """Build the meshes over the default process group. A collective call of all ranks.
 
-    device_type: the trainer's, "cpu" or "cuda". Raises ValueError where the world size is not dp * tp * pp.
+    device_type: the trainer's, "cpu" or "cuda". Raise ValueError if the world size is not dp * tp * pp.
     """
     import torch
     import torch.distributed as dist

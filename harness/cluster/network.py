@@ -1,7 +1,7 @@
-"""Which interface and address a host uses towards the other hosts of a job, and the variables that say so.
+"""Choose the interface and address by which other hosts reach this one, and the variables that set them.
 
-Without them gloo takes the address that the hostname resolves to (127.0.1.1 on Debian), NCCL the first interface that is
-up, and SGLang the one that routes to 8.8.8.8.
+Without these variables gloo uses the address that the hostname resolves to (127.0.1.1 on Debian), NCCL uses the first
+interface that is up, and SGLang uses the one that routes to 8.8.8.8.
 """
 
 import ipaddress
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 ADDRESS_VARIABLES = ("SGLANG_HOST_IP", "HOST_IP")
-"""What SGLang's schedulers publish for each other; the second is its name in older releases."""
+"""The address that SGLang's schedulers publish for each other. HOST_IP is the older name."""
 
 Interfaces = Mapping[str, Sequence[str]]
-"""Name -> its addresses, IPv4 and IPv6, link-local ones left out."""
+"""Name -> its IPv4 and IPv6 addresses, without link-local ones."""
 
 
 class NetworkError(ValueError):
-    """There is no such interface here, or none that other hosts can reach."""
+    """The interface that was asked for does not exist here, or no interface has a usable address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class HostAddress:
     interface: str
     address: str
     why: str
-    """What chose it, as the end of a sentence."""
+    """Why it was chosen, as the end of a sentence."""
 
 
 def own_interfaces() -> dict[str, list[str]]:
@@ -61,18 +61,18 @@ def route_to_master(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def own_address(environment: Mapping[str, str]) -> str:
-    """Return this host's address for other hosts: GLOO_SOCKET_IFNAME's where set, else on the route to MASTER_ADDR."""
+    """Return this host's address for other hosts: of GLOO_SOCKET_IFNAME if set, or on the route to MASTER_ADDR."""
     route, _ = route_to_master(environment)
     name = environment.get(INTERFACE_VARIABLE, "").partition(",")[0]
     return choose(name, "", own_interfaces(), route, []).address if name else route
 
 
 def choose(wanted: str, variable: str, interfaces: Interfaces, route: str, reached: Sequence[str]) -> HostAddress:
-    """Choose the host's address, of the family of `route` where its interface has one.
+    """Choose the host's address, if possible of the same family (IPv4 or IPv6) as `route`.
 
-    wanted: network.interface, a name or a network; variable: GLOO_SOCKET_IFNAME's value; both may be empty. route: own
-    address on the route to MASTER_ADDR; reached: what MASTER_ADDR resolves to on the other hosts, which matters where
-    it is a loopback address here. Raise NetworkError where no interface fits.
+    wanted: network.interface, a name or a network. variable: the value of GLOO_SOCKET_IFNAME. Both may be empty. route: the
+    host's own address on the route to MASTER_ADDR. reached: what MASTER_ADDR resolves to on the other hosts, used if it
+    is a loopback address here. Raise NetworkError if no interface fits.
     """
     if wanted or variable:
         key = f"network.interface = {wanted}" if wanted else f"{INTERFACE_VARIABLE} = {variable}"
@@ -84,17 +84,17 @@ def choose(wanted: str, variable: str, interfaces: Interfaces, route: str, reach
         return HostAddress(owners[route], route, "it routes to MASTER_ADDR")
     for address in reached:
         if address in owners and not _is_loopback(address):
-            return HostAddress(owners[address], address, "the other hosts take it for MASTER_ADDR")
-    # All of 127.0.0.0/8 is the loopback interface's, though it has but one address.
+            return HostAddress(owners[address], address, "the other hosts reach MASTER_ADDR by it")
+    # All of 127.0.0.0/8 belongs to the loopback interface, which lists only one address.
     loopback = next((name for name, each in interfaces.items() if any(map(_is_loopback, each))), "lo")
     return HostAddress(owners.get(route, loopback), route, "MASTER_ADDR is a loopback address")
 
 
 def agree(store: "Store", rank: int, world_size: int, identity: str, wanted: str) -> dict[str, HostAddress]:
-    """Return every host's address, by identity, in the order of their first ranks; a call of all ranks.
+    """Return every host's address, by identity, in the order of their first ranks. A collective call of all ranks.
 
-    store: open on every rank, for this purpose only. Raise NetworkError on the ranks where network.interface does not
-    fit, TimeoutError with the ranks that have not come.
+    store: open on every rank and used for nothing else. Raise NetworkError on the ranks where network.interface does not
+    fit, and TimeoutError if ranks are missing.
     """
     route, master = route_to_master(os.environ)
     store.set(f"route/{rank}", json.dumps([identity, master]))
@@ -110,8 +110,8 @@ def agree(store: "Store", rank: int, world_size: int, identity: str, wanted: str
 
 
 def variables(own: HostAddress, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a job of several hosts must set; what the user has set stays."""
-    # NCCL takes a name for a prefix, but for the equals sign.
+    """Return the variables that a job on several hosts must set, without those that the user has set."""
+    # Without the equals sign NCCL would read the name as a prefix.
     wanted = {INTERFACE_VARIABLE: own.interface, "NCCL_SOCKET_IFNAME": f"={own.interface}"}
     wanted |= dict.fromkeys(ADDRESS_VARIABLES, own.address)
     if ":" in own.address:
@@ -120,12 +120,12 @@ def variables(own: HostAddress, environment: Mapping[str, str]) -> dict[str, str
 
 
 def bracketed(address: str) -> str:
-    """Write an address as it stands before a port."""
+    """Return an address as it is written before a port."""
     return f"[{address}]" if ":" in address else address
 
 
 def _named(wanted: str, key: str, interfaces: Interfaces, family: int) -> HostAddress:
-    """Return the interface of that name, or with an address in that network; an address of the family first."""
+    """Return the interface with that name, or one with an address in that network. The address family decides between two."""
     pairs = [(name, address) for name, addresses in interfaces.items() for address in addresses]
     try:
         network = ipaddress.ip_network(wanted, strict=False)
@@ -146,11 +146,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def _of_all(store: "Store", what: str, world_size: int) -> list[bytes]:
-    """Return the values of all ranks under a key, by rank."""
+    """Return the value that each rank stored under a key, by rank."""
     keys = [f"{what}/{rank}" for rank in range(world_size)]
     try:
         store.wait(keys)
     except RuntimeError as error:  # DistStoreError: its timeout
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise TimeoutError(f"of {world_size} ranks these have not come in time: {missing}") from error
+        raise TimeoutError(f"these of {world_size} ranks did not report their address in time: {missing}") from error
     return [bytes(value) for value in store.multi_get(keys)]

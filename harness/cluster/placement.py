@@ -1,9 +1,11 @@
 """Which hosts and GPUs each engine spans, from the locations of all ranks.
 
-Every engine node sees its own ranks' GPUs first, in engine order, with base_gpu_id 0. SGLang then puts the scheduler of
-(tp, pp) on the GPU of the trainer rank with the same (tp, pp), which SGLang's own CUDA-IPC handles of weights rely on;
-with parallel.colocate = false, on the GPU kept for that rank's engine. Behind them it sees the other GPUs of its
-builder: nothing of it runs there, but without them it could open no handle of a trainer there.
+Each node of an engine sees the GPUs of its own ranks first, in engine order, with base_gpu_id 0. SGLang then puts the
+scheduler of (tp, pp) on the GPU of the trainer rank with the same (tp, pp). SGLang's own weight updates, which send CUDA
+IPC handles, need that. With parallel.colocate = false the scheduler goes to the GPU that is kept for that rank's engine.
+
+After its own GPUs, a node sees all others that its builder sees. The engine runs nothing there, but it can open handles
+only of GPUs that it sees, and a trainer may use one of these.
 """
 
 import re
@@ -19,18 +21,17 @@ _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _TOKEN_KINDS = (
     ("index", re.compile(r"[0-9]+")),
     ("GPU UUID", re.compile(rf"GPU-{_UUID}")),
-    ("MIG UUID", re.compile(rf"MIG-({_UUID}|GPU-{_UUID}/[0-9]+/[0-9]+)")),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where a rank runs, as it reports it.
+    """Where a rank runs, as the rank itself reports it.
 
-    host: opaque identity; equal for two ranks exactly if they share a host. visible: CUDA_VISIBLE_DEVICES as
-    `parse_visible` gives it, None if unset, () if it hides every GPU. gpu_count: GPUs CUDA shows the rank, if known.
-    engine_offset: how far behind its trainer's GPU, among the visible ones, its engine rank's GPU is: 0 where they share
-    one, else the number of ranks of its torchrun on the host.
+    host: an identity; two ranks share a host exactly if theirs are equal. visible: CUDA_VISIBLE_DEVICES as `parse_visible`
+    returns it: None if unset, () if it hides every GPU. gpu_count: the number of GPUs that CUDA shows the rank, if known.
+    engine_offset: the index of the engine rank's GPU minus that of its trainer's, among the visible ones. It is 0 if they
+    share a GPU, and otherwise the number of ranks that torchrun started on the host.
     """
 
     rank: int
@@ -48,8 +49,8 @@ class RankLocation:
 class EngineNode:
     """One host's share of an engine.
 
-    ranks: world ranks in engine order. visible_devices: their engine GPUs' tokens in the same order, None on CPU.
-    other_devices: tokens of every other GPU that the builder sees, in its order.
+    ranks: world ranks in engine order. visible_devices: the GPUs of these engine ranks, in the same order; None on CPU.
+    other_devices: all other GPUs that the builder sees, in its order.
     """
 
     node_rank: int
@@ -61,7 +62,7 @@ class EngineNode:
 
     @property
     def builder(self) -> int:
-        """The world rank that constructs sglang.Engine on this node."""
+        """The world rank that builds sglang.Engine on this node."""
         return self.ranks[0]
 
     @property
@@ -83,12 +84,12 @@ class EnginePlacement:
 
 
 def host_name(identity: str) -> str:
-    """Return a host's name for people, of the identity in a location."""
+    """Return the readable part of a host's identity."""
     return identity.partition("/")[0]
 
 
 def parse_visible(value: str | None) -> tuple[str, ...] | None:
-    """Return the GPU tokens of a CUDA_VISIBLE_DEVICES value: None if unset, () if it hides every GPU.
+    """Return the entries of a CUDA_VISIBLE_DEVICES value: None if unset, () if it hides every GPU.
 
     As in CUDA, the list ends at -1. Raise ValueError for an entry that is neither an index nor a full UUID as
     nvidia-smi -L prints it (an abbreviation could name a GPU twice), for a mix of kinds, and for a repeated GPU.
@@ -102,8 +103,8 @@ def parse_visible(value: str | None) -> tuple[str, ...] | None:
         kind = _kind(entry)
         if kind is None:
             raise ValueError(
-                f"CUDA_VISIBLE_DEVICES = '{value}' has the entry '{entry}': each must be an index, or a full GPU- or "
-                "MIG- UUID as nvidia-smi -L prints it"
+                f"CUDA_VISIBLE_DEVICES = '{value}' has the entry '{entry}': each must be an index, or a full UUID "
+                "as nvidia-smi -L prints it (GPU-...)"
             )
         token = str(int(entry)) if kind == "index" else entry
         if token in tokens:
@@ -117,22 +118,22 @@ def parse_visible(value: str | None) -> tuple[str, ...] | None:
 
 
 def gpu_of(location: RankLocation) -> str:
-    """Return the GPU (index or UUID) that the rank's trainer uses: its only visible one, else the local_rank-th.
+    """Return the GPU (index or UUID) of the rank's trainer: the only visible one, or the one with index local_rank.
 
-    Raise ValueError where there is no such GPU, or none left for an engine that must have its own.
+    Raise ValueError if the rank does not see that GPU, or if its engine needs another GPU and none is left.
     """
     is_only = location.visible is not None and len(location.visible) == 1 and location.engine_offset == 0
     return _gpu_at(location, 0 if is_only else location.local_rank)
 
 
 def engine_gpu_of(location: RankLocation) -> str:
-    """Return the GPU (index or UUID) that the rank's engine rank uses; raises as `gpu_of`."""
+    """Return the GPU (index or UUID) that the rank's engine rank uses. Raises as `gpu_of` does."""
     offset = location.engine_offset
     return _gpu_at(location, location.local_rank + offset) if offset else gpu_of(location)
 
 
 def all_gpus_of(location: RankLocation) -> tuple[str, ...]:
-    """Return every GPU (index or UUID) that the rank sees, in CUDA's order; none where their number is not known."""
+    """Return every GPU (index or UUID) that the rank sees, in CUDA's order; () if their number is not known."""
     if location.visible is None:
         return tuple(map(str, range(location.gpu_count or 0)))
     return location.visible[: location.gpu_count]
@@ -141,10 +142,10 @@ def all_gpus_of(location: RankLocation) -> tuple[str, ...]:
 def place(
     dims: ParallelDims, locations: Sequence[RankLocation], device: Literal["cpu", "cuda"]
 ) -> tuple[EnginePlacement, ...]:
-    """Place each engine, one placement for each dp index; locations may come in any order.
+    """Return one placement for each dp index. The locations may come in any order.
 
-    Raise ValueError for missing or repeated ranks, for two ranks on one GPU, and for an engine whose ranks lie on
-    their hosts in a way that SGLang cannot reproduce.
+    Raise ValueError for missing or repeated ranks, for two ranks on one GPU, and for an engine whose ranks are
+    spread over hosts in a way that SGLang cannot reproduce.
     """
     ordered = _by_rank(dims, locations)
     if device == "cuda":
@@ -175,7 +176,7 @@ def _by_rank(dims: ParallelDims, locations: Sequence[RankLocation]) -> list[Rank
 
 
 def _gpu_at(location: RankLocation, index: int) -> str:
-    """Return the index-th visible GPU of a location, after checking that it sees as many as it must."""
+    """Return the visible GPU with this index. Raise ValueError if the location sees too few."""
     if location.visible == ():
         raise ValueError(
             f"{location} has CUDA_VISIBLE_DEVICES='', which hides every GPU: unset it, or list the GPUs of this host's ranks"
@@ -200,7 +201,7 @@ def _gpu_at(location: RankLocation, index: int) -> str:
 
 
 def _check_gpus(locations: Sequence[RankLocation]) -> None:
-    """Raise ValueError where two ranks of a host, or a rank and another's engine rank, would use one GPU."""
+    """Raise ValueError if two ranks (trainer or engine ranks) would use the same GPU of a host."""
     first_on_host: dict[str, RankLocation] = {}
     users: dict[tuple[str, str], str] = {}
     for location in locations:
@@ -219,15 +220,15 @@ def _check_gpus(locations: Sequence[RankLocation]) -> None:
                 raise ValueError(
                     f"{other} and {user} both use GPU {used} of host {location.host}: set CUDA_VISIBLE_DEVICES to one list"
                     " of distinct GPUs for the whole host, or give each rank, with parallel.colocate = false each torchrun,"
-                    " GPUs of its own"
+                    " different GPUs"
                 )
 
 
 def _check_hosts(dims: ParallelDims, dp: int, locations: Sequence[RankLocation]) -> None:
-    """Raise ValueError unless node n has the n-th equal share of the engine order, which is what SGLang gives it.
+    """Raise ValueError unless the hosts split the engine's ranks, in engine order, into equal contiguous shares.
 
-    Its rule (tp_per_node = tp // max(nnodes // pp, 1), pp_per_node = max(pp // nnodes, 1)) does that only where one
-    of pp and nnodes divides the other; elsewhere it leaves ranks unplaced or places them twice.
+    SGLang assigns ranks that way: tp_per_node = tp // max(nnodes // pp, 1), pp_per_node = max(pp // nnodes, 1). If neither
+    of pp and nnodes divides the other, it leaves ranks without a place or places them twice.
     """
     ranks = dims.engine_ranks(dp)
     share = Counter(locations[rank].host for rank in ranks)

@@ -1,7 +1,7 @@
-"""Ports for engines that share a host: planned without looking, leased for real.
+"""Give each engine on a host its own block of ports.
 
-SGLang picks missing ports at random, after the trainer has seeded every rank alike, so engines of one host meet on
-one port, and may even join each other's process group. Here a block of ports belongs to one process at a time.
+SGLang picks ports at random. The trainer seeds every rank alike, so two engines on one host would pick the same port and
+could even join each other's process group. Here each block of ports belongs to one process at a time.
 """
 
 import errno
@@ -10,18 +10,18 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 PORTS_PER_ENGINE = 32
-"""Ports of one block. SGLang takes more than the three it is given: with DP attention 6 and more right after
-dist_init_port (one for each DP rank in some versions) and dist_init_port + 13; the gRPC sidecar listens on port + 1."""
+"""Ports of one block. SGLang uses more than the three that it is given. With DP attention it uses 6 or more right after
+dist_init_port (in some releases one for each DP rank) and dist_init_port + 13. The gRPC sidecar listens on port + 1."""
 
 _GRID = 30000
-"""Every block starts a whole number of blocks from here, so that runs with different base ports cannot overlap."""
+"""All blocks are aligned to this port, so that blocks of runs with different base ports cannot overlap."""
 
 _LOWEST, _HIGHEST = 1024, 65535
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePorts:
-    """The ports that sglang.Engine is given; each leads free ports up to the next, within one block.
+    """The ports that sglang.Engine is given. The ports between them are free for what SGLang opens in addition.
 
     update_group_port: where the trainer waits for the engine when weights are broadcast.
     """
@@ -33,27 +33,28 @@ class EnginePorts:
 
 
 def planned_ports(base_port: int, index_on_host: int) -> EnginePorts:
-    """Return the index_on_host-th block at or above base_port (rounded up to the next block's start).
+    """Return the ports of block number index_on_host, counted from the first block that starts at or above base_port.
 
-    Raise ValueError for a base_port outside 1024..65535 and for a block that goes past 65535.
+    Raise ValueError if base_port is outside 1024..65535, or if the block ends above 65535.
     """
     if not _LOWEST <= base_port <= _HIGHEST:
         raise ValueError(f"engine.base_port must be {_LOWEST} to {_HIGHEST}, got {base_port}")
     first = base_port + (_GRID - base_port) % PORTS_PER_ENGINE + index_on_host * PORTS_PER_ENGINE
     if first + PORTS_PER_ENGINE - 1 > _HIGHEST:
         raise ValueError(
-            f"engine.base_port = {base_port} leaves no {PORTS_PER_ENGINE} ports up to {_HIGHEST} for engine "
-            f"{index_on_host} of its host: choose a lower one"
+            f"engine.base_port = {base_port} is too high: engine {index_on_host} of the host needs"
+            f" {PORTS_PER_ENGINE} ports up to {_HIGHEST}; choose a lower base port"
         )
     return EnginePorts(first, first + 4, first + 8, first + 28)
 
 
 class PortLease(AbstractContextManager["PortLease"]):
-    """One block of ports on this host, for as long as this process lives or until close().
+    """A block of ports on this host, held until close() or until this process ends.
 
-    Walks up from base_port to the first block that no other lease has and whose ports are all free. The lease is a name among the Unix sockets of the host's network (Linux's abstract ones): seen by
-    exactly those who share the ports, whatever folders they see, and dropped by the kernel when its owner dies.
-    Raises ValueError for a bad base_port, OSError (EADDRINUSE) where no block is free.
+    It is the first block from base_port upwards that no other lease holds and whose ports are all free. The lease is an
+    abstract Unix socket (Linux). Exactly the processes that share the ports can see its name, whatever folders they see,
+    and the kernel drops it when its owner dies. Raise ValueError for a bad base_port, and OSError (EADDRINUSE) if no block
+    is free.
     """
 
     def __init__(self, base_port: int) -> None:
@@ -69,12 +70,12 @@ class PortLease(AbstractContextManager["PortLease"]):
             except ValueError:
                 raise OSError(
                     errno.EADDRINUSE,
-                    f"engine.base_port = {base_port} has no block of {PORTS_PER_ENGINE} free ports above it on this host: "
-                    "choose a lower one, or end the processes that use them",
+                    f"engine.base_port = {base_port} has no {PORTS_PER_ENGINE} free ports in a block above it on this host;"
+                    " choose a lower one, or end the processes that use them",
                 ) from None
 
     def close(self) -> None:
-        """Give the block back; a second call does nothing."""
+        """Give the block back. A second call does nothing."""
         self._name.close()
 
     def __exit__(self, *_: object) -> None:
@@ -83,7 +84,7 @@ class PortLease(AbstractContextManager["PortLease"]):
 
 def _is_free(port: int) -> bool:
     """Return whether a listener could bind the port on every IPv4 and IPv6 address of this host."""
-    # No SO_REUSEADDR: with it, a socket that is bound but does not listen yet would go unseen.
+    # Without SO_REUSEADDR, because that would hide a socket that is bound but does not listen yet.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         if not _binds(probe, ("0.0.0.0", port)):
             return False

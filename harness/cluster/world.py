@@ -1,4 +1,4 @@
-"""Ranks, hosts and the default process group: start, end, and the environment that a child process may see."""
+"""Ranks, hosts, the default process group, and the environment for child processes."""
 
 import os
 import socket
@@ -18,8 +18,8 @@ from harness.cluster.network import HostAddress
 from harness.cluster.placement import RankLocation, engine_gpu_of, parse_visible
 from harness.runtime import redact
 
-# What torchrun sets for its workers. An engine that inherits it acts as one of them: with
-# TORCHELASTIC_USE_AGENT_STORE its rank 0 becomes a client of a store that no process serves.
+# torchrun sets these for its workers. An engine that inherits them behaves like a worker: with
+# TORCHELASTIC_USE_AGENT_STORE, its rank 0 connects to a store that no process serves.
 TORCHRUN_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -35,7 +35,7 @@ class WorldError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """One process among all ranks, with the default process group open."""
+    """The place of a process among all ranks, while the default process group is open."""
 
     rank: int
     world_size: int
@@ -46,7 +46,7 @@ class World:
     locations: tuple[RankLocation, ...]
     """Every rank's location, by rank."""
     addresses: Mapping[str, HostAddress] = field(default_factory=dict)
-    """How the other hosts reach each host, by host."""
+    """The address of each host for the other hosts, by host."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -66,17 +66,17 @@ class World:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What torchrun sets for this process."""
+    """The variables that torchrun sets for this process."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    """Ranks that this torchrun has on this host."""
+    """The number of ranks that torchrun started on this host."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Launch":
-        """Read torchrun's variables. Raise WorldError when this process was not started by torchrun."""
+        """Read torchrun's variables. Raise WorldError if torchrun did not start this process."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         missing = [name for name in names if name not in environment]
         if missing:
@@ -88,16 +88,16 @@ class Launch:
 
 
 def host_identity() -> str:
-    """Return hostname, boot id and network namespace: two containers or namespaces of one machine are two hosts.
+    """Return hostname, boot id and network namespace. Two containers or namespaces of one machine are two hosts.
 
-    HARNESS_HOST replaces the hostname: hosts that launch/hosts.py emulates without namespaces differ in it.
+    HARNESS_HOST replaces the hostname. launch/hosts.py sets it to emulate hosts without namespaces.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{os.environ.get('HARNESS_HOST') or socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/net')}"
 
 
 def own_location(on_cpu: bool, colocate: bool = True) -> RankLocation:
-    """Return this rank's location; on the CPU no GPU matters. Needs torchrun's environment.
+    """Return this rank's location, on the CPU without GPUs. Needs torchrun's environment.
 
     colocate: whether engine ranks run on their trainer rank's GPU (parallel.colocate).
     """
@@ -115,7 +115,7 @@ def own_location(on_cpu: bool, colocate: bool = True) -> RankLocation:
 def choose_device(wanted: str, launch: Launch, colocate: bool = True) -> torch.device:
     """Choose the device of this rank's trainer for engine.device = wanted.
 
-    colocate: see own_location. Raise ValueError where too few GPUs are visible.
+    colocate: see own_location. Raise ValueError if too few GPUs are visible.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         if not colocate:
@@ -125,18 +125,20 @@ def choose_device(wanted: str, launch: Launch, colocate: bool = True) -> torch.d
     if count == 0:
         raise WorldError(f'engine.device = "{wanted}" but rank {launch.rank} sees no GPU; set engine.device = "cpu".')
     engine_gpu_of(own_location(False, colocate))
-    return torch.device("cuda", 0 if count == 1 else launch.local_rank)  # one: a wrapper gave each rank its own
+    return torch.device(
+        "cuda", 0 if count == 1 else launch.local_rank
+    )  # if it is 1, a wrapper gave each rank its own GPU
 
 
 @contextmanager
 def open_world(
     launch: Launch, device: torch.device, timeout_seconds: float, colocate: bool = True, interface: str = ""
 ) -> Iterator[World]:
-    """Open the default process group (gloo, and NCCL beside it on CUDA); destroy it at the end.
+    """Open the default process group (gloo, on CUDA also NCCL), and destroy it at the end.
 
-    colocate: see own_location. interface: see network.choose. With several hosts, the variables that make gloo, NCCL and SGLang
-    use the chosen interfaces are set in this process's environment. Raise NetworkError where an interface does not fit,
-    TimeoutError where ranks do not come.
+    colocate: see own_location. interface: network.interface, see network.choose. On several hosts, this process's
+    environment gets the variables that make gloo, NCCL and SGLang use the chosen interfaces. Raise NetworkError if an
+    interface does not fit, and TimeoutError if ranks are missing.
     """
     backend = "gloo"
     if device.type == "cuda":
@@ -168,8 +170,8 @@ def open_world(
 def hard_exit(code: int) -> NoReturn:
     """End this process now, without Python's teardown.
 
-    A thread of torch or gloo that wants the interpreter's lock while Python 3.11 shuts down aborts the process ("terminate
-    called without an active exception"): a rank that had passed then failed, twice in some hundred ends of test ranks.
+    While Python 3.11 shuts down, a thread of torch or gloo that asks for the interpreter's lock aborts the process
+    ("terminate called without an active exception"). So ranks that had passed failed, twice in some hundred test runs.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -177,14 +179,14 @@ def hard_exit(code: int) -> NoReturn:
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's picklable value, by rank of the group."""
+    """Return the values of all ranks, by rank of the group. They must be picklable."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def behaviour(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change how torch, NCCL, CUDA or SGLang behave, secrets redacted."""
+    """Return the variables that change how torch, NCCL, CUDA or SGLang behave, with secrets redacted."""
     return redact.variables(
         {name: environment[name] for name in sorted(environment) if name.startswith(BEHAVIOUR_PREFIXES)}
     )
@@ -192,9 +194,9 @@ def behaviour(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def child_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Make os.environ what an engine may see: without torchrun's variables, with `changes` (None removes).
+    """Remove torchrun's variables from os.environ and apply `changes` (None removes a variable), for an engine to inherit.
 
-    Afterwards os.environ is exactly as before, also where the engine changed it.
+    At the end os.environ is exactly as before, even if the engine changed it.
     """
     before = dict(os.environ)
     torchrun = {name for name in before if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIX)}
@@ -207,7 +209,7 @@ def child_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def _set_environment(wanted: Mapping[str, str]) -> None:
-    """Change only what differs: other threads never see an empty environment."""
+    """Change only the variables that differ, so that other threads never see an empty environment."""
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})

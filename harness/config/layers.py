@@ -1,4 +1,4 @@
-"""From TOML files, layered left to right, and dotted overrides to one strictly checked Config."""
+"""Read a config: TOML files, each over those before it, then --section.key overrides, checked against the schema."""
 
 import dataclasses
 import difflib
@@ -17,33 +17,20 @@ COMMAND_LINE = "command line"
 KINDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 SEVERAL: dict[type, str] = {int: "integers", float: "numbers", str: "strings"}
 
-RENAMED = {
-    "memory.wake": 'memory.resume ("at_once" is now "all")',
-    "model.shape": "model.overrides",
-    "parallel.engine_gpus": 'parallel.colocate ("shared" is now true, "apart" is now false)',
-    "run.deadlines": "run.phase_timeouts",
-    "run.lost_host_seconds": "run.heartbeat_timeout",
-    "task.overlong": "task.long_prompts",
-    "weights.bucket_megabytes": "weights.bucket_size_mib",
-}
-"""Keys of 0.1's first months, and what to write now."""
-REPLACED = {'weights.transport = "stream"': '"pull"'}
-"""Values of these months, and those that took their place."""
-
 
 class ConfigError(ValueError):
-    """A user's mistake: one sentence that names the key, the value and what would be right. Exit code 2."""
+    """A user's mistake, in one sentence: the key, the value, what is allowed and what to do. Exit code 2."""
 
 
 class Layer(NamedTuple):
-    """One source of values: the name that errors give it, and a nested table."""
+    """One source of values: its name, for error messages, and a nested table."""
 
     source: str
     table: Mapping[str, Any]
 
 
 def read_layer(path: str) -> Layer:
-    """Read one TOML file. Raise ConfigError when it is missing or is not TOML."""
+    """Read one TOML file. Raise ConfigError if it is missing or not TOML."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"{path} is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml.")
@@ -86,7 +73,7 @@ def to_toml(config: Config) -> str:
 
 
 def digest(config: Config) -> str:
-    """Return the resolved config's sha256: equal on all ranks, or the ranks run different things."""
+    """Return the sha256 of a config. Ranks compare it: with different configs they would run different things."""
     return hashlib.sha256(to_toml(config).encode()).hexdigest()
 
 
@@ -97,7 +84,7 @@ def key_types() -> dict[str, Any]:
 
 
 def nearest(name: str, names: Iterable[str], otherwise: str) -> str:
-    """Return a hint at the name that looks most like it, dashes before an option aside, or `otherwise`."""
+    """Return a hint at the name that looks most like this one, ignoring leading dashes, or `otherwise`."""
     plain = {each.lstrip("-"): each for each in names}
     match = difflib.get_close_matches(name.lstrip("-"), plain, n=1)
     return f"the nearest is {plain[match[0]]}" if match else otherwise
@@ -125,26 +112,31 @@ def _apply(target: Any, table: Mapping[str, Any], source: str, prefix: str) -> N
 
 
 def _checked(key: str, value: Any, kind: Any, source: str) -> Any:
+    """Return the value as the field of that type holds it. Raise ConfigError for another type."""
+    if get_origin(kind) is tuple:
+        return _checked_list(key, value, kind, source)
     if kind is float and type(value) is int:
         return float(value)
-    if get_origin(kind) is Literal:
-        fits, wanted = value in get_args(kind), f"one of {_listed(get_args(kind))}"
-    elif get_origin(kind) is tuple:
-        (kind, *others), choices = get_args(kind), get_args(get_args(kind)[0])
-        value = [value] if kind is str and type(value) is str else value
-        number, many = kind in (int, float), f"{1 + len(others)} " if others != [...] else ""
-        wanted = f"a list of {_listed(choices) or many + SEVERAL[kind]}" + " without repeats" * (not number)
-        fits = isinstance(value, list) and (not many or len(value) == 1 + len(others))
-        fits = fits and all(each in choices if choices else type(each) in (kind, int)[: 1 + number] for each in value)
-        if fits := fits and (number or len(set(value)) == len(value)):
-            value = tuple(map(kind, value)) if number else tuple(value)
-    else:
-        fits, wanted = type(value) is kind, KINDS[kind]
-    if not fits:
-        if instead := REPLACED.get(f"{key} = {shown(value)}"):
-            raise ConfigError(f"{key} = {shown(value)} ({source}) was replaced: use {instead}.")
-        raise ConfigError(_must_be(wanted, key, value, source))
+    choices = get_args(kind)  # of a Literal
+    if value not in choices if choices else type(value) is not kind:
+        raise ConfigError(_must_be(f"one of {_listed(choices)}" if choices else KINDS[kind], key, value, source))
     return value
+
+
+def _checked_list(key: str, value: Any, kind: Any, source: str) -> tuple[Any, ...]:
+    """Do the same for tuple[T, ...], or tuple[T, T], which has a fixed length. Names may not be repeated, numbers may."""
+    item, *others = get_args(kind)
+    count = 1 + len(others) if others != [...] else None
+    choices, is_number = get_args(item), item in (int, float)
+    items = [value] if item is str and type(value) is str else value  # one name needs no list
+    types_allowed = (float, int) if item is float else (item,)
+    fits = isinstance(items, list) and count in (None, len(items))
+    fits = fits and all(each in choices if choices else type(each) in types_allowed for each in items)
+    if not fits or (not is_number and len(set(items)) < len(items)):
+        wanted = _listed(choices) if choices else f"{count or ''} {SEVERAL[item]}".strip()
+        once = "" if is_number else " without repeats"
+        raise ConfigError(_must_be(f"a list of {wanted}{once}", key, value, source))
+    return tuple(map(item, items)) if is_number else tuple(items)
 
 
 def _must_be(wanted: str, key: str, value: Any, source: str) -> str:
@@ -172,24 +164,20 @@ def _parse_text(text: str, kind: Any) -> Any:
 
 
 def _unknown_key(key: str, source: str, known: list[str]) -> str:
-    if key in RENAMED:
-        return f"{key} ({source}) was renamed: use {RENAMED[key]}."
     name = key.rsplit(".", 1)[-1]
     found = (
         # actor.lr -> actor.learning_rate
         [full for full in known if "".join(word[0] for word in full.rsplit(".", 1)[-1].split("_")) == name]
         or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-        # A key that is right, but in another section.
+        # The same name in another section.
         or [full for full in key_types() if full.rsplit(".", 1)[-1] == name]
-        # The name of a section looks like no key.
-        or ("." in key and difflib.get_close_matches(key, key_types(), n=1, cutoff=0.5))
     )
     hint = f"the nearest is {found[0]}" if found else f"the keys there are {', '.join(known)}"
-    return f"{key} ({source}) is not a key; {hint}."
+    return f"{key} ({source}) is not a key of this version; {hint}."
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML: a text as JSON, but for its surrogate pairs and for DEL, which TOML wants escaped."""
+    """Return a value as TOML. A text is JSON too, but TOML has no surrogate pairs, and wants DEL escaped."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{toml_value(str(name))} = {toml_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):

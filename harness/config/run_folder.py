@@ -1,6 +1,9 @@
-"""The directory of a run: each run has its own, which no other user can read."""
+"""The directory of a run, which no other user can read, and the checkpoints in a folder."""
 
+import errno
 import itertools
+import os
+import stat
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -12,52 +15,88 @@ from harness.config.schema import Config
 from harness.runtime import redact
 
 CONFIG, EVENTS = "config.toml", "events"
-"""A directory that holds one of them holds a run."""
+"""A directory with one of these belongs to a run."""
 FOLDER_MODE = 0o700
-"""What a run writes, its environment and its prompts, is its user's."""
+"""Only the user may read what a run writes: it includes the environment and the prompts."""
 STATE = "state.json"
-"""In a checkpoint, written last."""
+"""The file of a checkpoint that is written last: with it, the checkpoint is complete."""
 
 
 def make_run_folder(given: str, now: datetime | None = None) -> str | None:
-    """Make the directory of a run, on its rank 0; return its absolute path, or None where the one given holds a run.
+    """Make the directory of a run and return its absolute path, or None if it holds a run already. Called on rank 0.
 
-    given: run.dir; "": runs/<date>-<time>, with a number where another run that started in the same second has it.
+    given: run.dir. If it is empty the directory is runs/<date>-<time>, with a number if another run of the same second
+    has taken it. Raise OSError if it cannot be made, or if somebody else could put files into it.
     """
     for number in itertools.count(1):
         suffix = f"-{number}" if number > 1 else ""
         folder = Path(given or f"runs/{now or datetime.now():%Y%m%d-%H%M%S}{suffix}").resolve()
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+        if why := open_to_others(folder):
+            raise PermissionError(errno.EPERM, why, str(folder))
         with suppress(FileExistsError):
-            (folder / EVENTS).mkdir()  # of two runs at once, one can
+            (folder / EVENTS).mkdir(FOLDER_MODE)  # of two runs at once, one can
             return None if (folder / CONFIG).exists() else str(folder)
         if given:
             break
     return None
 
 
+def open_to_others(folder: Path) -> str:
+    """Return how somebody else could read or redirect what a run writes to this folder; "" if nobody can.
+
+    A run makes no links. If the folder holds one, somebody else may have put it there, and the run would write to the file
+    that it points to.
+    """
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        return "it belongs to another user"
+    if status.st_mode & 0o077:
+        return f"others may use it (its mode is {stat.S_IMODE(status.st_mode):o}; chmod 700 it)"
+    link = next((each.name for each in folder.iterdir() if each.is_symlink()), "")
+    return f"it holds a link, {link}" if link else ""
+
+
+def check_run_folder(given: str) -> None:
+    """Raise ConfigError if run.dir cannot be made, holds a run already, or is open to others. Do not make it."""
+    if not given:
+        return
+    folder = Path(given).resolve()
+    if (folder / CONFIG).exists() or (folder / EVENTS).exists():
+        raise ConfigError(f"run.dir = {shown(given)} holds an earlier run; give another folder, or remove it.")
+    if folder.is_dir() and (why := open_to_others(folder)):
+        raise ConfigError(f"run.dir = {shown(given)} cannot be used: {why}; give another folder.")
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError(f"run.dir = {shown(given)} cannot be made: {there} is a file; give another folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"run.dir = {shown(given)} cannot be made: you may not write to {there}; give another folder."
+        )
+
+
 def write_config(folder: Path, config: Config, device: Literal["cpu", "cuda"]) -> None:
-    """Write the config of a run with the device that it runs on; once the transport is chosen, it is written again."""
+    """Write the config of a run, with the device that it runs on. Written again once the config is resolved."""
     resolved = replace(config, engine=replace(config.engine, device=device))
     (folder / CONFIG).write_text(redact.text(to_toml(resolved)), encoding="utf-8")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints step-N in a folder, by N; what is being written has another name."""
+    """Return the checkpoints step-N of a folder, ordered by N. One that is still being written has another name."""
     found = [each for each in folder.glob("step-*") if each.name[5:].isdecimal() and (each / STATE).is_file()]
     return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that is next in it."""
+    """Return the number of the step that a run continues with from this checkpoint."""
     return int(checkpoint.name[5:])
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
-    """Return the checkpoint that checkpoint.resume names, None for none.
+    """Return the checkpoint that checkpoint.resume names, or None.
 
-    Raise ConfigError where it is no checkpoint, or of a step after the last one, or where this run's checkpoints would mix
-    with another's. One after the last step is good: the final check follows.
+    Raise ConfigError if it is not a checkpoint, if the run has fewer steps, or if this run would save into a folder of
+    checkpoints that are newer. A checkpoint of the last step is fine: only the final check follows.
     """
     wanted, run = config.checkpoint, config.run
     there, found = checkpoints_in(Path(wanted.folder).resolve()) if wanted.folder else [], None
@@ -69,13 +108,15 @@ def checkpoint_to_resume(config: Config) -> Path | None:
             names = ", ".join(each.name for each in checkpoints_in(found))
             hint = f"it has {names}; give one" if names else 'give a folder step-N, or "latest"'
             raise ConfigError(
-                f'checkpoint.resume = "{wanted.resume}" is no checkpoint, a folder step-N with a file {STATE}; {hint}.'
+                f'checkpoint.resume = "{wanted.resume}" is not a checkpoint (a folder step-N with a file {STATE}); {hint}.'
             )
     if found and step_of(found) > run.steps and not run.epochs:
-        raise ConfigError(f'checkpoint.resume = "{found}" is after the last of {run.steps} steps; raise run.steps.')
+        raise ConfigError(
+            f'checkpoint.resume = "{found}" is from after step {run.steps}, the last one; raise run.steps.'
+        )
     if wanted.every and there and there[-1] != found:
         raise ConfigError(
-            f"checkpoint.folder = {shown(wanted.folder)} holds {there[-1].name}, which this run does not resume: give another"
-            ' folder, or checkpoint.resume = "latest".'
+            f"checkpoint.folder = {shown(wanted.folder)} holds {there[-1].name}, which is newer than what this run"
+            ' starts from; give another folder, or checkpoint.resume = "latest".'
         )
     return found

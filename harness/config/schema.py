@@ -1,6 +1,7 @@
-"""What a run is: one keyword-only dataclass a section, every field with its unit and its meaning.
+"""What a run is: one dataclass for each section of the config, and below each field what it means.
 
-Nothing here imports torch: `--help`, `--dry-run` and every configuration error must be instant.
+`launch/ppo.py --help` prints these texts. Their first sentences also stand alone there, in the list of common keys.
+Nothing here imports torch, so that --help, --dry-run and every mistake in a config are answered at once.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any, Literal
 Dtype = Literal["float32", "bfloat16"]
 TransportName = Literal["pull", "tensor", "bucket", "distributed", "disk"]
 TINY_MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight")
-"""model.name of the models that tools/tiny_models.py makes on the spot."""
+"""model.name of the models that task/tiny_models.py makes on the spot."""
 KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "inverse_sqrt"]
 LossAggregation = Literal[
@@ -19,140 +20,168 @@ LossAggregation = Literal[
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """How long the run is, what it is seeded with, where it writes."""
+    """How long the run is, its seed, its directory, and when it gives up."""
 
     dir: str = ""
-    """Run directory; empty means runs/<date>-<time>."""
+    """Directory that the run writes to. It must not hold another run. Empty: runs/<date>-<time>."""
     steps: int = 3
-    """PPO steps. Never one: failures of the second step are real, and common."""
+    """Number of PPO steps. Use at least 2: many failures appear only in the second step."""
     epochs: int = 0
-    """Above 0: passes over the prompts, in place of run.steps, which the resolved config then has. What is left of a pass, less than a step, is left out."""
+    """Number of passes over the prompts; above 0, it sets run.steps. A last part of a pass that is shorter than a step
+    is dropped."""
     seed: int = 0
-    """Seeds the model, the data order and the engine's sampling."""
+    """Seed of the model's random weights, of the order of the prompts and of the engine's sampling."""
     timeout_seconds: float = 600.0
-    """How long a collective, the engine's start, and any phase not in run.phase_timeouts may take before the run fails."""
+    """Seconds that a collective, the engine's start or any phase may take before the run ends with exit code 124."""
     phase_timeouts: dict[str, float] = field(default_factory=dict)
-    """Seconds that a phase may take, by its name, such as sync = 60; past it the run ends with 124."""
+    """Seconds that one phase may take, by its name, such as sync = 60. Replaces run.timeout_seconds for this phase."""
     heartbeat_timeout: float = 10.0
-    """How long a host may be silent before it counts as gone. Hosts beat once a second."""
+    """Seconds without a heartbeat after which a host counts as lost. Hosts send one every second."""
     inject: tuple[str, ...] = ()
-    """Faults on purpose, KIND@PHASE[:rank][:step] each, such as kill@sync:1:2; of rank 0, and of the first step, where not said. Kinds: exception, kill, stop, hang, slow, oom, full-disk at any phase; nan-gradient, nan-weight, wrong-shape, dropped-bucket, lost-message where they have something to act on. Also --inject, as often as wanted."""
+    """Faults to inject, each written KIND@PHASE[:RANK][:STEP], such as kill@sync:1:2. Without RANK it is rank 0,
+    without STEP the first time that the phase runs. Kinds for any phase: exception, kill, stop, hang, slow, oom,
+    full-disk. Kinds for phases that have something to break: nan-gradient, nan-weight, wrong-shape, dropped-bucket,
+    lost-message."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Parallel:
-    """The mesh: dp engines, each of tp x pp ranks. Their product is the world size."""
+    """The mesh. dp engines of tp x pp ranks each; dp x tp x pp is the number of ranks. FSDP2 shards over all of
+    them.
+    """
 
     dp: int = 1
     """Number of engines."""
     tp: int = 2
-    """Tensor-parallel ranks of one engine."""
+    """Tensor-parallel ranks of each engine."""
     pp: int = 1
-    """Pipeline-parallel stages of one engine."""
+    """Pipeline-parallel stages of each engine."""
     colocate: bool = True
-    """true: an engine rank runs on its trainer rank's GPU. false: on a GPU of its own; each host then needs two visible GPUs a rank, of which trainers use the first half."""
+    """Whether an engine rank shares the GPU of its trainer rank. With false each engine rank has a GPU to itself: a
+    host then needs two visible GPUs for each rank, and trainers use the first half of them."""
     rank_order: Literal["dp,tp,pp", "dp,pp,tp"] = "dp,tp,pp"
-    """How ranks fill the mesh, slowest axis first. SGLang fills hosts in dp,pp,tp order: needed where tp > 1 and pp > 1 span hosts."""
+    """How ranks fill the mesh, slowest axis first. Use dp,pp,tp where tp > 1 and pp > 1 and an engine spans hosts:
+    SGLang fills hosts in that order."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Network:
-    """How the hosts of a job reach each other."""
+    """How the hosts of a run reach each other."""
 
     interface: str = ""
-    """Interface for what goes between hosts, by name, or by a network that an address of it is in (10.0.0.0/8); empty: GLOO_SOCKET_IFNAME where that is set, else the one that routes to MASTER_ADDR."""
+    """Network interface for traffic between hosts, by name (eth0) or by the network of its address (10.0.0.0/8).
+    Empty: GLOO_SOCKET_IFNAME if it is set, else the interface that routes to MASTER_ADDR."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Model:
-    """Which model actor, critic and reference start from."""
+    """The model that actor, critic and reference start from."""
 
     name: str = "qwen2"
-    """A tiny model made on the spot (qwen2, qwen3, llama, qwen3_moe, deepseek_v3, moonlight), a local folder, or a hub id."""
+    """A local folder, a hub id (OWNER/NAME), or a tiny random model: qwen2, qwen3, llama, qwen3_moe, deepseek_v3 or
+    moonlight."""
     dtype: Dtype = "float32"
-    """Dtype of the engine's weights, and in which the trainer computes."""
+    """Dtype of the engine's weights, and the one that the trainer computes in."""
     master_dtype: Dtype = "float32"
-    """Dtype of the parameters that actor and critic update, of their gradients and of AdamW's moments. bfloat16, with dtype = bfloat16 only, halves their memory and rounds most of an update away where the learning rate is below about 1e-4."""
+    """Dtype of the parameters that actor and critic update, of their gradients and of AdamW's moments. bfloat16 (only
+    with dtype = bfloat16) halves their memory, but rounds most of an update away for learning rates below about
+    1e-4."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the transformers config that replace those of a tiny model, such as num_hidden_layers = 4."""
+    """Fields of a tiny model's config to replace, such as num_hidden_layers = 4. Only for tiny models."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """The trainer's attention, as transformers names it. auto: sdpa, or eager where the architecture has no sdpa or caps attention logits, which sdpa leaves out. flash_attention_2 needs the package flash-attn, a GPU and dtype = bfloat16."""
+    """The trainer's attention, by its name in transformers. auto: sdpa, or eager for models that sdpa computes wrongly
+    or not at all. flash_attention_2 needs the package flash-attn, a GPU and dtype = bfloat16."""
     packed: bool = False
-    """Remove padding: the trainer concatenates a microbatch's sequences in one row, and each attends to itself alone. Same results; no computation on padding."""
+    """Whether the trainer concatenates the sequences of a microbatch in one row instead of padding them. Results are
+    the same; nothing is computed on padding."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
-    """checkpoint: the engine loads the saved model. random: nothing is saved or loaded, each rank fills its own shards, and the first sync brings the engine its weights."""
+    """Where the first weights come from. checkpoint: the trainer and the engine load the saved model. random: nothing
+    is saved or loaded; each rank fills its own shards, and the first sync brings the engine its weights."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Engine:
-    """One SGLang engine for each (tp, pp) group."""
+    """The SGLang engines."""
 
-    implementation: Literal["harness", "sglang"] = "harness"
-    """harness: our SPMD wrapper of sglang.Engine. sglang: the VerlEngine that sglang ships itself, up to 0.4.7.post1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a GPU, else SGLang's CPU mode. Trainer and engine share it."""
+    """Device of trainer and engine. auto: CUDA if there is a GPU, else the CPU, with SGLang's CPU mode."""
     initial_weights: Literal["dummy", "checkpoint"] = "dummy"
-    """dummy: the engine starts on meaningless weights, so that whatever the first sync does not bring shows. checkpoint: on the model's own."""
+    """What the engine starts with. dummy: meaningless weights, so that a tensor which the first sync does not bring is
+    noticed. checkpoint: the model's own weights."""
     defaults: Literal["harness", "sglang"] = "harness"
-    """Of arguments that engine.args does not name. harness: on a GPU no CUDA graphs, attention_backend triton, sampling_backend pytorch, which start on any GPU in seconds. sglang: SGLang's own, as it serves."""
+    """Defaults for the arguments that engine.args does not set. harness: on a GPU no CUDA graphs, attention_backend =
+    triton and sampling_backend = pytorch, which start on any GPU in seconds. sglang: SGLang's own, as in
+    production."""
     base_port: int = 30000
-    """First port of the block of ports that each engine of a host leases."""
+    """First port to try. Each engine of a host takes a block of ports from here on."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments for sglang.Engine, as this sglang names them, such as mem_fraction_static = 0.5."""
+    """Arguments of sglang.Engine, by their names in the installed sglang, such as mem_fraction_static = 0.5."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Task:
-    """Prompts, and the rule that scores a response."""
+    """Prompts, and the reward that scores a response."""
 
     source: tuple[str, ...] = ("arithmetic",)
-    """One or several: arithmetic (word problems made by the harness), a folder of jsonl or parquet files, such a file, or a hub id. Rows are verl's (prompt as messages, reward_model.ground_truth, data_source), or have question and answer."""
+    """Where the prompts come from: a jsonl or parquet file, a folder of them, a hub id, or arithmetic (word problems
+    made on the spot); several are read one after the other. A row has question and answer, or verl's fields: prompt (a
+    list of messages), reward_model.ground_truth and data_source."""
     split: str = "train"
-    """Which file stem (folder) or split (hub id) to read; a file has none."""
+    """Which split to read: the name of a file in a folder, without its ending, or a split of a hub's data set."""
     rows: int = 0
-    """How many rows to use, from the first of all sources; 0 means all."""
+    """Number of rows to use, from the first one on. 0: all."""
+    rows_seed: int = -1
+    """If at least 0: draw `rows` rows from all of them by NumPy's default_rng with this seed, as verl does with data.seed."""
     template: str = "Question: {question}\nAnswer: "
-    """The prompt of a row with a question, which replaces {question}; messages go through the tokenizer's chat template."""
+    """Prompt for a row that has a question, which replaces {question}. Messages use the tokenizer's chat template."""
     max_prompt_tokens: int = 256
-    """Longest prompt; see long_prompts."""
+    """Longest prompt, in tokens. task.long_prompts says what happens to longer ones."""
     long_prompts: Literal["filter", "error"] = "filter"
-    """filter: leave out prompts longer than max_prompt_tokens. error: fail, naming the row."""
+    """What to do with prompts longer than max_prompt_tokens. filter: leave them out. error: fail, naming the row."""
     reward: str = "gsm8k"
-    """gsm8k: 1 if the number after #### is right, however it is written. gsm8k_strict: as verl reads it. math: 1 if math-verify finds the ground truth. digits: the share of the response's characters that are digits. data_source: gsm8k_strict or math, by the row. module:function, or FILE.py:function: your own, called as verl calls it, with data_source, solution_str, ground_truth and extra_info."""
+    """How a response is scored. gsm8k: 1 if the number after #### is right, however it is written. gsm8k_strict: the
+    same, read as verl reads it. math: 1 if math-verify finds the ground truth. math_strict: 1 if the last \\boxed{} has
+    it, compared as verl compares it. digits: the share of characters that are digits. data_source: gsm8k_strict or
+    math_strict, as the row says. MODULE:FUNCTION or FILE.py:FUNCTION: your own, called as verl calls it, with
+    data_source, solution_str, ground_truth and extra_info."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Rollout:
-    """What the engines generate in one step."""
+    """What the engines generate in each step."""
 
     prompts_per_step: int = 8
-    """Prompts over all engines."""
+    """Number of prompts in a step, over all engines."""
     responses_per_prompt: int = 2
-    """Responses sampled for each prompt; GRPO compares within them."""
+    """Number of responses to each prompt. GRPO and RLOO compare them with each other."""
     max_response_tokens: int = 16
-    """Longest response."""
+    """Longest response, in tokens."""
     temperature: float = 1.0
-    """Sampling temperature; the trainer's log-probs use it too. Must be at least 1e-6, below which SGLang is greedy: greedy responses teach nothing."""
+    """Sampling temperature, at least 1e-6. The trainer's log-probs use it too. Below 1e-6 SGLang samples greedily, and
+    greedy responses teach nothing."""
     top_p: float = 1.0
-    """Nucleus sampling."""
+    """Nucleus sampling: sample among the likeliest tokens that together have this probability."""
     top_k: int = -1
-    """Sample among the k likeliest tokens, at least 2; -1 means all."""
+    """Sample among this many likeliest tokens, at least 2. -1: all."""
     ignore_eos: bool = False
-    """Go on to max_response_tokens even after the end token."""
+    """Whether to generate up to max_response_tokens even after the end token."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, which keeps them. The engine then loads the tokenizer, and looks for each among as many last tokens as it has of its own, and one more: spelled in more tokens it goes unseen."""
+    """Strings that end a response; the response keeps them. SGLang searches only the last tokens, one more than the
+    string has when it is tokenized alone, so a string that is tokenized differently may be missed."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response, which keeps them, beside the end token."""
+    """Token ids that end a response, besides the end token; the response keeps them."""
     truncated: Literal["train", "mask"] = "train"
-    """Responses that max_response_tokens cut off. train: like any other. mask: they count in advantages, but no token of theirs in a loss."""
+    """What to do with responses that max_response_tokens cut off. train: train on them. mask: use their reward for the
+    advantages, but leave them out of the losses."""
     aborted: Literal["error", "mask", "train"] = "error"
-    """Responses that SGLang aborted, or that have no token. error: the run fails with SGLang's reason. mask: as though they had no token; they count as a reward alone, and are compared with no other. train: like any other, as far as they came."""
+    """What to do with responses that SGLang aborted, or that are empty. error: fail with SGLang's reason. mask: count
+    their reward in the metrics only. train: train on what there is of them."""
     save: str = ""
-    """Folder into which each rank writes each step's responses, log-probs and scores. Also --save-rollouts."""
+    """Folder in which to save each step's responses, log-probs and scores."""
     load: str = ""
-    """Folder that such a run has written: the learner runs on what it holds, without an engine. Also --load-rollouts."""
+    """Folder that a run with rollout.save wrote: the trainer learns from it, without an engine."""
     only: bool = False
-    """The engine alone, on the model's own checkpoint: generate, score and save, with nothing to learn. Also --rollouts-only."""
+    """Whether to run the engine alone: generate, score and save, on the model's own checkpoint."""
 
     @property
     def has_both(self) -> bool:
@@ -162,20 +191,23 @@ class Rollout:
 
 @dataclass(kw_only=True, slots=True)
 class Validation:
-    """Prompts that are not trained on, scored by the task's reward: for rewards of 0 and 1 the mean is the accuracy."""
+    """Prompts that are only scored, never trained on. For rewards of 0 and 1 the mean is the accuracy."""
 
     source: tuple[str, ...] = ()
-    """As task.source; empty: no validation. With one, it is also done after the last update."""
+    """Where the prompts come from, as for task.source. Empty: no validation. Otherwise there is one after the last
+    step."""
     split: str = "test"
-    """As task.split."""
+    """Which split to read, as for task.split."""
     rows: int = 0
-    """How many rows to use, from the first; 0 means all."""
+    """Number of rows to use, from the first one on. 0: all."""
+    rows_seed: int = -1
+    """Draw the rows, as for task.rows_seed."""
     before_train: bool = False
-    """Also before the first update."""
+    """Whether to validate before the first step too."""
     every: int = 0
-    """Updates between validations; 0: none between."""
+    """Number of steps between validations. 0: only after the last step."""
     temperature: float = 0.0
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature. 0: greedy."""
 
     def is_due(self, index: int, steps: int) -> bool:
         """Return whether to validate after `index` updates of `steps`."""
@@ -185,30 +217,31 @@ class Validation:
 
 @dataclass(kw_only=True, slots=True)
 class Algorithm:
-    """From rewards to advantages."""
+    """How rewards become advantages."""
 
     advantage: Literal["gae", "grpo", "rloo"] = "gae"
-    """gae needs a critic; grpo and rloo compare the responses of one prompt: with their mean, or each with the mean of the others."""
+    """Estimator of the advantages. gae uses a critic. grpo compares a response with the mean of all responses to its
+    prompt, rloo with the mean of the others."""
     gamma: float = 1.0
-    """Discount of GAE."""
+    """Discount factor of GAE."""
     lam: float = 0.95
     """Lambda of GAE."""
     normalize_by_std: bool = True
-    """GRPO: divide by the group's standard deviation."""
+    """Whether GRPO divides by the standard deviation of the responses to a prompt."""
     kl_placement: Literal["none", "reward", "loss"] = "reward"
-    """Where the KL to the frozen reference counts: subtracted from each token's reward, a term of the loss, or nowhere."""
+    """Where the KL to the frozen reference model counts. reward: subtracted from the reward of each token. loss: added
+    to the actor's loss. none: there is no reference model."""
     kl_estimator: Literal["auto", "k1", "abs", "k2", "k3", "k1+", "k3+"] = "auto"
-    """Estimator of the KL at each token, after http://joschu.net/blog/kl-approx.html. k1+ and k3+ have the values of k1 and k3, and the gradient of k2, which in expectation is that of the KL. auto: k1 in the reward, k3 in the loss, as in verl."""
+    """Estimator of the KL for each token (http://joschu.net/blog/kl-approx.html). k1+ and k3+ have the values of k1
+    and k3 and the gradient of k2, whose mean is the gradient of the KL. auto: k1 in the reward, k3 in the loss, as in
+    verl."""
     kl_coefficient: float = 0.001
     """Weight of the KL."""
-    kl_target: float = 0.0
-    """Above 0, kl_coefficient adapts to hold the KL here (kl_placement = "reward" only)."""
-    kl_horizon: int = 10000
-    """How many sequences the adaptation of kl_coefficient takes."""
     critic_warmup: int = 0
-    """PPO steps, from the first, in which the critic alone learns."""
+    """Number of steps at the start in which only the critic learns."""
     importance_cap: float = 0.0
-    """Above 0: weigh each token's policy loss by p_trainer / p_engine of its sampling, at most this (truncated importance sampling)."""
+    """Truncated importance sampling: weigh each token's policy loss by p_trainer / p_engine, at most by this. 0:
+    off."""
 
     @property
     def has_critic(self) -> bool:
@@ -225,72 +258,83 @@ class Algorithm:
 
 @dataclass(kw_only=True, slots=True)
 class Updates:
-    """Optimizer steps of one model."""
+    """Optimizer steps of the policy (actor), and of the value model (critic), which only algorithm.advantage = gae
+    has.
+    """
 
     learning_rate: float
-    """AdamW's: after warm-up, and before any decay."""
+    """Learning rate of AdamW, after the warm-up and before any decay."""
     schedule: Schedule = "constant"
-    """Of the learning rate over the model's optimizer steps of the run, as transformers names it."""
+    """Schedule of the learning rate over all optimizer steps of the model, by its name in transformers."""
     warmup_steps: int = 0
-    """Optimizer steps in which the learning rate rises from 0, at the first, to learning_rate."""
+    """Number of optimizer steps in which the learning rate rises from 0 to learning_rate."""
     warmup_ratio: float = 0.0
-    """In place of warmup_steps: their share of the model's optimizer steps of the run, rounded down."""
+    """The same as a share of all optimizer steps of the model, rounded down. Use one of the two."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's."""
+    """Betas of AdamW."""
     weight_decay: float = 0.0
-    """AdamW's."""
+    """Weight decay of AdamW. torch's own default is 0.01."""
     minibatch_size: int = 8
-    """Sequences of one optimizer step, over all ranks, drawn from those of all ranks: the same at any world size."""
+    """Number of sequences in one optimizer step, over all ranks. It means the same on any number of ranks."""
     microbatch_size: int = 4
-    """Sequences of one forward and backward, on one rank."""
+    """Number of sequences in one forward and backward pass, on one rank."""
     tokens_per_microbatch: int = 0
-    """Above 0, in place of microbatch_size: the most tokens of one forward and backward, on one rank, padding included unless model.packed. Sequences then go to the ranks that have fewest tokens; so too for log-probs (actor's, also for the reference) and values."""
+    """Largest number of tokens in one forward and backward pass, on one rank, padding included unless model.packed.
+    Above 0, it replaces microbatch_size, and sequences go to the ranks that have fewest tokens; log-probs and values
+    too."""
     ppo_epochs: int = 1
-    """Passes over a step's sequences."""
+    """Number of passes over the sequences of a step."""
     loss_aggregation: LossAggregation = "token-mean"
-    """How token losses become one number, over all ranks."""
+    """How the losses of tokens become one number, over all ranks."""
     max_grad_norm: float = 1.0
-    """Gradient norm is clipped to this."""
+    """Gradients are clipped to this norm."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    """Whether to recompute activations in the backward pass, which saves memory and costs time."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ActorConfig(Updates):
-    """Updates of the policy."""
+    """The policy's loss."""
 
     learning_rate: float = 1e-5
     clip_low: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
-    """See clip_low."""
+    """Upper side of that range."""
     dual_clip: float = 3.0
-    """Bound of the loss for negative advantages (arXiv 1912.09729); 0 turns it off."""
+    """Bound on the loss where the advantage is negative (arXiv 1912.09729). 0: off."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CriticConfig(Updates):
-    """Updates of the value model; used when algorithm.advantage is gae."""
+    """The value model's loss."""
 
     learning_rate: float = 1e-4
     value_clip: float = 0.5
-    """New values are clipped to this distance from the old ones; 0 turns it off."""
+    """New values are clipped to this distance from the old ones. 0: off."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Weights:
-    """How the actor's weights reach the engines, and how far to trust that they did."""
+    """How the actor's weights reach the engines, and how that is verified."""
 
     transport: Literal["auto", TransportName] = "auto"
-    """bucket: SGLang's own update call with one flattened buffer (0.5.6 and newer). tensor: the same call with a list of named tensors. pull: each scheduler copies exactly its own shards out of the trainers' memory; nothing is gathered (0.4.8 and newer). distributed: broadcast from each engine's first rank (0.4.9 and newer). disk: through a checkpoint folder. auto: bucket where this sglang has it, else tensor; with parallel.colocate = false, distributed."""
+    """How the weights travel. auto: bucket; with parallel.colocate = false, distributed. bucket: SGLang's update call
+    with one flattened buffer. tensor: the same call with a list of named tensors. pull: each scheduler copies its own
+    shards from the trainers' memory, and nothing is gathered. distributed: a broadcast from the first rank of each
+    engine. disk: through a checkpoint folder."""
     bucket_size_mib: int = 512
-    """Bytes of one call, or for pull of the buffer for what comes from other hosts, in MiB. The largest tensor, and tensors that fuse on arrival, stay whole even beyond it."""
+    """Size limit of one update call, in MiB; for pull, of the receive buffer for shards of other hosts. A tensor, or
+    tensors that SGLang fuses, are never split, even beyond it."""
     folder: str = ""
-    """disk, and verify = full: where checkpoints are written. All hosts must see it; empty means the run directory."""
+    """Where checkpoints for disk, and for verify = full, are written. All hosts must share it. Empty: the run
+    directory."""
     verify: Literal["off", "log_probs", "bytes", "full"] = "log_probs"
-    """off: trust. log_probs: the engine's against the trainer's, at every step. bytes: also read back what the engine holds after each sync. full: also change every tensor first, start from sentinel, and compare with a reload from disk."""
+    """How each sync is verified. off: not at all. log_probs: fingerprints of the engine's tensors, and its log-probs
+    against the trainer's. bytes: also read every element back from the engine and compare. full: also change every
+    tensor before the sync, start from a sentinel value, and compare with a reload from disk."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -298,39 +342,42 @@ class Memory:
     """How trainer and engine share a GPU."""
 
     resume: Literal["staged", "all"] = "staged"
-    """staged: the engine's weights before the sync, its KV cache after the trainer's copies are freed. all: both before the sync, as a comparison."""
+    """When the engine takes its memory back. staged: its weights before the sync, its KV cache once the trainer's
+    copies are freed. all: both before the sync, which needs more memory."""
     offload_parameters: tuple[Literal["actor", "critic", "reference"], ...] = ()
-    """Whose parameters wait in host memory while they are not used."""
-    offload_gradients: tuple[Literal["actor", "critic"], ...] = ()
-    """Whose gradients are added up in host memory."""
+    """Models whose parameters wait in host memory while they are not used."""
     offload_optimizer: tuple[Literal["actor", "critic"], ...] = ()
-    """Whose optimizer states wait in host memory between updates."""
+    """Models whose optimizer states wait in host memory between updates."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
-    """What a later run resumes from."""
+    """What a later run can resume from."""
 
     every: int = 0
-    """Steps between two checkpoints; there is one after the last step too, and one when SIGTERM ends the run. 0: none."""
+    """Number of steps between two checkpoints. 0: none. Otherwise one is also saved after the last step, and when
+    SIGTERM ends the run."""
     folder: str = ""
-    """Where the folders step-N are made; all hosts must see it. Empty: checkpoints/ in the run directory."""
+    """Where the checkpoints, folders step-N, are made. All hosts must share it. Empty: checkpoints/ in the run
+    directory."""
     keep: int = 0
-    """How many of the newest to keep; 0: all."""
+    """Number of checkpoints to keep, the newest. 0: all."""
     resume: str = ""
-    """A folder step-N, or "latest": the newest in checkpoint.folder; while that has none, the run starts at its first step. The run writes to a directory of its own."""
+    """The checkpoint to resume from: a folder step-N, or latest, the newest in checkpoint.folder. With latest and no
+    checkpoint yet, the run starts from the beginning. It writes to a new run directory in any case."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Trackers:
-    """Where the rows of metrics.jsonl go too. Rank 0 alone writes."""
+    """Where else the rows of metrics.jsonl go. Only rank 0 writes."""
 
     names: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Their packages, tensorboard and wandb, are optional: extra trackers of setup.cfg. wandb is offline where there is no login."""
+    """Trackers to write to. Their packages are optional (pip install tensorboard wandb). Without a login wandb is
+    offline."""
     project: str = ""
-    """wandb's project; empty: WANDB_PROJECT."""
+    """Project in wandb. Empty: WANDB_PROJECT."""
     experiment: str = ""
-    """Name of wandb's run; empty: that of the run directory."""
+    """Name of the run in wandb. Empty: the name of the run directory."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,14 +1,14 @@
-"""SGLang's CPU mode: the environment that its engines need. Imports nothing heavy."""
+"""The environment that engines in SGLang's CPU mode need. Imports nothing heavy."""
 
 import os
 from collections.abc import Sequence
 
 
 def cpu_environment(ranks_on_host: int) -> dict[str, str]:
-    """Return what SGLang's CPU mode reads from the environment, for `ranks_on_host` engine ranks on this host.
+    """Return the variables of SGLang's CPU mode for this number of engine ranks on this host.
 
-    The cores this process may use are split evenly and in order, one entry a rank ("0-3|4-7"); with more ranks than
-    cores the ranks go round the cores, one core each. Engines of several stages or hosts: see cores_by_tp_rank.
+    The cores that this process may use are split evenly and in order, with one entry per rank ("0,1|2,3"). If there are
+    more ranks than cores, ranks share cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // ranks_on_host
@@ -19,22 +19,23 @@ def cpu_environment(ranks_on_host: int) -> dict[str, str]:
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(entries),
-        # With two threads MKL's first vector call, the rotary table's cos, races over which kernels suit the CPU: one
-        # half may come out with 13 bits, for the life of the engine. Seen with torch 2.13: log-probs off by 5e-5.
+        # With two threads MKL's first vector call (cos of the rotary table) races over the choice of kernels: half of the
+        # table may come out with 13 bits, for the life of the engine. Seen with torch 2.13: log-probs off by 5e-5.
         "OMP_NUM_THREADS": "1",
-        # With tp > 1 SGLang compiles the masking of token ids by torch.compile, on the CPU with a C++ compiler: 5 to
-        # 30 s at the first token of a fresh machine, for a few integer operations.
+        # With tp > 1 SGLang compiles a few integer operations (masking of token ids) with torch.compile, which on the CPU
+        # runs a C++ compiler: 5 to 30 s at the first token on a fresh machine.
         "TORCHDYNAMO_DISABLE": "1",
-        # Beside a torch that brings NCCL (its CUDA build) SGLang would open NCCL communicators on the CPU, and die. A
-        # library that is not there turns that off, as it does beside a CPU build.
+        # With a CUDA build of torch, which brings NCCL, SGLang would open NCCL communicators on the CPU and die. The name
+        # of a library that does not exist turns that off.
         "SGLANG_NCCL_SO_PATH": "absent-in-cpu-mode",
     }
 
 
 def cores_by_tp_rank(entries: Sequence[str], tp_ranks: Sequence[int], tp: int) -> list[str]:
-    """Return the entries for a SGLang that wants one for each TP rank of the engine: the cores of its stages here, or any.
+    """Return SGLANG_CPU_OMP_THREADS_BIND's entries for a release before 0.5.19, which wants one for each TP rank.
 
-    entries, tp_ranks: of each engine rank here.
+    entries, tp_ranks: those of the engine ranks on this host. A TP rank with several stages here gets the cores of all
+    of them. One without any gets the first entry, which nobody uses.
     """
     here = list(zip(tp_ranks, entries, strict=True))
     return [

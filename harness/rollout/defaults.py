@@ -1,6 +1,7 @@
-"""The harness's defaults for sglang.Engine, by device. A user's engine.args replace them one by one; those that a
-release does not know are dropped (sglang_api.check_arguments), so new and old names of one switch stand side by
-side.
+"""The harness's defaults for sglang.Engine, by device.
+
+A user's engine.args replace them one by one. Those that a release does not have are dropped (sglang_api.check_arguments),
+so the old and the new name of a switch may both stand here.
 """
 
 from typing import Any, Literal
@@ -8,52 +9,51 @@ from typing import Any, Literal
 Defaults = Literal["harness", "sglang"]
 
 _COMMON: dict[str, Any] = {
-    # Code from a model's folder runs only where the user asks for it.
+    # Do not run code from a model's folder unless the user asks for it.
     "trust_remote_code": False,
-    # The Engine's own default is "error", which hides why a scheduler died; "info" prints hundreds of lines.
+    # SGLang's default, "error", hides why a scheduler died; "info" prints hundreds of lines.
     "log_level": "warning",
 }
 
 _CPU = {
     "device": "cpu",
-    # The one attention backend in pure torch; the others need kernels that no CPU build on PyPI has.
+    # The only attention backend in pure torch. The others need kernels, and PyPI has no CPU build of them.
     "attention_backend": "torch_native",
-    # The same for sampling.
+    # The only sampling backend in pure torch.
     "sampling_backend": "pytorch",
-    # There are no graphs on CPU; without this the scheduler compiles the model.
+    # Without this the scheduler compiles the model.
     "disable_cuda_graph": True,
-    # Piecewise capture has a switch of its own until 0.5.13, where it dies on CPU: torch.cpu has no graph_pool_handle.
+    # Until 0.5.13 piecewise capture has another switch. On CPU it would die: torch.cpu has no graph_pool_handle.
     "disable_piecewise_cuda_graph": True,
-    # Tokens of KV cache. Enough for the tiny tasks, and it bounds memory where mem_fraction_static is a share of host
-    # RAM.
+    # Size of the KV cache, in tokens. Enough for the tiny tasks. Without it SGLang takes a share of the host's memory.
     "max_total_tokens": 2048,
-    # Schedulers that poll for requests take the cores that the trainers beside them need: a step of the quickstart takes
-    # 0.5 s with this on two cores, 0.9 s without.
+    # A scheduler that polls for requests takes cores from the trainers: on two cores a step of the quickstart takes 0.5 s
+    # with this, 0.9 s without.
     "sleep_on_idle": True,
-    # Share of host memory; several engines and trainers live on one laptop.
+    # A share of the host's memory. One laptop may hold several engines and trainers.
     "mem_fraction_static": 0.1,
 }
 
 _CUDA = {
-    # Compiles its kernels for every GPU; FlashInfer and FA3 need wheels matched to torch and CUDA.
+    # Compiles its kernels for any GPU. FlashInfer and FA3 need wheels that match torch and CUDA.
     "attention_backend": "triton",
-    # The sampler that honours a seed; FlashInfer's does not.
+    # This sampler obeys a seed; FlashInfer's does not.
     "sampling_backend": "pytorch",
-    # Capture takes a minute and gigabytes, for three short steps.
+    # Capturing takes a minute and gigabytes. That is too much for three short steps.
     "disable_cuda_graph": True,
-    # The same for piecewise capture (8-60 s): its switch until 0.5.13, and from 0.5.14 on.
+    # Piecewise capture takes 8 to 60 s. The first switch is the one until 0.5.13, the second the one from 0.5.14 on.
     "disable_piecewise_cuda_graph": True,
     "disable_prefill_cuda_graph": True,
-    # Since 0.5.12 or so MoE models on Hopper switch this fusion on by themselves for tp > 1, and compile it with nvcc for
-    # minutes at every first start. Measured on H200 with 0.5.17: still compiling after 150 s.
+    # Since about 0.5.12 SGLang turns this fusion on for MoE models on Hopper with tp > 1, and compiles it with nvcc at the
+    # first start. On an H200 with 0.5.17 it was still compiling after 150 s.
     "enforce_disable_flashinfer_allreduce_fusion": True,
 }
 
 _SHARED_GPU = {
     "device": "cuda",
-    # Without it release and resume do nothing.
+    # Without the memory saver release and resume do nothing.
     "enable_memory_saver": True,
-    # Share of the GPU memory free at start. The trainer's model, gradients and Adam states live on the same GPU.
+    # A share of the GPU memory that is free at start. The trainer's model, gradients and Adam states need the rest.
     "mem_fraction_static": 0.4,
 }
 
@@ -61,8 +61,8 @@ _SHARED_GPU = {
 def engine_defaults(device: Literal["cpu", "cuda"], whose: Defaults = "harness") -> dict[str, Any]:
     """Return engine arguments that do not depend on the run's shape. Raises ValueError for another device.
 
-    whose: "sglang" leaves attention and sampling backend, CUDA graphs and fusions on a GPU to SGLang, as it serves; what the
-    trainer beside the engine needs, memory saver and fraction, stays. SGLang's CPU mode has no other than these.
+    whose: "sglang" leaves attention and sampling backends, CUDA graphs and fusions on a GPU to SGLang, as when it serves.
+    What the trainer on the same GPU needs stays: the memory saver and the memory fraction. On CPU nothing else works.
     """
     by_device = {"cpu": _CPU, "cuda": _SHARED_GPU if whose == "sglang" else _CUDA | _SHARED_GPU}
     if device not in by_device:

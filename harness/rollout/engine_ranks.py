@@ -1,4 +1,4 @@
-"""The ranks of one engine: who calls it, in which order its schedulers know them, and on which hosts they are."""
+"""The ranks of one engine: the order in which it numbers them, their hosts, and how a failure of one reaches all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,15 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EngineNode, RankLocation, place
 from harness.cluster.world import all_gather, own_location
-from harness.rollout.engine_errors import EngineFailed, PeerGone
-from harness.rollout.engine_processes import in_one_line
+from harness.rollout.engine_errors import EngineFailed, PeerGone, in_one_line
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The ranks of one engine, and what they say to each other."""
+    """The trainer ranks that share one engine, and their collectives."""
 
     process_group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -43,8 +42,8 @@ class Group:
         table = mesh.mesh.view(mesh.size(0), -1)
         ranks = tuple(table.T.flatten().tolist())
         return cls(
-            # A group of its own, even where the mesh is the whole world: trainer threads use the default group while
-            # the engine starts, and two threads must not share one.
+            # A new group even if the mesh spans the whole world: trainer threads use the default group while the engine
+            # starts, and two threads must not share a group.
             process_group=dist.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True),
             ranks=ranks,
             rank=dist.get_rank(),
@@ -76,10 +75,10 @@ class Group:
 
 
 def together(work: Callable[[], T], process_group: dist.ProcessGroup | None = None, what: str = "") -> T:
-    """Return what work() returns here; where it fails on any rank, raise its failure there, EngineFailed elsewhere.
+    """Return what work() returns on this rank. If it fails on any rank, raise: its own error there, EngineFailed elsewhere.
 
-    A collective call of the group, and a barrier; but PeerGone is raised at once, on its rank alone. what: begins the
-    message of EngineFailed.
+    A collective call of the group, and a barrier. PeerGone is the exception: it is raised at once, on its rank alone,
+    because the other ranks may wait for the peer for ever. what: the start of EngineFailed's message.
     """
     failure: Exception | None = None
     try:
@@ -104,13 +103,13 @@ def together(work: Callable[[], T], process_group: dist.ProcessGroup | None = No
 def locate_ranks(
     group: Group, device: Literal["cpu", "cuda"], colocate: bool, nnodes: int | None
 ) -> tuple[dict[int, RankLocation], EngineNode, int]:
-    """Return the ranks' locations by world rank, this host's node (in world ranks) and the number of nodes.
+    """Return the locations of the group's ranks, this host's share of the engine, and the number of hosts.
 
-    A collective call of the group. nnodes: what the caller expects, None for any. Raises ValueError for a placement that
-    cannot work, and for another number of hosts than expected.
+    A collective call of the group. Ranks are world ranks. Raises ValueError for a placement that cannot work, or if the
+    group is not on `nnodes` hosts (None: on any number).
     """
     locations = group.all_gather(own_location(device == "cpu", colocate))
-    # Numbered as a mesh of one engine numbers them: tp major, then pp.
+    # place() wants ranks numbered as in a mesh of this engine alone: tp major, then pp.
     order = [group.ranks[stage * group.tp + index] for index in range(group.tp) for stage in range(group.pp)]
     numbered = [replace(locations[rank], rank=position) for position, rank in enumerate(order)]
     placement = place(ParallelDims(dp=1, tp=group.tp, pp=group.pp), numbered, device)[0]

@@ -1,7 +1,8 @@
-"""Release and resume in stages, so that trainer and engine can share a GPU: weights first, the KV cache when it is needed.
+"""Release and resume the engine's memory in stages, so that trainer and engine can share a GPU.
 
-Resumed with the weights, the KV cache would claim its memory while the trainer's gathered copies still hold it. A call
-that returns proves nothing, so each one is measured: the free bytes of every rank's engine GPU before and after.
+The weights are resumed first, and the KV cache only when it is needed: together they would not fit next to the copies
+that the trainer gathers for a sync. A call that returns proves nothing, so each one is measured by the free bytes of every
+rank's engine GPU before and after.
 """
 
 import ctypes
@@ -12,102 +13,100 @@ from typing import Literal
 
 import torch
 
-from harness.rollout.verl_engine import VerlEngine
+from harness.rollout.engine import RolloutEngine
 from harness.runtime.units import MIB
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-ALL = "all"
-"""The one tag where this sglang frees and takes all memory at once (before 0.4.8)."""
 
 SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.05
-STABLE_SECONDS = 0.1  # a first release has ended when the free bytes stay the same this long
+"""How far two moves of the same tags may differ, whichever is more: CUDA maps memory in pieces of 2 MiB."""
+STABLE_SECONDS = 0.1
+"""A first release is over when the free bytes have not changed for this long: nobody knows yet how many to expect."""
 POLL_SECONDS = 0.01
 
 Action = Literal["release", "resume"]
 FreeBytes = Callable[[], int]
-"""Free bytes of the GPU that this rank's engine rank runs on."""
+"""Return the free bytes of the GPU that this rank's engine rank runs on."""
 
 
 class WrongStage(ValueError):
-    """A release of what is released, or a resume of what is resumed: sglang's scheduler would die of it."""
+    """The caller released memory that is released, or resumed memory that is not. SGLang's scheduler would die of it."""
 
 
 class MemoryDidNotMove(RuntimeError):
-    """A release or resume moved other bytes than it should have."""
+    """A release freed, or a resume took, the wrong number of bytes."""
 
 
 def wrong_move(action: Action, tags: Sequence[str], rank: int, expected: int | None, moved: int) -> str:
-    """Return what is wrong with the bytes that a release freed, or a resume took, on one rank's engine GPU; '' if nothing.
+    """Return what is wrong with the bytes that a release freed, or a resume took, on one rank's engine GPU; "" if nothing.
 
-    expected: the least that a release of the tags freed so far; None at the first one. 5% more or less are allowed, or
-    64 MiB if that is more, and a release may free any more: with the tags sglang frees what torch's allocator kept for
-    activations (on an H200 1.8 GB beside a KV cache of 59 GB). It keeps a copy of a model's buffers while the weights
-    are gone, and CUDA maps memory in pieces of 2 MiB.
+    expected: the least that a release of these tags has freed so far; None at the first one. A release may free more than
+    that: SGLang also frees what torch's allocator kept for activations (on an H200 1.8 GB next to a KV cache of 59 GB).
     """
     slack = max(int((expected or 0) * SLACK_SHARE), SLACK_BYTES)
     missing = (expected or moved) - moved
     if moved > 0 and missing <= slack and (action == "release" or -missing <= slack):
         return ""
-    allowed = f"an earlier release freed {expected} (allowed difference {slack})"
+    wanted = f"an earlier release freed {expected} (allowed difference {slack})"
     if expected is None:
-        allowed = "must free more than 0: the memory saver did not hold them"
+        wanted = "must free more than 0: the memory saver did not hold them"
     done = "freed" if action == "release" else "took"
-    return f"{action} of {', '.join(tags)} on rank {rank} {done} {moved} bytes of its engine's GPU, but {allowed}"
+    return f"{action} of {', '.join(tags)} on rank {rank} {done} {moved} bytes of its engine's GPU, but {wanted}"
 
 
 def gpu_free_bytes(device: int) -> FreeBytes:
-    """Return what reads the free bytes of a visible GPU."""
+    """Return a function that reads the free bytes of a visible GPU."""
 
     def read() -> int:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info(device)[0]
 
-    read()  # on a GPU that is not the trainer's it makes a CUDA context: some 500 MiB that no stage then counts
+    read()  # makes a CUDA context (500 MiB) on a GPU that is not the trainer's, so that no stage counts it
     return read
 
 
 @dataclass(slots=True)
 class MemoryStages:
-    """What of one engine is released. Every method is a collective call of the engine's ranks.
+    """Tracks which memory of one engine is released. Every method is a collective call of the engine's ranks.
 
-    Without the memory saver (on CPU, or turned off) release and resume are no-ops, and the first one says so.
+    Without the memory saver (on CPU, or turned off) release and resume do nothing, and the first one says so.
     """
 
-    engine: VerlEngine
+    engine: RolloutEngine
     free_bytes: FreeBytes | None = None
-    """Needed with the memory saver."""
+    """Required with the memory saver."""
     resume_mode: Literal["staged", "all"] = "staged"
     say: Callable[[str], None] = lambda _: None
     fact: Callable[..., None] = lambda name, **values: None
     """fact("memory_moved", **values) after each release and resume."""
     patience_seconds: float = 10.0
-    """How long the bytes of a release or resume may take to show on a rank: only rank 0's scheduler answers for all."""
+    """How long it may take until the bytes show on a rank: SGLang's call returns when TP rank 0's scheduler is done."""
     released: dict[str, int] = field(default_factory=dict)
-    """Tag -> the least that a release of it freed on this rank, in bytes."""
+    """Tag -> bytes: what is released now, and the least that its release freed on this rank."""
     _freed: dict[str, int] = field(default_factory=dict)
     _has_said: bool = False
 
     def release_all(self) -> None:
-        """Free what of KV cache and weights is resumed; the contents are lost. Raises WrongStage if both are released."""
-        stage = (KV_CACHE, WEIGHTS) if self._has_tags else (ALL,)
+        """Free the KV cache and the weights, those that are not free yet. Raises WrongStage if both are."""
+        stage = (KV_CACHE, WEIGHTS)
         self.release(*([tag for tag in stage if tag not in self.released] or stage))
 
     def resume_weights(self) -> None:
-        """Take the weights' memory back, and with resume_mode = "all" the KV cache's; the next sync fills the weights."""
+        """Take the weights' memory back, with resume_mode = "all" also the KV cache's. The next sync fills the weights."""
         self.free_trainer_cache()
         stage = (WEIGHTS,) if self.resume_mode == "staged" else (WEIGHTS, KV_CACHE)
-        self._resume_released(stage if self._has_tags else (ALL,))
+        self._resume_released(stage)
 
     def resume_kv_cache(self) -> None:
-        """Free what the trainer's allocator keeps, on every rank, then take the KV cache's memory back."""
+        """Free what the trainer's allocator has cached, on every rank; then take the KV cache's memory back."""
         self.free_trainer_cache()
         self._resume_released((KV_CACHE,))
 
     def release(self, *tags: str) -> None:
         """Free these tags, one after the other.
 
-        Raise WrongStage for one that is released, MemoryDidNotMove on every rank of the engine where one rank's GPU did not
-        get the bytes back.
+        Raise WrongStage for a tag that is released, and MemoryDidNotMove on every rank if one rank's GPU did not get the
+        bytes back.
         """
         for tag in tags if self._is_possible("release", tags) else ():
             known = self._freed.get(tag)
@@ -115,25 +114,21 @@ class MemoryStages:
             self.released[tag] = self._freed[tag] = moved if known is None else min(moved, known)
 
     def resume(self, *tags: str) -> None:
-        """Take these tags back in one call; raise as `release`."""
+        """Take these tags back in one call. Raises as `release` does."""
         if self._is_possible("resume", tags):
             self._measured("resume", tags, sum(self.released[tag] for tag in tags))
             for tag in tags:
                 del self.released[tag]
 
     def free_trainer_cache(self) -> None:
-        """Give GPU and host what allocators of this process only keep for later, on every rank."""
+        """Return cached but unused memory of this process to the GPU and to the host, on every rank."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         trim_heap()
         self.engine.group.barrier()
 
-    @property
-    def _has_tags(self) -> bool:
-        return self.engine.api.memory_tags is not None
-
     def _is_possible(self, action: Action, tags: tuple[str, ...]) -> bool:
-        """Return whether there is a memory saver to ask. Raise WrongStage for tags that are released, or resumed, already."""
+        """Return whether there is a memory saver. Raise WrongStage for tags that are already released, or resumed."""
         if not self.engine.has_memory_saver:
             if not self._has_said:
                 self.say("no torch_memory_saver: release and resume are no-ops, the engine keeps its memory")
@@ -142,7 +137,7 @@ class MemoryStages:
         for tag in tags:
             if (tag in self.released) == (action == "release"):
                 now, first = ("released", "resume") if action == "release" else ("resumed", "release")
-                raise WrongStage(f"{action} of {', '.join(tags)}: {tag} is {now}; {first} it before it is {now} again.")
+                raise WrongStage(f"{action} of {', '.join(tags)}: {tag} is {now} already; {first} it first.")
         return True
 
     def _resume_released(self, stage: tuple[str, ...]) -> None:
@@ -150,18 +145,18 @@ class MemoryStages:
             self.resume(*tags)
 
     def _measured(self, action: Action, tags: tuple[str, ...], expected: int | None) -> int:
-        """Do it; the bytes that moved on this rank. Raises MemoryDidNotMove on every rank if one rank's are wrong."""
-        assert self.free_bytes is not None, "with the memory saver the GPU must be read"
+        """Release or resume; return the bytes that moved on this rank. Raise MemoryDidNotMove on every rank if one is wrong."""
+        assert self.free_bytes is not None, "with the memory saver, free_bytes is required"
         engine = self.engine
-        engine.group.barrier()  # no rank works on a GPU of this engine any more
+        engine.group.barrier()  # from here on no rank uses a GPU of this engine
         before = self.free_bytes()
         engine.group.barrier()  # every rank has read
         ask = engine.release_memory_occupation if action == "release" else engine.resume_memory_occupation
-        ask(tags if self._has_tags else None)
+        ask(tags)
         sign = 1 if action == "release" else -1
         started = changed = time.monotonic()
         last: int | None = None
-        while True:  # until it is as expected, or stays the same, or patience ends
+        while True:  # until the bytes are as expected, or no longer change, or patience ends
             now, moved = time.monotonic(), sign * (self.free_bytes() - before)
             if moved != last:
                 last, changed = moved, now
@@ -179,6 +174,6 @@ class MemoryStages:
 
 
 def trim_heap() -> None:
-    """Give what this process has freed back to the host: glibc keeps it, in fragments that grow with every step."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's alone
+    """Return freed memory of this process to the host: glibc keeps it in fragments, more with every step."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # only glibc has it
         trim(0)

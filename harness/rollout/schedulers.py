@@ -1,9 +1,11 @@
-"""A connection between each trainer rank and the scheduler beside it, over which the rank asks for functions to be run.
+"""A connection between each trainer rank and the scheduler next to it, by which the rank runs functions in the scheduler.
 
-An SGLang call costs milliseconds, and only tp rank 0 of the first stage answers it. So one call alone is made, with LOADER
-as custom weight loader (since 0.4.8): each scheduler connects to its own trainer rank and serves it on a thread.
+A call of SGLang costs milliseconds, and only TP rank 0 of the first stage answers it. So SGLang is called only once, to
+load one dummy tensor by the custom weight loader LOADER. In each scheduler the loader connects to its own trainer rank and
+starts a thread that serves it.
 """
 
+import errno
 import os
 import pickle
 import stat
@@ -18,40 +20,47 @@ from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from harness.rollout import sglang_api
 from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFailed
-from harness.rollout.engine_ranks import together
+from harness.rollout.engine_ranks import Group, together
 from harness.runtime import scratch
-
-if TYPE_CHECKING:
-    from harness.rollout.verl_engine import VerlEngine
 
 T = TypeVar("T")
 
 LOADER = f"{__name__}.start_serving"
 WATCH_SECONDS = 2.0
-"""How long a rank whose scheduler is gone waits: the rank that built the engine sees within half a second which process
-died, and must report it first."""
+"""How long a rank waits before it reports that its scheduler has closed its connection. If the scheduler has died, the rank
+that built the engine sees that within half a second; it knows the cause and must report first."""
 SWITCH_SECONDS = 5e-5
-"""For how long, in a scheduler, SGLang's thread may keep the interpreter while an answer waits for it. Its loop polls without
-a pause, so with Python's own 5 ms every wait for a GPU would cost as much again. With no second thread it has no effect."""
+"""How long SGLang's thread in a scheduler may keep the interpreter while our thread wants it. SGLang's loop polls without
+a pause, so Python's default of 5 ms would be added to every answer. It has no effect while there is only one thread."""
 CONNECT_SECONDS = 300.0
-"""How long a scheduler may take to connect when SGLang has answered: what it was asked before may still run."""
+"""How long a scheduler may take to connect after SGLang has answered: it may still be busy with earlier calls."""
+
+
+class Send(Protocol):
+    """One update call of the engine; a collective call of its ranks."""
+
+    def __call__(self, payloads: Sequence[Any], load_format: str, flush_cache: bool) -> None:
+        """Send the head's payloads, one for each TP rank: lists of (name, serialized tensor)."""
 
 
 class SchedulerChannel:
-    """A rank's connection to its scheduler: opened by the first ask, and by the first one after close()."""
+    """A rank's connection to its scheduler. The first ask opens it, and so does the first one after close().
 
-    def __init__(self, engine: "VerlEngine") -> None:
-        self._engine = engine
+    Every method but close() is a collective call of the group. log: the engine's, for messages.
+    """
+
+    def __init__(self, group: Group, send: Send, log: Path) -> None:
+        self._group = group
+        self._send = send
+        self._log = log
         self._connection: Connection | None = None
-        self.answer_seconds = 0.0
-        """Of the last ask in this rank's scheduler, its GPU included."""
 
     def ask(self, function: Callable[[Any, Any], T], argument: object) -> T:
         """See VerlEngine.ask."""
@@ -60,18 +69,17 @@ class SchedulerChannel:
         return self._together(partial(self._request, function, argument))
 
     def open(self) -> None:
-        """Connect anew; every scheduler does so when it has done all that SGLang's calls asked of it before.
+        """Connect anew. Returns when every scheduler has done all earlier calls: the connection is made by the last one.
 
-        A collective call. Raise EngineFailed on every rank: where a scheduler does not come, after CONNECT_SECONDS.
+        Raise EngineFailed on every rank if a scheduler does not connect in CONNECT_SECONDS.
         """
         self.close()
-        engine, group = self._engine, self._engine.group
-        name = group.broadcast(f"harness-{uuid.uuid4().hex[:12]}")
+        # The schedulers learn the folder of the sockets from the name of the dummy tensor.
+        name = self._group.broadcast(f"harness-{uuid.uuid4().hex[:12]}")
         with ExitStack() as stack:
-            meeting = _listening(socket_folder(name), group.ranks.index(group.rank))
+            meeting = _listening(socket_folder(name), self._group.ranks.index(self._group.rank))
             listener = self._together(partial(stack.enter_context, meeting))
-            payloads = [[(name, pickle.dumps(torch.zeros(1)))]] * group.tp
-            engine.on_head(lambda inner: engine.send(inner, payloads, LOADER, flush_cache=False))
+            self._send([[(name, pickle.dumps(torch.zeros(1)))]] * self._group.tp, LOADER, flush_cache=False)
             self._connection = self._together(partial(self._accept, listener))
 
     def close(self) -> None:
@@ -84,9 +92,12 @@ class SchedulerChannel:
         try:
             return listener.accept()
         except TimeoutError as error:
-            rank, log = self._engine.group.rank, self._engine.log
-            message = f"the scheduler beside rank {rank} has not connected in {CONNECT_SECONDS:.0f} s; see {log}"
+            message = f"{self._scheduler} did not connect within {CONNECT_SECONDS:.0f} s; see {self._log}"
             raise SchedulerFailed(message) from error
+
+    @property
+    def _scheduler(self) -> str:
+        return f"the scheduler of rank {self._group.rank}"
 
     def _request(self, function: Callable[[Any, Any], T], argument: object) -> T:
         assert self._connection is not None
@@ -94,61 +105,65 @@ class SchedulerChannel:
         try:
             self._connection.send_bytes(request)
             answer = self._connection.recv_bytes()
-        except (EOFError, OSError) as error:  # OSError: it died in mid-message
+        except (EOFError, OSError) as error:
+            if not _was_closed(error):
+                raise
             raise PeerGone("the scheduler has closed its connection") from error
-        outcome, value, self.answer_seconds = sglang_api.deserialize(answer)
+        outcome, value = sglang_api.deserialize(answer)
         if outcome == "failed":
-            raise SchedulerFailed(f"the scheduler beside rank {self._engine.group.rank}: {value}")
+            raise SchedulerFailed(f"{self._scheduler}: {value}")
         result: T = value
         return result
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Return together() of the engine's ranks. Where the scheduler is gone, raise EngineFailed on this rank alone."""
-        group = self._engine.group
+        """Return together(work). If this rank's scheduler has closed its connection, raise EngineFailed on this rank alone."""
         try:
-            return together(work, group.process_group)
+            return together(work, self._group.process_group)
         except PeerGone as error:
             time.sleep(WATCH_SECONDS)
-            raise EngineFailed(f"the scheduler beside rank {group.rank} is gone; see {self._engine.log}") from error
+            raise EngineFailed(f"{self._scheduler} has closed its connection; see {self._log}") from error
 
 
 def socket_folder(name: str) -> Path:
-    """Return the folder of that name in which the ranks and schedulers of one host meet, short enough for sockets."""
+    """Return the folder in which the ranks and schedulers of one host meet. Its path is short enough for sockets."""
     return scratch.shared_for_sockets(len(f"/{name}/99999.socket")) / name
 
 
 @contextmanager
 def _listening(folder: Path, engine_rank: int) -> Iterator[Listener]:
-    """Make the folder and listen in it; remove what was made. accept() of the listener raises TimeoutError."""
+    """Listen on a socket in the folder, which is made if needed; remove both at the end. accept() raises TimeoutError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_private(folder)
     try:
         with Listener(str(folder / f"{engine_rank}.socket"), family="AF_UNIX") as listener:
-            # It has no timeout of its own.
+            # A Listener has no public way to set a timeout.
             listener._listener._socket.settimeout(CONNECT_SECONDS)  # type: ignore[attr-defined]
             yield listener
     finally:
-        with suppress(OSError):  # another rank's socket may still be there: the last one removes the folder
+        with suppress(OSError):  # another rank's socket may still be there; the last rank removes the folder
             folder.rmdir()
 
 
 def require_private(folder: Path) -> None:
-    """Raise PermissionError unless the folder is private to this user: what its sockets deliver is unpickled."""
+    """Raise PermissionError unless only this user can use the folder: what arrives by its sockets is unpickled."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(
-            f"{folder} must be a folder of user {os.getuid()} with mode 0700: another user may have made it"
+            f"{folder} must be a folder of user {os.getuid()} with mode 0700; another user may have made it"
         )
 
 
 def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Connect this scheduler to the trainer rank beside it, in the folder that the one name says, and serve it."""
+    """Connect this scheduler to its trainer rank and serve it on a thread. SGLang calls it as a custom weight loader.
+
+    named_tensors: one dummy tensor, whose name is the folder of the sockets.
+    """
     folder = socket_folder(named_tensors[0][0])
     try:
         require_private(folder)
         connection = Client(str(folder / f"{dist.get_rank()}.socket"), family="AF_UNIX")
     except (FileNotFoundError, ConnectionRefusedError) as error:
-        # SGLang would end this scheduler, which would look like the cause of what ended the trainer rank.
+        # The trainer rank has died. If this raised, SGLang would end the scheduler, and that would look like the cause.
         print(f"no trainer rank listens: {error!r}", file=sys.stderr, flush=True)
         return
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -157,18 +172,34 @@ def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]])
 
 @torch.no_grad()
 def _serve(model: Any, connection: Connection) -> None:
-    """Answer one request after the other until the trainer rank disconnects."""
+    """Answer requests, one after the other, until the trainer rank disconnects."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with connection, suppress(EOFError, OSError):
+    with connection:
         while True:
-            connection.send_bytes(_answer(model, device, connection.recv_bytes()))
+            try:
+                connection.send_bytes(_answer(model, device, connection.recv_bytes()))
+            except (EOFError, OSError) as error:
+                if not _was_closed(error):
+                    raise  # the engine's log must tell why, for example that there is no memory
+                return
+
+
+def _was_closed(error: EOFError | OSError) -> bool:
+    """Return whether an error of a connection says that its other end is gone.
+
+    multiprocessing gives no number to the error of a message that breaks off.
+    """
+    return isinstance(error, EOFError) or error.errno in (None, errno.EPIPE, errno.ECONNRESET)
 
 
 def _answer(model: Any, device: torch.device, request: bytes) -> bytes:
-    """Run a function of the harness, no other, between what SGLang has queued on a GPU before and what comes after."""
-    started = time.perf_counter()
+    """Run the function that a request names, and return the pickled answer: its value, or its failure.
+
+    Only functions of the harness are run. The GPU is synchronized before, so that the function sees the results of the
+    kernels that SGLang has queued, and after, so that SGLang and the trainer see the function's.
+    """
     try:
         path, argument = sglang_api.deserialize(request)
         if not path.startswith("harness."):
@@ -176,12 +207,11 @@ def _answer(model: Any, device: torch.device, request: bytes) -> bytes:
         _synchronize(device)
         value = resolve_name(path)(model, argument)
         _synchronize(device)
-        return sglang_api.serialize(("done", value, time.perf_counter() - started))
+        return sglang_api.serialize(("done", value))
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
-        failure = f"{type(error).__name__}: {error}"
-        return sglang_api.serialize(("failed", failure, time.perf_counter() - started))
+        return sglang_api.serialize(("failed", f"{type(error).__name__}: {error}"))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -190,12 +220,12 @@ def _synchronize(device: torch.device) -> None:
 
 
 def load_own(model: Any, sent: Any) -> None:
-    """Load named tensors, or what sglang_api.flattened_bucket makes of them: those of this scheduler's own rank."""
+    """Load the tensors that this scheduler's own rank sent: named ones, or a flattened bucket."""
     device = next(model.parameters()).device
     tensors = sglang_api.tensors_of_bucket(sent) if isinstance(sent, dict) else sent
     model.load_weights([(name, tensor.to(device)) for name, tensor in tensors])
 
 
 def seed_sampling(model: Any, number: int) -> None:
-    """Seed torch's default generators, from which SGLang's samplers draw."""
+    """Seed torch's default generators, which SGLang's samplers use."""
     torch.manual_seed(number)

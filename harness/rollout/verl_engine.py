@@ -1,62 +1,70 @@
-"""VerlEngine: the SPMD face of one SGLang engine. Every rank of its group makes the same call, with its own tensors.
+"""VerlEngine: one sglang.Engine in the trainer's own processes, used by a group of ranks in step (SPMD).
 
-One rank of each host builds the sglang.Engine there; the first rank of the group (tp 0, pp 0) calls it and broadcasts
-the answer. The interface is that of the VerlEngine which sglang shipped until 0.4.7.post1.
+Every rank of the group makes the same call with its own tensors. One rank of each host builds the sglang.Engine there
+(HostEngine). The group's first rank, the head, calls it and broadcasts the answer. The interface is that of the
+VerlEngine which sglang shipped until 0.4.7.post1.
 """
 
 import asyncio
-import atexit
 import multiprocessing
 import os
 import shutil
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from unittest.mock import patch
 
-import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.network import bracketed, own_address
 from harness.cluster.placement import gpu_of
-from harness.cluster.ports import PortLease
-from harness.cluster.world import child_environment, hard_exit
-from harness.rollout import engine_processes, sglang_api
+from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
 from harness.rollout.defaults import Defaults, engine_defaults
-from harness.rollout.engine_errors import EngineFailed
-from harness.rollout.engine_processes import (
-    EngineLog,
-    in_one_line,
-    output_to,
-    restore_handlers,
-    sigterm_blocked,
-    started_processes,
-)
+from harness.rollout.engine import NamedTensors
+from harness.rollout.engine_errors import EngineFailed, in_one_line
 from harness.rollout.engine_ranks import Group, locate_ranks
+from harness.rollout.host_engine import HostEngine
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, seed_sampling
-from harness.runtime import scratch
+from harness.rollout.update_group import UpdateGroup
 from harness.runtime.cpu_standins import activate
-from harness.runtime.errors import say
-from harness.runtime.processes import descendants, end_processes, is_resource_tracker
 
 T = TypeVar("T")
 
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
+RecordCall = Callable[[str, float, bool], None]
+"""record(name, seconds, succeeded), after each call of the engine and each `ask`."""
 
 
 class VerlEngine:
-    """One SGLang engine, driven by all ranks of device_mesh_cpu in step."""
+    """One SGLang engine of tp (x pp) ranks. Implements RolloutEngine; every method is a collective call of its ranks.
 
-    _every_rank_builds = False
+    Args:
+        device_mesh_cpu: mesh of the engine's ranks, with the axis tp, or the axes tp and pp.
+        nnodes: number of hosts that the ranks must be on; None accepts any number.
+        log_dir: folder for the output of the engine's processes; None makes a temporary one.
+        base_port: the first port to try. Each engine of a host takes a block of free ports from here upwards.
+        colocate: whether an engine rank shares the GPU of its trainer rank. If not, it takes one of the host's GPUs that
+            no trainer uses.
+        defaults: "harness" applies rollout/defaults.py; "sglang" leaves attention and sampling backends, CUDA graphs and
+            fusions on a GPU to SGLang.
+        on_death: called with a message, on a thread, when a process of the engine dies. By default the message is
+            printed and this process exits with code 1.
+        record_call: called after each call of the engine (on the head) and each `ask` (on every rank).
+        engine_args: all other arguments go to sglang.Engine.
+
+    Raises:
+        UnknownEngineArgument: this sglang does not have one of engine_args.
+        ValueError: the placement cannot work.
+        EngineFailed: the engine did not start (raised on every rank).
+    """
+
+    can_ask = True
 
     def __init__(
         self,
@@ -68,59 +76,106 @@ class VerlEngine:
         colocate: bool = True,
         defaults: Defaults = "harness",
         on_death: Callable[[str], None] | None = None,
+        record_call: RecordCall = lambda name, seconds, succeeded: None,
         **engine_args: Any,
     ) -> None:
-        """Build the engine; return on every rank when it serves.
-
-        The arguments are in README.md; of the harness's defaults, `dropped_defaults` are those that this sglang does not
-        have. Raises UnknownEngineArgument for an argument that it does not have, ValueError for a placement that cannot
-        work, and EngineFailed on every rank when the engine does not start.
-        """
+        """Build the engine. Return on every rank when it serves."""
         self.api = sglang_api.probe()
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         self.device_type: Literal["cpu", "cuda"] = engine_args.get("device") or auto
-        self._cpu = self.device_type == "cpu"
-        if self._cpu:
-            activate()
         checked = sglang_api.check_arguments(self.api, engine_args, engine_defaults(self.device_type, defaults))
         self.engine_args, self.dropped_defaults = checked
-        self.has_memory_saver = not self._cpu and bool(self.engine_args.get("enable_memory_saver"))
         self.group = Group.of(device_mesh_cpu)
         self._locations, self.node, self.nnodes = locate_ranks(self.group, self.device_type, colocate, nnodes)
-        self.device = torch.device("cpu")
-        if not self._cpu:  # the GPU, as this process sees it, that its engine rank runs on
-            offset = self._locations[self.group.rank].engine_offset
-            self.device = torch.device("cuda", torch.cuda.current_device() + offset)
-        self._removes_log = log_dir is None
-        folder = log_dir or Path(tempfile.mkdtemp(prefix="harness-engine-"))
-        self.log = folder / f"engine-rank{self.node.builder}.log"
-        self._engine: Any = None
-        self._channel = SchedulerChannel(self)
-        self._in_update = False
-        self._calls = ThreadPoolExecutor(1, "async_generate")
         self.has_prefixes = True
-        """Whether the prefix cache may hold keys and values of the weights before an update."""
-        self._lease: PortLease | None = None
-        self._stop_watching = threading.Event()
-        self._on_death = on_death
-        self._handlers = engine_processes.own_handlers()
-        self._scratch = scratch.engine_folder()
-        self._log = EngineLog(self.log)
-        # One key for all ranks: a scheduler fetches tensors in host memory from each trainer rank, which asks for it.
+        """Whether the prefix cache may hold keys and values that were computed with older weights."""
+        self._in_update = False
+        self._update_group: UpdateGroup | None = None  # the head's
+        self._async_calls = ThreadPoolExecutor(1, "async_generate")
+        self._record_call = record_call
+        self._removes_log = log_dir is None
+        self.log = (log_dir or Path(tempfile.mkdtemp(prefix="harness-engine-"))) / f"engine-rank{self.node.builder}.log"
+        self._channel = SchedulerChannel(self.group, self._send, self.log)
+        self._prepare_process()
+        # Only the rank that builds this host's engine has one.
+        self._host = HostEngine(self.log, base_port, on_death) if self.is_builder else None
+        self._start()
+
+    def _prepare_process(self) -> None:
+        """Make this process able to hand tensors to the schedulers."""
+        if self.device_type == "cpu":
+            activate()
+        else:
+            sglang_api.patch_reductions()
+        # A scheduler fetches a tensor in host memory from the rank that sent it, which asks for its key. The schedulers
+        # inherit the key of the rank that built them, so all ranks must have the same one.
         key = self.group.broadcast(bytes(multiprocessing.current_process().authkey))
         multiprocessing.current_process().authkey = key
-        if not self._cpu:
-            sglang_api.patch_reductions(self.api)
-        arguments = self.engine_args | self._placement_arguments(base_port)
+
+    def _start(self) -> None:
         failure: Exception | None = None
-        try:
-            if self.is_builder or self._every_rank_builds:
-                self._build(arguments)
-        except Exception as error:
-            failure = error
+        own = f"{bracketed(self._own_address())}:{self._host.ports.dist_init_port}" if self._host else None
+        address = self.group.broadcast(own)
+        if self._host:
+            try:
+                self._host.start(self._arguments(self._host, address), self._environment(), serves=self.is_head)
+            except Exception as error:
+                failure = error
         for rank, message in self.group.all_gather(failure and in_one_line(failure)).items():
             if message:
                 raise EngineFailed(f"engine start failed on rank {rank}: {message}") from failure
+
+    def _arguments(self, host: HostEngine, address: str | None) -> dict[str, Any]:
+        """Return the arguments of this host's sglang.Engine. address: where its first node listens for the others."""
+        return self.engine_args | {
+            "custom_weight_loader": [*self.engine_args.get("custom_weight_loader", ()), LOADER],
+            "tp_size": self.group.tp,
+            "pp_size": self.group.pp,
+            "nnodes": self.nnodes,
+            "node_rank": self.node.node_rank,
+            "base_gpu_id": self.node.base_gpu_id,
+            "dist_init_addr": address,
+            "port": host.ports.port,
+            "nccl_port": host.ports.nccl_port,
+        }
+
+    def _environment(self) -> dict[str, str | None]:
+        """Return the variables that the engine's processes see in addition to this process's; None removes one."""
+        changes: dict[str, str | None] = {
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # log-probs at the sampling temperature, as the trainer's
+            "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # otherwise Engine(node_rank >= 1) never returns
+            "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": None,  # otherwise a scheduler cannot open handles of other GPUs
+            **sglang_api.memory_imbalance_environment(),
+        }
+        if self.node.cuda_visible_devices is not None:
+            changes["CUDA_VISIBLE_DEVICES"] = self.node.cuda_visible_devices
+        if self.device_type == "cpu":
+            changes |= self._cpu_environment()
+        return changes
+
+    def _cpu_environment(self) -> dict[str, str]:
+        """Return SGLang's CPU mode. Each engine rank gets its trainer rank's cores, so that engines do not share any."""
+        shared = cpu_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
+        cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+        mine = [cores[self._locations[rank].local_rank] for rank in self.node.ranks]
+        if not self.api.cores_by_device:
+            tp_ranks = [self.group.ranks.index(rank) % self.group.tp for rank in self.node.ranks]
+            mine = cores_by_tp_rank(mine, tp_ranks, self.group.tp)
+        return shared | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(mine)}
+
+    def _own_address(self) -> str:
+        """Return the address at which the engine's other hosts find this one; loopback if there are none."""
+        return "127.0.0.1" if self.nnodes == 1 else own_address(os.environ)
+
+    @property
+    def version(self) -> str:
+        """The version of SGLang."""
+        return self.api.version
+
+    @property
+    def has_memory_saver(self) -> bool:
+        """Whether release and resume move memory; without the memory saver they do nothing."""
+        return self.device_type == "cuda" and bool(self.engine_args.get("enable_memory_saver"))
 
     @property
     def is_head(self) -> bool:
@@ -129,8 +184,20 @@ class VerlEngine:
 
     @property
     def is_builder(self) -> bool:
-        """Whether this rank's process is the parent of this host's schedulers."""
+        """Whether this rank's process is the parent of the schedulers on this host."""
         return self.group.rank == self.node.builder
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's engine rank, as this process numbers devices."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device() + self._locations[self.group.rank].engine_offset)
+
+    @property
+    def host(self) -> str:
+        """The host of this rank, as the run numbers its hosts."""
+        return self.node.host
 
     @property
     def visible_gpus(self) -> tuple[str, ...] | None:
@@ -141,18 +208,7 @@ class VerlEngine:
     @property
     def trainer_gpu(self) -> str | None:
         """The GPU of this rank's trainer, written as in visible_gpus; None on CPU."""
-        return None if self._cpu else gpu_of(self._locations[self.group.rank])
-
-    @property
-    def inner(self) -> Any:
-        """The sglang.Engine of this process, None where there is none."""
-        return self._engine
-
-    @property
-    def update_group_address(self) -> tuple[str, int]:
-        """On the head: its host as the engine's ranks reach it, and the leased port on which it may wait for them."""
-        assert self._lease is not None
-        return self._own_address(), self._lease.ports.update_group_port
+        return None if self.device_type == "cpu" else gpu_of(self._locations[self.group.rank])
 
     def generate(
         self,
@@ -162,290 +218,230 @@ class VerlEngine:
         return_logprob: bool = False,
         **arguments: Any,
     ) -> Any:
-        """Return what sglang.Engine.generate answers, the same on every rank; only the head's arguments count.
+        """Return what sglang.Engine.generate answers, the same on every rank. Only the head's arguments count.
 
-        prompt (text) needs an engine with a tokenizer: skip_tokenizer_init = False. input_ids: a list of prompts; the
-        answer is a list of dicts with output_ids, meta_info and, with a tokenizer, text. arguments: as this sglang
-        names them. Repeat a prompt for several samples: sampling_params n > 1 makes them depend on timing.
+        prompt: text; the engine needs skip_tokenizer_init=False. input_ids: a list of prompts; the answer is a list of
+        dicts with output_ids, meta_info and, if the engine has a tokenizer, text. arguments: others of SGLang's.
+
+        To get several samples, repeat the prompt: with n > 1 in sampling_params they would depend on timing.
         """
         arguments |= {"sampling_params": dict(sampling_params or {}), "return_logprob": return_logprob}
         arguments |= {"prompt": prompt} if input_ids is None else {"input_ids": [list(ids) for ids in input_ids]}
-        return self._generate(arguments)
-
-    def _generate(self, arguments: dict[str, Any]) -> Any:
         self.has_prefixes = True
-        return self.on_head(lambda engine: engine.generate(**arguments))
+        return self._on_head(lambda: self._recorded("generate", partial(self._engine.generate, **arguments)))
 
     async def async_generate(self, *arguments: Any, **named: Any) -> Any:
         """Return what generate does, without blocking the caller's event loop.
 
-        Several calls are answered one after the other, in the order in which they were made: the same on every rank.
+        Several calls are answered one after the other, in the order in which they were made. The order must be the same on
+        every rank.
         """
         call = partial(self.generate, *arguments, **named)
-        return await asyncio.get_running_loop().run_in_executor(self._calls, call)
+        return await asyncio.get_running_loop().run_in_executor(self._async_calls, call)
+
+    def seed(self, number: int) -> None:
+        """Make the responses from here on depend on this number alone. Pass the same number on all ranks."""
+        with self.weight_update():
+            self.ask(seed_sampling, number)
+
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        """Group the updates and asks in this block into one SGLang update session (no-op when nested).
+
+        Before 0.5.21 SGLang has no sessions. Since then it refuses updates outside of one, and at the end of each it
+        works over the whole model. Inside, weights lie as a loader leaves them.
+        """
+        if self._in_update:
+            yield
+            return
+        self._in_update = True
+        try:
+            with self._session():
+                yield
+        finally:
+            self._in_update = False
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        if not self.api.update_session:
+            yield
+            return
+        self._call("begin_weight_update")
+        # Asks in this block need a new connection, which is made by an update call. Without any update call in the
+        # session, SGLang would recompute derived tensors from what it held before the session.
+        self.disconnect()
+        try:
+            yield
+        except BaseException as first:
+            # Only this rank may have failed, so this must not be a collective call: the head closes the session alone.
+            if self.is_head:
+                try:
+                    sglang_api.call(self._engine, "end_weight_update")
+                except Exception as second:
+                    first.add_note(f"closing the update session failed too: {second}")
+            raise
+        self._call("end_weight_update")
+        self.disconnect()
 
     def update_weights_from_tensor(
         self, named_tensors: NamedTensors, load_format: str | None = None, flush_cache: bool = True
     ) -> None:
-        """Load full tensors under their checkpoint names; every rank passes the same names and its own copy.
+        """Load full tensors under their checkpoint names. Every rank passes the same names and its own copy.
 
-        named_tensors: (name, Tensor or DTensor); a DTensor is gathered over its mesh. load_format: None sends them one
-        handle each, "flattened_bucket" all in one buffer; the path of a custom loader is passed on.
-        All tensors of one call arrive together: SGLang fuses some only when their other half is in the same call.
+        named_tensors: (name, Tensor or DTensor); a DTensor is gathered over its mesh. load_format: None for one handle
+        each, "flattened_bucket" for all tensors in one buffer; the path of a custom loader is passed on.
+        SGLang fuses some tensors as it loads them; pass those that fuse in one call.
         """
         sent: Any = [(name, _full(tensor)) for name, tensor in named_tensors]
         flattened = load_format == "flattened_bucket"
         if flattened:
-            sent = sglang_api.flattened_bucket(self.api, sent)
-        if self.group.pp > 1:  # SGLang would give every stage the first one's tensors
+            sent = sglang_api.flattened_bucket(sent)
+        if self.group.pp > 1:
+            # SGLang would open the first stage's handles on every stage, so each scheduler loads from its own rank.
             with self.weight_update():
                 self.ask(load_own, sent)
             if flush_cache:
                 self.flush_cache()
         else:
-            whole = sglang_api.serialize(sent) if flattened else [(n, sglang_api.serialize(t)) for n, t in sent]
-            payloads = self.group.gather(whole)
-            self.on_head(lambda engine: self.send(engine, payloads, load_format, flush_cache))
-        del sent  # the engine has answered: only now may the memory behind the handles go
+            payload = sglang_api.serialize(sent) if flattened else [(n, sglang_api.serialize(t)) for n, t in sent]
+            self._send(self.group.gather(payload), load_format, flush_cache)
+        del sent  # the memory behind the handles must live until here, when the engine has answered
 
-    @contextmanager
-    def weight_update(self) -> Iterator[None]:
-        """Make all updates, and all that is asked, in here one session of SGLang's; inside another it does nothing.
-
-        Since 0.5.21 sglang works over the whole model at the end of each session; weights lie as a loader leaves them in
-        between. Before, there are no sessions. The connection for what is asked is made anew in it, by an update call:
-        SGLang derives tensors anew after a session without any.
-        """
-        if self._in_update:
-            yield
-            return
-        session = ExitStack()
-        if self.api.update_session:
-            self.on_head(lambda engine: session.enter_context(sglang_api.update_session(self.api, engine)))
-            self.disconnect()
-        self._in_update = True
-        try:
-            yield
-        except BaseException:
-            # Perhaps on this rank alone: the others cannot be asked to wait for an answer.
-            if self.is_head:
-                session.__exit__(*sys.exc_info())
-            raise
-        else:
-            if self.api.update_session:
-                self.on_head(lambda _: session.close())
-                self.disconnect()
-        finally:
-            self._in_update = False
-
-    def ask(self, function: Callable[[Any, Any], T], argument: object = None) -> T:
-        """Run function(model, argument) in the scheduler beside each rank; return its answer. A collective call.
-
-        function: of a module of the harness, imported there by its name. argument: this rank's own; pickled, as the
-        answer is. It runs beside SGLang's own thread: the engine must be idle. What touches weights belongs in a
-        weight_update(). Needs custom weight loaders (sglang 0.4.8).
-        A failure raises on every rank: SchedulerFailed beside the scheduler that failed, EngineFailed elsewhere; where a
-        scheduler has died, EngineFailed on the rank beside it alone.
-        """
-        return self._channel.ask(function, argument)
-
-    def seed(self, number: int) -> None:
-        """Seed the engine's sampling: what it generates then does not depend on what it has generated before.
-
-        A collective call, the number the same on all ranks; before sglang 0.4.8 it does nothing.
-        """
-        if self.api.custom_weight_loader:
-            with self.weight_update():
-                self.ask(seed_sampling, number)
-
-    @property
-    def answer_seconds(self) -> float:
-        """How long this rank's scheduler took for the last ask, its GPU included."""
-        return self._channel.answer_seconds
-
-    def disconnect(self) -> None:
-        """Let the next ask wait until every scheduler has done what SGLang's calls asked of it before.
-
-        SGLang answers for tp rank 0 of the first stage alone; not all of its calls end in a barrier of the tp ranks,
-        and none in one of the stages.
-        """
-        self._channel.close()
-
-    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Free the GPU memory of "kv_cache", "weights" or both; their contents are lost. None: all."""
-        self._move_memory("release_memory_occupation", tags)
-
-    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back. The weights must be updated before the engine generates again."""
-        self._move_memory("resume_memory_occupation", tags)
-
-    def flush_cache(self) -> None:
-        """Forget the prefix cache, whose keys and values are of the old weights."""
-        self.on_head(lambda engine: sglang_api.call(engine, "flush_cache"))
-        self.has_prefixes = False
-
-    def update_weights_from_disk(self, path: str) -> None:
-        """Load a checkpoint folder that every host of the engine can read; it may go when this returns."""
-        # By default the format is the engine's own, and "dummy" would refuse.
-        self.on_head(lambda engine: sglang_api.call(engine, "update_weights_from_disk", path, "auto"))
-        if self.api.custom_weight_loader and len(self.group.ranks) > 1:
-            self._channel.open()  # when every scheduler has loaded it
-
-    def shutdown(self) -> None:
-        """End the engine; return on every rank when its processes are gone. Twice does no harm."""
-        self.disconnect()
-        self._stop()
-        atexit.unregister(self._stop)
-        if self._removes_log:
-            shutil.rmtree(self.log.parent, ignore_errors=True)
-        self.group.barrier()
-
-    def send(self, engine: Any, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
-        """Make one update call, on the head. payloads: one for each tp rank, as update_weights_from_tensor makes them."""
+    def _send(self, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
+        """Make one update call. payloads: the head's, one for each TP rank."""
         update: Any = list(payloads)
         if load_format != "flattened_bucket":
             update = [
                 (named[0][0], sglang_api.local_serialized_tensor(self.api, [payload for _, payload in named]))
                 for named in zip(*payloads, strict=True)
             ]
-        with nullcontext() if self._in_update else sglang_api.update_session(self.api, engine):
-            sglang_api.call(
-                engine, "update_weights_from_tensor", update, load_format=load_format, flush_cache=flush_cache
-            )
+        with self.weight_update():
+            self._call("update_weights_from_tensor", update, load_format=load_format, flush_cache=flush_cache)
 
-    def _move_memory(self, method: str, tags: Sequence[str] | None) -> None:
-        arguments = sglang_api.memory_arguments(self.api, tags)
-        self.on_head(lambda engine: sglang_api.call(engine, method, **arguments))
+    def update_weights_from_distributed(self, named_tensors: NamedTensors, flush_cache: bool = True) -> None:
+        """Broadcast contiguous tensors from the head to the TP ranks, which may be on other GPUs and hosts.
+
+        The process group is opened by the first call and kept until shutdown.
+        """
+        if self.group.pp > 1:
+            raise ValueError(
+                f"parallel.pp must be 1 with an update group, got {self.group.pp}: SGLang gives every pipeline stage the"
+                " same ranks in it. Use another transport."
+            )
+        with self.weight_update():
+            self._on_head(lambda: self._head_of_update_group().broadcast(named_tensors, flush_cache))
         self.disconnect()
 
-    def on_head(self, call: Callable[[Any], T]) -> T:
-        """Run call(engine) on the head; return its value, or raise its failure, on every rank."""
+    def _head_of_update_group(self) -> UpdateGroup:
+        if self._update_group is None:
+            assert self._host is not None, "the head builds its host's engine"
+            address = self._own_address(), self._host.ports.update_group_port
+            backend = "gloo" if self.device_type == "cpu" else "nccl"
+            self._update_group = UpdateGroup(self._call_here, address, self.group.tp, backend)
+        return self._update_group
+
+    def update_weights_from_disk(self, path: str) -> None:
+        """Load a checkpoint folder that every host of the engine can read. It may be deleted when this returns."""
+        # "auto" is the checkpoint's own format. The default is the engine's, and "dummy" would load nothing.
+        self._call("update_weights_from_disk", path, "auto")
+        if len(self.group.ranks) > 1:
+            self._channel.open()  # returns when every scheduler has loaded, not only the one that answered
+
+    def flush_cache(self) -> None:
+        """Forget the prefix cache: its keys and values were computed with the old weights.
+
+        Does nothing if nothing was generated since the last flush: the call takes longer than a pull of all weights.
+        """
+        if self.has_prefixes:
+            self._call("flush_cache")
+            self.has_prefixes = False
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Free the GPU memory of "kv_cache", "weights" or both (None). Their contents are lost."""
+        self._call("release_memory_occupation", tags=None if tags is None else list(tags))
+        self.disconnect()
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back. Update the weights before the engine generates again."""
+        self._call("resume_memory_occupation", tags=None if tags is None else list(tags))
+        self.disconnect()
+
+    def ask(self, function: Callable[[Any, Any], T], argument: object = None) -> T:
+        """Run function(model, argument) in the scheduler next to each rank, and return its answer.
+
+        function: of a module of the harness; the scheduler imports it by name. argument: this rank's own. Argument and
+        answer are pickled. The function does not run on SGLang's own thread, so the engine must be idle. Call it inside
+        weight_update() if it touches weights.
+
+        A failure raises on every rank: SchedulerFailed on the rank whose scheduler failed, EngineFailed on the others. If
+        a scheduler has died, only the rank next to it raises EngineFailed.
+        """
+        return self._recorded("ask", partial(self._channel.ask, function, argument))
+
+    def disconnect(self) -> None:
+        """Make the next ask wait until every scheduler has done all that SGLang was asked before.
+
+        SGLang answers as soon as TP rank 0 of the first stage is done; the others may still be working. A new connection
+        is made by a call that stands behind all earlier ones in each scheduler's queue. So close the old one here.
+        """
+        self._channel.close()
+
+    def call_engine(self, function: Callable[[Any], T]) -> T:
+        """Run function(sglang.Engine) on the head and return its value on every rank. For what no method here offers."""
+        self.has_prefixes = True
+        return self._on_head(lambda: function(self._engine))
+
+    def shutdown(self) -> None:
+        """End the engine. Return on every rank when its processes are gone; a second call does nothing."""
+        self.disconnect()
+        try:
+            if self._update_group:
+                self._update_group.close()
+        finally:
+            if self._host:
+                self._host.stop()
+            self._update_group = None
+            if self._removes_log:
+                shutil.rmtree(self.log.parent, ignore_errors=True)
+            self.group.barrier()
+
+    @property
+    def _engine(self) -> Any:
+        """The sglang.Engine of this process. On the head alone it can be called."""
+        assert self._host is not None
+        return self._host.engine
+
+    def _call(self, method: str, *arguments: Any, **named: Any) -> None:
+        """Call a method of sglang.Engine on the head. Raise EngineRefused there, EngineFailed elsewhere, if it fails."""
+        self._on_head(lambda: self._call_here(method, *arguments, **named))
+
+    def _call_here(self, method: str, *arguments: Any, **named: Any) -> None:
+        self._recorded(method, partial(sglang_api.call, self._engine, method, *arguments, **named))
+
+    def _on_head(self, work: Callable[[], T]) -> T:
+        """Run work() on the head. Return its value, or raise its failure, on every rank."""
         outcome: tuple[str, Any] = ("value", None)
         if self.is_head:
             try:
-                outcome = ("value", sglang_api.in_its_loop(self.inner, partial(call, self.inner))())
-                self._log.answered()
+                outcome = ("value", work())
             except Exception as error:
                 self.group.broadcast(("error", in_one_line(error)))
                 raise
+            assert self._host is not None
+            self._host.log.answered()
         kind, value = self.group.broadcast(outcome)
         if kind == "error":
             raise EngineFailed(f"on rank {self.group.head}: {value}")
         return value
 
-    def _build(self, arguments: dict[str, Any]) -> None:
-        """Build the engine of this host, and watch its processes."""
-        if self.api.custom_sigquit_handler:
-            arguments["custom_sigquit_handler"] = engine_processes.ignore_signal
-        if self.api.custom_weight_loader:
-            arguments["custom_weight_loader"] = [*arguments.get("custom_weight_loader", ()), LOADER]
-        before = descendants()
-        sigquit = nullcontext() if self.api.custom_sigquit_handler else engine_processes.sigquit_raises()
-        with started_processes() as started:
-            try:
-                temporary_files = patch.object(tempfile, "tempdir", self._scratch.name)
-                with (
-                    child_environment(self._environment()),
-                    temporary_files,
-                    output_to(self.log),
-                    sigquit,
-                    sigterm_blocked(),
-                ):
-                    self._engine = self._start(arguments)
-                    if self.is_head:
-                        sglang_api.start_loop(self.inner, engine_processes.TAKEN)
-                        sglang_api.unlink_shared_memory(self.inner)
-            except Exception as error:
-                failure = self._log.start_failure(error, started)
-                end_processes(_children(before), patience_seconds=0)
-                self._scratch.cleanup()
-                raise EngineFailed(failure) from error
-            finally:
-                restore_handlers(self._handlers, engine_serves=self._engine is not None)
-        if self.inner is not None:
-            atexit.unregister(
-                self.inner.shutdown
-            )  # which would end more than the engine's processes: see sglang_api.close
-        atexit.register(self._stop)
-        self._stop_watching = engine_processes.watch_processes(_children(before), self._report_death)
-
-    def _start(self, arguments: dict[str, Any]) -> Any:
-        return sglang_api.build_engine(arguments)
-
-    def _report_death(self, name: str, pid: int, signal_name: str) -> None:
-        """Report first: to end the other processes may take seconds, in which this rank may be ended too."""
-        message = self._log.death(name, pid, signal_name)
-        if self._on_death:
-            self._on_death(message)
-        else:
-            say(message + "\n")
-        end_processes(_children(), patience_seconds=0)  # of no use without one of them, and they hold a GPU
-        self._scratch.cleanup()
-        if not self._on_death:
-            scratch.remove_what_exit_would()
-            hard_exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes
-
-    def _stop(self) -> None:
-        self._stop_watching.set()
-        if self._engine is not None:
-            engine = self.inner or self._engine
-            end_processes(_children(), lambda: sglang_api.close(engine), patience_seconds=0)
-            self._engine = None
-            restore_handlers(self._handlers, engine_serves=False)
-        self._scratch.cleanup()
-        if self._lease:
-            self._lease.close()
-            self._lease = None
-
-    def _placement_arguments(self, base_port: int) -> dict[str, Any]:
-        """Lease ports on each builder, and agree on the head's address."""
-        lease = self._lease = PortLease(base_port) if self.is_builder else None
-        own = f"{bracketed(self._own_address())}:{lease.ports.dist_init_port}" if lease else ""
-        address = self.group.broadcast(own)
-        if lease is None:
-            return {}
-        arguments: dict[str, Any] = {
-            "tp_size": self.group.tp,
-            "pp_size": self.group.pp,
-            "nnodes": self.nnodes,
-            "node_rank": self.node.node_rank,
-            "base_gpu_id": self.node.base_gpu_id,
-            "dist_init_addr": address,
-            "port": lease.ports.port,
-            "nccl_port": lease.ports.nccl_port,  # since 0.4.9
-        }
-        return {name: value for name, value in arguments.items() if name in self.api.engine_arguments}
-
-    def _own_address(self) -> str:
-        """Where the engine's other hosts find this one; loopback where there are none."""
-        return "127.0.0.1" if self.nnodes == 1 else own_address(os.environ)
-
-    def _environment(self) -> dict[str, str | None]:
-        """Return what this engine's processes see beside the parent's environment; None removes."""
-        changes: dict[str, str | None] = {
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # log-probs at the sampling temperature, as the trainer's
-            "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # else Engine(node_rank >= 1) never returns
-            "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": None,  # else a scheduler can open no handle of another GPU
-            **sglang_api.memory_imbalance_environment(self.api),
-            **scratch.variables(Path(self._scratch.name)),
-        }
-        if self.node.cuda_visible_devices is not None:
-            changes["CUDA_VISIBLE_DEVICES"] = self.node.cuda_visible_devices
-        if self._cpu:
-            # Each engine rank gets its trainer rank's share of the cores, so that engines of one host do not overlap.
-            shared = cpu_environment(int(os.environ["LOCAL_WORLD_SIZE"]))
-            cores = shared["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
-            mine = [cores[self._locations[rank].local_rank] for rank in self.node.ranks]
-            if not self.api.cores_by_device:
-                tp_ranks = [self.group.ranks.index(rank) % self.group.tp for rank in self.node.ranks]
-                mine = cores_by_tp_rank(mine, tp_ranks, self.group.tp)
-            changes |= shared | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(mine)}
-        return changes
-
-
-def _children(before: Collection[int] = ()) -> dict[int, psutil.Process]:
-    """Return what this process has started since, but multiprocessing's resource tracker, which ends with it."""
-    return {pid: child for pid, child in descendants().items() if pid not in before and not is_resource_tracker(child)}
+    def _recorded(self, name: str, call: Callable[[], T]) -> T:
+        started, succeeded = time.monotonic(), False
+        try:
+            value = call()
+            succeeded = True
+            return value
+        finally:
+            self._record_call(name, time.monotonic() - started, succeeded)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

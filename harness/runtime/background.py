@@ -1,4 +1,4 @@
-"""Work on a thread of its own, whose end and failure are waited for as a Future."""
+"""Run a function on a new thread and get its result or failure as a Future."""
 
 import threading
 from collections.abc import Callable
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T], name: str) -> "Future[T]":
-    """Run work() on a daemon thread, which does not hold up an exit when its collectives can never end."""
+    """Run work() on a daemon thread: a collective that never ends then does not keep the process from exiting."""
     future: Future[T] = Future()
 
     def target() -> None:
         try:
             future.set_result(work())
         except BaseException as error:
-            clear_frames(error.__traceback__)  # what they hold must go when the caller lets go of it
+            clear_frames(error.__traceback__)  # otherwise its frames keep the work's tensors alive
             future.set_exception(error)
 
     threading.Thread(target=target, name=name, daemon=True).start()

@@ -1,13 +1,13 @@
-"""Put the stand-ins for what CPU lacks on package registries on the path of this process and its children.
+"""Stand-ins for packages that SGLang needs on a CPU and that no registry has for the CPU.
 
-Never used on CUDA, and nothing installed is edited. The folder `standins/` goes first on sys.path and PYTHONPATH, so
-spawned and torchrun children see it too. It holds:
+activate() puts the folder `standins/` first on sys.path, and on PYTHONPATH for the processes that this one starts. It is
+never called on CUDA, and no installed file changes. The folder holds:
 
-- sgl_kernel: no CPU build is published. Importable, and every function raises NotImplementedError when called.
-- torchvision: the published build is CUDA's, and fails to import beside a CPU torch for want of two operators. The
-  stand-in declares them and hands over to the installed package.
-- harness_sglang_cpu: a SGLang plugin (entry point) without which DeepSeek's MLA cannot prefill on
-  attention_backend="torch_native".
+- sgl_kernel: no CPU build is published. The stand-in can be imported; its functions raise NotImplementedError.
+- torchvision: the published build is for CUDA. With a CPU build of torch its import fails, because two operators are
+  missing. The stand-in declares them and then loads the installed package.
+- harness_sglang_cpu: a plugin of SGLang (an entry point). Without it DeepSeek's MLA cannot prefill with
+  attention_backend = "torch_native".
 """
 
 import importlib.machinery
@@ -21,17 +21,16 @@ STANDINS = Path(__file__).resolve().parent / "standins"
 
 
 def activate() -> tuple[str, ...]:
-    """Put the stand-ins first on sys.path and PYTHONPATH, and return their names; a second call changes nothing.
+    """Put the stand-ins first on sys.path and PYTHONPATH, and return their names. A second call changes nothing.
 
-    Raises RuntimeError if sgl_kernel or torchvision was imported from elsewhere first, for then a stand-in could not
-    take its place.
+    Raise RuntimeError if sgl_kernel or torchvision was imported before, because a stand-in could not replace it then.
     """
     folder = str(STANDINS)
     if folder not in sys.path:
         for name in ("sgl_kernel", "torchvision"):
             if name in sys.modules:
                 raise RuntimeError(
-                    f"{name} is already imported; activate() must come before it, and before sglang and transformers"
+                    f"{name} is already imported; call activate() before importing it, sglang or transformers"
                 )
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != folder]
@@ -40,16 +39,16 @@ def activate() -> tuple[str, ...]:
 
 
 def make_transformers_importable() -> None:
-    """Call activate() beside a CPU build of torch, unless torchvision is imported already.
+    """Call activate() if torch is a CPU build and torchvision is not imported yet.
 
-    Every package of the harness that imports models of transformers, which import torchvision, calls it first.
+    Call it before importing models of transformers, because these import torchvision.
     """
     if "torchvision" not in sys.modules and torch_is_for_cpu():
         activate()
 
 
 def torch_is_for_cpu() -> bool:
-    """Return whether the installed torch is built without CUDA and ROCm, read from its source; False without torch."""
+    """Return whether the installed torch is built without CUDA and ROCm, without importing it. False without torch."""
     folder = installed_folder("torch")
     version = folder / "version.py" if folder else None
     if version is None or not version.is_file():
@@ -59,7 +58,7 @@ def torch_is_for_cpu() -> bool:
 
 
 def installed_folder(package: str) -> Path | None:
-    """Return the folder of an installed package, the stand-ins left aside; None if there is none."""
+    """Return the folder of an installed package that is not a stand-in, or None."""
     spec = importlib.machinery.PathFinder.find_spec(package, [entry for entry in sys.path if entry != str(STANDINS)])
     locations = spec.submodule_search_locations if spec else None
     return Path(next(iter(locations))) if locations else None

@@ -1,7 +1,11 @@
-"""What ends a run in one sentence: a user's mistake (exit code 2), a machine that cannot run it (125, which `git bisect run`
-reads as skip), or SIGTERM (143, as a shell says). Imports the standard library only.
+"""How a run ends with one sentence: a user's mistake (exit code 2), an environment that cannot run it (125, which
+`git bisect run` takes as "skip"), or SIGTERM (143, as in a shell).
+
+torchrun prints its own report after its ranks have ended, so the sentence is printed twice: at once, and below that report.
+Standard library only, because this file also runs as a script.
 """
 
+import json
 import os
 import select
 import subprocess
@@ -13,73 +17,96 @@ from pathlib import Path
 MISTAKE, CANNOT_RUN_HERE, STOPPED = 2, 125, 143
 
 SPEAK_FIRST_SECONDS = 1.0
-"""How long other ranks wait: torchrun ends all ranks at the first exit, rank 0 perhaps in mid-word."""
+"""How long the other ranks wait for rank 0 to print: torchrun ends all ranks as soon as one exits."""
 SPEAK_ALONE_SECONDS = 3.0
-"""How long a rank waits that may be the only one with this mistake; torchrun has ended it by then if rank 0 had it too."""
+"""How long a rank waits whose mistake rank 0 may not have. If rank 0 has it too, torchrun has ended this rank by then."""
 TORCHRUN_SECONDS = 60.0
-"""How long torchrun may take to end once a rank has; it sends SIGKILL to the others after 30."""
+"""How long torchrun may take to end after its first rank; it sends SIGKILL to the other ranks after 30."""
 SPEAKS_LAST = "HARNESS_SPEAKS_LAST"
-"""Variable of the process that prints below torchrun's report: it outlives the run, and the watchdog leaves it alone."""
+"""Variable of the process that prints below torchrun's report. The watchdog leaves that process alone."""
+STANDARD_ERROR = 2
 
 
 class UnsupportedEnvironment(RuntimeError):
-    """What was asked is right, but this machine or this sglang cannot do it."""
+    """The request is valid, but this machine or this SGLang cannot run it."""
 
 
 class Stopped(Exception):
-    """SIGTERM came, and all that is needed to resume is saved."""
+    """SIGTERM came, and everything that is needed to resume is saved."""
 
 
 def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
-    """Print the sentence on rank 0, at once and, under torchrun, again below torchrun's own report; return the exit code.
+    """Print the sentence on rank 0 and return the exit code. Under torchrun, print it again below torchrun's report.
 
-    alone: other ranks may not have this mistake, so each prints it, unless rank 0 has ended the run before.
+    alone: the other ranks may not have this mistake, so each rank prints its own unless rank 0 has ended the run before.
     """
     if rank:
         time.sleep(SPEAK_ALONE_SECONDS if alone else SPEAK_FIRST_SECONDS)
     if rank == 0 or alone:
         label = "stopped" if isinstance(error, Stopped) else "error"
-        sentence = f"{label}: {error}\n" if rank == 0 else f"{label} on rank {rank}: {error}\n"
-        sys.stderr.write(sentence)
-        sys.stderr.flush()
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            _say_below_torchrun(sentence)
+        say_twice(f"{label}: {error}\n" if rank == 0 else f"{label} on rank {rank}: {error}\n")
     if isinstance(error, Stopped):
         return STOPPED
     return CANNOT_RUN_HERE if isinstance(error, UnsupportedEnvironment) else MISTAKE
 
 
-def say(text: str, descriptor: int = 2) -> None:
-    """Print a block on standard error in one write, so that no line of another process comes between.
-
-    Raise nothing: the screen may be gone.
-    """
+def say(text: str, screen: int = STANDARD_ERROR) -> None:
+    """Print a block in one write, so that no line of another process comes between; ignore a screen that is gone."""
     with suppress(OSError):
-        os.write(descriptor, text.encode())
+        os.write(screen, text.encode())
 
 
-def say_after(pid: int, sentence: str) -> None:
-    """Wait until that process has ended, then print on its standard error, or on ours where that cannot be opened.
+def say_twice(text: str) -> None:
+    """Print now and, under torchrun, again below torchrun's report. torchrun's report shows the text as well."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        tell_torchrun(text.strip())
+        _say_below_torchrun(text)
 
-    Nothing if it is still there after TORCHRUN_SECONDS: the sentence has been printed once already.
+
+def tell_torchrun(error: str, traceback: str = "") -> None:
+    """Write the error file from which torchrun fills its report, as torch's @record does.
+
+    Not @record itself: it only sees exceptions that leave main(), and a failed rank ends before that.
     """
-    screen = 2
-    with suppress(OSError):  # a socket, or another user's
-        screen = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
-    with suppress(ProcessLookupError):  # it has ended already
-        if not select.select([os.pidfd_open(pid)], [], [], TORCHRUN_SECONDS)[0]:
-            return
-    os.write(screen, sentence.encode())
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": traceback or error, "timestamp": str(int(time.time()))}
+        with suppress(OSError):  # a full disk: the error is on the screen
+            Path(path).write_text(json.dumps({"message": {"message": error, "extraInfo": details}}), encoding="utf-8")
 
 
-def _say_below_torchrun(sentence: str) -> None:
-    """By a process that outlives this one: torchrun prints its report once its ranks have ended.
+def screen_of(pid: int) -> int:
+    """Open that process's standard error, which can differ from its ranks' (torchrun --tee).
 
-    The shell leaves it behind at once, so that it is no child of this rank, which ends its children when it leaves.
+    Return our own if the two are the same, or if it cannot be opened (a socket, or another user's).
     """
-    with suppress(OSError):  # no memory, or no /proc: it stands above torchrun's report then
+    theirs = Path(f"/proc/{pid}/fd/{STANDARD_ERROR}")
+    with suppress(OSError):
+        if not os.path.samestat(theirs.stat(), os.fstat(STANDARD_ERROR)):
+            return os.open(theirs, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+    return STANDARD_ERROR
+
+
+def launcher_pid() -> int:
+    """Return the pid of torchrun: the nearest ancestor that is neither a rank nor a wrapper of one."""
+    pid = os.getppid()
+    with suppress(PermissionError):  # another user's process is not a rank of ours
+        while pid > 1 and b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return pid
+
+
+def _say_below_torchrun(text: str) -> None:
+    """Leave the printing to a process that outlives this rank.
+
+    The shell detaches it at once: a child of this rank would be ended together with the rank's other children.
+    """
+    if (torchrun := launcher_pid()) == 1:
+        return  # torchrun has died before its ranks, or everything ends together with it because it is a container's process 1
+    with suppress(OSError):  # no memory, or no /proc: the text stands above torchrun's report then
         subprocess.run(
-            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-S", "-E", __file__, str(launcher_pid()), sentence],
+            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-S", "-E", __file__, str(torchrun), text],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=os.environ | {SPEAKS_LAST: "1"},
@@ -88,14 +115,17 @@ def _say_below_torchrun(sentence: str) -> None:
         )
 
 
-def launcher_pid() -> int:
-    """Return the pid of the nearest ancestor that is no rank and no wrapper of one: torchrun."""
-    pid = os.getppid()
-    with suppress(PermissionError):  # another user's, so no rank of ours
-        while pid > 1 and b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    return pid
+def _say_after(pid: int, text: str) -> None:
+    """Wait until that process has ended, then print on its standard error.
+
+    Print nothing if it is still there after TORCHRUN_SECONDS: the text has been printed once already.
+    """
+    screen = screen_of(pid)  # while the process is still there
+    with suppress(ProcessLookupError):  # it has ended already
+        if not select.select([os.pidfd_open(pid)], [], [], TORCHRUN_SECONDS)[0]:
+            return
+    say(text, screen)
 
 
 if __name__ == "__main__":
-    say_after(int(sys.argv[1]), sys.argv[2])
+    _say_after(int(sys.argv[1]), sys.argv[2])

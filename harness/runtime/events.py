@@ -1,7 +1,7 @@
-"""Phases and facts of one rank: a line each in events/rankN.jsonl; on rank 0 also on the console.
+"""What one rank does, one line each in events/rankN.jsonl: phases and facts. Rank 0 also prints some of it.
 
-A phase has a name, a start, an end, seconds and memory. While a long one lasts, rank 0 prints every few seconds what it
-waits for.
+A phase has a name, a start, an end, seconds and memory. During a long phase, rank 0 prints every ten seconds what it is
+waiting for.
 """
 
 import json
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
-
-from harness.runtime.observer import Observer
 
 PATIENCE_SECONDS = 10.0
 """How often the console names what a long phase waits for."""
@@ -52,10 +50,18 @@ class Console:
 
 
 class Gauge(Protocol):
-    """What measures memory: begin at the start of a phase, end at its end, which returns figures. Phases nest."""
+    """Measures memory. `begin` is called when a phase starts, `end` when it ends, which returns the figures. Phases nest."""
 
     def begin(self) -> None: ...
     def end(self) -> dict[str, int]: ...
+
+
+class Watcher(Protocol):
+    """Is told of phases, before and after their work, and of the error that is about to end this rank."""
+
+    def phase_begins(self, phase: str, step: int | None) -> None: ...
+    def phase_ends(self, phase: str, step: int | None) -> None: ...
+    def failed(self, error: str, traceback: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -67,13 +73,11 @@ class EventLog:
     host: str
     console: Console | None = None
     gauge: Gauge | None = None
-    """An observer sets it, once the ranks have met."""
-    observer: Observer = field(default_factory=Observer)
-    """Is called at the start and end of each phase, before and after its work."""
+    watcher: Watcher | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Durations of finished phases by name, in seconds."""
     step_phases: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """By step and name, of each finished phase: its seconds, of all its times, and the memory at its end."""
+    """Step -> phase -> seconds in total and the memory at its end, for phases that have finished."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _file: IO[str] | None = None
 
@@ -90,10 +94,11 @@ class EventLog:
             self._file.flush()
 
     def fail(self, error: str, traceback: str = "") -> None:
-        """Write the error that is about to end this rank, and announce it. From any thread."""
+        """Write the error that is about to end this rank, and tell the watcher. May be called from any thread."""
         with suppress(OSError):  # the disk may be what failed
             self.fact("failed", error=error, traceback=traceback)
-        self.observer.failed(error, traceback)
+        if self.watcher:
+            self.watcher.failed(error, traceback)
 
     def say(self, text: str) -> None:
         """Write a fact on every rank; on rank 0 print it too."""
@@ -108,7 +113,8 @@ class EventLog:
         self.fact("phase_start", phase=name, step=step)
         if self.gauge:
             self.gauge.begin()
-        self.observer.phase_begins(name, step)
+        if self.watcher:
+            self.watcher.phase_begins(name, step)
         stop = threading.Event()
         if waiting_for and self.console:
             announce = partial(_announce, self.console, f"{name}: waiting for {waiting_for}", stop)
@@ -128,7 +134,8 @@ class EventLog:
                 before = phases.get(name, {}).get("seconds", 0.0)
                 phases[name] = {**figures, "seconds": before + elapsed}
             self.fact("phase_end", phase=name, step=step, seconds=elapsed, memory=figures)
-            self.observer.phase_ends(name, step)
+            if self.watcher:
+                self.watcher.phase_ends(name, step)
         finally:
             stop.set()
 

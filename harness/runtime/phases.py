@@ -1,9 +1,9 @@
-"""The names of all phases: what run.phase_timeouts can name, and what `--cut` and `--kill` of emulated hosts can aim at."""
+"""The names of all phases, for run.phase_timeouts, run.inject, and `--cut` and `--kill` of emulated hosts."""
 
 MEET = "meet"
-"""From before the ranks meet until they have compared config, environment and locations."""
+"""Until the ranks have met and have compared config, environment and locations."""
 RUN = "run"
-"""All of the job; the other phases are inside."""
+"""The whole job; all other phases are inside it."""
 
 _ENGINE = (
     "inputs", "import_sglang", "start_engine", "first_release", "build_trainer", "load_baseline", "load_checkpoint",
@@ -14,12 +14,11 @@ _STEP = (
 )  # fmt: skip
 _VERIFY = (
     "baseline", "perturb", "sentinel", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
-    "movement",
 )  # fmt: skip
 _SYNC_JOB = ("readback", "bench")
 
 STEP_PHASES = (*_STEP, *(f"verify_{part}" for part in _VERIFY))
-"""Those that belong to a step."""
+"""Phases that belong to a step."""
 
 PHASES = (
     *(MEET, RUN, *_ENGINE, *_STEP, *(f"verify_{part}" for part in _VERIFY)),

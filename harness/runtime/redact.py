@@ -1,7 +1,8 @@
-"""Keep secrets out of what a run writes and prints: by the name of a variable, and by the shape of a value.
+"""Keep secrets out of what a run writes and prints, by the name of a variable and by the shape of a value.
 
-Everything that leaves a process of the run for a file, a console or another host's report passes here. A redacted value keeps
-four hex digits of its hash: enough to see that two ranks have different ones, too little to guess it from.
+Everything that a process of the run writes to a file, to the console or to another host's report passes through here.
+A redacted value shows four hex digits of its hash. They show that two ranks have different secrets, and do not help to
+guess one.
 """
 
 import hashlib
@@ -11,24 +12,28 @@ from collections.abc import Mapping
 SECRET_WORD = re.compile(
     r"(KEY|TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTH|AUTHORIZATION|COOKIE|BEARER)$", re.IGNORECASE
 )
-"""Ends a word of a name: HF_TOKEN, SGLANG_S3_SECRET_ACCESS_KEY, WANDB_APIKEY; not TOKENIZERS_PARALLELISM, not max_tokens."""
+"""The end of a word of a name, as in HF_TOKEN, SGLANG_S3_SECRET_ACCESS_KEY and WANDB_APIKEY. Not TOKENIZERS_PARALLELISM."""
 HARMLESS = re.compile(r"|none|null|true|false|yes|no|on|off|-?\d{1,6}(\.\d+)?", re.IGNORECASE)
-"""Values that no secret has: SGLANG_MAX_TOKEN=4096, api_key=None."""
+"""Values that are not secrets whatever the name, as in SGLANG_MAX_TOKEN=4096 and api_key=None."""
 MARK = re.compile(r"\[redacted [0-9a-f]{4}\]")
-"""What `mark` returns: redacting twice changes nothing."""
+"""What mark() returns, so that redacting twice changes nothing."""
+# The text may come from anyone and be one word of many megabytes, so each pattern below takes time in proportion to it: no
+# pattern scans a run of letters again from each of its places, and possessive quantifiers (++) keep what they took.
 SHAPES = re.compile(
     r"\b(hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abp]-[\w-]{10,}|(AKIA|ASIA)[0-9A-Z]{16}"
-    r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=\bBearer )[\w.~+/=-]{8,}"
+    r"|(?<![\w-])eyJ[\w-]{10,}+\.eyJ[\w-]{10,}+\.[\w-]+)|(?<=\bBearer )[\w.~+/=-]{8,}"
 )
-"""Values that are secrets under any name: of model hubs, clouds, code hosts, chat; JSON web tokens."""
-LOGIN = re.compile(r"(?<=://)[^/\s@'\"]+:[^/\s@'\"]+(?=@)|(?<=://)[^/\s:@'\"]{16,}(?=@)")
-"""user:password, or a token, of a URL."""
+"""Values that are secrets whatever the name: tokens of model hubs, clouds, code hosts and chats; JSON web tokens."""
+LOGIN = re.compile(r"(?<=://)[^/\s@'\"]++(?=@)")
+"""What is before the host in a URL: user:password, a token, or a user."""
+LONGEST_USER = 15
+"""A longer name before the host of a URL, without a password, is taken for a token."""
 ASSIGNED = re.compile(
-    r"(?P<name>[\w.-]*(?:(?:api|access|private|secret|account|encryption)_?key|(?:api|access|auth|hf|hub|refresh|session)_?token"
+    r"(?P<name>(?:(?:api|access|private|secret|account|encryption)_?key|(?:api|access|auth|hf|hub|refresh|session)_?token"
     r"|secret|passw(?:or)?d|passphrase|credentials?)(?:_id)?[\"']?\s*[=:]\s*[\"']?)(?P<value>[^\s\"',;()\[\]{}<&]+)",
     re.IGNORECASE,
 )
-"""NAME=value in free text, as a command line, TOML, JSON or a Python repr writes it."""
+"""NAME=value in free text, as a command line, TOML, JSON or a Python repr writes it. `name` is the end of the name."""
 
 
 def is_secret(name: str) -> bool:
@@ -37,7 +42,7 @@ def is_secret(name: str) -> bool:
 
 
 def mark(value: str) -> str:
-    """Return what stands in the place of a secret value."""
+    """Return the text that replaces a secret value."""
     return f"[redacted {hashlib.sha256(value.encode('utf-8', 'surrogateescape')).hexdigest()[:4]}]"
 
 
@@ -54,12 +59,15 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def text(given: str) -> str:
-    """Return free text (a report, a config, a traceback) without the secrets that can be told by their shape or assignment."""
+    """Return free text (a report, a config, a traceback) with secrets replaced: known shapes, logins and NAME=value."""
 
     def assigned(match: re.Match[str]) -> str:
         value = match["value"]
         return match[0] if HARMLESS.fullmatch(value) else match["name"] + mark(value)
 
-    hidden = LOGIN.sub(lambda match: mark(match[0]), given)
+    def login(match: re.Match[str]) -> str:
+        return mark(match[0]) if ":" in match[0].strip(":") or len(match[0]) > LONGEST_USER else match[0]
+
+    hidden = LOGIN.sub(login, given)
     hidden = SHAPES.sub(lambda match: mark(match[0]), hidden)
     return ASSIGNED.sub(assigned, hidden)

@@ -1,4 +1,4 @@
-"""The record of a run: how long its start took, the metrics of its steps, memory by phase; metrics.jsonl while it runs."""
+"""metrics.jsonl: a row for each step, with seconds, throughput and memory of its phases; and how long the start took."""
 
 import json
 import sys
@@ -12,28 +12,28 @@ from typing import Any
 from harness.runtime.units import MIB
 
 SUMMARIZED = ("log_prob_difference_", "sync_", "seconds/verify_")
-"""How metrics begin that verdict and report read at the end; the file alone has the others, as a run may be long."""
+"""Prefixes of the metrics that stay in memory for the verdict and the report. A run may be long: the file has the others."""
 FIGURES = ("rss", "used", "reserved", "engine", "free", "peak", "peak_reserved")
 
 Metrics = dict[str, float]
 Phases = Mapping[str, Sequence[Mapping[str, float]]]
-"""Of each phase of a step, by its name: seconds and memory, of every rank."""
+"""Phase of a step -> its seconds and memory on every rank."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RunRecord:
-    """Collect what happened on this rank; only rank 0 writes. Times are seconds."""
+    """Collects the metrics of a run. All ranks have one, and only rank 0's writes the file. Times are in seconds."""
 
     file: Path | None
-    """Where metrics are appended, a JSON object a line; None on ranks other than 0."""
+    """Rows are appended here, one JSON object on each line; None on ranks other than 0."""
     launched: float
     """UNIX time of the launch."""
     startup: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the start; first_token counts from launch."""
     steps: list[Metrics] = field(default_factory=list)
-    """Of each step's metrics, those named in SUMMARIZED."""
+    """The SUMMARIZED metrics of each step."""
     final: Metrics = field(default_factory=dict)
-    """What the check after the last update measured."""
+    """The metrics of the final check."""
 
     def __post_init__(self) -> None:
         """Count the time until now as launch and import."""
@@ -47,9 +47,9 @@ class RunRecord:
         self.startup[name] = time.monotonic() - started
 
     def add(self, metrics: Metrics, phases: Phases, tokens: Mapping[str, float]) -> dict[str, Any]:
-        """Append a step's metrics, its phases' memory and throughput to the file; return that row, keep what is SUMMARIZED.
+        """Append a step's metrics to the file, with the throughput and memory of its phases. Return the row.
 
-        tokens: how many each phase computed, of all ranks, and all of the step.
+        tokens: phase -> tokens that all ranks computed in it, and "step" for the whole step.
         """
         row = metrics | phase_seconds(phases)
         self.steps.append({sys.intern(name): value for name, value in row.items() if name.startswith(SUMMARIZED)})
@@ -59,12 +59,12 @@ class RunRecord:
         )
 
     def add_validation(self, updates: int, found: Metrics) -> dict[str, Any]:
-        """Append and return what a validation found after so many updates, each name below validation/."""
+        """Append and return the metrics of the validation after so many updates; names begin with validation/."""
         values = {"step": updates} | found
         return self._append({"kind": "validation"} | {f"validation/{name}": value for name, value in values.items()})
 
     def finish(self, final: Metrics, phases: Phases) -> dict[str, Any]:
-        """Keep, append and return the same of the check after the last update, each name below final/."""
+        """Keep, append and return the metrics of the final check; names begin with final/."""
         self.final = final | phase_seconds(phases)
         values = self.final | memory(phases)
         return self._append({"kind": "final_check"} | {f"final/{name}": value for name, value in values.items()})
@@ -72,8 +72,8 @@ class RunRecord:
     def startup_line(self, models_beside_engine: bool) -> str:
         """Return where the time to the first token went, for the console."""
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.startup.items() if name != "first_token")
-        beside = "; models beside engine" if models_beside_engine else ""
-        return f"first token {self.startup['first_token']:.1f} s after launch (seconds: {parts}{beside})"
+        meanwhile = "; models were built meanwhile" if models_beside_engine else ""
+        return f"first token {self.startup['first_token']:.1f} s after launch (seconds: {parts}{meanwhile})"
 
     def _append(self, row: dict[str, Any]) -> dict[str, Any]:
         if self.file is not None:
@@ -103,7 +103,7 @@ def phase_seconds(phases: Phases) -> Metrics:
 
 
 def throughput(tokens: Mapping[str, float], step_seconds: float, phases: Phases) -> Metrics:
-    """Return tokens_per_second/PHASE, of all ranks over the slowest one's seconds, and tokens_per_second/step."""
+    """Return tokens_per_second/PHASE: tokens of all ranks over the slowest rank's seconds; and tokens_per_second/step."""
     seconds = {phase: max(each["seconds"] for each in ranks) for phase, ranks in phases.items()} | {
         "step": step_seconds
     }
@@ -111,9 +111,11 @@ def throughput(tokens: Mapping[str, float], step_seconds: float, phases: Phases)
 
 
 def memory(phases: Phases) -> dict[str, Any]:
-    """Return, in bytes, each figure at the end of each phase (the largest over ranks; of free bytes the least); memory/max_*,
-    the most of all phases; memory/end, what is taken at the end of the step, of the GPU, or of the host where there is
-    none; and memory/ranks_mib, of all ranks in MiB.
+    """Return the memory figures of a step, in bytes.
+
+    memory/PHASE/FIGURE is the largest over the ranks at the end of the phase (for "free": the smallest). memory/max_* is
+    the largest of all phases. memory/end is what is in use at the end of the step, on the GPU, or on a host without one.
+    memory/ranks_mib has every rank's figures in MiB.
     """
     metrics: dict[str, Any] = {}
     compact: dict[str, dict[str, list[int]]] = {}

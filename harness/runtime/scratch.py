@@ -1,24 +1,29 @@
-"""A private folder for the temporary files of an engine: SGLang makes sockets there and removes none."""
+"""Private folders for temporary files: one for each rank of a run, and one for each engine.
+
+SGLang makes sockets in its temporary folder and removes none of them.
+"""
 
 import multiprocessing
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 SHARED = "HARNESS_TMPDIR"
-"""Variable: the folder for temporary files as it was before any of the run's own, the same for all processes of a host."""
+"""Environment variable with the folder for temporary files from before the run made its own, the same for a whole host."""
 LONGEST_SOCKET = 107
-"""Bytes of the path of a Unix socket, its final zero not counted."""
+"""The most bytes that the path of a Unix socket can have, without its final zero."""
 OF_ENGINE = len("/e12345678/torch-shm-dir-123456/manager.sock")
-"""An engine's own folder, and the longest path that is made in it."""
+"""Bytes of an engine's folder and the longest path made in it."""
 
 
 def remove_what_exit_would() -> None:
-    """Remove multiprocessing's folder of sockets, for a process that leaves without Python's exit."""
+    """Remove multiprocessing's folder of sockets. Call it in a process that ends without Python's exit handlers."""
     folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
@@ -30,17 +35,40 @@ def shared() -> Path:
 
 
 def shared_for_sockets(below: int) -> Path:
-    """Return shared(), or /tmp where that is too long for a socket this many bytes below it."""
+    """Return shared(), or /tmp if that is too long for a socket whose path has this many more bytes."""
     return Path(base_for(below, str(shared())))
 
 
 def engine_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a new folder (0700) for one engine; it is removed with this process's end, at the latest."""
+    """Return a new folder (0700) for one engine. It is removed when this process ends, at the latest."""
     return tempfile.TemporaryDirectory(prefix="e", dir=base_for(OF_ENGINE), ignore_cleanup_errors=True)
 
 
+def enter_run_folder(name: str) -> Path:
+    """Make a new folder (0700) and use it for all later temporary files of this process and of those that it starts.
+
+    name: the run on this host, by which remove_run_folders() finds the folder.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(name), dir=_base_of_run(name)))
+    os.environ |= variables(folder)
+    tempfile.tempdir = str(folder)
+    return folder
+
+
+def remove_run_folders(name: str) -> None:
+    """Remove this user's folders of the run, from a process that does not use one itself."""
+    for folder in Path(_base_of_run(name)).glob(f"{_prefix(name)}*"):
+        with suppress(FileNotFoundError):  # a process that is ending removes its own
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def variables(folder: Path) -> Mapping[str, str]:
-    """Return the environment of a process whose temporary files are to be made there."""
+    """Return the environment of a process that makes its temporary files there.
+
+    Compiled kernels stay where torch keeps them, because later runs use them again.
+    """
     cache = str(shared() / f"torchinductor_{psutil.Process().username()}")  # torch's own default
     return {
         "TMPDIR": str(folder),
@@ -50,6 +78,14 @@ def variables(folder: Path) -> Mapping[str, str]:
 
 
 def base_for(below: int, base: str | None = None) -> str:
-    """Return the folder for temporary files, or /tmp where that is too long for a socket this many bytes below it."""
+    """Return the folder for temporary files, or /tmp if that is too long for a socket whose path has this many more bytes."""
     base = base or tempfile.gettempdir()
     return base if len(os.fsencode(base)) + below <= LONGEST_SOCKET else "/tmp"
+
+
+def _prefix(name: str) -> str:
+    return f"{name}.tmp-"
+
+
+def _base_of_run(name: str) -> str:
+    return base_for(len(f"/{_prefix(name)}12345678") + OF_ENGINE)

@@ -1,3 +1,3 @@
-"""Units that more than one room counts in."""
+"""Units of memory, in bytes."""
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -1,4 +1,4 @@
-"""Arithmetic word problems in GSM8K's schema, made on the spot: a data set for machines that reach no hub."""
+"""Arithmetic word problems in the schema of GSM8K, made from a seed: a data set for machines without network."""
 
 import random
 
@@ -21,14 +21,14 @@ _STORIES = """
 STORIES = [
     (question[0], question[2:], answer.strip()) for question, answer in zip(_STORIES[::2], _STORIES[1::2], strict=True)
 ]
-"""Symbol, question and answer of each kind of problem: result = a <symbol> b."""
+"""(symbol, question, answer) of each kind of problem; the result is a <symbol> b."""
 
 
 def make_problems(count: int, seed: int) -> list[dict[str, str]]:
-    """Make `count` problems, {"question", "answer"}; an answer is a worked line, then a line "#### N" with N >= 0.
+    """Return problems {"question", "answer"}. An answer is a worked line and a line "#### N" with N >= 0.
 
-    The same (count, seed) gives the same problems, and a smaller count a prefix of them. Operands and
-    quotients are below 10, so a problem may repeat.
+    The same seed gives the same problems, and a smaller count the first of them. Operands and quotients are below 10, so a
+    problem may repeat.
     """
     rng = random.Random(seed)
     return [_problem(rng) for _ in range(count)]
@@ -44,7 +44,7 @@ def _problem(rng: random.Random) -> dict[str, str]:
 
 
 def _operands(symbol: str, rng: random.Random) -> tuple[int, int, int]:
-    """Return (a, b, a symbol b) with digits that make a whole, non-negative result."""
+    """Return (a, b, a <symbol> b), of which the result is a whole number >= 0."""
     if symbol == "-":
         b = rng.randint(2, 8)
         a = rng.randint(b, 9)

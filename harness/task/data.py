@@ -1,100 +1,102 @@
-"""Rows of a data set, prompts made of them, and which prompts a step takes."""
+"""The rows of a data set, the prompts made of them, and which prompts a step takes."""
 
 import json
 import random
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from harness.task.arithmetic import make_problems
 
 ARITHMETIC_SEEDS = {"train": 0, "test": 1}
-"""The splits of source "arithmetic", and the seed of each."""
+"""The splits of the source "arithmetic", and the seed of each."""
 ARITHMETIC_ROWS = 1024
-"""Rows of such a split where no number is given."""
+"""How many rows such a split has if no number is given."""
+FILES = (".jsonl", ".parquet")
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row; `where` says where it came from, for messages."""
+    """One row of a data set."""
 
     prompt: str | list[dict[str, str]]
-    """A question, for task.template, or messages {role, content}, for the tokenizer's chat template."""
+    """A question for task.template, or messages {role, content} for the tokenizer's chat template."""
     ground_truth: Any
-    """What a reward compares a response with: of an answer that ends in "#### N", the N."""
+    """What a reward compares a response with. For an answer that ends in "#### N" it is N."""
     where: str
+    """File and line, or source and row, for error messages."""
     data_source: str = ""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
-        """All its text: what a tiny model's tokenizer is trained on."""
+        """All text of the row, on which a tiny model's tokenizer is trained."""
         texts = [self.prompt] if isinstance(self.prompt, str) else [each["content"] for each in self.prompt]
         return "".join([*texts, self.extra_info.get("answer") or str(self.ground_truth)])
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt; `index` is its row's position among the rows it was made of."""
+    """A tokenized prompt. `index` is the position of its row among the rows that were tokenized."""
 
     index: int
     input_ids: list[int]
     row: Row
 
 
-def load_rows(sources: Sequence[str], split: str, rows: int = 0) -> list[Row]:
-    """Load the first `rows` rows (0: all) of a split of all sources, one after the other.
+def load_rows(sources: Sequence[str], split: str, rows: int = 0, seed: int = -1) -> list[Row]:
+    """Load the first `rows` rows (0: all) of a split, from all sources one after the other.
 
-    A source is "arithmetic", a folder with one <split>.jsonl or <split>.parquet for each split, such a file, whatever the
-    split, or a hub id. A row is verl's (`prompt`, a list of messages, `reward_model.ground_truth`, `data_source`), or has
-    the texts `question` and `answer`.
-    Raise ValueError: a missing folder or split (it names those there are), no rows, a row with a wrong field
-    (it names file, line and field), or a hub that does not answer (the cause is chained).
+    With a seed of at least 0 the rows are drawn from all of them instead: the rows that verl 0.6 and newer draws with this
+    data.seed (verl/utils/dataset/rl_dataset.py).
+
+    A source is "arithmetic", a folder with SPLIT.jsonl or SPLIT.parquet, one such file (whatever the split), or a hub id. A row
+    has verl's fields (prompt, a list of messages; reward_model.ground_truth; data_source), or the texts question and answer.
+    Raise ValueError for a source or split that is not there, for a split without rows, for a row with a wrong field (with file,
+    line and field), and for a hub that does not answer.
     """
-    found = list(islice(chain.from_iterable(_rows(source, split, rows) for source in sources), rows or None))
+    records = (
+        (record, where, source if source != "arithmetic" and is_hub_id(source) else "")
+        for source in sources
+        for where, record in read_records(source, split, rows if seed < 0 else 0)
+    )
+    found = [_row(*each) for each in islice(records, rows or None if seed < 0 else None)]
+    if seed >= 0 and 0 < rows < len(found):
+        import numpy  # --check reads rows with a Python that may have no packages
+
+        found = [found[index] for index in numpy.random.default_rng(seed).choice(len(found), size=rows, replace=False)]
     if not found:
-        raise ValueError(
-            f'task.split = "{split}" of task.source = {_shown(sources)} has no rows: it must have at least one'
-        )
+        raise ValueError(f'split "{split}" of {", ".join(sources)} has no rows; it must have at least one')
     return found
 
 
 def is_hub_id(source: str) -> bool:
-    """Return whether a `source` is the id of a data set on the hub: OWNER/NAME, where nothing here has this path.
+    """Return whether a source is the id of a data set on the hub: OWNER/NAME, and not an existing path.
 
-    Raise ValueError where it is nothing at all.
+    Raise ValueError if it cannot be a source at all.
     """
     if source == "arithmetic" or Path(source).expanduser().exists():
         return False
     if _HUB_ID.fullmatch(source):
         return True
     raise ValueError(
-        f'task.source must be arithmetic, an existing folder or file, or a hub id, OWNER/NAME, got "{source}"'
+        f'a source of rows must be arithmetic, an existing folder or file, or a hub id, OWNER/NAME, got "{source}"'
     )
-
-
-@contextmanager
-def of_validation() -> Iterator[None]:
-    """Raise a ValueError of load_rows in here with the keys of [validation] in place of [task]'s."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(re.sub(r"\btask\.(source|split)\b", r"validation.\1", str(error))) from error
 
 
 def tokenize_prompts(
     rows: list[Row], tokenizer: Any, template: str, max_prompt_tokens: int, long_prompts: Literal["filter", "error"]
 ) -> list[Prompt]:
-    """Make one prompt a row, in order, each of at most `max_prompt_tokens` tokens (special tokens counted).
+    """Return one prompt for each row, in order, with at most max_prompt_tokens tokens, special tokens included.
 
-    long_prompts "filter" leaves longer ones out. Raise ValueError: a longer prompt where it is "error", no prompts left,
-    messages for which the tokenizer has no chat template.
+    long_prompts: "filter" leaves longer prompts out, "error" raises ValueError for the first. Raise ValueError if no prompt is
+    left, or if a row has messages and the tokenizer has no chat template that takes them.
     """
     prompts = []
     for index, row in enumerate(rows):
@@ -106,22 +108,22 @@ def tokenize_prompts(
             prompts.append(Prompt(index, input_ids, row))
         elif long_prompts == "error":
             raise ValueError(
-                f"the prompt of {row.where} has {len(input_ids)} tokens: task.max_prompt_tokens = {max_prompt_tokens} "
-                "must be at least that, or task.long_prompts = filter"
+                f"the prompt of {row.where} has {len(input_ids)} tokens, more than task.max_prompt_tokens ="
+                f' {max_prompt_tokens}: raise it, or set task.long_prompts = "filter"'
             )
     if not prompts:
         raise ValueError(
-            f"none of {len(rows)} prompts has at most task.max_prompt_tokens = {max_prompt_tokens} tokens: raise it"
+            f"all {len(rows)} prompts have more than task.max_prompt_tokens = {max_prompt_tokens} tokens: raise it"
         )
     return prompts
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSampler:
-    """Which prompts a step takes: a pure function of (seed, step), so the same on every rank and after a restart.
+    """The prompts of each step: a function of seed and step, so the same on every rank and after a restart.
 
-    Each epoch is a new shuffle, cut into steps; what is left at its end, less than a step, waits for a later
-    shuffle, so that no step has a prompt twice (GRPO compares within a prompt's responses).
+    Each epoch is a new shuffle, cut into steps. A rest that is shorter than a step is dropped, so that no step has a prompt
+    twice: GRPO compares the responses to one prompt with each other.
     """
 
     prompts: list[Prompt]
@@ -131,12 +133,11 @@ class PromptSampler:
     def __post_init__(self) -> None:
         if self.prompts_per_step > len(self.prompts):
             raise ValueError(
-                f"rollout.prompts_per_step must be 1 to {len(self.prompts)}, the number of prompts, got"
-                f" {self.prompts_per_step}"
+                f"rollout.prompts_per_step = {self.prompts_per_step} is more than the {len(self.prompts)} prompts there are"
             )
 
     def batch(self, step: int) -> list[Prompt]:
-        """Return the prompts of `step`, which counts from 0 and never runs out."""
+        """Return the prompts of a step; steps count from 0 without end."""
         epoch, place = divmod(step, len(self.prompts) // self.prompts_per_step)
         order = list(range(len(self.prompts)))
         random.Random(f"{self.seed}:{epoch}").shuffle(order)
@@ -147,75 +148,67 @@ class PromptSampler:
 def _apply_chat_template(row: Row, tokenizer: Any) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the prompt of {row.where} is a list of messages, and the tokenizer of model.name has no chat template: give a"
-            " model whose tokenizer has one, such as an instruct model, or rows with question and answer"
+            f"the prompt of {row.where} is a list of messages, but the tokenizer of model.name has no chat template: use an"
+            " instruct model, or rows with question and answer"
         )
     try:
         found: list[int] = tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # jinja2's; a template may refuse roles, or their order
+    except Exception as error:  # of jinja2: a template may refuse roles, or their order
         cause = " ".join(str(error).split())
         raise ValueError(f"the prompt of {row.where} does not fit the tokenizer's chat template: {cause}") from error
     return found
 
 
-def _shown(sources: Sequence[str]) -> str:
-    return ", ".join(f'"{source}"' for source in sources)
-
-
 def read_records(source: str, split: str, rows: int = 0) -> Iterator[tuple[str, Any]]:
-    """Return where each record of one source is from, and the record as it is; of "arithmetic", the first `rows`.
+    """Yield (where it is, the record as it is) for each record of one source; for "arithmetic" the first `rows`.
 
-    Raise load_rows's ValueError, but for fields of a row.
+    Raise ValueError as load_rows does, but do not look at fields.
     """
     if source == "arithmetic":
         if split not in ARITHMETIC_SEEDS:
             splits = ", ".join(ARITHMETIC_SEEDS)
-            raise ValueError(f'task.split of source arithmetic must be one of {splits}, got "{split}"')
-        return _numbered(make_problems(rows or ARITHMETIC_ROWS, ARITHMETIC_SEEDS[split]), f"arithmetic/{split}")
+            raise ValueError(f'the split of source arithmetic must be one of {splits}, got "{split}"')
+        problems = make_problems(rows or ARITHMETIC_ROWS, ARITHMETIC_SEEDS[split])
+        return _numbered(problems, f"arithmetic/{split} row")
     if is_hub_id(source):
-        return _numbered(_hub_records(source, split), f"{source}/{split}")
+        return _numbered(_hub_records(source, split), f"{source}/{split} row")
     path = file_of(source, split)
-    return _jsonl_records(path) if path.suffix == ".jsonl" else _numbered(_parquet_records(path), str(path))
-
-
-def _rows(source: str, split: str, rows: int) -> Iterator[Row]:
-    records = read_records(source, split, rows)
-    data_source = source if source != "arithmetic" and is_hub_id(source) else ""
-    return (_row(record, where, data_source) for where, record in records)
+    return _jsonl_records(path) if path.suffix == ".jsonl" else _numbered(_parquet_records(path), f"{path} row")
 
 
 def file_of(source: str, split: str) -> Path:
-    """Return the source, where it is a file, or the one file of a folder that has the split."""
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        if folder.suffix not in (".jsonl", ".parquet"):
-            raise ValueError(f'task.source = "{source}" is a file: it must end in .jsonl or .parquet, or be a folder')
-        return folder
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".jsonl", ".parquet"))
-    matching = [path for path in files if path.stem == split]
+    """Return a source that is a file, or the one file in its folder that has the split. Raise ValueError."""
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        if path.suffix not in FILES:
+            raise ValueError(f"{source} must be a .jsonl or .parquet file, or a folder of such files")
+        return path
+    files = sorted(each for each in path.iterdir() if each.suffix in FILES)
+    matching = [each for each in files if each.stem == split]
     if not matching:
-        splits = ", ".join(path.stem for path in files) or "no jsonl or parquet file"
-        raise ValueError(f'task.split = "{split}" has no file in task.source = "{source}": there is {splits}')
+        if not files:
+            raise ValueError(f"{source} has no .jsonl or .parquet file")
+        splits = ", ".join(each.stem for each in files)
+        raise ValueError(f'{source} has no file for split "{split}"; its splits are {splits}')
     if len(matching) > 1:
-        named = " and ".join(path.name for path in matching)
-        raise ValueError(f'task.split = "{split}" must be one file, and task.source = "{source}" has {named}')
+        named = " and ".join(each.name for each in matching)
+        raise ValueError(f'split "{split}" must be one file, but {source} has {named}')
     return matching[0]
 
 
-def _numbered(records: Iterable[Any], of: str) -> Iterator[tuple[str, Any]]:
-    return ((f"{of} row {number}", record) for number, record in enumerate(records, 1))
+def _numbered(records: Iterable[Any], unit: str) -> Iterator[tuple[str, Any]]:
+    return ((f"{unit} {number}", record) for number, record in enumerate(records, 1))
 
 
 def _jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the file's lines that are not blank. `datasets` would name neither line nor field of a bad one."""
+    """Yield the lines that are not blank. `datasets` would not name the line of a bad one."""
     with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{path} line {number}"
+        for where, line in _numbered(lines, f"{path} line"):
             try:
                 if line.strip():
                     yield where, json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{where} is not JSON ({error.msg}): it must be one object a line") from error
+                raise ValueError(f"{where} is not JSON ({error.msg}): it must be one object per line") from error
 
 
 def _parquet_records(path: Path) -> Iterator[Any]:
@@ -225,7 +218,7 @@ def _parquet_records(path: Path) -> Iterator[Any]:
         for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except ArrowException as error:
-        raise ValueError(f"{path} is no parquet file: {error}") from error
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
 
 
 def _hub_records(name: str, split: str) -> Iterator[Any]:
@@ -235,64 +228,56 @@ def _hub_records(name: str, split: str) -> Iterator[Any]:
         try:
             yield from datasets.load_dataset(name, split=split)
         except ValueError as error:
-            # GSM8K on the hub has two configs, of which "main" is the plain one, and no default.
+            # GSM8K on the hub has two configs and no default; "main" is the plain one.
             if "Config name is missing" not in str(error):
                 raise
             yield from datasets.load_dataset(name, "main", split=split)
-    except Exception as error:
+    except Exception as error:  # of several libraries: no network, no such data set, no such split
         cause = " ".join(str(error).split())
         raise ValueError(
-            f'task.source = "{name}" is no folder here, and as a hub id its split "{split}" cannot be loaded: '
+            f'{name} is not a folder here, and split "{split}" of this hub id cannot be loaded: '
             f"{type(error).__name__}: {cause}"
         ) from error
 
 
 def _row(record: Any, where: str, data_source: str) -> Row:
+    """Return a record as a Row. Raise ValueError that says which field is wrong and what it must be."""
     if not isinstance(record, Mapping):
-        raise ValueError(
-            f"{where} is a {type(record).__name__}: it must be an object with question and answer, or with prompt"
-        )
+        raise ValueError(f"{where} must be an object with question and answer, or with prompt, got {_shown(record)}")
     data_source = record.get("data_source") or data_source
     if "prompt" in record:
-        return Row(
-            _messages(record, where), _ground_truth(record, where), where, data_source, record.get("extra_info") or {}
-        )
+        extra_info = record.get("extra_info") or {}
+        return Row(_messages(record["prompt"], where), _ground_truth(record, where), where, data_source, extra_info)
     for name in ("question", "answer"):
-        if name not in record:
-            raise ValueError(f"{where} has no field {name!r}: it must have question and answer, or prompt")
-        if not isinstance(record[name], str):
-            raise ValueError(f"{where} has a {type(record[name]).__name__} as {name!r}: it must be a text")
-    number = record["answer"].rpartition("####")[2].strip()
-    return Row(record["question"], number, where, data_source, {name: record[name] for name in ("question", "answer")})
+        if not isinstance(record.get(name), str):
+            got = _shown(record[name]) if name in record else "no such field"
+            raise ValueError(f"{where}: {name} must be a text, got {got}")
+    question, answer = record["question"], record["answer"]
+    ground_truth = answer.rpartition("####")[2].strip()
+    return Row(question, ground_truth, where, data_source, {"question": question, "answer": answer})
 
 
-def _messages(record: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-    found = _plain(record["prompt"])
-    if not isinstance(found, list):
-        raise ValueError(
-            f"{where} has a {type(found).__name__} as 'prompt': it must be a list of messages, role and content"
-        )
-    for number, message in enumerate(found, 1):
-        for name in ("role", "content"):
-            text = message.get(name) if isinstance(message, Mapping) else None
-            if not isinstance(text, str):
-                what = f"a {type(text).__name__} as {name!r}" if isinstance(message, Mapping) else "no fields"
-                raise ValueError(f"{where} has {what} in message {number} of 'prompt': role and content must be texts")
-    if not any(message["content"].strip() for message in found):
-        raise ValueError(f"{where} has an empty 'prompt': at least one message must have a content")
-    return [{"role": message["role"], "content": message["content"]} for message in found]
+def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
+    messages = prompt if isinstance(prompt, list) else [prompt]
+    for message in messages:
+        fields = message if isinstance(message, Mapping) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise ValueError(
+                f"{where}: prompt must be a list of messages with the texts role and content, got {_shown(message)}"
+            )
+    if not any(message["content"].strip() for message in messages):
+        raise ValueError(f"{where}: prompt must have at least one message with a content, got {_shown(prompt)}")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _ground_truth(record: Mapping[str, Any], where: str) -> Any:
     outer = record.get("reward_model")
-    found = _plain(outer.get("ground_truth")) if isinstance(outer, Mapping) else None
-    if found is None or found in ("", []):
-        raise ValueError(
-            f"{where} has no reward_model.ground_truth: it must have what a reward compares a response with"
-        )
+    found = outer.get("ground_truth") if isinstance(outer, Mapping) else None
+    if found in (None, "", []):
+        raise ValueError(f"{where}: reward_model.ground_truth must be set, for the reward to compare with")
     return found
 
 
-def _plain(value: Any) -> Any:
-    """Return lists and numbers for numpy's."""
-    return value.tolist() if hasattr(value, "tolist") else value
+def _shown(value: Any) -> str:
+    """Return a value as JSON, cut to a length that fits into a sentence."""
+    return textwrap.shorten(json.dumps(value, default=str), 80, placeholder="...")

@@ -1,6 +1,6 @@
-"""Rule-based scores of a response, in [0, 1]. Imports the standard library only.
+"""Rules that score a response, in [0, 1]. This module imports only the standard library.
 
-What needs more, MATH, a row's data_source, or a user's own function, is made by harness/tools/rewards and handed in.
+harness/tools/rewards has those that need more: MATH, a row's data_source, and a user's own function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Score = Callable[[str, Any], float]
 Reward = Callable[[str, "Row"], float]
 """(response, row) -> score."""
 MakeReward = Callable[[Iterable["Row"]], Reward]
-"""(rows that it will score) -> the reward; raises ValueError where it cannot score one of them."""
+"""(rows that it will score) -> the reward. Raises ValueError if it cannot score one of them."""
 
 _MARK = "####"
 _MARKS_AT_THE_END = re.compile(rf"(?:\s*{_MARK})+\s*$")
@@ -28,20 +28,19 @@ _NUMBER = re.compile(
     rf"(?:(?P<sign>{_SIGN})?(?:{_CURRENCY}\s*)?|{_CURRENCY}\s*(?P<inner_sign>{_SIGN}))"
     r"(?P<digits>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
-# What follows a number and would make it another one: 1,23  1.2.3  1e3  1/2  3-4  3 + 4  12:30  5 000  2 1/2
+# Text after a number that would make it another number: 1,23  1.2.3  1e3  1/2  3-4  3 + 4  12:30  5 000  2 1/2
 _CONTINUES = re.compile(r"[.,][0-9]|[eE][-+]?[0-9]|[ \t]*[-+\u2212*/^:=]?[ \t]*[0-9]")
 
 
 def extract_answer(text: str) -> Decimal | None:
-    """Return the number right after the last `####` that any text follows; None where it cannot be read in one way only.
+    """Return the number right after the last `####` that has text after it, or None if it is missing or ambiguous.
 
-    Read: a sign, a currency sign, thousands in groups of three, decimals (".5" too), and any unit behind the
-    number, with or without a space: "$1,234.50", "-$3", "+7", "12 apples", "50%" (50, not 0.5), "5.".
-    Only the first line with text after the mark counts.
+    Accepted: a sign, a currency sign, thousands in groups of three, decimals (also ".5"), and any unit after the number, with or
+    without a space: "$1,234.50", "-$3", "+7", "12 apples", "50%" (as 50), "5.". The first line with text after the mark counts.
 
-    Not read, since the first number alone would be a wrong answer: "1,23" and "0,123" (a decimal comma, or a slip in the
-    grouping), "1.2.3", "1e3" (GSM8K has no exponents, and 1 with unit "e3" would be wrong), "1/2", "3-4",
-    "3 + 4", "12:30", "5 000". Nor words before the number: "#### about 5".
+    Refused, because taking the first number would be wrong: "1,23" and "0,123" (a decimal comma, or a wrong grouping),
+    "1.2.3", "1e3" (GSM8K has no exponents), "1/2", "3-4", "3 + 4", "12:30", "5 000". Words before the number are refused too:
+    "#### about 5".
     """
     _, mark, tail = _MARKS_AT_THE_END.sub("", text).rpartition(_MARK)
     line = tail.lstrip().partition("\n")[0] if mark else ""
@@ -60,9 +59,9 @@ def gsm8k_reward(response: str, ground_truth: Any) -> float:
 
 
 def gsm8k_strict_reward(response: str, ground_truth: Any) -> float:
-    """Return verl's strict score: 1.0 if the last "#### N" is the ground truth, letter by letter but for commas, else 0.0.
+    """Return verl's strict score: 1.0 if the last "#### N" is the ground truth, character by character except for commas.
 
-    As verl/utils/reward_score/gsm8k.py: one space after the mark, within the last 300 characters; "5." is not "5".
+    The rule of verl/utils/reward_score/gsm8k.py: one space after the mark, in the last 300 characters; "5." is not "5".
     """
     found = re.findall(rf"{_MARK} (-?[0-9.,]+)", response[-300:])
     return float(bool(found) and found[-1].replace(",", "") == str(ground_truth).replace(",", ""))
@@ -74,33 +73,35 @@ def digits_reward(response: str, ground_truth: Any = "") -> float:
 
 
 REWARDS: dict[str, Score] = {"gsm8k": gsm8k_reward, "gsm8k_strict": gsm8k_strict_reward, "digits": digits_reward}
-"""task.reward -> the score of a response beside its row's ground truth."""
-HANDED_IN = ("math", "data_source")
-"""task.reward that tools/rewards makes, as it does a user's own."""
+"""task.reward -> the score of a response, given its row's ground truth."""
+HANDED_IN = ("math", "math_strict", "data_source")
+"""Values of task.reward that harness/tools/rewards makes, as it makes a user's own."""
 
 
 def is_reward(name: str) -> bool:
-    """Whether it may be a task.reward: a name from here, or module:function."""
+    """Return whether this can be a task.reward: one of the names above, or module:function."""
     module, colon, function = name.rpartition(":")
     return name in (*REWARDS, *HANDED_IN) or bool(module and colon and function.isidentifier())
 
 
 def load_reward(name: str, rows: Iterable[Row], handed_in: Mapping[str, MakeReward]) -> Reward:
-    """Return the reward that task.reward names. Raise ValueError, one sentence, where it cannot score one of the rows."""
+    """Return the reward that task.reward names. Raise ValueError if it cannot score one of the rows."""
     if name in handed_in:
         return handed_in[name](rows)
     if name not in REWARDS:
-        raise ValueError(f'task.reward = "{name}" is made by an observer, RewardMaker, which this run was not given')
+        raise ValueError(
+            f'task.reward = "{name}" is not one of {", ".join(REWARDS)}, and is not in the argument rewards of harness.run.run'
+        )
     check_numbers(name, rows)
     score = REWARDS[name]
     return lambda response, row: score(response, row.ground_truth)
 
 
 def check_numbers(name: str, rows: Iterable[Row]) -> None:
-    """Raise ValueError for a row whose ground truth is no number, where the reward compares numbers."""
+    """Raise ValueError for a row whose ground truth is not a number, if the reward compares numbers."""
     for row in rows if name == "gsm8k" else ():
         if extract_answer(f"{_MARK} {row.ground_truth}") is None:
             raise ValueError(
-                f'{row.where} has the ground truth "{row.ground_truth}", which is no number, as task.reward = "gsm8k" needs: an'
-                ' answer must end in "#### N"'
+                f'{row.where} has the ground truth "{row.ground_truth}", but task.reward = "gsm8k" needs a number: an answer'
+                ' must end in "#### N"'
             )

@@ -1,14 +1,15 @@
-"""All ranks of a run have one config, and one environment where it changes what torch, NCCL, CUDA and SGLang do."""
+"""Check that all ranks of a run have the same config, and the same variables that change what torch, NCCL and SGLang do."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from harness.cluster.network import ADDRESS_VARIABLES
 from harness.cluster.world import WorldError, all_gather, behaviour
 from harness.config.layers import digest
-from harness.runtime.observer import Observer, RunContext
+from harness.observer import Observer, RunContext
+from harness.tools.ranks import values_in_words
 
-# These differ between ranks by design: placement and the choice of a network handle them.
+# These may differ between ranks: placement and the choice of a network take care of them.
 RANK_OWN_VARIABLES = {
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
@@ -19,7 +20,7 @@ RANK_OWN_VARIABLES = {
 
 
 class Agreement(Observer):
-    """Ends a run whose ranks have different configs; warns of variables that differ."""
+    """Ends a run whose ranks have different configs, and warns about variables that differ."""
 
     def met(self, run: RunContext) -> None:
         for sentence in check_agreement(digest(run.config), os.environ):
@@ -29,28 +30,17 @@ class Agreement(Observer):
 def check_agreement(config_digest: str, environment: Mapping[str, str]) -> list[str]:
     """Compare the config and the behaviour-changing environment of all ranks; the same result on every rank.
 
-    Return one sentence for each variable that differs, with its values by rank. Raise WorldError when the configs
-    differ: those ranks would run different programs.
+    Return one sentence for each variable that differs, with its values by rank. Raise WorldError if the configs differ,
+    because those ranks would run different programs.
     """
     mine = {name: value for name, value in behaviour(environment).items() if name not in RANK_OWN_VARIABLES}
     digests, environments = zip(*all_gather((config_digest, mine)), strict=True)
     if len(set(digests)) > 1:
         raise WorldError(
-            f"the resolved config differs between ranks ({by_rank([d[:8] for d in digests])});"
+            f"the resolved config differs between ranks ({values_in_words({rank: each[:8] for rank, each in enumerate(digests)})});"
             " start every host with the same files and overrides."
         )
     names = sorted(set().union(*environments))
-    values = {name: [each.get(name) for each in environments] for name in names}
-    return [f"{name} differs between ranks: {by_rank(seen)}" for name, seen in values.items() if len(set(seen)) > 1]
-
-
-def by_rank(values: Sequence[object]) -> str:
-    """Group ranks by value: "0 on ranks 0, 2; unset on rank 1"; an empty string is shown as two quotes."""
-    groups: dict[object, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    parts = []
-    for value, ranks in groups.items():
-        shown = "unset" if value is None else '""' if value == "" else value
-        parts.append(f"{shown} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
-    return "; ".join(parts)
+    values = {name: {rank: each.get(name) for rank, each in enumerate(environments)} for name in names}
+    different = {name: seen for name, seen in values.items() if len(set(seen.values())) > 1}
+    return [f"{name} differs between ranks: {values_in_words(seen)}" for name, seen in different.items()]

@@ -1,8 +1,7 @@
-"""Command lines, with the standard library alone: --help must work on a Python that has nothing else.
+"""Read command lines with only the standard library, because --help must work on a Python that has nothing else.
 
-`read_options` makes a parser of any dataclass: a field is an option, the text below it the help; str, int, float, bool,
-Literal, `| None`, tuples (all values after one option) and lists (one value each time). `parse` is the command line of a
-run: options, TOML files, and --section.key VALUE.
+`parse` reads the command line of a run: TOML files, --section.key VALUE, and the options in RunOptions. `read_options` reads
+the options of any other script: they are the fields of a dataclass, and the text below a field is its help.
 """
 
 import argparse
@@ -15,87 +14,93 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
-from harness.config.layers import COMMAND_LINE, KINDS, ConfigError, build_config, nearest, override_layer, read_layer
-from harness.config.rules import check
-from harness.config.schema import Config
+from harness.config.layers import (
+    COMMAND_LINE,
+    KINDS,
+    ConfigError,
+    Layer,
+    build_config,
+    key_types,
+    nearest,
+    override_layer,
+    read_layer,
+    toml_value,
+)
+from harness.config.resolve import SECTIONS, resolve
+from harness.config.schema import Config, Updates
 from harness.tools.fault_spec import check_fault
 
 T = TypeVar("T")
 WIDEST = 120
+COMMON = (
+    "model.name", "engine.device", "parallel.dp", "parallel.tp", "run.steps", "run.seed", "run.dir", "task.source",
+    "task.reward", "rollout.prompts_per_step", "rollout.responses_per_prompt", "rollout.max_response_tokens",
+    "algorithm.advantage", "actor.learning_rate", "actor.minibatch_size", "weights.transport", "weights.verify",
+    "engine.args", "checkpoint.every",
+)  # fmt: skip
+"""The keys that --help shows first, with the first sentence of their text."""
 READER_GONE = 141
-"""What a shell says of a program that SIGPIPE ended, such as `yes` in `yes | head`."""
+"""The exit code that a shell gives a program that SIGPIPE ended, such as `yes` in `yes | head`."""
 
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """What a command line says beside the config."""
+    """Options that are not part of the config."""
 
-    dry_run: bool = False
-    """Print where every rank and engine would be, and start nothing."""
-    json: bool = False
-    """With --dry-run: as JSON."""
     check: bool = False
-    """Check the config and stop."""
+    """Only check whether the config can work, and say what could not be checked."""
+    dry_run: bool = False
+    """Only print where every rank and engine would be, and whether they fit in the memory of the GPUs."""
     nnodes: int = 1
-    """With --dry-run or --check: hosts."""
+    """With --dry-run or --check: the number of hosts."""
     nproc_per_node: int = 0
-    """With --dry-run or --check: ranks of a host; 0 means the mesh spread evenly over the hosts."""
+    """With --dry-run or --check: ranks on each host; 0 spreads the mesh evenly over the hosts."""
     gpu_memory_gib: float = 0.0
-    """With --dry-run: memory of a GPU, for the estimate of what fits; 0 means 80, that of an A100 or H100. An H200 has 140."""
+    """With --dry-run: memory of one GPU in GiB; 0 means 80 (A100, H100). An H200 has 140."""
     cuda_visible_devices: list[str] = field(default_factory=list)
-    """With --dry-run: CUDA_VISIBLE_DEVICES of each host, in order; one for all hosts, or none for unset."""
+    """With --dry-run: CUDA_VISIBLE_DEVICES, once for all hosts, or once for each host in order. Default: unset."""
     inject: list[str] = field(default_factory=list)
-    """A fault to inject, KIND@PHASE[:rank][:step]; may be given more than once. Replaces run.inject."""
-    save_rollouts: str = ""
-    """Folder for each step's responses: rollout.save."""
-    load_rollouts: str = ""
-    """Folder of saved responses, on which the learner runs alone: rollout.load."""
-    rollouts_only: bool = False
-    """Run the engine alone, with nothing to learn: rollout.only."""
+    """Inject a fault, KIND@PHASE[:RANK][:STEP]; may be repeated. Replaces run.inject, which describes the kinds."""
 
 
 class Command(NamedTuple):
-    """A parsed command line, its config checked."""
+    """A parsed command line. Its config has passed the rules that need no facts."""
 
     config: Config
     options: RunOptions
 
 
-def parse(arguments: Sequence[str], script_options: type | None = None) -> Command:
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError, one sentence."""
+        raise ConfigError(message.removeprefix("argument ").replace(": must be", " must be") + ".")
+
+
+def parse(
+    arguments: Sequence[str],
+    script_options: type | None = None,
+    sections: Collection[str] = SECTIONS,
+    base: Sequence[Layer] = (),
+) -> Command:
     """Read `[FILE.toml ...] [--section.key VALUE ...] [--dry-run ...]`. Raise ConfigError for anything else.
 
-    script_options: those that the script has read before, in place of RunOptions in a hint at the nearest one.
+    script_options: the options that the script itself has read, for the hint at the nearest one.
+    sections: those of the config that the script uses.
+    base: layers that were read already; files and options come over them.
     """
     options, rest = _parse_known(RunOptions, arguments)
-    files: list[str] = []
-    overrides: list[tuple[str, str]] = []
-    while rest:
-        word = rest.pop(0)
-        key, has_value, value = word.removeprefix("--").partition("=")
-        if word.endswith(".toml") and not word.startswith("--"):
-            files.append(word)
-            continue
-        if not word.startswith("--"):
-            what = f'"{word}" ({COMMAND_LINE}) must be a TOML file or an option'
-            raise ConfigError(f"{what}; write --section.key VALUE, or FILE.toml.")
-        if "." not in key:
-            raise _unknown_option(script_options or RunOptions, word, "config keys are written --section.key VALUE")
-        if not has_value:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"--{key} ({COMMAND_LINE}) has no value; write --{key} VALUE.")
-            value = rest.pop(0)
-        overrides.append((key.replace("-", "_"), value))
+    files, overrides = _split(rest, script_options or RunOptions)
     if options.inject:
         overrides = [pair for pair in overrides if pair[0] != "run.inject"]
         overrides.append(("run.inject", json.dumps(options.inject)))
-    halves = {"save": options.save_rollouts, "load": options.load_rollouts, "only": "true" * options.rollouts_only}
-    overrides += [(f"rollout.{name}", text) for name, text in halves.items() if text]
-    config = build_config([*map(read_layer, files), override_layer(overrides)])
-    check(config)
+    config = build_config([*base, *map(read_layer, files), override_layer(overrides)])
+    resolve(config, sections=sections)
     for text in config.run.inject:
         try:
             check_fault(text, config)
@@ -103,13 +108,6 @@ def parse(arguments: Sequence[str], script_options: type | None = None) -> Comma
             raise ConfigError(f'run.inject = "{text}" cannot work: {error}.') from error
     _check_options(options, config)
     return Command(config, options)
-
-
-def print_help(prog: str, description: str) -> None:
-    """Print all options and keys of a run with type, default and meaning."""
-    sections = {each.name: type(getattr(Config(), each.name)) for each in fields(Config)}
-    usage = "[FILE.toml ...] [--section.key VALUE ...] [OPTION ...]"
-    print(_help_text(prog, description, {"options": RunOptions, **sections}, usage))
 
 
 def read_options(kind: type[T], prog: str, description: str, words: Sequence[str]) -> T:
@@ -124,61 +122,108 @@ def read_options(kind: type[T], prog: str, description: str, words: Sequence[str
 
 
 def read_known_options(kind: type[T], prog: str, description: str, words: Sequence[str]) -> tuple[T, list[str]]:
-    """Read as read_options does, and return the words that are none of these options too."""
+    """Read options as read_options does, and return the words that are not among them too."""
     if {"-h", "--help"} & set(words):
-        print(_help_text(prog, description, {"options": kind}))
+        print(f"usage: {prog} [OPTION ...]\n\n{description.strip()}\n\noptions:\n{_options_help(kind())}")
         raise SystemExit(0)
     return _parse_known(kind, words)
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError where argparse prints its usage and exits."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError, one sentence."""
-        raise ConfigError(message.removeprefix("argument ").replace(": must be", " must be") + ".")
-
-
-def _help_text(prog: str, description: str, sections: dict[str, type], usage: str = "[OPTION ...]") -> str:
-    """List every field of each section with type, default and meaning; a section's options are SECTION.FIELD."""
-    width = min(shutil.get_terminal_size().columns, WIDEST)
-    lines = [f"usage: {prog} {usage}", "", description.strip(), ""]
-    for title, kind in sections.items():
-        lines += [f"{title}: {inspect.getdoc(kind) or ''}", ""]
-        docs = dict(pair for each in reversed(kind.__mro__[:-1]) for pair in _docs_of(each))
-        for each in fields(kind):
-            name = _option(each.name) if title == "options" else f"--{title}.{each.name}"
-            default = each.default_factory() if each.default_factory is not MISSING else each.default
-            value = "" if default in ("", (), {}, [], None, False) else f"  (default: {default!r})"
-            lines.append(f"  {name}{_value_name(each.type)}{value}")
-            lines += textwrap.wrap(docs.get(each.name, ""), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        lines.append("")
-    return "\n".join(lines).rstrip()
+def print_help(prog: str, description: str) -> None:
+    """Print all options and keys of a run with type, default and meaning, the common keys first."""
+    print(f"usage: {prog} [FILE.toml ...] [--section.key VALUE ...] [OPTION ...]\n\n{description.strip()}")
+    print(f"\noptions:\n{_options_help(RunOptions())}")
+    config = Config()
+    print("\ncommon keys:\n  All keys follow below, section by section.\n")
+    for key in COMMON:
+        print(_key_help(config, key, first_sentence=True))
+    shared = {each.name for each in fields(Updates)}
+    for section in fields(Config):
+        values = getattr(config, section.name)
+        print(f"\n{section.name}:\n{_wrapped(inspect.getdoc(type(values)) or '', 2)}")
+        if section.name == "critic":
+            print(_wrapped(_critic_defaults(config), 2))
+        print()
+        for each in fields(values):
+            if section.name != "critic" or each.name not in shared:
+                print(_key_help(config, f"{section.name}.{each.name}"))
 
 
-def _parse_known(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
-    parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for each in fields(kind):  # type: ignore[arg-type]
-        parser.add_argument(_option(each.name), dest=each.name, **_argument(each.type))
-    given, rest = parser.parse_known_args(list(words))
-    tuples = {each.name for each in fields(kind) if get_origin(each.type) is tuple}  # type: ignore[arg-type]
-    return kind(**{name: tuple(value) if name in tuples else value for name, value in vars(given).items()}), rest
+def _critic_defaults(config: Config) -> str:
+    """Return one sentence on the keys that the critic shares with the actor."""
+    pairs = [
+        (each.name, getattr(config.actor, each.name), getattr(config.critic, each.name)) for each in fields(Updates)
+    ]
+    other = [f"--critic.{name} {toml_value(critic)}" for name, actor, critic in pairs if actor != critic]
+    return f"It also has the actor's keys from {pairs[0][0]} to {pairs[-1][0]}; other defaults: {', '.join(other)}."
 
 
-def _unknown_option(kind: type, word: str, otherwise: str) -> ConfigError:
-    name, options = word.partition("=")[0], [_option(each.name) for each in fields(kind)]
-    return ConfigError(f"{name} ({COMMAND_LINE}) is not an option; {nearest(name, options, otherwise)}.")
+def _key_help(config: Config, key: str, first_sentence: bool = False) -> str:
+    """Return a key of the config with its type, meaning and default."""
+    section, _, name = key.partition(".")
+    values = getattr(config, section)
+    [item] = [each for each in fields(values) if each.name == name]
+    text = _docs_of(type(values))[name]
+    if first_sentence:
+        text = text.split(". ")[0].rstrip(".") + "."
+    option = f"--{key}"
+    if get_origin(item.type) is dict:
+        option += ".NAME"
+    else:
+        text += _default_text(getattr(values, name))
+    return _entry(f"{option} {_value_name(item.type)}{',...' * (get_origin(item.type) is tuple)}", text)
+
+
+def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
+    """Call main and exit with what it returns; print no traceback when the reader of a pipe is gone, as in `... | head`."""
+    try:
+        try:
+            code: int | str | None = main(*arguments)
+        except SystemExit as end:  # of --help
+            code = end.code
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more as it ends
+        code = READER_GONE
+    sys.exit(code)
+
+
+def _split(words: list[str], options: type) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the TOML files, and the keys of the config with their values."""
+    files: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    kinds, rest = key_types(), list(words)
+    while rest:
+        word = rest.pop(0)
+        key, has_value, value = word.removeprefix("--").replace("-", "_").partition("=")
+        if not word.startswith("--"):
+            if not word.endswith(".toml"):
+                what = f'"{word}" ({COMMAND_LINE}) must be a TOML file or an option'
+                raise ConfigError(f"{what}; write --section.key VALUE, or FILE.toml.")
+            files.append(word)
+            continue
+        if "." not in key:
+            raise _unknown_option(options, word, "config keys are written --section.key VALUE")
+        if has_value:
+            value = word.partition("=")[2]
+        elif kinds.get(key) is bool and (not rest or rest[0] not in ("true", "false")):
+            value = "true"  # --model.packed without a value
+        elif rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        else:
+            raise ConfigError(f"--{key} ({COMMAND_LINE}) has no value; write --{key} VALUE.")
+        overrides.append((key, value))
+    return files, overrides
 
 
 def _check_options(options: RunOptions, config: Config) -> None:
-    """Check combinations of options, and set nproc_per_node where it is to be derived."""
+    """Check combinations of options, and derive nproc_per_node if it is not given."""
     hosts, memory, lists = options.nnodes, options.gpu_memory_gib, len(options.cuda_visible_devices)
     ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
     unused = f"({COMMAND_LINE}) is for --dry-run; add it"
     even = f"must divide the mesh of {ranks} ranks, got {hosts}; or give --nproc-per-node"
     each = f"must be given once, or once for each of --nnodes {hosts}, got {lists}"
     for kept, option, text in (
-        (options.dry_run or not options.json, "json", unused),
         (options.dry_run or not memory, "gpu-memory-gib", unused),
         (hosts >= 1, "nnodes", f"must be at least 1, got {hosts}"),
         (options.nproc_per_node >= 0, "nproc-per-node", f"must be at least 0, got {options.nproc_per_node}"),
@@ -191,22 +236,60 @@ def _check_options(options: RunOptions, config: Config) -> None:
     options.nproc_per_node = options.nproc_per_node or ranks // hosts
 
 
+def _parse_known(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for each in fields(kind):  # type: ignore[arg-type]
+        parser.add_argument(_option(each.name), dest=each.name, **_reading(each.type))
+    given, rest = parser.parse_known_args(list(words))
+    tuples = {each.name for each in fields(kind) if get_origin(each.type) is tuple}  # type: ignore[arg-type]
+    return kind(**{name: tuple(value) if name in tuples else value for name, value in vars(given).items()}), rest
+
+
+def _options_help(defaults: Any) -> str:
+    """Return the help of the options that are the fields of a dataclass, given an instance with the default values."""
+    docs = _docs_of(type(defaults))
+    lines = [_wrapped(inspect.getdoc(type(defaults)) or "", 2), ""]
+    for each in fields(defaults):
+        value = "" if each.type is bool else _value_name(each.type)
+        text = docs[each.name] + _default_text(getattr(defaults, each.name))
+        lines.append(_entry(f"{_option(each.name)} {value}", text))
+    return "\n".join(lines)
+
+
+def _entry(name: str, text: str) -> str:
+    return f"  {name.rstrip()}\n{_wrapped(text, 6)}"
+
+
+def _wrapped(text: str, indent: int) -> str:
+    width, margin = min(shutil.get_terminal_size().columns, WIDEST), " " * indent
+    return textwrap.fill(text, width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
+
+
+def _default_text(default: Any) -> str:
+    return f" (default: {toml_value(default)})" if default is not None else ""
+
+
+def _unknown_option(kind: type, word: str, otherwise: str) -> ConfigError:
+    name, options = word.partition("=")[0], [_option(each.name) for each in fields(kind)]
+    return ConfigError(f"{name} ({COMMAND_LINE}) is not an option; {nearest(name, options, otherwise)}.")
+
+
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _argument(kind: Any) -> dict[str, Any]:
+def _reading(kind: Any) -> dict[str, Any]:
     """Return how argparse reads a value of this type."""
     if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_true"}
     if get_origin(kind) is tuple:
-        return _argument(get_args(kind)[0]) | {"nargs": "+", "action": "extend"}
+        return _reading(get_args(kind)[0]) | {"nargs": "+", "action": "extend"}
     if get_origin(kind) is list:
-        return _argument(get_args(kind)[0]) | {"action": "append"}
+        return _reading(get_args(kind)[0]) | {"action": "append"}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if isinstance(kind, types.UnionType):
-        return _argument(get_args(kind)[0])
+        return _reading(get_args(kind)[0])
 
     def read(text: str) -> Any:
         try:
@@ -218,35 +301,25 @@ def _argument(kind: Any) -> dict[str, Any]:
 
 
 def _value_name(kind: Any) -> str:
-    """Return what follows an option's name: the kind of its value."""
+    """Return what --help prints for a value of this type."""
     if get_origin(kind) in (tuple, list) or isinstance(kind, types.UnionType):
         return _value_name(get_args(kind)[0])
     if get_origin(kind) is Literal:
-        return " " + "|".join(map(str, get_args(kind)))
+        return "|".join(map(str, get_args(kind)))
     if get_origin(kind) is dict:
-        return ".NAME VALUE"
-    return "" if kind is bool else f" {kind.__name__.upper()}"
+        return "VALUE"
+    return "[true|false]" if kind is bool else kind.__name__.upper()
 
 
-def _docs_of(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield the name of each field that a dataclass defines itself, and the string below it."""
+def _docs_of(kind: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass and of its bases, by the field's name."""
+    return {name: text for each in reversed(kind.__mro__[:-1]) for name, text in _own_docs(each)}
+
+
+def _own_docs(kind: type) -> Iterator[tuple[str, str]]:
     [node] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(node, ast.ClassDef)
     for statement, below in zip(node.body, node.body[1:], strict=False):
         is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
             yield statement.target.id, " ".join(str(below.value.value).split())  # type: ignore[attr-defined]
-
-
-def exit_with(main: Callable[..., int], *arguments: object) -> NoReturn:
-    """Call it, and end this process with what it returns; without a traceback into a closed pipe, as in `... | head`."""
-    try:
-        try:
-            code: int | str | None = main(*arguments)
-        except SystemExit as end:  # of argparse's --help
-            code = end.code
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more as it ends
-        code = READER_GONE
-    sys.exit(code)

@@ -1,13 +1,17 @@
-"""environment.json: host, device, versions and variables of every rank of a run."""
+"""environment.json: the host, device, package versions and variables of every rank of a run."""
 
 import json
 import os
 import platform
 from importlib import metadata
 
-from harness.runtime.observer import Observer, RunContext
+from harness.observer import Observer, RunContext
 
-PACKAGES = ("torch", "sglang", "transformers", "torch_memory_saver", "datasets", "accelerate")
+PACKAGES = (
+    "torch", "sglang", "transformers", "torch_memory_saver", "sglang-kernel", "sgl-kernel", "flashinfer-python", "triton",
+    "datasets", "accelerate", "safetensors", "numpy",
+)  # fmt: skip
+NOT_INSTALLED = "not installed"
 
 
 class EnvironmentFile(Observer):
@@ -33,11 +37,11 @@ class EnvironmentFile(Observer):
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and PACKAGES, "not installed" where one is missing."""
+    """Return the versions of Python and PACKAGES, from their metadata, because importing SGLang takes 17 s."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
+            found[package] = NOT_INSTALLED
     return found

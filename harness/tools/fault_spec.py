@@ -1,4 +1,4 @@
-"""Injected faults, as a config and the command line write them: KIND@PHASE[:rank][:step]."""
+"""Parse the faults of run.inject and --inject: KIND@PHASE[:rank][:step]."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from harness.config.schema import Config
 from harness.runtime.phases import MEET, PHASES, STEP_PHASES
 
 ANYWHERE = ("exception", "kill", "stop", "hang", "slow", "oom", "full-disk")
-"""Kinds that need nothing of a phase but a process in it."""
+"""Kinds that can happen in any phase."""
 AT = {
     "nan-gradient": ("update_actor", "update_critic"),
     "nan-weight": ("resume_weights", "sync"),
@@ -16,7 +16,7 @@ AT = {
     "dropped-bucket": ("sync",),
     "lost-message": ("sync",),
 }
-"""Kinds that need what a phase works with, and these phases."""
+"""Kinds that change what a phase works with -> the phases in which they can happen."""
 KINDS = (*ANYWHERE, *AT)
 
 _FAULT = re.compile(r"(?P<kind>[^@:]+)@(?P<phase>[^@:]+)(?::(?P<rank>\d*))?(?::(?P<step>\d+))?")
@@ -24,7 +24,7 @@ _FAULT = re.compile(r"(?P<kind>[^@:]+)@(?P<phase>[^@:]+)(?::(?P<rank>\d*))?(?::(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One thing to go wrong, once; where step is None, whenever the phase comes first."""
+    """One fault, which happens once. If step is None, it happens when the phase first begins."""
 
     kind: str
     phase: str
@@ -35,12 +35,12 @@ class Fault:
         return f"{self.kind}@{self.phase}:{self.rank}" + ("" if self.step is None else f":{self.step}")
 
     def matches(self, phase: str, step: int | None) -> bool:
-        """Return whether this phase is meant."""
+        """Return whether the fault happens in this phase."""
         return phase == self.phase and self.step in (None, step)
 
 
 def parse_fault(text: str) -> Fault:
-    """Read one fault. Raise ValueError whose message ends a sentence that begins with key and value."""
+    """Read one fault. Raise ValueError; its message completes a sentence that begins with the key and its value."""
     match = _FAULT.fullmatch(text)
     if not match:
         raise ValueError("write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2")
@@ -48,13 +48,13 @@ def parse_fault(text: str) -> Fault:
     for what, name, names in (("kind", kind, KINDS), ("phase", phase, PHASES)):
         if name not in names:
             hint = nearest(name, names, f"the {what}s are {', '.join(names)}")
-            raise ValueError(f"there is no {what} {name}; {hint}")
+            raise ValueError(f"{name} is not a {what}; {hint}")
     if phase not in AT.get(kind, PHASES):
-        raise ValueError(f"{kind} has nothing to act on in {phase}; it can be at {' or '.join(AT[kind])}")
+        raise ValueError(f"{kind} cannot happen in {phase}, only in {' or '.join(AT[kind])}")
     if kind == "full-disk" and phase == MEET:
-        raise ValueError("ranks that have not met have no run directory whose disk could be full; use a later phase")
+        raise ValueError("the run directory does not exist before the ranks have met; use a later phase")
     if step is not None and phase not in STEP_PHASES:
-        raise ValueError(f"{phase} belongs to no step; leave the step out")
+        raise ValueError(f"{phase} does not belong to a step; leave the step out")
     return Fault(kind=kind, phase=phase, rank=int(match["rank"] or 0), step=None if step is None else int(step))
 
 
@@ -65,8 +65,8 @@ def check_fault(text: str, config: Config) -> None:
     if fault.rank >= ranks:
         raise ValueError(f"the mesh has the ranks 0 to {ranks - 1}")
     if (fault.step or 0) > steps:  # the last update is synced, and rolled out with, once more
-        raise ValueError(f"run.steps = {steps}, so the last step with a phase is {steps}")
+        raise ValueError(f"the steps are 0 to {steps - 1}, and {steps} is the final check")
     if fault.kind == "lost-message" and transport != "pull":
-        raise ValueError(f'weights.transport = "{transport}" sends no messages of its own; use "pull"')
+        raise ValueError(f'weights.transport = "{transport}" sends no such messages; use "pull"')
     if fault.phase == "update_critic" and not config.algorithm.has_critic:
         raise ValueError(f'algorithm.advantage = "{config.algorithm.advantage}" has no critic')

@@ -1,6 +1,6 @@
-"""The faults of run.inject: one rank fails on purpose when it begins a phase, as real ranks have failed.
+"""The faults of run.inject: one rank fails on purpose at the start of a phase, as real ranks have failed.
 
-Those that act on weights or gradients reach only into what the trainer and the sync have anyway.
+Faults in weights or gradients change the tensors of the trainer and the sync; they add none.
 """
 
 import os
@@ -17,26 +17,26 @@ import torch
 from harness.cluster.world import Launch, all_gather
 from harness.config.layers import ConfigError
 from harness.config.schema import Config
+from harness.observer import Observer, RunContext
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.runtime.observer import Observer, RunContext
 from harness.tools.fault_spec import Fault, parse_fault
 from harness.trainer.offload import local
 
 SLOW_SECONDS = 4.0  # how late the slow rank comes
-BALLAST_BYTES = 256 << 20  # by which oom lets a rank grow on a CPU, and which it then takes
+BALLAST_BYTES = 256 << 20  # how much more memory oom allows a rank on a CPU, before it takes it all
 CHUNK_BYTES = 32 << 20
 LARGEST_DISK = 1 << 30  # free bytes of a disk that may be filled on purpose
 
 
 class InjectedFault(RuntimeError):
-    """The exception of `exception@PHASE`."""
+    """What `exception@PHASE` raises."""
 
 
 class Injector(Observer):
     """Cause the faults of run.inject that are meant for this rank, each once."""
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
-        """announce: is called with each fault before it happens; returns once the other hosts know this rank's phase."""
+    def __init__(self, announce: Callable[[], None]) -> None:
+        """announce: called before each fault happens; it returns once the other hosts know this rank's phase."""
         self.announce = announce
         self.pending: list[Fault] = []
         self.run: RunContext | None = None
@@ -48,7 +48,7 @@ class Injector(Observer):
         self.pending = [fault for fault in map(parse_fault, config.run.inject) if fault.rank == launch.rank]
 
     def met(self, run: RunContext) -> None:
-        """Raise UnsupportedEnvironment where a disk would have to be filled that others need."""
+        """Raise UnsupportedEnvironment if full-disk would fill a disk that others may need."""
         self.run = run
         disk = os.statvfs(run.folder)
         free = disk.f_bavail * disk.f_frsize
@@ -63,7 +63,7 @@ class Injector(Observer):
 
     def phase_begins(self, phase: str, step: int | None) -> None:
         for fault in self.due(phase, step):
-            self.announce(str(fault))
+            self.announce()
             getattr(self, "_" + fault.kind.replace("-", "_"))(fault)
 
     def phase_ends(self, phase: str, step: int | None) -> None:
@@ -71,13 +71,13 @@ class Injector(Observer):
             self._undo.pop()()
 
     def passed(self) -> None:
-        """Raise ConfigError on every rank where a fault that was asked for never happened. A collective call."""
+        """Raise ConfigError on every rank if a fault of the config never happened. A collective call of all ranks."""
         never = [str(fault) for pending in all_gather(self.pending) for fault in pending]
         if never:
             raise ConfigError(f"run.inject: {', '.join(never)} never happened, because this run has no such phase.")
 
     def due(self, phase: str, step: int | None, slow: bool = False) -> list[Fault]:
-        """Return this rank's faults of the phase, each once: those that make it slow, or the others."""
+        """Return this rank's faults at the phase, each only once: those that make it slow, or all others."""
         due = [each for each in self.pending if each.matches(phase, step) and (each.kind == "slow") == slow]
         self.pending = [fault for fault in self.pending if fault not in due]
         for fault in due:
@@ -98,7 +98,7 @@ class Injector(Observer):
         time.sleep(1 << 30)
 
     def _oom(self, fault: Fault) -> None:
-        """Take all memory: on a GPU, what is free; on a CPU, what a limit leaves, so that the kernel kills no process."""
+        """Take all memory: on a GPU what is free; on a CPU up to a limit for this process, so that the kernel kills no other."""
         if torch.cuda.is_initialized():
             free, _ = torch.cuda.mem_get_info()
             self._held.append(torch.empty(max(0, free - CHUNK_BYTES), dtype=torch.uint8, device="cuda"))
@@ -116,7 +116,7 @@ class Injector(Observer):
             resource.setrlimit(resource.RLIMIT_AS, before)
 
     def _full_disk(self, fault: Fault) -> None:
-        """Fill the disk by a file without a name, whose bytes are free again once this process has ended."""
+        """Fill the disk with a file without a name, whose bytes become free again when this process ends."""
         assert self.run is not None
         file = os.open(self.run.folder, os.O_TMPFILE | os.O_WRONLY)
         self._held.append(file)
@@ -125,7 +125,7 @@ class Injector(Observer):
                 while True:
                     os.write(file, bytes(size))
             except OSError:
-                continue  # full, but for less than that
+                continue  # no room for this size: try a smaller one
         raise OSError(28, "No space left on device", str(self.run.folder))
 
     def _nan_gradient(self, fault: Fault) -> None:
@@ -147,38 +147,38 @@ class Injector(Observer):
 
     def _wrong_shape(self, fault: Fault) -> None:
         name, tensor = self._first_sent()
-        live, rows = self.parts["sync"].live, tensor.shape[0] + 1
-        live[name] = torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
-        self._undo.append(lambda: live.__setitem__(name, tensor))
+        sent, rows = self.parts["sync"].weights.tensors, tensor.shape[0] + 1
+        sent[name] = torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+        self._undo.append(lambda: sent.__setitem__(name, tensor))
 
     def _dropped_bucket(self, fault: Fault) -> None:
-        """Send zeros for this rank's rows of the last bucket, in every sync: a search for the cause finds it again."""
+        """Send zeros for this rank's rows of the last bucket, in every sync, so that a search for the cause finds it again."""
         sync = self.parts["sync"]
-        real, live = sync.transport, sync.live
+        real = sync.transport
 
-        def push(buckets: Any, gather: Any) -> None:
-            lost = {piece.live_name: live[piece.live_name] for piece in buckets[-1].pieces}
-            live.update({name: torch.zeros_like(tensor) for name, tensor in lost.items()})
+        def send(weights: Any) -> None:
+            lost = {piece.of: weights.tensors[piece.of] for piece in weights.buckets[-1].pieces}
+            weights.tensors.update({name: torch.zeros_like(tensor) for name, tensor in lost.items()})
             try:
-                real.push(buckets, gather)
+                real.send(weights)
             finally:
-                live.update(lost)
+                weights.tensors.update(lost)
 
-        sync.transport = SimpleNamespace(push=push, close=real.close)
+        sync.transport = SimpleNamespace(send=send, close=real.close)
 
     def _lost_message(self, fault: Fault) -> None:
-        """Lose the next request to the scheduler beside this rank, which therefore never answers."""
+        """Lose the next request to this rank's scheduler, so that it never answers."""
         channel = self.parts["sync"].engine._channel
         channel._request = lambda *_: channel._connection.recv_bytes()
 
     def _first_sent(self) -> tuple[str, torch.Tensor]:
-        """Return name and tensor of the first that a sync gathers, and of which this rank has a part."""
-        live = self.parts["sync"].live
-        return next((name, each) for name, each in live.items() if each.is_floating_point() and local(each).numel())
+        """Return the first tensor that a sync gathers and that this rank holds a part of, with its name."""
+        sent = self.parts["sync"].weights.tensors
+        return next((name, each) for name, each in sent.items() if each.is_floating_point() and local(each).numel())
 
 
 class LateRank(Observer):
-    """Delay a rank at the start of a phase; comes before the watchdog, which must not know of the phase yet."""
+    """Delays a rank at the start of a phase. Runs before the watchdog observes, which must not know of the phase yet."""
 
     def __init__(self, injector: Injector) -> None:
         self.injector = injector

@@ -1,75 +1,127 @@
-"""Mistakes that can be known without other ranks, found before any starts: by --check and --dry-run, by the quickstart, and
-by the first rank of each host before torch is imported.
+"""Find mistakes before any rank starts: collect the facts that can be known without other ranks, and resolve the config.
 
-Reads config.json, rows and the source of installed packages, but imports none; what is not installed is not checked.
+--check, --dry-run and the quickstart use it, and so does the first rank of each host before it imports torch. It reads
+config.json, rows and the source of installed packages without importing them. Resolved.not_checked names what it could not
+read; a file that is there but broken raises ConfigError.
 """
 
+import ast
 import difflib
+import importlib.util
 import json
 import os
-import re
 import shlex
+import struct
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
-from harness.config.layers import ConfigError, shown
-from harness.config.rules import QUANTIZED, check_transport
-from harness.config.run_folder import checkpoint_to_resume
+from harness.config.facts import Device, Facts
+from harness.config.layers import ConfigError
+from harness.config.model_fields import is_hub_model, model_fields
+from harness.config.resolve import SECTIONS, Resolved, resolve
+from harness.config.run_folder import check_run_folder, checkpoint_to_resume
 from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api import source
+from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.runtime.cpu_standins import torch_is_for_cpu
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
-from harness.task.data import Row, file_of, is_hub_id, load_rows, of_validation
+from harness.task.data import Row, file_of, is_hub_id, load_rows
+from harness.task.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools import environments
 from harness.tools.command_line import parse
-from harness.tools.plan.engine_values import check_values
-from harness.tools.plan.model_shapes import Fields, UnknownShape, model_fields, model_shape
-from harness.tools.plan.refusals import cpu_refusals, padded, refusals
 from harness.tools.rewards.more_rewards import check_math_verify, check_reward
-from harness.tools.tiny_models import ARCHITECTURES, CONFIG_CLASSES, NOT_OVERRIDABLE, is_tiny, tiny_fields
 from harness.tools.trackers.trackers import check_trackers
 
-Device = Literal["cpu", "cuda"]
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 LARGEST_CHECKED = 16 << 20  # bytes of a file of rows that is read before the run
+LONGEST_HEADER = 100 << 20  # bytes; safetensors itself refuses more
 HUB_SECONDS = 10.0  # how long the hub may take to answer
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 """In /dev: NVIDIA's, those of Windows' Linux, AMD's."""
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+CAUSAL_MODELS = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+"""Where transformers lists its causal language models by model_type."""
 
 
-def check_plan(config: Config) -> None:
-    """Raise ValueError, one sentence, for what cannot work wherever it runs, UnsupportedEnvironment for what the CPU cannot.
+def check_plan(config: Config) -> Resolved:
+    """Resolve the config for a machine that may not be this one. Raise ValueError or UnsupportedEnvironment, one sentence.
 
-    engine.device = "auto" counts as CUDA, which refuses more. Without network: a hub id is not looked up.
+    engine.device = "auto" counts as CUDA, which has more rules. A hub's model is looked up in the local cache only.
     """
-    _check(config, "cpu" if config.engine.device == "cpu" else "cuda", on_hub=False)
+    return resolve(config, gather_facts(config, device="cuda", on_hub=False))
 
 
-def check_here(config: Config) -> list[str]:
-    """Raise ValueError or UnsupportedEnvironment, one sentence, for what cannot work on this host; look a hub id up. Return
-    warnings, sentences.
-    """
-    device = device_here(config)
-    check_transport(config, device)
+def go_on_in_environment() -> None:
+    """Restart this script in the environment, if there is one and this Python lacks sglang. More can be checked there."""
+    if importlib.util.find_spec("sglang") is None:
+        environments.restart_in_environment()
+
+
+def check_here(config: Config, sections: Collection[str] = SECTIONS) -> Resolved:
+    """Resolve the config for this host. Raise ValueError or UnsupportedEnvironment, one sentence."""
     check_interface(config.network.interface, os.environ)
-    fields = _check(config, device, on_hub=True)
-    return list(padded(fields, config)) if device == "cpu" else []
+    why_no_gpu = no_gpu(os.environ)
+    device: Device = "cpu" if why_no_gpu else "cuda"
+    facts = gather_facts(config, sections, device, why_no_gpu, os.environ, on_hub=True)
+    return resolve(config, facts, sections)
+
+
+def gather_facts(
+    config: Config,
+    sections: Collection[str] = SECTIONS,
+    device: Device = "cuda",
+    why_no_gpu: str = "",
+    environment: Mapping[str, str] | None = None,
+    *,
+    on_hub: bool,
+) -> Facts:
+    """Return what can be known without torch and without other ranks. Raise ConfigError for a broken file.
+
+    device: what engine.device = "auto" means. on_hub: whether to ask the hub, and to download a config.json from it.
+    """
+    engine_device: Device = device if config.engine.device == "auto" else config.engine.device
+    unknown: dict[str, str] = {}
+    sglang = model_types = overridable = rows = None
+    try:
+        sglang = engine_facts(sglang_api.probe())
+    except ModuleNotFoundError:
+        unknown["sglang"] = "sglang is not installed in this Python"
+    try:
+        tree = source.installed("transformers")
+        model_types = causal_model_types(tree)
+        overridable = overridable_fields(tree, config.model.name) if is_tiny(config.model.name) else None
+    except ModuleNotFoundError:
+        unknown["model_types"] = "transformers is not installed in this Python"
+    check_model_files(config)
+    if on_hub and is_hub_model(config.model.name):
+        _look_up("model", "model.name", config.model.name)
+    model = model_fields(config.model.name, config.model.overrides, engine_device, download=on_hub)
+    if model is None:
+        unknown["model"] = "it is on the hub, and not in the cache of this machine"
+    checkpoint_to_resume(config)
+    if "task" in sections:
+        rows, why = count_rows(config, on_hub)
+        unknown["rows"] = why
+    return Facts(
+        device=device,
+        why_no_gpu=why_no_gpu,
+        environment=environment,
+        sglang=sglang,
+        model=model,
+        model_types=model_types,
+        overridable=overridable,
+        rows=rows,
+        unknown=unknown,
+    )
 
 
 def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
-    """Raise NetworkError where this host lacks the interface that network.interface or GLOO_SOCKET_IFNAME names."""
-    from harness.cluster.network import (  # needs more than the standard library
-        INTERFACE_VARIABLE,
-        choose,
-        own_interfaces,
-    )
+    """Raise NetworkError if this host lacks the interface that network.interface or GLOO_SOCKET_IFNAME names."""
+    from harness.cluster.network import INTERFACE_VARIABLE, choose, own_interfaces  # needs psutil
 
     variable = environment.get(INTERFACE_VARIABLE, "")
     if wanted or variable:
@@ -77,43 +129,42 @@ def check_interface(wanted: str, environment: Mapping[str, str]) -> None:
 
 
 def check_started(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Before a rank imports torch: torchrun started it, with as many ranks as the mesh has. Raise ValueError."""
+    """Before a rank imports torch: check that torchrun started it, with as many ranks as the mesh has. Raise ValueError."""
     dims = ParallelDims.of(config.parallel)
     if "RANK" not in environment:
         torchrun = environments.torchrun(environments.made() or Path(sys.executable))
         words = [*torchrun, "--nnodes=1", f"--nproc-per-node={dims.world_size}", script, *arguments]
-        raise ConfigError(f"RANK is not in the environment; start this with: {shlex.join(words)}")
+        raise ConfigError(f"torchrun did not start this process; start the run with: {shlex.join(words)}")
     world_size = environment.get("WORLD_SIZE", "")
     if world_size.isdecimal() and environment.get("LOCAL_RANK", "0") == "0":
         dims.validate(int(world_size))
 
 
-def check_rank(config: Config, script: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Call check_started and, on the first rank of each host, check_here, whose warnings rank 0 prints. Raise ValueError."""
+def check_rank(
+    config: Config,
+    script: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    sections: Collection[str] = SECTIONS,
+) -> None:
+    """Call check_started and, on the first rank of each host, check_here; rank 0 prints its warnings. Raise ValueError."""
     check_started(config, script, arguments, environment)
     if environment.get("LOCAL_RANK", "0") != "0":
         return
     if environment["RANK"] == "0":
-        check_trackers(config, environment)
-    warnings = check_here(config)
+        check_trackers(config)
+        check_run_folder(config.run.dir)
+    resolved = check_here(config, sections)
     if environment["RANK"] == "0":
-        for sentence in warnings:
+        for sentence in resolved.warnings:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
-def device_here(config: Config, environment: Mapping[str, str] = os.environ) -> Device:
-    """Return what engine.device means on this host. Raise ConfigError where it asks for a GPU that is not there.
-
-    Looks at device files and at torch's build; what a driver refuses shows once torch is imported.
-    """
-    reason = "it is set" if config.engine.device == "cpu" else no_gpu(environment)
-    if config.engine.device == "cuda" and reason:
-        raise ConfigError(f'engine.device = "cuda", but {reason}; set engine.device = "cpu".')
-    return "cpu" if reason else "cuda"
-
-
 def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
-    """Why there is no GPU to use on this host, as a part of a sentence; empty where there may be one."""
+    """Return why this host has no usable GPU, as part of a sentence; "" if it may have one.
+
+    Only device files and torch's build are looked at. Problems with the driver show once torch is imported.
+    """
     if environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES = {environment['CUDA_VISIBLE_DEVICES']!r} hides every GPU"
     if not any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES):
@@ -121,124 +172,93 @@ def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
     return "the torch that is installed here is built for the CPU" if torch_is_for_cpu() else ""
 
 
-def _check(config: Config, device: Device, on_hub: bool) -> Fields:
-    """Return the fields of the model's config; none of a hub's that is neither in the cache nor to be looked up."""
-    task, prompts = config.task, config.rollout.prompts_per_step
-    if config.engine.args:
-        with suppress(ModuleNotFoundError):  # without SGLang: --check on a laptop
-            check_values(sglang_api.probe(), config.engine.args)
-    fields = _model_fields(config, device, on_hub)
-    for sentence in cpu_refusals(fields.get("model_type"), config.engine.args) if device == "cpu" else ():
-        raise UnsupportedEnvironment(sentence)
-    if device == "cpu" and "kv_lora_rank" in fields:
-        require_absorbed_mla()
-    if fields:
-        check_unquantized(fields, config.model.name)
-        for sentence in refusals(fields, config, device):
-            raise ConfigError(sentence)
-    checkpoint_to_resume(config)
-    rows, are_all = check_rows(task.source, task.split, task.rows)
-    validation, held_out = config.validation, []
+def count_rows(config: Config, on_hub: bool) -> tuple[int | None, str]:
+    """Return how many rows task.source has, or None and why they are not known. Raise ValueError for wrong rows and rewards."""
+    task, validation = config.task, config.validation
+    rows, why = read_rows(task.source, task.split, task.rows, task.rows_seed)
+    held_out: list[Row] = []
     if validation.source:
-        with of_validation():
-            held_out = check_rows(validation.source, validation.split, validation.rows)[0]
+        held_out, why_held_out = read_rows(validation.source, validation.split, validation.rows, validation.rows_seed)
+        why = why or (f"validation.source: {why_held_out}" if why_held_out else "")
     check_reward(task.reward, [*rows, *held_out])
-    if are_all and len(rows) < prompts:
-        raise ConfigError(
-            f"rollout.prompts_per_step = {prompts} is more than the {len(rows)} rows of task.source ="
-            f" {shown(task.source)}: a step takes no prompt twice."
-        )
     if on_hub:
-        check_math_verify(task.reward, [*rows, *held_out])
-        for each in filter(is_hub_id, task.source):
-            _look_up("dataset", "task.source", each)
-        for each in filter(is_hub_id, validation.source):
-            _look_up("dataset", "validation.source", each)
-    return fields
+        check_math_verify(task.reward)
+        for key, sources in (("task.source", task.source), ("validation.source", validation.source)):
+            for name in filter(is_hub_id, sources):
+                _look_up("dataset", key, name)
+    return (None, why) if why else (len(rows), "")
 
 
-def check_unquantized(model_config: Fields, name: str) -> None:
-    """Raise ConfigError for a model whose config.json says that its checkpoint is quantized."""
-    found = model_config.get("quantization_config")
-    if isinstance(found, Mapping):
-        method = f"{found.get('quant_method', 'unknown')}, quantization_config in its config.json"
-        raise ConfigError(f'model.name = "{name}" is quantized ({method}): {QUANTIZED}; give a checkpoint that is not.')
+def read_rows(sources: Sequence[str], split: str, rows: int, seed: int = -1) -> tuple[list[Row], str]:
+    """Return the rows that can be read at once and without network, and why the others cannot ("" if these are all).
 
-
-def check_rows(sources: Sequence[str], split: str, rows: int) -> tuple[list[Row], bool]:
-    """Raise load_rows's ValueError as far as it can be known at once and without network.
-
-    Return the rows that are known, and whether they are all: not of a hub id, of a file that is large or needs pyarrow.
+    Raise load_rows's ValueError.
     """
-    known = [
-        each
-        for each in sources
-        if not is_hub_id(each) and (each == "arithmetic" or file_of(each, split).stat().st_size <= LARGEST_CHECKED)
-    ]
+    known, why = [], ""
+    for each in sources:
+        if is_hub_id(each):
+            why = f"{each} is on the hub"
+        elif each != "arithmetic" and file_of(each, split).stat().st_size > LARGEST_CHECKED:
+            why = f"{file_of(each, split)} is larger than {LARGEST_CHECKED >> 20} MiB"
+        else:
+            known.append(each)
     try:
-        return (load_rows(known, split, rows) if known else []), len(known) == len(sources)
-    except ModuleNotFoundError:
-        return [], False
+        return (load_rows(known, split, rows, seed) if known else []), why
+    except ModuleNotFoundError as error:
+        return [], f"{error.name} is not installed in this Python"
 
 
-def require_absorbed_mla() -> None:
-    """Raise UnsupportedEnvironment unless the installed SGLang (0.5.12 or newer) can serve an MLA model (DeepSeek) on CPU.
-
-    SGLang logs a plugin that fails and continues, and releases without plugins never ask for ours.
-    """
-    try:
-        sglang = source.installed("sglang")
-    except ModuleNotFoundError:  # --check on a laptop
-        return
-    if not all(map(sglang.has, ("srt/plugins/__init__.py", "srt/models/deepseek_common/attention_backend_handler.py"))):
-        raise UnsupportedEnvironment(
-            f"an MLA model (DeepSeek) cannot run on CPU with the sglang in {sglang.root}: it has no plugins or no"
-            " attention registry for the absorbed method, which sglang 0.5.20 has"
-        )
-
-
-def _model_fields(config: Config, device: Device, on_hub: bool) -> Fields:
+def check_model_files(config: Config) -> None:
+    """Raise ConfigError unless model.name is a tiny model, a hub id, or a folder with all files, none of them cut short."""
     name, folder = config.model.name, Path(config.model.name)
-    if is_tiny(name):
-        known = shape_fields(name) if config.model.overrides else set()
-        for key, value in config.model.overrides.items() if known else ():
-            if key not in known:
-                nearest = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
-                where = f"is no field of {name}'s config: did you mean {nearest}?"
-                raise ConfigError(f"model.overrides.{key} = {value!r} {where}")
-        fields = model_fields(name, config.model.overrides, device)
-        try:
-            model_shape(fields)
-        except UnknownShape as error:
-            raise ConfigError(f"model.overrides cannot work: {error}.") from error
-        return fields
-    if not folder.exists() and HUB_ID.fullmatch(name):
-        return _hub_config(name, on_hub)
+    if is_tiny(name) or is_hub_model(name):
+        return
     if not folder.is_dir():
         nearest = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)[0]
-        hint = f"nor a hub id (OWNER/NAME), nor a tiny model; the nearest of these is {nearest}"
-        raise ConfigError(f'model.name = "{name}" is no folder here{"" if "/" in name else ", " + hint}.')
+        hint = f", a hub id (OWNER/NAME) or a tiny model; the nearest tiny model is {nearest}"
+        raise ConfigError(f'model.name = "{name}" is not a folder here{"" if "/" in name else hint}.')
     needed = {"config.json": ("config.json",), "tokenizer": TOKENIZERS}
     if config.model.weights == "checkpoint":
         needed["weights"] = WEIGHTS
     for what, patterns in needed.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            raise ConfigError(f'model.name = "{name}" has no {what}: none of {", ".join(patterns)} is in this folder.')
-    try:
-        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'} is not JSON, or no object: {error}.") from error
+            files = patterns[0] if len(patterns) == 1 else f"one of {', '.join(patterns)}"
+            raise ConfigError(f'model.name = "{name}" has no {what}: the folder must have {files}.')
+    if config.model.weights == "checkpoint":
+        for file in sorted(folder.glob("*.safetensors")):
+            check_safetensors(file)
 
 
-def shape_fields(name: str) -> set[str]:
-    """Fields of a tiny model's config, read from transformers' source; none where that is not installed."""
+def check_safetensors(file: Path) -> None:
+    """Raise ConfigError unless the file is as long as its header says: a download or a copy may have been cut short."""
+    size = file.stat().st_size
     try:
-        tree = source.installed("transformers")
-    except ModuleNotFoundError:
-        return set()
+        with file.open("rb") as opened:
+            [length] = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length)) if length <= LONGEST_HEADER else {}
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        wanted = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{file} has no valid safetensors header ({size} bytes); copy or download it again."
+        ) from None
+    if size != wanted:
+        raise ConfigError(f"{file} has {size} bytes, but its header says {wanted}; copy or download it again.")
+
+
+def causal_model_types(transformers: source.SourceTree) -> frozenset[str] | None:
+    """Return every model_type that this transformers has a causal language model for; None if it lists them elsewhere."""
+    path, name = CAUSAL_MODELS
+    table = transformers.assigned(path).get(name)
+    pairs = [node.elts[0] for node in ast.walk(table) if isinstance(node, ast.Tuple)] if table else []
+    return frozenset(str(node.value) for node in pairs if isinstance(node, ast.Constant)) or None
+
+
+def overridable_fields(transformers: source.SourceTree, name: str) -> set[str]:
+    """Return the fields of a tiny model's config, read from the source of transformers."""
     folder, name_of_class = CONFIG_CLASSES[name]
-    own = tree.find_class(name_of_class, f"models/{folder}/configuration_{folder}.py")
-    base = tree.find_class("PreTrainedConfig", "configuration_utils.py")
+    own = transformers.find_class(name_of_class, f"models/{folder}/configuration_{folder}.py")
+    base = transformers.find_class("PreTrainedConfig", "configuration_utils.py")
     found = set(tiny_fields(name, "cpu"))
     for each in (own, base):
         found |= set(source.annotations(each)) | set(source.methods(each).get("__init__", ()))
@@ -246,9 +266,9 @@ def shape_fields(name: str) -> set[str]:
 
 
 def _look_up(kind: Literal["model", "dataset"], key: str, name: str) -> None:
-    """Ask the hub for it once: every later request of every rank would be retried for a minute. Raise ConfigError.
+    """Ask the hub once whether it has this: later, every rank would retry each request for a minute. Raise ConfigError.
 
-    Nothing under HF_HUB_OFFLINE, where the cache decides.
+    Does nothing under HF_HUB_OFFLINE, where the cache decides.
     """
     from huggingface_hub import HfApi, constants
 
@@ -259,31 +279,9 @@ def _look_up(kind: Literal["model", "dataset"], key: str, name: str) -> None:
     except Exception as error:  # of the hub's client, of its HTTP library, of sockets, by release
         cause = next((line for line in str(error).splitlines() if line.strip()), "").strip()
         raise ConfigError(
-            f'{key} = "{name}" is no folder here, and as a hub id cannot be loaded: {constants.ENDPOINT} was asked once for'
-            f" this {kind} ({type(error).__name__}: {cause}); give a folder, or set HF_HUB_OFFLINE=1 to use what is in the"
-            " cache."
+            f'{key} = "{name}" is not a folder here, and {constants.ENDPOINT} did not give the {kind} of that name'
+            f" ({type(error).__name__}: {cause}); give a folder, or set HF_HUB_OFFLINE=1 to use what is in the cache."
         ) from error
-
-
-def _hub_config(name: str, on_hub: bool) -> Fields:
-    """Return the config of a hub's model, downloaded if on_hub and not in the cache; else none. Raise ConfigError."""
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-    except ModuleNotFoundError:
-        return {}
-    if on_hub:
-        _look_up("model", "model.name", name)
-    try:
-        file = Path(hf_hub_download(name, "config.json", local_files_only=not on_hub))
-    except LocalEntryNotFoundError as error:
-        if not on_hub:
-            return {}
-        raise ConfigError(
-            f'model.name = "{name}" is no folder here, and as a hub id cannot be loaded: HF_HUB_OFFLINE is set, and its'
-            " config.json is not in the cache."
-        ) from error
-    return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def main(words: Sequence[str]) -> int:
@@ -291,6 +289,7 @@ def main(words: Sequence[str]) -> int:
     try:
         config = parse(words).config
         check_trackers(config)
+        check_run_folder(config.run.dir)
         check_here(config)
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)

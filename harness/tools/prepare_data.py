@@ -1,7 +1,7 @@
-"""GSM8K and MATH as parquet in the schema of verl's examples/data_preprocess: gsm8k.py and math_dataset.py.
+"""GSM8K and MATH as parquet in the schema of verl's examples/data_preprocess (gsm8k.py, math_dataset.py); and additions.
 
-Each row: data_source, prompt (one message of a user), ability, reward_model = {style, ground_truth}, extra_info. Beside
-them two-digit additions, made here, as jsonl: data_source, question, answer.
+A row has data_source, prompt (one message of a user), ability, reward_model = {style, ground_truth} and extra_info. The
+additions are made here, with a tiny model that can begin to learn them.
 """
 
 import json
@@ -13,36 +13,38 @@ from pathlib import Path
 from typing import Any
 
 from harness.task.data import read_records
-from harness.tools.tiny_models import save_tiny_model
+from harness.task.tiny_models import save_tiny_model
 
 SPLITS = ("train", "test")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Where a data set is, and what its rows become."""
+    """How the records of a data set on the hub become rows."""
 
     hub_id: str
     question: str
-    """The field of a record that asks."""
+    """The field with the question."""
     answer: str
-    """The field that has the worked answer."""
+    """The field with the worked answer."""
     instruction: str
-    """What follows the question in the prompt."""
+    """Text after the question in the prompt."""
     extract: Callable[[str], str | None]
-    """The ground truth of a worked answer; None where there is none."""
+    """Returns the ground truth in a worked answer, or None."""
+    wanted: str
+    """What `extract` looks for, for messages."""
     keeps_text: bool
-    """Whether extra_info keeps question and answer."""
+    """Whether extra_info has question and answer."""
 
 
 def number_after_mark(answer: str) -> str | None:
-    """Return the number after the first `####`, without commas: "1,234" is "1234"."""
+    """Return the number after the first "#### ", without commas, or None."""
     found = re.search(r"#### (-?[0-9.,]+)", answer)
     return found[1].replace(",", "") if found else None
 
 
 def last_boxed(solution: str) -> str | None:
-    r"""Return what the last \\boxed{...} or \\fbox{...} holds, or what follows "\\boxed " up to a dollar sign."""
+    r"""Return the content of the last \\boxed{...} or \\fbox{...}, or the text after "\\boxed " up to a dollar sign, or None."""
     *_, last = [None, *re.finditer(r"\\(?:boxed|fbox)\s*", solution)]
     if last is None:
         return None
@@ -58,53 +60,71 @@ def last_boxed(solution: str) -> str | None:
 
 RECIPES = {
     "gsm8k": Recipe(
-        "openai/gsm8k",
-        "question",
-        "answer",
-        'Let\'s think step by step and output the final answer after "####".',
-        number_after_mark,
+        hub_id="openai/gsm8k",
+        question="question",
+        answer="answer",
+        instruction='Let\'s think step by step and output the final answer after "####".',
+        extract=number_after_mark,
+        wanted="number after ####",
         keeps_text=True,
     ),
     "math": Recipe(
-        "DigitalLearningGmbH/MATH-lighteval",
-        "problem",
-        "solution",
-        "Let's think step by step and output the final answer within \\boxed{}.",
-        last_boxed,
+        hub_id="DigitalLearningGmbH/MATH-lighteval",
+        question="problem",
+        answer="solution",
+        instruction="Let's think step by step and output the final answer within \\boxed{}.",
+        extract=last_boxed,
+        wanted=r"\boxed{} that is closed",
         keeps_text=False,
     ),
 }
 
 
 def prepare(name: str, folder: Path, source: str = "") -> dict[str, int]:
-    """Write train.parquet and test.parquet of a data set; return how many rows each has.
+    """Write train.parquet and test.parquet of a data set, and return the number of rows of each.
 
-    source: a folder with the records of both splits, train.jsonl or train.parquet and so on; "": the hub. Both files are
-    written beside, and renamed once both are whole. Raise ValueError for a record that cannot be read (it names the row).
+    source: a folder with train and test as jsonl or parquet; "" for the hub. Nothing is written unless both splits can be read.
+    Raise ValueError for a record that cannot be a row, with its file and line.
     """
     import pyarrow
     from pyarrow import parquet
 
-    recipe, beside = RECIPES[name], {split: folder / f"{split}.parquet.partial" for split in SPLITS}
-    folder.mkdir(parents=True, exist_ok=True)
-    counts = {}
-    for split, file in beside.items():
+    recipe, tables = RECIPES[name], {}
+    for split in SPLITS:
         records = read_records(source or recipe.hub_id, split)
         rows = [_row(recipe, split, index, *each) for index, each in enumerate(records)]
         if not rows:
             raise ValueError(f'split "{split}" of {source or recipe.hub_id} has no rows')
-        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-        counts[split] = len(rows)
-    for split, file in beside.items():
-        file.rename(folder / f"{split}.parquet")
-    return counts
+        tables[split] = pyarrow.Table.from_pylist(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, table in tables.items():
+        parquet.write_table(table, folder / f"{split}.parquet")
+    return {split: table.num_rows for split, table in tables.items()}
+
+
+def _row(recipe: Recipe, split: str, index: int, where: str, record: Any) -> dict[str, Any]:
+    fields = record if isinstance(record, dict) else {}
+    question, answer = fields.get(recipe.question), fields.get(recipe.answer)
+    if not (isinstance(question, str) and isinstance(answer, str)):
+        raise ValueError(f"{where} must have the texts {recipe.question} and {recipe.answer}")
+    ground_truth = recipe.extract(answer)
+    if ground_truth is None:
+        raise ValueError(f"{where} has no {recipe.wanted} in {recipe.answer!r}")
+    kept = {"answer": answer, "question": question} if recipe.keeps_text else {}
+    return {
+        "data_source": recipe.hub_id,
+        "prompt": [{"role": "user", "content": f"{question} {recipe.instruction}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index, **kept},
+    }
 
 
 def prepare_addition(folder: Path, held_out: int = 500) -> dict[str, int]:
-    """Write all additions of two numbers of two digits: `held_out` as test.jsonl, the others as train.jsonl.
+    """Write all additions of two two-digit numbers: `held_out` of them to test.jsonl, the others to train.jsonl.
 
-    The same pairs at each call, in an order drawn once, none in both files; return how many each has. The answer to
-    47+85= is "1213 #### 132": the sum of the ones, then of the tens with the carry. data_source is addition/<split>.
+    The split is the same at each call. Return the number of rows of each file. The answer to 47+85= is "1213 #### 132": the sum
+    of the ones, then the sum of the tens with the carry, then the result. data_source is addition/SPLIT.
     """
     numbers = range(10, 100)
     pairs = [(first, second) for first in numbers for second in numbers]
@@ -113,23 +133,22 @@ def prepare_addition(folder: Path, held_out: int = 500) -> dict[str, int]:
     parts = {"train": pairs[held_out:], "test": pairs[:held_out]}
     for split, some in parts.items():
         rows = [addition(*pair) | {"data_source": f"addition/{split}"} for pair in some]
-        beside = folder / f"{split}.jsonl.partial"
-        beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        beside.rename(folder / f"{split}.jsonl")
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {split: len(some) for split, some in parts.items()}
 
 
 def addition(first: int, second: int) -> dict[str, str]:
-    """Return question and answer."""
+    """Return the question and the worked answer of one addition."""
     ones = first % 10 + second % 10
     tens = first // 10 + second // 10 + ones // 10
     return {"question": f"{first}+{second}=", "answer": f"{ones:02d}{tens:02d} #### {first + second}"}
 
 
 def save_supervised_start(folder: Path, train: Path, seed: int, updates: int) -> float:
-    """Save a tiny model in `folder` after so many supervised updates on the answers of `train`; return the last loss, nats.
+    """Save a tiny model after a few supervised updates on the answers in `train`, and return the last loss in nats.
 
-    Few: it writes digits and adds a little, and PPO starts there. 128 rows an update, drawn from the seed, as the weights.
+    The model then writes digits and adds a little, and PPO can start from it: a random model would never find a rewarded answer.
+    Weights and the 128 rows of each update are drawn from the seed.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -141,7 +160,7 @@ def save_supervised_start(folder: Path, train: Path, seed: int, updates: int) ->
     sizes = {"intermediate_size": 256, "vocab_size": 258}
     save_tiny_model("qwen2", folder, seed, overrides=sizes, texts=texts)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.tensor([tokenizer.encode(text) for text in texts])  # all of 10 tokens, 6 of them the question
+    ids = torch.tensor([tokenizer.encode(text) for text in texts])  # each has 10 tokens; the first 6 are the question
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0, betas=(0.9, 0.99))
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=9)
@@ -156,22 +175,3 @@ def save_supervised_start(folder: Path, train: Path, seed: int, updates: int) ->
         warmup.step()
     model.save_pretrained(folder)
     return float(loss.detach())
-
-
-def _row(recipe: Recipe, split: str, index: int, where: str, record: Any) -> dict[str, Any]:
-    fields = record if isinstance(record, dict) else {}
-    question, answer = fields.get(recipe.question), fields.get(recipe.answer)
-    if not (isinstance(question, str) and isinstance(answer, str)):
-        raise ValueError(f"{where} must have the texts {recipe.question} and {recipe.answer}")
-    ground_truth = recipe.extract(answer)
-    if ground_truth is None:
-        kind = "number after ####" if recipe.extract is number_after_mark else r"\boxed{} that closes"
-        raise ValueError(f"{where} has no {kind} in {recipe.answer!r}")
-    kept = {"answer": answer, "question": question} if recipe.keeps_text else {}
-    return {
-        "data_source": recipe.hub_id,
-        "prompt": [{"role": "user", "content": f"{question} {recipe.instruction}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": {"split": split, "index": index, **kept},
-    }

@@ -1,4 +1,4 @@
-"""The policy that learns, and the frozen reference it is compared with."""
+"""The policy that learns, and the frozen reference that it is compared with."""
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's log-prob and the entropy of its distribution: [B, T], float32 or better, nats.
 
-    Position 0, which nothing precedes, is 0. Without entropy_gradient the entropies are detached, which spares memory.
-    packed: of a model whose attention takes packed sequences.
+    Position 0, which no token precedes, is 0. Without entropy_gradient the entropies are detached, which saves memory. packed:
+    compute the batch as one row without padding; the model's attention must be one of packing.py.
     """
     inputs = model_inputs(batch, packed)
     logits = model(**inputs, use_cache=False).logits[:, :-1]
@@ -34,19 +34,16 @@ def token_log_probs(
     return align(log_probs, batch, packed), align(entropy, batch, packed)
 
 
-class Policy(ShardedModel):
-    """A causal language model that gives tokens their log-probs."""
-
-    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, [B, T], of the rank's batch, without gradient; a collective call."""
-        temperature, packed = self.config.rollout.temperature, self.config.model.packed
-        log_probs, entropy = self.by_microbatches(
-            lambda part: token_log_probs(self.model, part, temperature, packed=packed), batch, self.config.actor
-        )
-        return log_probs, entropy
+def policy_log_probs(policy: ShardedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies, [B, T], of the rank's batch, without gradient. A collective call."""
+    temperature, packed = policy.config.rollout.temperature, policy.config.model.packed
+    log_probs, entropy = policy.compute(
+        lambda part: token_log_probs(policy.model, part, temperature, packed=packed), batch, policy.config.actor
+    )
+    return log_probs, entropy
 
 
-class Reference(Policy):
+class Reference(ShardedModel):
     """A policy that does not learn."""
 
     role = "reference"
@@ -54,15 +51,25 @@ class Reference(Policy):
     def __init__(self, model: nn.Module, config: schema.Config, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__(model.requires_grad_(False), config, mesh, device)
 
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, [B, T]; see policy_log_probs."""
+        return policy_log_probs(self, batch)
 
-class Actor(Policy, Learner):
+
+class Actor(Learner):
     """The policy and its optimizer."""
 
     role = "actor"
 
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, [B, T]; see policy_log_probs."""
+        return policy_log_probs(self, batch)
+
     def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
-        """See Learner.loss. The batch needs old_log_probs, advantages and, with the KL in the loss, reference_log_probs,
-        with algorithm.importance_cap rollout_log_probs.
+        """Return the share of the loss, and metrics; see Learner.loss.
+
+        The batch needs old_log_probs and advantages; with the KL in the loss also reference_log_probs, and with
+        algorithm.importance_cap also rollout_log_probs.
         """
         config, algorithm, mask = self.config.actor, self.config.algorithm, batch.response_mask
         log_probs, entropy = token_log_probs(

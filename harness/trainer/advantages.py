@@ -1,12 +1,11 @@
 """From rewards to advantages: masked statistics, GAE, GRPO, RLOO and the KL to the reference.
 
-Pure functions of tensors. Masks are [B, T], any dtype, nonzero where a token counts. Statistics follow verl 0.9.1
-(core_algos.py, torch_functional.py) to the last epsilon, so that numbers can be compared. Where a statistic spans
-several ranks, `all_sum` adds a tensor up over them.
+Pure functions of tensors. Masks are [B, T] of any dtype, nonzero where a token counts. The formulas are those of verl 0.9.1
+(verl/trainer/ppo/core_algos.py and verl/utils/torch_functional.py) with the same epsilons, so that numbers can be compared;
+the functions there are named below. `all_sum` adds a tensor up over the ranks, for a statistic of all of them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,24 +16,24 @@ AllSum = Callable[[Tensor], Tensor]
 
 
 def one_rank(total: Tensor) -> Tensor:
-    """Return the total: the `all_sum` of a single rank."""
+    """Return the total as it is: the `all_sum` of a single rank."""
     return total
 
 
 def masked_sum(x: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
-    """Sum x where mask is nonzero, a scalar. What lies under a zero mask does not matter, NaN included."""
+    """Return the sum of x where mask is nonzero, a scalar. Values under a zero mask do not matter, even if NaN."""
     return all_sum(torch.where(mask.bool(), x, torch.zeros_like(x)).sum())
 
 
 def masked_mean(x: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
-    """Average x where mask is nonzero, a scalar: sum / (n + 1e-8), hence 0 for an empty mask."""
+    """Return the mean of x where mask is nonzero, a scalar: sum / (n + 1e-8), so 0 for an empty mask."""
     return masked_sum(x, mask, all_sum) / (all_sum(mask.bool().sum().to(x.dtype)) + 1e-8)
 
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True, all_sum: AllSum = one_rank) -> Tensor:
-    """Return the variance of x where mask is nonzero, a scalar; unbiased divides by n - 1.
+    """Return the variance of x where mask is nonzero, a scalar. unbiased: divide by n - 1.
 
-    Raise ValueError if unbiased and fewer than two tokens count.
+    Raise ValueError if it is unbiased and fewer than two tokens count.
     """
     mean = masked_mean(x, mask, all_sum)
     variance = masked_mean((x - mean).square(), mask, all_sum)
@@ -47,23 +46,27 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True, all_sum: AllSum =
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, all_sum: AllSum = one_rank) -> Tensor:
-    """Scale x to variance 1, and to mean 0 if shift_mean, over the tokens that count; 0 elsewhere."""
+    """Return x scaled to variance 1, and to mean 0 if shift_mean, over the tokens that count; 0 elsewhere."""
     mean = masked_mean(x, mask, all_sum)
     white = (x - mean) * torch.rsqrt(masked_var(x, mask, all_sum=all_sum) + 1e-8)
     return torch.where(mask.bool(), white if shift_mean else white + mean, torch.zeros_like(x))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> Tensor:
-    """Return 1 - var(returns - values) / var(returns), a scalar; 0 where the returns do not vary."""
+    """Return 1 - var(returns - values) / var(returns), a scalar; 0 if the returns do not vary."""
     total = masked_var(returns, mask, unbiased=False, all_sum=all_sum)
     left = masked_var(returns - values, mask, unbiased=False, all_sum=all_sum)
-    # Equal returns have a variance of rounding errors, not of 0.
-    varies = total > 1e-10 * masked_mean(returns.square(), mask, all_sum)
+    # The variance of equal returns is not 0, but of the size of rounding errors: of the returns, and of the values that GAE
+    # subtracts and adds again.
+    varies = total > 1e-10 * masked_mean(returns.square() + values.square(), mask, all_sum)
     return torch.where(varies, 1 - left / total, torch.zeros_like(total))
 
 
 def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
-    """Return [B, T]: a response's score [B] at its last token, if any, less kl_coefficient * kl [B, T] at each token."""
+    """Return [B, T]: the score [B] at the last token of each response that has any, minus kl_coefficient * kl [B, T] at each token.
+
+    verl: apply_kl_penalty in ray_trainer.py.
+    """
     counts = mask.bool()
     positions = torch.arange(mask.shape[-1], device=mask.device)
     last = torch.where(counts, positions, 0).amax(dim=-1)
@@ -74,10 +77,13 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coe
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Estimate (advantages, returns), [B, T], by GAE (arXiv 1506.02438); not whitened, 0 under mask 0.
+    """Return advantages and returns by GAE (arXiv 1506.02438), [B, T]: not whitened, 0 where the mask is 0.
 
-    rewards [B, T] and values [B, T] share one float dtype. Where the mask is 0, as in the prompts of later turns, the
-    recursion carries the next value and advantage over, so that what lies there has no influence.
+        delta[t] = rewards[t] + gamma * values[t + 1] - values[t]
+        advantages[t] = delta[t] + gamma * lam * advantages[t + 1],  returns[t] = advantages[t] + values[t]
+
+    rewards [B, T] and values [B, T] have one float dtype. A token with mask 0 is skipped: t + 1 is the next token that counts.
+    verl: compute_gae_advantage_return.
     """
     counts = mask.bool()
     next_value = torch.zeros_like(values[:, 0])
@@ -93,26 +99,26 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def _grouped(rewards: Tensor, mask: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return each row's score, the score less its group's mean, the group's number from 0, and its size: [B], float64.
+    """Return for each row its score, the score minus its group's mean, the group's number, and the group's size: [B] each.
 
-    Equal scores of a group give exactly 0.
+    All are float64 but the number, which counts from 0. Equal scores of a group give exactly 0.
     """
     scores = torch.where(mask.bool(), rewards, torch.zeros_like(rewards)).sum(dim=-1).double()
     row = group.unique(return_inverse=True)[1]
     zeros = torch.zeros_like(scores)
     count = zeros.index_add(0, row, torch.ones_like(scores))[row]
-    # Above the group's least: a mean of equal numbers rounds, a mean of zeros does not.
+    # The mean of equal numbers is rounded, the mean of zeros is not: so take the mean above the group's least score.
     least = zeros.scatter_reduce(0, row, scores, "amin", include_self=False)[row]
     mean = zeros.index_add(0, row, scores - least)[row] / count
     return scores, scores - least - mean, row, count
 
 
 def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """Return group-relative advantages (arXiv 2402.03300), [B, T]: (score - mean) / (std + epsilon) within a group.
+    """Return GRPO's advantages (arXiv 2402.03300), [B, T]: (score - mean) / (std + epsilon) within each group.
 
-    rewards [B, T], added up to a score per row; group [B] integers, equal for the responses of one prompt. The std is
-    unbiased. A response alone in its group has mean 0 and std 1: its score passes through. normalize_by_std False is
-    Dr. GRPO (arXiv 2503.20783). Statistics are float64: scores that are equal get exactly 0.
+    rewards [B, T] are summed to one score for each row. group [B] has one integer for all responses of a prompt. The std is
+    unbiased. A response that is alone in its group keeps its score. Without normalize_by_std it is Dr. GRPO (arXiv
+    2503.20783). Statistics are float64, so that equal scores get exactly 0. verl: compute_grpo_outcome_advantage.
     """
     scores, centred, row, count = _grouped(rewards, mask, group)
     compared = torch.where(count > 1, centred, scores)
@@ -123,19 +129,27 @@ def grpo(rewards: Tensor, mask: Tensor, group: Tensor, normalize_by_std: bool = 
 
 
 def rloo(rewards: Tensor, mask: Tensor, group: Tensor) -> Tensor:
-    """Return leave-one-out advantages (arXiv 2402.14740), [B, T]: a score less the mean of its group's others, if any."""
+    """Return RLOO's advantages (arXiv 2402.14740), [B, T]: a score minus the mean of the others in its group, if there are any.
+
+    verl: compute_rloo_outcome_advantage.
+    """
     scores, centred, _, count = _grouped(rewards, mask, group)
     advantages = torch.where(count > 1, centred * count / (count - 1).clamp(min=1), scores)
     return torch.where(mask.bool(), advantages[:, None].to(rewards.dtype), torch.zeros_like(rewards))
 
 
 def kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimate the policy's KL from the reference at each sampled token: nats, shape of the inputs.
+    """Return an estimate of the KL of the policy from the reference at each sampled token, in nats; shapes as the inputs'.
 
-    Estimators after http://joschu.net/blog/kl-approx.html: k1 is unbiased and may be negative, k2 is half its square,
-    k3 is unbiased and never negative. k3 is clamped as in verl: its exponent to +-20, its value to +-10. A "+" keeps the
-    value and takes the gradient of k2: in expectation over tokens of the policy that of the KL, where k1's is 0 and k3's
-    is that of the reverse KL.
+    With d = log_probs - reference_log_probs (http://joschu.net/blog/kl-approx.html; verl: kl_penalty):
+
+        k1   d                          unbiased, may be negative
+        abs  |d|
+        k2   d^2 / 2                    biased, never negative
+        k3   exp(-d) - 1 + d            unbiased, never negative; clamped as in verl: -d to +-20, the value to +-10
+
+    k1+ and k3+ have the value of k1 and k3, and the gradient of k2. Over tokens that the policy sampled, its expectation is the
+    gradient of the KL; the gradient of k1 has expectation 0, and that of k3 is the gradient of the reverse KL.
     """
     if estimator.endswith("+"):
         by_gradient = kl(log_probs, reference_log_probs, "k2")
@@ -149,18 +163,3 @@ def kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -
         "k2": 0.5 * difference.square(),
         "k3": (exponent.exp() - exponent - 1).clamp(min=-10, max=10),
     }[estimator]
-
-
-@dataclass
-class KlControl:
-    """The KL's coefficient: fixed where target is 0, else adapted to hold the KL near target (arXiv 1909.08593)."""
-
-    coefficient: float
-    target: float = 0.0
-    horizon: int = 10_000
-
-    def update(self, current_kl: float, sequences: int) -> None:
-        """Adapt to the mean KL of a step that saw so many sequences: at most 20 % per horizon sequences."""
-        if self.target:
-            error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-            self.coefficient *= 1 + error * sequences / self.horizon

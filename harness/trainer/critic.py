@@ -1,4 +1,6 @@
-"""The value model: what the rest of a response is worth."""
+"""The value model: the expected return from each token on."""
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -7,11 +9,12 @@ from harness.trainer.advantages import explained_variance, masked_sum
 from harness.trainer.batch import Batch
 from harness.trainer.learner import Learner
 from harness.trainer.losses import Counts, aggregate, value_loss
+from harness.trainer.over_ranks import all_sum
 from harness.trainer.packing import align, model_inputs
 
 
 def token_values(model: nn.Module, batch: Batch, packed: bool = False) -> Tensor:
-    """Return the value before each token is emitted, [B, T] in batch's alignment, float32 or better; 0 at position 0."""
+    """Return the value before each token is emitted: [B, T], float32 or better, 0 at position 0."""
     values = model(**model_inputs(batch, packed))[:, :-1, 0]
     return align(values.to(torch.promote_types(values.dtype, torch.float32)), batch, packed)
 
@@ -22,22 +25,21 @@ class Critic(Learner):
     role = "critic"
 
     def values(self, batch: Batch) -> Tensor:
-        """Return the values [B, T] of the rank's batch, without gradient; a collective call."""
+        """Return the values [B, T] of the rank's batch, without gradient. A collective call."""
         packed = self.config.model.packed
-        [values] = self.by_microbatches(
-            lambda part: (token_values(self.model, part, packed),), batch, self.config.critic
-        )
+        [values] = self.compute(lambda part: (token_values(self.model, part, packed),), batch, self.config.critic)
         return values
 
     def update(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
-        """Update as Learner does; the batch needs old_values and returns. Metrics: also explained_variance of old_values."""
+        """Update as Learner does, and add the metric explained_variance, of old_values. The batch needs old_values and returns."""
         metrics = super().update(batch, generator)
         old, returns = (batch.require(name).to(self.device, torch.float64) for name in ("old_values", "returns"))
-        explained = explained_variance(old, returns, batch.response_mask.to(self.device), self.all_sum)
+        mask = batch.response_mask.to(self.device)
+        explained = explained_variance(old, returns, mask, partial(all_sum, group=self.group))
         return {**metrics, "explained_variance": float(explained)}
 
     def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
-        """See Learner.loss."""
+        """Return the share of the loss, and metrics; see Learner.loss. The batch needs old_values and returns."""
         mask, config = batch.response_mask, self.config.critic
         values = token_values(self.model, batch, self.config.model.packed)
         tokens, clipped = value_loss(values, batch.require("old_values"), batch.require("returns"), config.value_clip)

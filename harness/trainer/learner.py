@@ -1,28 +1,27 @@
-"""What actor, critic and reference share, and the optimizer steps of actor and critic, right over all ranks."""
+"""What actor, critic and reference share (ShardedModel), and the optimizer steps of actor and critic (Learner)."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
 from transformers import get_scheduler
 
 from harness.cluster.world import all_gather
 from harness.config import schema
-from harness.trainer.batch import Batch, plan_microbatches, redistribute
+from harness.trainer.batch import Batch
 from harness.trainer.losses import Counts, local_counts
+from harness.trainer.microbatches import make_microbatches
 from harness.trainer.model import named_tensors
-from harness.trainer.offload import Gradients, Offload
+from harness.trainer.offload import Offload, local
+from harness.trainer.over_ranks import all_sum
 
 
 class ShardedModel:
-    """A sharded model in one role. What memory.offload_* names has its memory only inside `on_device` and `learning`."""
+    """A sharded model in one role. If it is offloaded, it has memory on the device only inside `on_device` and `learning`."""
 
     role: ClassVar[Literal["actor", "critic", "reference"]]
 
@@ -31,67 +30,34 @@ class ShardedModel:
         self._parameters = Offload(model.parameters, self.role in config.memory.offload_parameters)
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Give the parameters their memory inside this context: for a forward, a sync, a checkpoint."""
+        """Have the parameters on the device inside this context: for a forward, a sync or a checkpoint."""
         return self._parameters.on_device()
 
     @torch.no_grad()
-    def by_microbatches(
+    def compute(
         self, forward: Callable[[Batch], tuple[Tensor, ...]], batch: Batch, updates: schema.Updates
-    ) -> tuple[Tensor, ...]:
-        """Return what forward makes of the rank's batch, [B, T] each, by microbatches, on the batch's device.
+    ) -> list[Tensor]:
+        """Run a forward over the rank's batch in microbatches, without gradient. A collective call.
 
-        A collective call: under a token budget, sequences are computed on the rank that has fewest tokens.
+        forward returns one or more tensors [b, t] for a microbatch; the result has each of them as [B, T], on the batch's
+        device. With a token budget, the rank that has the fewest tokens computes a sequence, whoever holds it.
         """
         self.model.eval()
         ids = batch.input_ids
-        read = Batch(input_ids=ids, attention_mask=batch.attention_mask, response_mask=batch.response_mask)
-        parts, bring_back = self.microbatches(read, updates)
-        results = zip(*(forward(part) for part in parts), strict=True)
-        return tuple(each.to(ids.device) for each in bring_back(results))
-
-    def microbatches(
-        self, batch: Batch, updates: schema.Updates, rows: Sequence[int] | None = None
-    ) -> tuple[list[Batch], Callable[[Iterable[Sequence[Tensor]]], list[Tensor]]]:
-        """Return this rank's microbatches of these rows of all ranks' batches (None: all), each as wide as its longest.
-
-        A collective call; the batches must be of one size. With all rows, the function takes a kind of result of each
-        microbatch, [b, t], and returns those of the rank's own batch, [B, T]; also a collective call.
-        """
-        group, ranks, here = self.mesh.get_group(), self.mesh.size(), batch.to(self.device)
-        own = here.attention_mask.sum(-1)
-        everyone = [torch.empty_like(own) for _ in range(ranks)]
-        dist.all_gather(everyone, own, group=group)
-        lengths = torch.cat(everyone).tolist()
-        held = [list(range(rank * len(batch), (rank + 1) * len(batch))) for rank in range(ranks)]
-        planned = plan_microbatches(rows or range(len(lengths)), lengths, ranks, updates, self.config.model.packed)
-        wanted = [[row for parts in planned for row in parts[rank]] for rank in range(ranks)]
-        rank, longest = self.mesh.get_local_rank(), max(lengths)
-        fields = here.as_wide_as(longest).tensors()
-        moved = Batch(**dict(zip(fields, redistribute(list(fields.values()), held, wanted, group), strict=True)))
-        sizes, widths = zip(
-            *((len(part[rank]), max(lengths[row] for row in part[rank])) for part in planned), strict=True
-        )
-        starts = itertools.accumulate(sizes, initial=0)
-        parts = [
-            moved.select(slice(start, start + size)).as_wide_as(width)
-            for start, size, width in zip(starts, sizes, widths, strict=False)
-        ]
-
-        def bring_back(results: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-            wide = [torch.cat([pad(each, (0, longest - each.shape[1])) for each in kind]) for kind in results]
-            width = batch.input_ids.shape[1]
-            return [pad(each, (0, width - longest)) for each in redistribute(wide, wanted, held, group)]
-
-        return parts, bring_back
+        tokens = Batch(input_ids=ids, attention_mask=batch.attention_mask, response_mask=batch.response_mask)
+        microbatches = make_microbatches(tokens, self.mesh, self.device, updates, self.config.model.packed)
+        by_kind = zip(*(forward(part) for part in microbatches.parts), strict=True)
+        return [microbatches.bring_back(results).to(ids.device) for results in by_kind]
 
 
 class Learner(ShardedModel):
-    """A sharded model, its AdamW and schedule, and the loop of epochs, minibatches and microbatches."""
+    """A sharded model with AdamW and a schedule, and the loop over epochs, minibatches and microbatches."""
 
     role: ClassVar[Literal["actor", "critic"]]
 
     def __init__(self, model: nn.Module, config: schema.Config, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__(model, config, mesh, device)
+        self.group = mesh.get_group()
         self.updates: schema.Updates = getattr(config, self.role)
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -103,35 +69,29 @@ class Learner(ShardedModel):
         warmup = self.updates.warmup_steps or int(self.updates.warmup_ratio * steps)
         self.schedule = get_scheduler(self.updates.schedule, self.optimizer, warmup, steps)
         self.after_backward: list[Callable[[], None]] = []
-        """Called after each microbatch's backward, before its gradient is added up."""
-        self.gradients = Gradients(model.parameters(), self.role in config.memory.offload_gradients)
+        """Called after each microbatch's backward. Fault injection uses it."""
         self._moments = Offload(self.moments, self.role in config.memory.offload_optimizer)
 
     def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a microbatch's share of its minibatch's loss, and its metrics as sums over tokens.
+        """Return a microbatch's share of its minibatch's loss, a scalar, and its metrics as sums over response tokens.
 
-        counts: of the minibatch over all ranks.
+        counts: of the whole minibatch, over all ranks.
         """
         raise NotImplementedError
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Give parameters and optimizer states their memory inside this context: for updates."""
+        """Have parameters and optimizer states on the device inside this context: for updates."""
         with self.on_device(), self._moments.on_device():
             yield
 
-    def all_sum(self, tensor: Tensor) -> Tensor:
-        """Add the tensor up over the ranks, in place, and return it; the same on every rank."""
-        dist.all_reduce(tensor, group=self.mesh.get_group())
-        return tensor
-
     def update(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
-        """Run every epoch over all ranks' batches, in minibatches of the generator's order; a collective call.
+        """Run every epoch over all ranks' batches, in minibatches of random order. A collective call.
 
-        A minibatch has the same sequences however they lie on however many ranks. The generator, on the CPU, must have the
-        same state on every rank, and the batches must be of one size. Return metrics, the same on every rank: means
-        weighted by tokens; for loss and grad_norm, means over optimizer steps; the last
-        one's learning_rate.
+        The generator, on the CPU, must have the same state on every rank: it draws the minibatches from the sequences of all
+        ranks, so that one seed gives the same minibatches at any world size. All batches must have the same number of sequences.
+        Return metrics, the same on every rank: means weighted by tokens; loss and grad_norm are means over optimizer steps, and
+        learning_rate is that of the last step.
         """
         sequences = len(batch) * self.mesh.size()
         steps = [
@@ -150,54 +110,66 @@ class Learner(ShardedModel):
         return {**metrics, "optimizer_steps": float(len(steps)), "learning_rate": steps[-1]["learning_rate"]}
 
     def step(self, batch: Batch, rows: Sequence[int] | None = None) -> dict[str, float]:
-        """Take one optimizer step on these rows of all ranks' batches (None: all); a collective call. Return metrics and
-        `tokens`.
+        """Take one optimizer step on these rows of all ranks' batches (None: all). A collective call.
 
-        Every microbatch's gradient is reduced at once: it costs a reduce-scatter each, and no rank holds an unsharded
-        gradient. Raise ValueError if no rank has a response token, FloatingPointError if the gradient is not finite;
-        the model is then as before.
+        Return metrics, and `tokens`, the response tokens that counted. Every microbatch's gradient is reduced at once, so that no
+        rank holds an unsharded gradient; the price is one reduce-scatter for each microbatch. Raise ValueError if no rank has a
+        response token, FloatingPointError if the gradient is not finite. The model is then as before.
         """
-        microbatches, _ = self.microbatches(batch, self.updates, rows)
-        own = torch.stack([local_counts(part.response_mask) for part in microbatches]).sum(0)
-        counts = Counts(*self.all_sum(own).tolist())
+        packed = self.config.model.packed
+        microbatches = make_microbatches(batch, self.mesh, self.device, self.updates, packed, rows).parts
+        counts = Counts(*all_sum(sum_of_counts(microbatches), self.group).tolist())
         if counts.tokens == 0:
             raise ValueError(
-                "the minibatch must have at least 1 response token over all ranks, got 0; where rollout.truncated ="
-                ' "mask" left none, raise rollout.max_response_tokens; where all were aborted, see the engine\'s log'
+                "the minibatch must have at least 1 response token over all ranks, got 0; if rollout.truncated ="
+                ' "mask" left none, raise rollout.max_response_tokens; if all were aborted, see the engine\'s log'
             )
+        share_of_loss, sums = self._backward(microbatches, counts)
+        grad_norm = self._gradient_norm()
+        learning_rate = self.schedule.get_last_lr()[0]
+        self._apply_gradient(min(1.0, self.updates.max_grad_norm / (grad_norm + 1e-6)))
+        means = (all_sum(torch.stack(list(sums.values())), self.group) / counts.tokens).tolist()
+        metrics = dict(zip(sums, means, strict=True))
+        loss = float(all_sum(share_of_loss, self.group))
+        return metrics | dict(loss=loss, grad_norm=grad_norm, tokens=counts.tokens, learning_rate=learning_rate)
+
+    def _backward(self, microbatches: Sequence[Batch], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add up the gradient over this rank's microbatches. Return its share of the loss and its metrics, float64 scalars."""
         self.model.train()
-        self.gradients.clear()
-        share_of_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Tensor] = {}
         for microbatch in microbatches:
             share, totals = self.loss(microbatch, counts)
-            # FSDP averages gradients over ranks, but the shares of the loss are to be added up.
+            # FSDP averages gradients over ranks, but the shares must add up to the loss.
             (share * self.mesh.size()).backward()
-            for observe in list(self.after_backward):
-                observe()
-            self.gradients.add()
-            share_of_loss += share.detach().double()
+            for call in list(self.after_backward):
+                call()
+            loss += share.detach().double()
             for name, total in totals.items():
                 sums[name] = total.detach().double() + sums.get(name, 0.0)
-        grad_norm = self._gradient_norm()
-        # As torch.nn.utils.clip_grad_norm_ scales.
-        scale = min(1.0, self.updates.max_grad_norm / (grad_norm + 1e-6))
-        for gradients in self.gradients.pieces():
-            for gradient in gradients:
-                gradient.mul_(scale)
-            self.optimizer.step()  # AdamW steps each parameter that has a gradient
-        self.gradients.clear()
-        learning_rate = self.schedule.get_last_lr()[0]
+        return loss, sums
+
+    @torch.no_grad()
+    def _apply_gradient(self, scale: float) -> None:
+        """Step AdamW and its schedule with the gradient times `scale`, and forget the gradient.
+
+        The scale is that of torch.nn.utils.clip_grad_norm_.
+        """
+        for gradient in self._gradients():
+            gradient.mul_(scale)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.schedule.step()
-        means = (self.all_sum(torch.stack(list(sums.values()))) / counts.tokens).tolist()
-        metrics = dict(zip(sums, means, strict=True))
-        loss = float(self.all_sum(share_of_loss))
-        return metrics | dict(loss=loss, grad_norm=grad_norm, tokens=counts.tokens, learning_rate=learning_rate)
+
+    def _gradients(self) -> list[Tensor]:
+        """Return this rank's shards of all gradients."""
+        return [local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint has of this model: its parameters, buffers and AdamW's states, the live ones, by name.
+        """Return the tensors of a checkpoint by name: parameters, buffers and AdamW's states. They are not copied.
 
-        States that AdamW would make at its first step are made here, in memory that they have inside `learning` only.
+        AdamW makes its states at its first step; before that they are made here, which has memory only inside `learning`.
         """
         held: dict[str, Tensor] = {}
         for name, tensor in named_tensors(self.model):
@@ -212,24 +184,28 @@ class Learner(ShardedModel):
         return held
 
     def moments(self) -> Iterator[Tensor]:
-        """Yield AdamW's moments: none before the first step. Its step counts stay where they are."""
+        """Yield AdamW's moments; there are none before the first step. Its step counts are never offloaded."""
         for state in self.optimizer.state.values():
             yield from (value for name, value in state.items() if name != "step")
 
     @torch.no_grad()
     def _gradient_norm(self) -> float:
-        """Return the norm of the gradient over all parameters and ranks.
+        """Return the norm of the gradient over all parameters and ranks. Raise FloatingPointError if it is not finite.
 
-        Not torch.nn.utils.get_total_norm: that adds squares up in float32, in an order that depends on how gradients
-        are sharded; offloaded gradients must come piece by piece; and a gradient that is not finite names its ranks.
+        torch.nn.utils.get_total_norm is not used, for two reasons. It adds squares up in float32, in an order that depends on
+        the sharding. And the error must name the ranks whose gradient is not finite.
         """
-        gradients = (gradient for piece in self.gradients.pieces() for gradient in piece)
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self._gradients()]
         own = torch.stack([norm.double().square() for norm in norms]).sum()
-        grad_norm = float(self.all_sum(own.clone()).sqrt())
+        grad_norm = float(all_sum(own, self.group).sqrt())
         if not math.isfinite(grad_norm):
-            self.gradients.clear()
+            self.optimizer.zero_grad()
             wrong = [str(rank) for rank, fine in enumerate(all_gather(math.isfinite(own))) if not fine]
-            where = f": it is not on rank{'s' if len(wrong) > 1 else ''} {', '.join(wrong)}" if wrong else ""
-            raise FloatingPointError(f"the gradient norm of the {self.role} is {grad_norm}, but must be finite{where}")
+            where = f"; it is not on rank{'s' if len(wrong) > 1 else ''} {', '.join(wrong)}" if wrong else ""
+            raise FloatingPointError(f"the gradient norm of the {self.role} must be finite, got {grad_norm}{where}")
         return grad_norm
+
+
+def sum_of_counts(microbatches: Sequence[Batch]) -> Tensor:
+    """Return the response tokens, and the sequences that have any, of one rank's microbatches: int64 [2]."""
+    return torch.stack([local_counts(part.response_mask) for part in microbatches]).sum(0)

@@ -1,9 +1,9 @@
-"""Parameters, optimizer states and gradients that wait in host memory between uses.
+"""Parameters and optimizer states that wait in host memory between uses.
 
-What moves is the storage under a tensor, never the tensor: FSDP2 keeps a flat view of each shard beside the DTensor, and
-a weight sync keeps the DTensors themselves. A storage is emptied and filled again in place, as FSDP does with its
-gathered parameters, so that every object and view stays valid; while it is empty nothing may read it. Why not torch's
-CPUOffloadPolicy: see README.md.
+Only the storage under a tensor moves, never the tensor: FSDP2 keeps a flat view of each shard next to the DTensor, and a weight
+sync keeps the DTensors themselves. A storage is emptied and filled again in place, as FSDP does with its gathered parameters,
+so that every object and view stays valid. Nothing may read a tensor while its storage is empty. README.md says why this is
+not torch's CPUOffloadPolicy.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,40 +15,41 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, detached: of the part, as DTensor's own detach() takes ten times as long."""
+    """Return this rank's part of a tensor, detached. Detaching the part takes a tenth of the time of DTensor.detach()."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages under this rank's parts, each once, in order.
+    """Return the storages under this rank's parts of the tensors that can be offloaded, each once, in order.
 
-    Without those that have no bytes, and on the CPU those that schedulers have mapped, which can be given no memory again.
+    Empty storages are left out. So are shared ones on the CPU: an engine's scheduler has mapped them, and torch cannot resize
+    them.
     """
     found = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
     return [each for each in found.values() if each.nbytes() and (each.is_cuda or not each.is_shared())]
 
 
 class Offload:
-    """Tensors that are in host memory except inside `on_device()`."""
+    """Tensors that are in host memory, except inside `on_device()`."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], wanted: bool) -> None:
-        """Move the tensors to the host, where wanted.
+        """Move the tensors to the host if `wanted`; otherwise they stay on the device.
 
-        tensors: called each time they leave, so that states which an optimizer makes at its first step leave too.
+        tensors: called each time they leave the device, since an optimizer makes its states at its first step.
         """
         self._tensors = tensors
         self._wanted = wanted
         self._uses = 0
         self._waiting: list[tuple[torch.UntypedStorage, Tensor]] = []
-        """Storages without memory, and their bytes in host memory: uint8 [bytes], pinned where the storage is on a GPU."""
+        """Emptied storages and their bytes in host memory: uint8 [bytes], pinned if the storage is on a GPU."""
         self._leave()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Give the tensors their memory inside this context. Raise torch.OutOfMemoryError where there is no room.
+        """Have the tensors on the device inside this context. Raise torch.OutOfMemoryError if they do not fit.
 
-        Contexts nest: tensors leave with the outermost, but not after an exception, which a second failure while they
-        leave would hide.
+        Contexts nest: the tensors leave at the end of the outermost one. They stay after an exception, since a second failure
+        while they leave would hide it.
         """
         for storage, host in self._waiting:
             storage.resize_(host.numel())
@@ -65,7 +66,7 @@ class Offload:
 
     @torch.no_grad()
     def _leave(self) -> None:
-        """Copy the storages to the host and give their memory back to the allocator."""
+        """Copy the storages to the host and return their memory to the allocator."""
         if not self._wanted:
             return
         pairs = []
@@ -82,56 +83,11 @@ class Offload:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return the storage as uint8 [bytes], not a copy."""
+    """Return a view of the storage as uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _wait(pairs: list[tuple[torch.UntypedStorage, Tensor]]) -> None:
-    """Wait for all of the GPU's streams: FSDP reads shards on streams of its own."""
+    """Wait for all streams of the GPU: FSDP reads shards on other streams than the current one."""
     if any(storage.device.type == "cuda" for storage, _ in pairs):
         torch.cuda.synchronize()
-
-
-class Gradients:
-    """Gradients of a minibatch, on the device or added up in host memory.
-
-    Offloaded, the device has those of one microbatch, and the sum of one parameter. The sum itself is computed on the
-    device, in the gradients' dtype, as autograd would: results are the same bits.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], offloaded: bool) -> None:
-        self.parameters = list(parameters)
-        self._offloaded = offloaded
-        self._sums: dict[Tensor, Tensor] = {}
-        """Parameter -> sum of this rank's gradients so far, on the host."""
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """Take in what a backward left; on the device autograd has added it up already."""
-        for parameter in self.parameters if self._offloaded else ():
-            if parameter.grad is None:
-                continue
-            own = local(parameter.grad)
-            if parameter in self._sums:
-                self._sums[parameter].copy_(self._sums[parameter].to(own.device).add_(own))
-            else:
-                host = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.device.type == "cuda")
-                self._sums[parameter] = host.copy_(own)
-            parameter.grad = None
-
-    def pieces(self) -> Iterator[list[Tensor]]:
-        """Yield this rank's gradients, summed over the microbatches, piece by piece; a piece is in its parameters' grad."""
-        if not self._offloaded:
-            yield [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        for parameter in self.parameters:
-            if parameter in self._sums:
-                parameter.grad = torch.empty_like(parameter)
-                gradient = local(parameter.grad)
-                yield [gradient.copy_(self._sums[parameter])]
-                parameter.grad = None
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        self._sums = {}
-        for parameter in self.parameters:
-            parameter.grad = None

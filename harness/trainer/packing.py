@@ -1,14 +1,13 @@
-"""Packed sequences: the tokens of a batch in one row without padding, and attention within each sequence alone.
+"""Packed sequences: the tokens of a batch in one row without padding, with attention inside each sequence.
 
-transformers takes packed rows by position ids that restart: flash_attention_2 then calls its varlen kernel; sdpa and eager
-build a mask of the whole row squared, and before 4.53 none, so that sequences read each other. Here sdpa and eager are
-called for one sequence after the other: no mask for sdpa (with is_causal, on a GPU its flash kernel), and where there is
-one, for eager and for sliding windows, it is as large as one sequence squared.
+transformers recognizes packed rows by position ids that restart. flash_attention_2 then calls its varlen kernel. For sdpa and
+eager, transformers builds a mask of the whole row squared: 256 MiB of booleans for 16,384 tokens. Here sdpa and eager are
+called for one sequence after the other instead. sdpa then needs no mask (and uses its flash kernel on a GPU); eager and sliding
+windows get a mask of one sequence squared.
 """
 
 import sys
 from functools import partial
-from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -20,11 +19,11 @@ from harness.trainer.batch import Batch
 
 PACKED_SDPA: Final = "packed_sdpa"
 PACKED_EAGER: Final = "packed_eager"
-"""The names under which transformers knows attention_by_sequence."""
+"""The names of attention_by_sequence in transformers' registry of attention functions."""
 
 
 def model_inputs(batch: Batch, packed: bool) -> dict[str, Any]:
-    """Return what a model's forward takes for the batch: [B, T] with its mask, or packed [1, N] without padding."""
+    """Return the arguments of a model's forward for the batch: ids and mask [B, T], or packed [1, N] without padding."""
     if not packed:
         return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     mask = batch.attention_mask.bool()
@@ -37,9 +36,10 @@ def model_inputs(batch: Batch, packed: bool) -> dict[str, Any]:
 
 
 def align(numbers: Tensor, batch: Batch, packed: bool) -> Tensor:
-    """Return [B, T], in batch's alignment, of what was computed at model_inputs' positions but the last; 0 at position 0.
+    """Return what was computed at the positions of model_inputs in the batch's alignment: [B, T], 0 at position 0.
 
-    numbers: [B, T - 1], or packed [1, N - 1], of which those that one sequence's end has for the next's begin are dropped.
+    numbers: [B, T - 1], or packed [1, N - 1]; the model computes them one position before the token that they are about. A
+    packed number that is about the first token of a sequence comes from the sequence before it, and is dropped.
     """
     numbers = nn.functional.pad(numbers, (1, 0))
     if not packed:
@@ -57,24 +57,15 @@ def attention_by_sequence(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    position_ids: Tensor | None = None,
-    sequence_lengths: tuple[int, ...] | None = None,
+    sequence_lengths: tuple[int, ...],
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each sequence of a packed row, as an attention function of transformers: [1, H, N, D] -> [1, N, H, D].
+    """Attend inside each sequence of a packed row. An attention function of transformers: [1, H, N, D] -> [1, N, H, D].
 
-    kind: sdpa, or eager, the model's own. attention_mask, which is the whole row's where there is one, is not read. Layers of
-    transformers 4.51 that are checkpointed hand on no sequence_lengths: position_ids, [1, N], tell them, at the price of a
-    wait for the GPU.
+    kind: sdpa, or eager for the model's own. sequence_lengths: from model_inputs; transformers passes it through to here.
+    attention_mask is not read: it would be the whole row's.
     """
-    if sequence_lengths is None:
-        if position_ids is None:
-            raise ValueError(
-                f"the attention of {type(module).__name__} must be given position_ids for packed sequences"
-            )
-        starts = (position_ids[0] == 0).nonzero()[:, 0].tolist()
-        sequence_lengths = tuple(end - start for start, end in pairwise([*starts, query.shape[2]]))
     attend = sdpa_attention_forward if kind == "sdpa" else sys.modules[type(module).__module__].eager_attention_forward
     parts = zip(*(each.split(sequence_lengths, dim=2) for each in (query, key, value)), strict=True)
     outputs = []
@@ -86,7 +77,7 @@ def attention_by_sequence(
 
 
 def _causal_mask(query: Tensor, window: int | None) -> Tensor:
-    """Return [1, 1, T, T] to add to attention logits: the lowest value at later tokens, and at those before the window."""
+    """Return [1, 1, T, T] to add to attention logits: the lowest value at later tokens and at tokens before the window."""
     size = query.shape[2]
     hidden = torch.ones((size, size), dtype=torch.bool, device=query.device).tril_().logical_not_()
     if window:

@@ -1,89 +1,77 @@
-"""From shards to full tensors: buckets planned once, each gathered by one fused all-gather straight to where it is whole.
+"""From shards to full tensors: buckets are planned once, and each is gathered by one fused all-gather.
 
-FSDP2 cuts a tensor by rows, a chunk a rank. All chunks of a bucket are gathered in one grouped collective, each to where
-its tensor is whole again, so nothing is packed or unpacked. A tensor of many experts may go in several pieces: some rows
-of every rank's chunk each time. What the trainer holds wider than it is sent is cast shard by shard before.
+FSDP2 cuts a tensor by rows (trainer/rows.py). All chunks of a bucket are gathered in one grouped collective, straight to
+the place where the tensor is whole again, so nothing is packed or unpacked. A tensor of many experts may go in several
+pieces, some rows of every rank's chunk each time. Eight rows on two ranks, in two pieces:
+
+    rank 0 holds  r0 r1 r2 r3        first piece:   r0 r1 r4 r5
+    rank 1 holds  r4 r5 r6 r7        second piece:  r2 r3 r6 r7
+
+A tensor that the trainer holds wider than it is sent is cast shard by shard before.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from harness.weights.groups import PlacedTensor, aligned, fusing_key
-from harness.weights.names import CheckpointTensor, span
+from harness.trainer.rows import RowShards
+from harness.weights.fusing import FusingGroup
+from harness.weights.tensor_view import TensorView, span
 
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """How a live tensor is cut by rows over the ranks of its mesh; a tensor that is not sharded is one chunk."""
-
-    ranks: int
-    rows: int
-    """Of one full chunk; the last ranks may hold fewer."""
-    row_elements: int
-    dtype: torch.dtype
-    """As it is sent."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, dtype: torch.dtype) -> "Chunks":
-        """Raise ValueError for a DTensor that is not sharded by rows over a one-dimensional mesh."""
-        rows = tensor.shape[0] if tensor.ndim else 1
-        row_elements = tensor.numel() // max(rows, 1)
-        if not isinstance(tensor, DTensor):
-            return cls(1, rows, row_elements, dtype)
-        if tuple(tensor.placements) != (Shard(0),):
-            raise ValueError(f"placements must be (Shard(0),), rows over ranks, for a sync, got {tensor.placements}")
-        ranks = tensor.device_mesh.size()
-        return cls(ranks, -(-rows // ranks), row_elements, dtype)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of every rank."""
-        return self.ranks * self.row_elements * self.dtype.itemsize
+ALIGNMENT = 256
+"""Bytes: where tensors may begin in a bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Rows start to stop of each rank's chunk of one live tensor, and where they go in the bucket."""
+    """Rows start to stop of every rank's chunk of one tensor, and where they lie in the bucket."""
 
-    live_name: str
-    chunks: Chunks
-    tensors: Sequence[CheckpointTensor]
-    """All of the live tensor; some may lie in other rows."""
+    of: str
+    """The tensor's name."""
+    shards: RowShards
+    dtype: torch.dtype
+    """As it is sent."""
+    views: tuple[TensorView, ...]
+    """All checkpoint tensors of this tensor; some may lie in other rows."""
     start: int
     stop: int
-    offset: int = 0
-    """Bytes from the first of the bucket."""
+    offset_bytes: int = 0
+    """From the first byte of the bucket."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of every rank."""
+        return self.shards.ranks * self.shards.row_elements * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Of all ranks' rows together, with the padding of the last ranks."""
-        return (self.stop - self.start) * self.chunks.row_bytes
+        """Bytes of all ranks' rows together, with the padding of the last ranks."""
+        return (self.stop - self.start) * self.row_bytes
 
     @property
-    def end(self) -> int:
+    def end_bytes(self) -> int:
         """Where the next piece may begin."""
-        return self.offset + aligned(self.nbytes)
+        return self.offset_bytes + aligned(self.nbytes)
 
-    def entries(self) -> Iterator[PlacedTensor]:
-        """Yield the tensors in these rows, where they lie in the bucket once the rows of all ranks are there."""
-        for each in self.tensors:
-            row, inside = divmod(each.offset, self.chunks.row_elements)
-            rank, local = divmod(row, self.chunks.rows)
-            if self.start <= local < self.stop:
-                gathered = rank * (self.stop - self.start) + local - self.start
-                offset = self.offset + (gathered * self.chunks.row_elements + inside) * each.dtype.itemsize
-                yield PlacedTensor(
-                    name=each.name,
-                    dtype=each.dtype,
-                    shape=each.shape,
-                    stride=each.stride,
-                    offset=offset,
-                )
+    def views_in_bucket(self) -> Iterator[TensorView]:
+        """Yield the checkpoint tensors that begin in these rows, where they lie in the bucket once it is gathered."""
+        rows, row_elements = self.stop - self.start, self.shards.row_elements
+        first = self.offset_bytes // self.dtype.itemsize
+        for view in self.views:
+            row, inside = divmod(view.offset, row_elements)
+            rank, own_row = divmod(row, self.shards.chunk)
+            if self.start <= own_row < self.stop:
+                row_in_piece = rank * rows + own_row - self.start
+                yield view.at(first + row_in_piece * row_elements + inside)
+
+    @property
+    def splits_by_row(self) -> bool:
+        """Whether these are experts, each within one row of the tensor: SGLang does not need them all in one call."""
+        size = self.shards.row_elements
+        ends = ((view.offset, view.offset + span(view.shape, view.stride) - 1) for view in self.views)
+        return ".experts." in self.of and all(first // size == last // size for first, last in ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,97 +79,117 @@ class Bucket:
     """What one call carries."""
 
     pieces: tuple[Piece, ...]
-    entries: tuple[PlacedTensor, ...]
+    views: tuple[TensorView, ...]
+    """The checkpoint tensors in the bucket."""
 
     @property
     def nbytes(self) -> int:
-        """Of the pieces, with the gaps that align them."""
-        return self.pieces[-1].end
+        """Bytes of the pieces, with the gaps that align them."""
+        return self.pieces[-1].end_bytes
+
+    def named_tensors(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Return the checkpoint tensors in the gathered buffer, full and contiguous."""
+        return [(view.name, view.in_memory(buffer).contiguous()) for view in self.views]
+
+
+@dataclass(slots=True)
+class _Filling:
+    """Buckets being filled; the last one is open."""
+
+    limit_bytes: int
+    buckets: list[list[Piece]] = field(default_factory=lambda: [[]])
+
+    @property
+    def filled_bytes(self) -> int:
+        return self.buckets[-1][-1].end_bytes if self.buckets[-1] else 0
+
+    @property
+    def room_bytes(self) -> int:
+        return self.limit_bytes - self.filled_bytes
+
+    def make_room(self, nbytes: int) -> None:
+        """Open the next bucket, unless that many bytes fit into this one or it is empty anyway."""
+        if nbytes > self.room_bytes and self.buckets[-1]:
+            self.buckets.append([])
+
+    def add(self, piece: Piece) -> None:
+        self.buckets[-1].append(replace(piece, offset_bytes=self.filled_bytes))
+
+    def add_together(self, pieces: Iterable[Piece]) -> None:
+        pieces = tuple(pieces)
+        self.make_room(sum(piece.end_bytes for piece in pieces))
+        for piece in pieces:
+            self.add(piece)
+
+    def add_by_row(self, whole: Piece) -> None:
+        start = whole.start
+        while start < whole.stop:
+            self.make_room(whole.row_bytes)
+            stop = min(whole.stop, start + max(1, self.room_bytes // whole.row_bytes))
+            self.add(replace(whole, start=start, stop=stop))
+            start = stop
 
 
 def plan_buckets(
-    layout: Iterable[CheckpointTensor], live: Mapping[str, torch.Tensor], limit_bytes: int
+    groups: Iterable[FusingGroup], shards: Mapping[str, RowShards], limit_bytes: int
 ) -> tuple[Bucket, ...]:
-    """Fill buckets up to limit_bytes; what may not be split and is larger gets a bucket of its own.
+    """Fill buckets up to limit_bytes. What may not be split and is larger gets a bucket for itself.
 
-    What one engine module may fuse, such as q_a_proj and kv_a_proj_with_mqa of one self_attn, stays together: SGLang
-    keeps the halves it waits for only until the call returns, and then drops them silently. A tensor of experts is split
-    between experts.
+    A fusing group stays together: SGLang keeps the half that it waits with only until the call returns, and then drops it
+    silently. A tensor of experts may be split between experts.
     """
-    groups: dict[str, dict[str, list[CheckpointTensor]]] = {}
-    for tensor in layout:
-        groups.setdefault(fusing_key(tensor), {}).setdefault(tensor.live_name, []).append(tensor)
-    buckets: list[list[Piece]] = [[]]
-
-    def room() -> int:
-        return limit_bytes - (buckets[-1][-1].end if buckets[-1] else 0)
-
-    def add(piece: Piece) -> None:
-        buckets[-1].append(replace(piece, offset=limit_bytes - room()))
-
-    for group in groups.values():
-        pieces = []
-        for name, tensors in group.items():
-            chunks = Chunks.of(live[name], tensors[0].dtype)
-            piece = Piece(live_name=name, chunks=chunks, tensors=tensors, start=0, stop=chunks.rows)
-            pieces.append(piece)
-        if len(pieces) == 1 and _splits_by_row(piece, live[piece.live_name]):
-            start = 0
-            while start < chunks.rows:
-                if room() < chunks.row_bytes and buckets[-1]:
-                    buckets.append([])
-                stop = min(chunks.rows, start + max(1, room() // chunks.row_bytes))
-                add(replace(piece, start=start, stop=stop))
-                start = stop
+    filling = _Filling(limit_bytes)
+    for group in groups:
+        pieces = [
+            Piece(of=of, shards=shards[of], dtype=views[0].dtype, views=views, start=0, stop=shards[of].chunk)
+            for of, views in group.by_tensor.items()
+        ]
+        if len(pieces) == 1 and pieces[0].splits_by_row:
+            filling.add_by_row(pieces[0])
         else:
-            if sum(each.end for each in pieces) > room() and buckets[-1]:
-                buckets.append([])
-            for piece in pieces:
-                add(piece)
-    # By name: an engine that derives the fused name from the last half to arrive (0.4.6) expects kv_a before q_a.
-    return tuple(Bucket(tuple(pieces), tuple(_by_name(pieces))) for pieces in buckets if pieces)
-
-
-def _by_name(pieces: Sequence[Piece]) -> Iterator[PlacedTensor]:
-    for _, members in groupby(pieces, key=lambda piece: fusing_key(piece.tensors[0])):
-        yield from sorted((entry for piece in members for entry in piece.entries()), key=attrgetter("name"))
-
-
-def _splits_by_row(piece: Piece, live: torch.Tensor) -> bool:
-    """Return whether the tensors are experts of which each lies within one row of the live tensor."""
-    row = piece.chunks.row_elements
-    within = (each.offset // row == (each.offset + span(each.shape, each.stride) - 1) // row for each in piece.tensors)
-    return ".experts." in piece.live_name and live.ndim > 2 and all(within)
+            filling.add_together(pieces)
+    return tuple(
+        Bucket(tuple(pieces), tuple(view for piece in pieces for view in piece.views_in_bucket()))
+        for pieces in filling.buckets
+        if pieces
+    )
 
 
 @torch.no_grad()
-def gather(bucket: Bucket, live: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return the bucket's tensors, full and contiguous, under their checkpoint names; a collective call of the mesh's ranks.
+def gather(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the bucket's buffer, uint8 [nbytes], with every row of its pieces; a collective call of the mesh's ranks.
 
-    On CUDA the current stream waits for it, the caller does not.
+    On CUDA the current stream waits for the all-gather; the caller does not.
     """
-    buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=next(iter(live.values())).device)
+    buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
     outputs, inputs, group = [], [], None
     for piece in bucket.pieces:
-        tensor = live[piece.live_name].detach()
-        target = buffer[piece.offset : piece.offset + piece.nbytes]
+        tensor = tensors[piece.of].detach()
+        target = buffer[piece.offset_bytes : piece.offset_bytes + piece.nbytes]
         if isinstance(tensor, DTensor):
             group = tensor.device_mesh.get_group()
-            rows = _bytes(tensor.to_local()[piece.start : piece.stop], piece.chunks.dtype)
-            padding = target.numel() // tensor.device_mesh.size() - rows.numel()  # comes behind the tensor's last row
+            rows = _bytes(tensor.to_local()[piece.start : piece.stop], piece.dtype)
+            padding = target.numel() // piece.shards.ranks - rows.numel()  # behind the tensor's last row
             outputs.append(target)
             inputs.append(torch.nn.functional.pad(rows, (0, padding)) if padding else rows)
         else:
-            target.copy_(_bytes(tensor[piece.start : piece.stop] if tensor.ndim else tensor, piece.chunks.dtype))
+            target.copy_(_bytes(tensor[piece.start : piece.stop] if tensor.ndim else tensor, piece.dtype))
     if group is not None:
+        # torch's public all_gather_into_tensor takes one tensor. This method of ProcessGroup takes a list and makes one NCCL
+        # group of it; FSDP2's own all-gather, which copies into one flat buffer first, would need a copy back out of it.
         group.allgather_into_tensor_coalesced(outputs, inputs).wait()
-    return [(entry.name, entry.view(buffer).contiguous()) for entry in bucket.entries]
+    return buffer
 
 
 def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return all of a tensor, contiguous and detached, whether it is sharded or not; in dtype, where that is given."""
+    """Return all of a tensor, contiguous and detached, whether it is sharded or not. dtype: cast to it first."""
     tensor = tensor.detach().to(dtype or tensor.dtype)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """Return where the next tensor may begin behind so many bytes."""
+    return -(-nbytes // alignment) * alignment
 
 
 def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

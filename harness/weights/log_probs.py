@@ -1,6 +1,6 @@
-"""The engine's log-probs against the trainer's on the same tokens: how far apart, where most, and what is allowed.
+"""How far the engine's log-probs are from the trainer's on the same tokens, where most, and what is allowed.
 
-What is allowed follows from the dtype and a baseline: the same difference on weights that are certainly the same.
+What is allowed follows from the dtype and from a baseline: the same difference on weights that are certainly the same.
 """
 
 import math
@@ -15,26 +15,26 @@ from harness.cluster.world import all_gather
 
 Dtype = Literal["float32", "bfloat16"]
 
-# No statistic below its floor is a failure. bfloat16: one epsilon, the rounding of logits around 1; on H200 healthy models
+# A statistic below its floor is never a failure. bfloat16: one epsilon, the rounding of logits around 1; on H200 healthy models
 # of 10M parameters were within 0.003, and the smallest silent failure was 0.014. float32: random errors of 7000 additions
 # make sqrt(7000) = 84 epsilons, 1e-5; healthy models were within 5e-7 on CPU.
 FLOOR = {"float32": 84 * 2.0**-23, "bfloat16": 2.0**-7}
-# Without a baseline what may be healthy is allowed: on H200 tiny models had up to 0.011, mixtures of experts up to 0.020.
+# Without a baseline, everything that may be healthy is allowed: on H200 tiny models had up to 0.011, mixtures of experts up to 0.020.
 FLOOR_WITHOUT_BASELINE = {"float32": FLOOR["float32"], "bfloat16": 0.05}
 # Healthy means of one run stayed within a factor of 2 of each other; silent failures were 4.8 times and more above their
 # healthy controls (0.0145 against 0.0030, 0.0139 against 0.0029).
 FACTOR = 3.0
-# exp(0.1) is half of PPO's usual clip range: with a baseline above it nothing could be learnt, and nothing be proven.
+# exp(0.1) is half of PPO's usual clip range: with a larger baseline nothing could be learnt, and nothing be proven.
 LARGEST_BASELINE = 0.1
 # A tiny bfloat16 mixture of experts on CPU had means from 0.005 to 0.014 over 38 healthy rollouts of 256 tokens, and from
 # 0.0087 to 0.0116 over 8 of 1024: a router that chooses another expert moves one token by up to 0.7.
 BASELINE_TOKENS, LEAST_TOKENS = 2048, 64  # each rollout counts for 64 or more: at most 32 of them
 # The same jumps make the mean of a healthy sequence of 16 tokens 7 times the mean of all. Its lower three quarters have few
-# of them; where fewer tokens are, a part is shown and not judged.
+# of them. A part with fewer tokens than JUDGED_TOKENS is shown but not judged.
 BULK = 0.75
 JUDGED_TOKENS = 8
 # An early choice shifts the rest of its sequence: the worst of 64 healthy bulks was up to 3.3 times the mean of all tokens.
-# Over positions such shifts spread: there the worst bulk stayed under 0.7 times the mean.
+# Over positions such shifts average out: there the worst bulk stayed under 0.7 times the mean.
 SEQUENCE_FACTOR = 6.0
 BADNESS = attrgetter("bulk", "mean")
 
@@ -44,16 +44,16 @@ class PartDifference:
     """One sequence, or one response position over all sequences."""
 
     bulk: float
-    """Mean of its lower three quarters, by which it is judged; 0 where it has too few tokens for that."""
+    """Mean of its lower three quarters, by which it is judged; 0 if it has too few tokens for that."""
     mean: float
     """Mean |difference| of its tokens, in nats."""
     index: int
-    """Of the sequence, over all ranks in their order; or of the position, 0 at the first token of a response."""
+    """Number of the sequence, counted over all ranks; or of the position, 0 at the first token of a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbDifference:
-    """|engine log-prob - trainer log-prob| over the response tokens of all ranks, in nats; infinite where one is NaN."""
+    """|engine log-prob - trainer log-prob| over the response tokens of all ranks, in nats; infinite if one is NaN."""
 
     mean: float
     largest: float
@@ -63,7 +63,7 @@ class LogProbDifference:
     k3: float
     """The engine's KL from the trainer by Schulman's k3: the mean of r - 1 - log r, r = p_trainer / p_engine, as verl's."""
     sequence: PartDifference
-    """The worst one: that of the largest bulk, or of the largest mean where none is judged."""
+    """The worst one: the one with the largest bulk, or with the largest mean if none is judged."""
     position: PartDifference
     """The worst one, likewise."""
 
@@ -76,7 +76,7 @@ class LogProbDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allowed:
-    """What each statistic may be at most, in nats: the mean of all tokens, and the bulk of a sequence or position."""
+    """The largest value of each statistic that passes, in nats: the mean of all tokens, the bulk of a sequence or position."""
 
     mean: float
     sequence: float

@@ -1,52 +1,48 @@
-"""Live parameter names -> checkpoint names: what `save_pretrained` would write, as views of the live tensors.
+"""Trainer names -> checkpoint names: what `save_pretrained` would write, as views of the trainer's tensors.
 
 transformers 5 holds experts fused (`experts.gate_up_proj`) and writes them one by one (`experts.0.gate_proj.weight`). SGLang
-knows the names on disk and silently ignores all others. transformers undoes its own fusing, here once, on meta tensors.
+knows the names on disk and silently ignores all others. transformers can undo its own fusing; here it does so once, on
+meta tensors, which shows where each checkpoint tensor lies in the trainer's.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+from harness.weights.tensor_view import TensorView
 
 
 class NotAViewError(ValueError):
-    """The checkpoint form of a live tensor is no view of it, so it cannot be sent without a conversion."""
+    """A checkpoint tensor is not a view of one of the trainer's tensors: sending it needs another Converter."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointTensor:
-    """One tensor as the checkpoint names it: a strided view of one live tensor."""
+class _SlicesStayViews(TorchFunctionMode):
+    """Let Tensor.contiguous() return a slice of a live tensor itself, not a copy of it.
 
-    name: str
-    live_name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    """In elements, from the first of the live tensor."""
-    dtype: torch.dtype
-    """As it is sent: the live tensor may be wider."""
+    Newer releases of transformers (5.19 does, 5.12 does not) make each expert that they cut out of a fused tensor contiguous
+    for its file. That changes no value, but the copy no longer shows which live tensor it came from. A transposed tensor is
+    still copied, because what we send keeps the order of the live tensor's dimensions.
+    """
 
-    def view(self, live: torch.Tensor) -> torch.Tensor:
-        """Return the checkpoint tensor inside the full, contiguous live tensor in `dtype`, without a copy."""
-        return torch.as_strided(live, self.shape, self.stride, live.storage_offset() + self.offset)
-
-
-def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many elements lie from the first of a strided view to its last, both counted."""
-    return sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.contiguous and list(args[0].stride()) == sorted(args[0].stride(), reverse=True):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def checkpoint_layout(
     model: Any, live: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
-) -> tuple[CheckpointTensor, ...]:
-    """Return what a checkpoint of `model` holds, in the order of the live tensors, by name within one of them.
+) -> tuple[TensorView, ...]:
+    """Return the tensors of a checkpoint of `model`, in the order of the live tensors, by name within one of them.
 
-    live: full shapes and dtypes by live name; the values are not read. dtype: what the checkpoint has the parameters in,
-    which live may hold wider; None: as live has them. Buffers keep theirs. Raise NotAViewError for an architecture whose
-    checkpoint form needs a transpose or a merge.
+    live: full shapes and dtypes by the trainer's names; values are not read. dtype: the checkpoint's dtype for parameters,
+    if it is not the trainer's; buffers keep theirs. Raise NotAViewError for an architecture whose checkpoint merges or
+    computes tensors.
     """
     meta = {}
     for name, each in live.items():
@@ -57,17 +53,24 @@ def checkpoint_layout(
     if find_spec("transformers.core_model_loading") is not None:  # transformers 4 fuses nothing
         from transformers.core_model_loading import revert_weight_conversion
 
-        saved_as = revert_weight_conversion(model, dict(meta))
-    layout: dict[str, list[CheckpointTensor]] = {name: [] for name in live}
+        with _SlicesStayViews():
+            saved_as = revert_weight_conversion(model, dict(meta))
+    layout: dict[str, list[TensorView]] = {name: [] for name in live}
     for name, saved in sorted(saved_as.items()):
         owner = owner_of.get(saved.untyped_storage()._cdata)
         if owner is None:
             raise NotAViewError(
-                f"{name} of {type(model).__name__} must be a view of one live parameter, got a conversion;"
-                " use an architecture whose checkpoint only splits or renames parameters."
+                f"{name} of {type(model).__name__} must be a view of one of the trainer's tensors, but transformers computes"
+                " it from several, or from other values; give WeightSync a Converter that does the same."
             )
-        shape, stride, offset = tuple(saved.shape), tuple(saved.stride()), int(saved.storage_offset())
         layout[owner].append(
-            CheckpointTensor(name=name, live_name=owner, shape=shape, stride=stride, offset=offset, dtype=saved.dtype)
+            TensorView(
+                name=name,
+                of=owner,
+                dtype=saved.dtype,
+                shape=tuple(saved.shape),
+                stride=tuple(saved.stride()),
+                offset=int(saved.storage_offset()),
+            )
         )
     return tuple(tensor for tensors in layout.values() for tensor in tensors)

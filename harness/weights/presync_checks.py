@@ -1,5 +1,6 @@
-"""Checks before anything is sent, while the engine still serves: the trainer's shards are there and finite, and the engine's
-own loader would take each tensor whole (a dry run of it, worker/loader_trace.py, says what it would copy where).
+"""Checks before anything is sent, while the engine still serves.
+
+The trainer's shards are there and finite, and the engine's own loader, as traced, would take every tensor whole.
 """
 
 from collections import defaultdict
@@ -10,10 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import all_gather
-from harness.weights.gather import Chunks
-from harness.weights.groups import FusingGroup, PlacedTensor, SourceView
-from harness.weights.names import CheckpointTensor, span
-from harness.weights.worker.puller import LoadCoverage
+from harness.trainer.rows import own_rows
+from harness.weights.fusing import FusingGroup
+from harness.weights.tensor_view import TensorView, loses_precision, span
+from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
 
 SHOWN = 8
 """How many tensors a message names."""
@@ -23,9 +24,9 @@ class WeightsRefused(ValueError):
     """Weights that must not be sent; raised before the engine sees them."""
 
 
-def check_shards(live: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightsRefused, on every rank, where a shard is missing or ranks differ in a name, shape or dtype. Collective."""
-    mine = {name: (tuple(tensor.shape), str(tensor.dtype), _missing_rows(tensor)) for name, tensor in live.items()}
+def check_shards(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise WeightsRefused on every rank if a shard is missing or ranks differ in a name, shape or dtype. Collective."""
+    mine = {name: (tuple(tensor.shape), str(tensor.dtype), _missing_rows(tensor)) for name, tensor in tensors.items()}
     everyone = all_gather(mine)
     for name in dict.fromkeys(name for each in everyone for name in each):
         seen = [each.get(name) for each in everyone]
@@ -39,35 +40,34 @@ def check_shards(live: Mapping[str, torch.Tensor]) -> None:
 
 
 def _missing_rows(tensor: torch.Tensor) -> str:
-    """Return what this rank lacks, "" where it holds its part."""
+    """Return what this rank lacks, or "" if it holds its part."""
     if tensor.device.type == "meta":
         return "has it on the meta device, without values"
     if not isinstance(tensor, DTensor):
         return ""
-    chunks = Chunks.of(tensor, tensor.dtype)
-    first = min(tensor.device_mesh.get_local_rank() * chunks.rows, tensor.shape[0])
-    due, rows = min(chunks.rows, tensor.shape[0] - first), tensor.to_local().shape[0]
+    due, rows = len(own_rows(tensor)), tensor.to_local().shape[0]
     return "" if rows == due else f"holds {rows} of the {due} rows of its shard"
 
 
-def check_complete(layout: Iterable[CheckpointTensor], live: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightsRefused where the checkpoint's tensors are not all elements of a live one."""
-    sent = dict.fromkeys(live, 0)
-    for part in layout:
-        sent[part.live_name] += torch.Size(part.shape).numel()
-    for name, tensor in live.items():
+def check_complete(layout: Iterable[TensorView], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise WeightsRefused unless the checkpoint's tensors are together all elements of the tensors to send."""
+    sent = dict.fromkeys(tensors, 0)
+    for view in layout:
+        sent[view.of] += view.numel
+    for name, tensor in tensors.items():
         if sent[name] != tensor.numel():
             raise WeightsRefused(f"{name}: the checkpoint's tensors hold {sent[name]} of its {tensor.numel()} elements")
 
 
-def check_finite(live: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightsRefused, on every rank, naming tensors with a NaN or an infinity. A collective call of all ranks."""
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise WeightsRefused on every rank, naming tensors with a NaN or an infinity. A collective call of all ranks."""
     sums = {}
-    for name, tensor in live.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    for name, tensor in tensors.items():
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if local.is_floating_point():
-            sums[name] = local.detach().mul(0).sum(dtype=torch.float32)  # zero, unless one is not finite
-    wrong = list(compress(sums, torch.stack(list(sums.values())).isnan().tolist()))
+            wide = local.to(torch.float32) if local.itemsize == 1 else local  # torch multiplies no 8-bit floats
+            sums[name] = wide.mul(0).sum(dtype=torch.float32)  # zero, unless one value is not finite
+    wrong = list(compress(sums, torch.stack(list(sums.values())).isnan().tolist())) if sums else []
     found = {name: rank for rank, names in reversed(list(enumerate(all_gather(wrong)))) for name in names}
     if found:
         listed = ", ".join(f"{name} (rank {rank})" for name, rank in list(found.items())[:SHOWN])
@@ -88,45 +88,44 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> list[str]:
-    """Return one sentence for each tensor that would not arrive whole and as it is."""
+    """Return one sentence for each tensor that would not arrive whole and unchanged."""
     errors = {name: error for each in coverage for name, error in each.errors.items()}
     found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
     filled = {name for each in coverage for name in each.filled}
     unfilled = dict.fromkeys(name for each in coverage for name in each.unfilled if name not in filled)
     found += [f"{name}: a parameter of the engine that nothing sent would fill" for name in unfilled]
-    # One rank alone may have nothing of a tensor: where sizes are padded, the last ranks hold padding only.
+    # A tensor is unknown only if no rank reads it: where sizes are padded, the last ranks hold padding only.
     unknown = set(coverage[0].unknown).intersection(*(each.unknown for each in coverage))
-    named = {name for each in coverage for name in each.opaque} | {name for key in errors for name in key.split(", ")}
+    untold = {name for each in coverage for name in each.opaque} | {name for key in errors for name in key.split(", ")}
     for number, group in enumerate(groups):
-        held: dict[str, list[SourceView]] = defaultdict(list)
-        for source in (source for each in coverage for source in each.sources[number]):
-            held[source.name].append(source)
-        for entry in group.entries:
-            if entry.name in unknown:
-                found.append(f"{entry.name}: the engine knows no such parameter and would ignore it")
-            elif entry.name not in named:
-                found += _misfit(entry, held[entry.name])
+        copies: dict[str, list[LoaderCopy]] = defaultdict(list)
+        for copy in (copy for each in coverage for copy in each.copies[number]):
+            copies[copy.source.name].append(copy)
+        for view in group.views:
+            if view.name in unknown:
+                found.append(f"{view.name}: the engine knows no such parameter and would ignore it")
+            elif view.name not in untold:
+                found += _misfit(view, copies[view.name])
     return found
 
 
-def _misfit(entry: PlacedTensor, held: Sequence[SourceView]) -> list[str]:
+def _misfit(view: TensorView, copies: Sequence[LoaderCopy]) -> list[str]:
+    """Return what is wrong with the copies that the schedulers make of one checkpoint tensor."""
     sentences = []
-    narrower = {
-        each.target_dtype for each in held if torch.promote_types(each.dtype, each.target_dtype) != each.target_dtype
-    }
+    narrower = {copy.held for copy in copies if loses_precision(copy.source.dtype, copy.held)}
     if narrower:
-        short = str(narrower.pop()).removeprefix("torch.")
+        held = str(narrower.pop()).removeprefix("torch.")
         sentences.append(
-            f"{entry.name}: sent as {str(entry.dtype).removeprefix('torch.')}, but the engine holds {short}: it would be"
-            f" rounded; send {short}"
+            f"{view.name}: sent as {str(view.dtype).removeprefix('torch.')}, but the engine holds {held}: it would be"
+            f" rounded; send {held}"
         )
-    # Ranks that hold the same rows (replicated heads) read the same elements; others share a tensor.
-    read = torch.zeros(max(span(entry.shape, entry.stride), 0), dtype=torch.bool)
-    for offset, steps in {(each.offset - entry.offset // entry.dtype.itemsize, each.steps) for each in held}:
+    # Mark what is read, rather than add up: ranks that hold the same rows (replicated heads) read the same elements.
+    read = torch.zeros(max(span(view.shape, view.stride), 0), dtype=torch.bool)
+    for offset, steps in {(copy.source.offset - view.offset, copy.source.steps) for copy in copies}:
         read.as_strided([size for _, size in steps], [stride for stride, _ in steps], offset).fill_(True)
-    if (count := int(read.count_nonzero())) < entry.numel:
+    if (count := int(read.count_nonzero())) < view.numel:
         sentences.append(
-            f"{entry.name}: of its {entry.numel} elements ({list(entry.shape)}) the engine would read {count};"
+            f"{view.name}: of its {view.numel} elements ({list(view.shape)}) the engine would read {count};"
             " its shape is not the engine's"
         )
     return sentences

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from harness.cluster.mesh import ParallelDims, build_meshes
-from harness.cluster.placement import RankLocation, gpu_of, parse_visible, place
-from harness.tools.plan.dry_run import PlacementPlan, plan_placement
+from harness.cluster.placement import RankLocation, parse_visible, place
+from harness.tools.plan.dry_run import planned_locations
 
 NNODES, PER_HOST = 64, 8
 WORLD = NNODES * PER_HOST
@@ -42,7 +42,7 @@ def visible_by_host(kind: str) -> tuple[str | None, ...]:
     return {"unset": (), "orders": tuple(orders), "uuids": tuple(uuids), "mixed": tuple(mixed)}[kind]
 
 
-def locations_of(plan: PlacementPlan, visible: tuple[str | None, ...]) -> list[RankLocation]:
+def reported_locations(visible: tuple[str | None, ...]) -> list[RankLocation]:
     """What the ranks would report of themselves, in no order."""
     locations = [
         RankLocation(
@@ -52,26 +52,25 @@ def locations_of(plan: PlacementPlan, visible: tuple[str | None, ...]) -> list[R
             parse_visible(visible[rank // PER_HOST] if visible else None),
             PER_HOST,
         )
-        for rank in range(plan.dims.world_size)
+        for rank in range(WORLD)
     ]
     Random(1).shuffle(locations)
     return locations
 
 
 @pytest.mark.parametrize("dims", SHAPES)
-def test_the_mesh_is_the_plan_s(dims: ParallelDims) -> None:
-    plan = plan_placement(dims, NNODES, PER_HOST, "cuda", 30000)
-    engines = {engine.dp: [rank for node in engine.nodes for rank in node.ranks] for engine in plan.engines}
+def test_the_mesh_is_that_of_the_dims(dims: ParallelDims) -> None:
+    places = [dims.coordinates(rank) for rank in range(WORLD)]
     for rank in (0, 7, 8, 131, 256, 511):
         with fake_world(rank):
             mesh = build_meshes(dims, "cpu").engines
-            planned = plan.ranks[rank]
-            assert tuple(mesh.get_coordinate() or ()) == (planned.dp, planned.tp, planned.pp)
+            own = places[rank]
+            assert tuple(mesh.get_coordinate() or ()) == (own.dp, own.tp, own.pp)
             # Its engine's ranks in the mesh, in engine order: stages slowest.
-            assert mesh.mesh[planned.dp].T.flatten().tolist() == engines[planned.dp]
+            assert tuple(mesh.mesh[own.dp].T.flatten().tolist()) == dims.engine_ranks(own.dp)
             for axis in ("dp", "tp", "pp"):
-                peers = [each.rank for each in plan.ranks if _same_but(each, planned, axis)]
-                assert dist.get_process_group_ranks(mesh.get_group(axis)) == sorted(peers)
+                peers = [number for number, each in enumerate(places) if _same_but(each, own, axis)]
+                assert dist.get_process_group_ranks(mesh.get_group(axis)) == peers
 
 
 def _same_but(one: object, other: object, axis: str) -> bool:
@@ -80,23 +79,16 @@ def _same_but(one: object, other: object, axis: str) -> bool:
 
 @pytest.mark.parametrize("kind", ["unset", "orders", "uuids", "mixed"])
 @pytest.mark.parametrize("dims", SHAPES)
-def test_the_placement_is_the_plan_s(dims: ParallelDims, kind: str) -> None:
+def test_a_run_is_placed_as_it_was_planned(dims: ParallelDims, kind: str) -> None:
     visible = visible_by_host(kind)
-    plan = plan_placement(dims, NNODES, PER_HOST, "cuda", 30000, visible)
-    locations = locations_of(plan, visible)
-    for placement, engine in zip(place(dims, locations, "cuda"), plan.engines, strict=True):
-        assert placement.dp == engine.dp
-        assert [(n.node_rank, n.host, n.ranks, n.builder, n.base_gpu_id) for n in placement.nodes] == [
-            (n.node_rank, n.host, n.ranks, n.builder, n.base_gpu_id) for n in engine.nodes
-        ]
-        assert [n.cuda_visible_devices for n in placement.nodes] == [n.cuda_visible_devices for n in engine.nodes]
-    assert {location.rank: gpu_of(location) for location in locations} == {rank.rank: rank.gpu for rank in plan.ranks}
+    planned = place(dims, planned_locations(dims, NNODES, PER_HOST, "cuda", visible), "cuda")
+    assert place(dims, reported_locations(visible), "cuda") == planned
 
 
 def test_a_mesh_that_placement_refuses_the_plan_refuses_too() -> None:
     dims = ParallelDims(dp=16, tp=16, pp=2)  # tensor-parallel ranks of one stage on every other GPU of four hosts
     with pytest.raises(ValueError, match='set parallel.rank_order = "dp,pp,tp"'):
-        plan_placement(dims, NNODES, PER_HOST, "cuda", 30000)
+        place(dims, planned_locations(dims, NNODES, PER_HOST, "cuda"), "cuda")
     locations = [RankLocation(rank, f"host{rank // PER_HOST}", rank % PER_HOST, None) for rank in range(WORLD)]
     with pytest.raises(ValueError, match='set parallel.rank_order = "dp,pp,tp"'):
         place(dims, locations, "cuda")

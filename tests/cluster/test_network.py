@@ -103,5 +103,5 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
     store.set("route/2", '["host1/b/n", "10.77.0.1"]')
-    with pytest.raises(TimeoutError, match=r"of 4 ranks these have not come in time: \[1, 3\]"):
+    with pytest.raises(TimeoutError, match=r"these of 4 ranks did not report their address in time: \[1, 3\]"):
         agree(store, 0, 4, "host0/a/n", "")

@@ -31,7 +31,6 @@ from harness.cluster.placement import (
 )
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(80))
-MIG = "MIG-12345678-1111-2222-3333-444444444444"
 
 
 def locations_of(per_host: int, visible: list[tuple[str, ...] | None]) -> list[RankLocation]:
@@ -212,8 +211,6 @@ def test_exactly_the_shapes_that_sglang_covers_are_accepted() -> None:
         ("-1", ()),
         ("0,-1,nonsense", ("0",)),
         (f"{UUIDS[1]}, {UUIDS[0]}", (UUIDS[1], UUIDS[0])),
-        (MIG, (MIG,)),
-        (f"MIG-{UUIDS[0]}/1/0", (f"MIG-{UUIDS[0]}/1/0",)),
     ],
 )
 def test_parse_visible(value: str | None, tokens: tuple[str, ...] | None) -> None:
@@ -232,9 +229,9 @@ def test_parse_visible(value: str | None, tokens: tuple[str, ...] | None) -> Non
         ("0 1", "has the entry '0 1'"),
         ("-2", "has the entry '-2'"),
         ("cuda:0", "has the entry 'cuda:0'"),
-        ("GPU-00000000", "has the entry 'GPU-00000000': .* full GPU- or MIG- UUID"),
+        ("GPU-00000000", "has the entry 'GPU-00000000': .* full UUID"),
         (f"0,{UUIDS[1]}", "mixes index and GPU UUID entries"),
-        (f"{UUIDS[1]},{MIG}", "mixes GPU UUID and MIG UUID entries"),
+        ("MIG-12345678-1111-2222-3333-444444444444", "has the entry 'MIG-"),
     ],
 )
 def test_parse_visible_refuses(value: str, message: str) -> None:
@@ -264,7 +261,6 @@ def test_gpu_of(location: RankLocation, gpu: str) -> None:
         (RankLocation(5, "h", 1, None, gpu_count=4), ("0", "1", "2", "3")),
         (RankLocation(5, "h", 1, ("7", "10", "2")), ("7", "10", "2")),
         (RankLocation(5, "h", 1, ("7", "2", "99", "4"), gpu_count=2), ("7", "2")),  # CUDA's list ends at a wrong index
-        (RankLocation(5, "h", 0, (MIG, MIG.replace("1", "2")), gpu_count=1), (MIG,)),
     ],
 )
 def test_all_gpus_of(location: RankLocation, gpus: tuple[str, ...]) -> None:

@@ -51,7 +51,7 @@ def test_every_port_of_a_block_is_a_port(base: int, index: int) -> None:
         ports = planned_ports(base, index)
     except ValueError as error:
         assert base + (index + 2) * PORTS_PER_ENGINE > 65535
-        assert f"engine.base_port = {base} leaves no 32 ports up to 65535 for engine {index}" in str(error)
+        assert f"engine.base_port = {base} is too high: engine {index} of the host needs 32 ports" in str(error)
         return
     assert 1024 <= ports.port < ports.nccl_port < ports.dist_init_port
     # SGLang's handshake of DP attention, the farthest port it derives.
@@ -115,7 +115,7 @@ def test_no_free_block_is_an_error() -> None:
     with socket.create_server(("", last.nccl_port)):
         held = []
         with pytest.raises(
-            OSError, match="has no block of 32 free ports above it on this host: choose a lower"
+            OSError, match="has no 32 free ports in a block above it on this host; choose a lower"
         ) as raised:
             for _ in range(3):
                 held.append(PortLease(last.port))

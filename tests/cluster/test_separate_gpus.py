@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation, engine_gpu_of, gpu_of, parse_visible, place
 from harness.tools.picture import picture
-from harness.tools.plan.dry_run import plan_placement
+from harness.tools.plan.dry_run import planned_locations
 
 UUIDS = tuple(f"GPU-{index:08x}-1111-2222-3333-444444444444" for index in range(64))
 
@@ -95,23 +95,9 @@ def test_two_torchruns_of_a_host_may_not_overlap() -> None:
 
 
 def test_the_plan_shows_both_gpus() -> None:
-    plan = plan_placement(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, ("3,1,0,2",), False)
-    assert [(rank.gpu, rank.engine_gpu) for rank in plan.ranks] == [("3", "0"), ("1", "2")]
-    assert plan.engines[0].nodes[0].cuda_visible_devices == "0,2,3,1"
-    assert picture(plan.dims, plan.locations, plan.device)[1] == (
-        "  host0  rank 0 dp0 tp0 pp0 GPU 3, engine's GPU 0 | rank 1 dp0 tp1 pp0 GPU 1, engine's GPU 2"
+    dims = ParallelDims(dp=1, tp=2, pp=1)
+    locations = planned_locations(dims, 1, 2, "cuda", ("3,1,0,2",), colocate=False)
+    assert place(dims, locations, "cuda")[0].nodes[0].cuda_visible_devices == "0,2,3,1"
+    assert picture(dims, locations, "cuda")[1] == (
+        "  engine 0 node 0: ranks 0, 1 on host0, trainers on GPUs 3,1, engine on GPUs 0,2"
     )
-
-
-def test_the_plan_with_uuids_stays_within_its_width() -> None:
-    plan = plan_placement(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cuda", 30000, (",".join(UUIDS[:4]),), False)
-    lines = picture(plan.dims, plan.locations, plan.device)
-    assert max(map(len, lines)) <= 120
-    assert all(uuid in "\n".join(lines) for uuid in UUIDS[:4])
-
-
-def test_on_the_cpu_nothing_is_apart() -> None:
-    shared, apart = (
-        plan_placement(ParallelDims(dp=1, tp=2, pp=1), 1, 2, "cpu", 30000, (), colocate) for colocate in (True, False)
-    )
-    assert shared == apart

@@ -89,10 +89,10 @@ def test_a_list_of_texts_may_be_one_text_in_a_file() -> None:
 
 def test_a_list_of_names_in_a_file_reads_back_and_is_replaced_whole(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
-    file.write_text("[memory]\noffload_parameters = ['actor', 'reference']\noffload_gradients = ['critic']\n")
-    config = parse([str(file), "--memory.offload_gradients", "actor"]).config
+    file.write_text("[memory]\noffload_parameters = ['actor', 'reference']\noffload_optimizer = ['critic']\n")
+    config = parse([str(file), "--memory.offload_optimizer", "actor"]).config
     assert config.memory.offload_parameters == ("actor", "reference")
-    assert config.memory.offload_gradients == ("actor",)
+    assert config.memory.offload_optimizer == ("actor",)
     file.write_text(to_toml(config))
     assert parse([str(file)]).config == config
 
@@ -116,3 +116,5 @@ def test_help_lists_every_key_without_torch() -> None:
     assert done.returncode == 0, done.stderr
     for key in ("--actor.learning_rate", "--engine.args", "--dry-run", "--weights.bucket_size_mib"):
         assert key in done.stdout
+    assert done.stdout.index("--model.name") < done.stdout.index("\nrun:")  # common keys come before the sections
+    assert "--critic.ppo_epochs" not in done.stdout and "--critic.learning_rate 0.0001" in done.stdout

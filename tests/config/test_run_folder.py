@@ -1,11 +1,14 @@
-"""Directories of runs that start at once, each in a process of its own, from one working directory."""
+"""Run directories of processes that start at the same time in one working directory."""
 
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
-from harness.config.run_folder import make_run_folder
+import pytest
+
+from harness.config.layers import ConfigError
+from harness.config.run_folder import check_run_folder, make_run_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUNS = 6
@@ -13,7 +16,8 @@ RUN = f"""
 import sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 from datetime import datetime
-from harness.config.run_folder import make_run_folder
+from harness.config.layers import ConfigError
+from harness.config.run_folder import check_run_folder, make_run_folder
 print("ready", flush=True)
 sys.stdin.readline()
 print(make_run_folder(sys.argv[1], datetime(2026, 11, 21)))
@@ -44,6 +48,21 @@ def test_of_runs_that_are_given_one_directory_one_has_it(tmp_path: Path) -> None
     taken = taken_at_once(tmp_path, "mine")
     assert sorted(taken) == sorted([str(tmp_path / "mine"), *["None"] * (RUNS - 1)])
     assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("why", ["mode", "link"])
+def test_a_directory_into_which_others_can_put_files_is_refused(why: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(0o700)
+    if why == "mode":
+        folder.chmod(0o755)
+    else:
+        (folder / "report.md").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="its mode is 755" if why == "mode" else "holds a link, report.md"):
+        make_run_folder(str(folder))
+    with pytest.raises(ConfigError, match="give another folder"):
+        check_run_folder(str(folder))
+    assert sorted(each.name for each in folder.iterdir()) == (["report.md"] if why == "link" else [])
 
 
 def test_a_directory_with_a_config_holds_an_earlier_run(tmp_path: Path) -> None:

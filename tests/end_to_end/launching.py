@@ -43,6 +43,8 @@ class Job:
     ranks: int
     arguments: list[str]
     script: str = "launch/ppo.py"
+    prefix: list[str] = field(default_factory=list)
+    """A command that runs torchrun."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     seen: set[psutil.Process] = field(default_factory=set)
     """Every descendant that was ever looked at: setproctitle overwrites a scheduler's environment, mark included."""
@@ -50,7 +52,14 @@ class Job:
     def start(self) -> "Job":
         self.log = self.folder.with_suffix(".log")
         command = [
-            *[sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={self.ranks}"],
+            *[
+                *self.prefix,
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=1",
+                f"--nproc-per-node={self.ranks}",
+            ],
             *[f"--master-port={free_port()}", self.script, *self.arguments, "--run.dir", str(self.folder)],
         ]
         with self.log.open("w") as output:

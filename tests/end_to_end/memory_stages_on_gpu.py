@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
     from harness.rollout import sglang_api
     from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
     from harness.rollout.verl_engine import VerlEngine
-    from harness.tools.tiny_models import save_tiny_model
+    from harness.task.tiny_models import save_tiny_model
 
     api = sglang_api.probe()
     os.environ.update(sglang_api.common_environment(api, {}, os.environ))
@@ -57,10 +57,15 @@ def main(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     arguments = {"model_path": str(folder / "model"), "dtype": "bfloat16", "random_seed": 0}
 
-    def engine_with(saver: bool) -> VerlEngine:
+    class ClaimsToHaveASaver(VerlEngine):
+        @property
+        def has_memory_saver(self) -> bool:
+            return True
+
+    def engine_with(saver: bool, kind: type[VerlEngine] = VerlEngine) -> VerlEngine:
         log = folder / f"saver-{saver}"
         log.mkdir(exist_ok=True)
-        return VerlEngine(mesh, 1, log_dir=log, mem_fraction_static=0.3, enable_memory_saver=saver, **arguments)
+        return kind(mesh, 1, log_dir=log, mem_fraction_static=0.3, enable_memory_saver=saver, **arguments)
 
     engine = engine_with(True)
     facts: list[Any] = []
@@ -85,8 +90,7 @@ def main(folder: Path) -> None:
     stages.resume("kv_cache")
     seen["still_serving"] = tokens()
     engine.shutdown()
-    engine = engine_with(False)
-    engine.has_memory_saver = True  # as if it were believed
+    engine = engine_with(False, ClaimsToHaveASaver)
     stages = MemoryStages(engine, gpu_free_bytes(gpu), patience_seconds=2)
     seen["saver_off"] = failure(lambda: stages.release("kv_cache"))
     engine.shutdown()

@@ -15,11 +15,11 @@ def plant() -> None:
     activate()
     from harness import ppo
 
-    def fail(self: ppo.Ppo, batch: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise ArithmeticError("planted on rank 1")
 
     if os.environ["RANK"] == "1":
-        ppo.Ppo.estimate_advantages = fail  # type: ignore[method-assign]
+        ppo.estimate_advantages = fail
 
 
 if __name__ == "__main__":

@@ -7,19 +7,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def do_nothing_after_the_first() -> None:
-    """Let WeightSync.push return at once from its second call on."""
+    """Let WeightSync.update_engine return at once from its second call on."""
     from harness.runtime.cpu_standins import activate
 
     activate()
     from harness.weights.sync import WeightSync
 
-    push = WeightSync.push
+    update_engine = WeightSync.update_engine
 
-    def push_once(self: WeightSync) -> None:
-        if not self.link.coverage:  # traced at the first push
-            push(self)
+    def update_once(self: WeightSync) -> None:
+        if not self.loader.coverage:  # traced at the first sync
+            update_engine(self)
 
-    WeightSync.push = push_once  # type: ignore[method-assign]
+    WeightSync.update_engine = update_once  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

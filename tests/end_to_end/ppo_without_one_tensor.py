@@ -1,9 +1,9 @@
 """launch/ppo.py with one fault: SGLang's own update call is never given model.layers.1.mlp.up_proj.weight. For tests only."""
 
-import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -15,20 +15,21 @@ def forget() -> None:
     from harness.runtime.cpu_standins import activate
 
     activate()
-    from harness.weights import transports
+    from harness.weights.trainer_weights import TrainerWeights
+    from harness.weights.transports import TensorTransport
 
-    push = transports.TensorTransport.push
+    send = TensorTransport.send
 
-    def push_without(
-        self: transports.TensorTransport, buckets: Sequence[transports.Bucket], gather: transports.Gather
-    ) -> None:
-        kept = [
-            dataclasses.replace(bucket, entries=tuple(each for each in bucket.entries if each.name != FORGOTTEN))
-            for bucket in buckets
-        ]
-        push(self, kept, gather)
+    def send_without(self: TensorTransport, weights: TrainerWeights) -> None:
+        everything = weights.gather
 
-    transports.TensorTransport.push = push_without  # type: ignore[method-assign]
+        def gather(bucket: Any) -> list[Any]:
+            return [each for each in everything(bucket) if each[0] != FORGOTTEN]
+
+        with patch.object(weights, "gather", gather):
+            send(self, weights)
+
+    TensorTransport.send = send_without  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,18 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_folder_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(0o700)
     (tmp_path / "run" / "config.toml").write_text("")
     job = run(tmp_path / "run", 2, QUICKSTART)
-    assert job.mistake() == f"error: run.dir = {tmp_path}/run holds an earlier run; give another folder, or remove it."
+    assert job.mistake().startswith("error: run.dir = ")
+    assert f"{tmp_path}/run" in job.mistake() and "holds an earlier run" in job.mistake()
     assert job.left_behind() == []
 
 
 def test_an_engine_argument_that_sglang_lacks_is_one_sentence(tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, QUICKSTART, "--engine.args.mem_fraction", "0.5")
-    assert "engine.args.mem_fraction: sglang 0.5.20 has no such engine argument" in job.mistake()
+    assert "engine.args.mem_fraction" in job.mistake()
+    assert f"sglang {version('sglang')} has no such engine argument" in job.mistake()
     assert "mem_fraction_static" in job.mistake()
     assert not job.folder.exists()  # found before ranks met
     assert job.left_behind() == []
@@ -35,7 +38,7 @@ def test_a_bad_row_is_named_before_an_engine_starts(tmp_path: Path) -> None:
     rows = ['{"question": "1 + 1?", "answer": "#### 2"}', '{"question": "2 + 2?"}']
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows) + "\n")
     job = run(tmp_path / "run", 2, QUICKSTART, "--task.source", str(tmp_path / "data"))
-    assert "train.jsonl line 2 has no field 'answer'" in job.mistake()
+    assert "train.jsonl line 2: answer must be a text" in job.mistake()
     assert not (job.folder / "engines").exists()
     assert job.left_behind() == []
 
@@ -56,36 +59,43 @@ def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
 
 
 CGROUPS = (
-    ("/sys/fs/cgroup/memory", {"memory.limit_in_bytes": "0", "memory.oom_control": "1"}, ("memory.oom_control", "0")),
-    ("/sys/fs/cgroup", {"memory.max": "max"}, ("memory.max", "0")),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
 )
-"""Of the first and the second version: folder, what spares a process in a new group, and what has it killed."""
+"""Of the first and the second version: folder, the file of a group's limit, and the file of what it uses, in bytes."""
+LOOKS_SECONDS, STRIKE_SECONDS = 5.0, 30.0
 
 
 @pytest.fixture
 def starve() -> Iterator[Callable[[int], None]]:
-    """Let the kernel's out-of-memory killer strike a process, in a memory cgroup of this machine without a byte to spare."""
-    for parent, spared, kills in CGROUPS:
-        group = Path(parent) / f"harness-test-{os.getpid()}"
-        with suppress(OSError):
-            group.mkdir()
-            for name, value in spared.items():
-                with (group / name).open("r+") as file:  # which makes no file where this is no such cgroup
-                    file.write(value)
-            name, value = kills
-            break
-        with suppress(OSError):
-            group.rmdir()
-    else:
-        pytest.skip("no memory cgroup can be made here, which takes root and a cgroup file system that can be written")
+    """Let the kernel's out-of-memory killer strike a process, in a memory cgroup whose limit follows what it uses down."""
+    group, limit, usage = memory_cgroup(f"harness-test-{os.getpid()}")
 
     def strike(pid: int) -> None:
         (group / "cgroup.procs").write_text(str(pid))
-        time.sleep(2.5)  # the watchdog looks once a second in which group a process is
-        (group / name).write_text(value)
+        # The watchdog looks once a second in which group a process is, and shows that nowhere.
+        time.sleep(LOOKS_SECONDS)
+        deadline = time.monotonic() + STRIKE_SECONDS
+        while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            with suppress(OSError):  # it has allocated more in the meantime
+                limit.write_text(usage.read_text())
+            time.sleep(0.001)
 
     yield strike
     group.rmdir()
+
+
+def memory_cgroup(name: str) -> tuple[Path, Path, Path]:
+    """Make a group; return its folder and the files of its limit and of what it uses. Skip the test if none can be made."""
+    for parent, limit, usage in CGROUPS:
+        group = parent / name
+        with suppress(OSError):
+            group.mkdir()
+            with (group / limit).open("r+"):  # which makes no file where this is no such cgroup
+                return group, group / limit, group / usage
+        with suppress(OSError):
+            group.rmdir()
+    pytest.skip("no memory cgroup can be made here, which takes root and a cgroup file system that can be written")
 
 
 @pytest.mark.long
@@ -118,7 +128,7 @@ def test_read_back_it_is_named_exactly_before_anything_is_generated(tmp_path: Pa
     job = run(tmp_path / "run", 2, *arguments, script="tests/end_to_end/ppo_without_one_tensor.py")
     assert job.process.returncode == 1
     (line,) = {each for each in job.output().splitlines() if "rank 0 FAILED" in each}
-    found = "step 0: after a sync of changed weights onto sentinel the engine holds other weights: model.layers.1.mlp.up_proj"
+    found = "step 0: after a sync of changed weights onto garbage the engine holds other weights: model.layers.1.mlp.up_proj"
     assert found in line
     assert line.count("model.") == 1
     assert not any(event.get("phase") == "generate" for event in job.events())

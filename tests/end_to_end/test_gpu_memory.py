@@ -16,8 +16,7 @@ pytestmark = pytest.mark.gpu
 
 TINY = "configs/gpu/tiny.toml"
 OFFLOAD_ALL = [
-    *["--memory.offload_parameters", "actor,critic,reference", "--memory.offload_gradients", "actor,critic"],
-    *["--memory.offload_optimizer", "actor,critic"],
+    *["--memory.offload_parameters", "actor,critic,reference", "--memory.offload_optimizer", "actor,critic"],
 ]
 
 
@@ -61,8 +60,6 @@ def test_the_timeline_shows_the_engine_come_and_go(staged: Job) -> None:
     assert engine["resume_kv_cache"] > engine["resume_weights"] + GIB
     assert engine["release"] < engine["resume_weights"] < engine["resume_kv_cache"]
     assert first["memory/sync/extra"] >= 0 and first["memory/free_caches/used"] > 0
-    page = (staged.folder / "report.html").read_text()
-    assert "resume_kv_cache of step 0, GiB: used" in page and ">rank 1: " in page
 
 
 def test_at_once_wakes_both_in_one_call(tmp_path: Path) -> None:

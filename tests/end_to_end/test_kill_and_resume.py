@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 MOMENTS = 20
 STEPS = 40
 WORDS = [
-    *[QUICKSTART, "--run.steps", str(STEPS), "--algorithm.kl_target", "0.1"],
+    *[QUICKSTART, "--run.steps", str(STEPS)],
     *["--actor.learning_rate", "1e-3", "--actor.schedule", "cosine", "--actor.warmup_ratio", "0.2"],
 ]
 SECONDS = 3000
@@ -48,7 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[float, dict[st
 def test_sigterm_saves_and_the_resumed_run_makes_the_rest(receiver: str, whole: tuple, tmp_path: Path) -> None:
     folder, rollouts = tmp_path / "checkpoints", tmp_path / "rollouts"
     words = ["--checkpoint.every", "1000", "--checkpoint.folder", str(folder), "--checkpoint.resume", "latest"]
-    words += ["--save-rollouts", str(rollouts)]
+    words += ["--rollout.save", str(rollouts)]
     job = Job(folder=tmp_path / "first", ranks=2, arguments=[*WORDS, *words]).start()
     job.wait_for_phase("generate", step=2)
     for process in [job.process] if receiver == "torchrun" else job.processes():

@@ -24,7 +24,6 @@ def test_the_mean_reward_rises_from_under_02_to_over_08(tmp_path: Path, seed: in
     assert rewards[-1] > 0.8
     assert seconds < 300
     assert all("critic/explained_variance" in step for step in job.metrics()[: len(rewards)])
-    assert 'aria-label="reward_mean"' in (job.folder / "report.html").read_text(), "the curve"
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
@@ -37,4 +36,3 @@ def test_addition_of_pairs_never_trained_on_rises_to_09(tmp_path: Path, seed: st
     accuracies = [row["validation/accuracy"] for row in job.metrics() if row["kind"] == "validation"]
     assert accuracies[0] < 0.3
     assert accuracies[-1] >= 0.9
-    assert 'aria-label="accuracy' in (job.folder / "report.html").read_text(), "the curve"

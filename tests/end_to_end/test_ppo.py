@@ -1,6 +1,7 @@
 """The main job, whole: torchrun, real SGLang in CPU mode, FSDP2, and what it leaves behind."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,11 @@ def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
     ]
     assert all(0 < difference < 1e-5 for difference in differences), differences
     assert all(step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0 for step in steps[:3])
-    assert all(step["sync_movement"] > 1e-3 for step in steps[1:3])
     assert steps[3]["final/sync_tensors_compared"] == steps[3]["final/sync_tensors"] == 27
     (verdict,) = [line for line in quickstart.output().splitlines() if "PASSED: 3 PPO steps; 4 weight syncs: " in line]
     assert "all 27 tensors in the engine equal the trainer's by fingerprint" in verdict
-    assert "the engine's log-probs prove each" in verdict
     assert all(0.5 < step["truncated_share"] <= 1 for step in steps[:3]), "random weights seldom draw the end token"
-    assert "baseline on the model's own checkpoint: log-prob difference" in quickstart.output()
+    assert "unchanged weights: the log-probs of engine and trainer differ by" in quickstart.output()
 
 
 def test_each_row_has_the_seconds_of_every_phase_throughput_memory_and_lengths(quickstart: Job) -> None:
@@ -56,7 +55,7 @@ def test_each_row_has_the_seconds_of_every_phase_throughput_memory_and_lengths(q
         shortest, mean, longest = (row[f"{prefix}response_tokens_{each}"] for each in ("min", "mean", "max"))
         assert 1 <= shortest <= mean <= longest <= 16 and row[f"{prefix}response_tokens"] == mean * 16
         if step < 3:
-            assert {"free_caches", "update_actor", "update_critic", "verify_movement"} <= timed
+            assert {"free_caches", "update_actor", "update_critic"} <= timed
             assert row["tokens_per_second/step"] == row["tokens"] / row["seconds"]
             assert row["tokens_per_second/generate"] <= row["response_tokens"] / row["seconds/generate"]
             assert row["tokens_per_second/update_actor"] > 0 and row["tokens_per_second/update_critic"] > 0
@@ -85,7 +84,7 @@ def test_it_leaves_no_process_and_a_report(quickstart: Job) -> None:
     assert (quickstart.folder / "config.toml").is_file()
     ranks = json.loads((quickstart.folder / "environment.json").read_text())
     assert [rank["rank"] for rank in ranks] == [0, 1]
-    assert all(rank["versions"]["sglang"] == "0.5.20" for rank in ranks)
+    assert all(rank["versions"]["sglang"] == version("sglang") for rank in ranks)
     assert (quickstart.folder / "engines" / "engine-rank0.log").is_file()
 
 
@@ -114,9 +113,7 @@ def test_validation_and_saving_change_nothing_and_the_learner_alone_repeats_the_
     quickstart: Job, tmp_path: Path
 ) -> None:
     words = ["--validation.source", "arithmetic", "--validation.rows", "5", "--validation.before_train", "true"]
-    job = run(
-        tmp_path / "run", 2, QUICKSTART, *words, "--validation.every", "2", "--save-rollouts", f"{tmp_path}/saved"
-    )
+    job = run(tmp_path / "run", 2, QUICKSTART, *words, "--validation.every", "2", "--rollout.save", f"{tmp_path}/saved")
     assert job.process.returncode == 0, job.output()
     rows = values(job)
     validations = [row for row in rows if row.get("kind") == "validation"]
@@ -124,18 +121,18 @@ def test_validation_and_saving_change_nothing_and_the_learner_alone_repeats_the_
     assert [row["validation/step"] for row in validations] == [0, 2, 3]
     assert all(row["validation/rows"] == 5 and 0 <= row["validation/accuracy"] <= 1 for row in validations)
     assert "validation after 3 updates, 5 rows: accuracy" in job.output()
-    assert "accuracy on the validation set" in (job.folder / "report.html").read_text()
-    alone = run(tmp_path / "alone", 2, QUICKSTART, "--load-rollouts", f"{tmp_path}/saved")
+    assert "<h2>Validation</h2>" in (job.folder / "report.html").read_text()
+    alone = run(tmp_path / "alone", 2, QUICKSTART, "--rollout.load", f"{tmp_path}/saved")
     assert alone.process.returncode == 0 and not (alone.folder / "engines").exists(), alone.output()
     steps = [{name: step[name] for name in row} for step, row in zip(values(quickstart), values(alone), strict=False)]
     assert steps == values(alone) and all(step["actor/grad_norm"] > 0 for step in steps) and len(steps) == 3
-    other = run(tmp_path / "other", 2, QUICKSTART, "--load-rollouts", f"{tmp_path}/saved", "--model.name", "llama")
-    assert "of another model" in other.mistake()
+    other = run(tmp_path / "other", 2, QUICKSTART, "--rollout.load", f"{tmp_path}/saved", "--model.name", "llama")
+    assert "with another model" in other.mistake()
 
 
 @pytest.mark.long
 def test_the_engine_alone_heeds_stops_and_learns_nothing(tmp_path: Path) -> None:
-    words = ["--rollouts-only", "--run.steps", "2", "--rollout.stop", '["e"]', "--save-rollouts", f"{tmp_path}/saved"]
+    words = ["--rollout.only", "--run.steps", "2", "--rollout.stop", '["e"]', "--rollout.save", f"{tmp_path}/saved"]
     job = run(
         tmp_path / "run",
         2,
@@ -146,7 +143,7 @@ def test_the_engine_alone_heeds_stops_and_learns_nothing(tmp_path: Path) -> None
         "--validation.before_train",
         "true",
     )
-    assert job.process.returncode == 0 and "2 steps of the engine alone" in job.output(), job.output()
+    assert job.process.returncode == 0 and "2 steps of the engine without a trainer" in job.output(), job.output()
     assert len(list((tmp_path / "saved").iterdir())) == 4
     steps = [step for step in job.metrics() if "step" in step]
     assert all(step["response_tokens_mean"] < 16 and "actor/loss" not in step for step in steps) and len(steps) == 2

@@ -53,7 +53,7 @@ def test_one_engine_of_tp_4_over_ipv4(tmp_path: Path) -> None:
     # Several interfaces, of which one joins the hosts, and a name that leads the master to itself.
     hosts = ("--interfaces", "2", "--master", "hostname", "--debian-hosts")
     output = ppo(folder, "ipv4", "--parallel.tp", "4", hosts=hosts)
-    check(folder, output, "10.77.0.2", ["engine 0 node 0 on host0: ranks 0, 1", "engine 0 node 1 on host1: ranks 2, 3"])
+    check(folder, output, "10.77.0.2", ["engine 0 node 0: ranks 0, 1 on host0", "engine 0 node 1: ranks 2, 3 on host1"])
 
 
 @pytest.mark.long
@@ -61,18 +61,18 @@ def test_a_stage_on_each_host_over_ipv6_read_back_bit_for_bit(tmp_path: Path) ->
     folder = tmp_path / "run"
     output = ppo(folder, "ipv6", *STAGES, "--weights.verify", "bytes", "--model.name", "deepseek_v3")
     assert "each read back bit for bit" in output
-    check(folder, output, "fd77::2", ["engine 0 node 0 on host0: ranks 0, 1", "engine 0 node 1 on host1: ranks 2, 3"])
+    check(folder, output, "fd77::2", ["engine 0 node 0: ranks 0, 1 on host0", "engine 0 node 1: ranks 2, 3 on host1"])
 
 
 @pytest.mark.long
 def test_one_engine_of_tp_4_over_ipv6(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     output = ppo(folder, "ipv6", "--parallel.tp", "4", hosts=("--rendezvous", "static"))
-    check(folder, output, "fd77::2", ["engine 0 node 0 on host0: ranks 0, 1", "engine 0 node 1 on host1: ranks 2, 3"])
+    check(folder, output, "fd77::2", ["engine 0 node 0: ranks 0, 1 on host0", "engine 0 node 1: ranks 2, 3 on host1"])
 
 
 @pytest.mark.long
 def test_an_engine_on_each_host(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     output = ppo(folder, "ipv4", "--parallel.dp", "2", "--parallel.tp", "2", "--model.name", "qwen3_moe")
-    check(folder, output, "10.77.0.2", ["engine 0 node 0 on host0: ranks 0, 1", "engine 1 node 0 on host1: ranks 2, 3"])
+    check(folder, output, "10.77.0.2", ["engine 0 node 0: ranks 0, 1 on host0", "engine 1 node 0: ranks 2, 3 on host1"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-SCRIPTS = sorted(file.name for file in (REPOSITORY / "launch").glob("[!_]*.py") if file.name != "minimal.py")
+SCRIPTS = sorted(file.name for file in (REPOSITORY / "launch").glob("[!_]*.py"))
 
 
 def bare(script: str, *words: str, venv: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def test_help_is_printed_or_the_python_is_named(script: str) -> None:
     else:
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.startswith(f"error: launch/{script} needs ") and len(done.stderr.splitlines()) == 1
-    assert done.returncode == 0 or script in ("bisect_versions.py", "hosts.py", "memory.py")
+    assert done.returncode == 0 or script == "bisect_versions.py"
 
 
 def test_it_continues_in_the_environment(tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_it_continues_in_the_environment(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    done = bare("memory.py", "--help", venv=str(tmp_path))
-    assert (done.returncode, done.stderr) == (0, "") and "--resolution" in done.stdout
+    done = bare("hosts.py", "--help", venv=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "") and "launch/hosts.py" in done.stdout
 
 
 def test_a_log_is_diagnosed(tmp_path: Path) -> None:
@@ -63,3 +63,17 @@ def test_a_wrong_command_line_is_one_line(script: str, words: tuple[str, ...]) -
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("argument", ["--task.source={dir}/rows.parquet", "--engine.args.mem_fraction_statik=0.5"])
+def test_check_says_what_a_bare_python_cannot_look_at(argument: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").touch()
+    done = bare("ppo.py", "--check", argument.format(dir=tmp_path), venv="/nonexistent")
+    assert done.returncode == 0 and done.stdout.startswith("ok, as far as it was checked: ")
+    assert "\nnot checked: " in done.stdout and "\nto check more: " in done.stdout
+
+
+def test_check_uses_the_environment_that_there_is() -> None:
+    made = str(Path(sys.prefix))
+    done = bare("ppo.py", "--check", "--engine.args.mem_fraction_statik=0.5", venv=made)
+    assert done.returncode == 2 and "the nearest it has is mem_fraction_static" in done.stderr

@@ -1,6 +1,5 @@
 """`launch/ppo.py --dry-run` for 64 hosts of 8 GPUs: quick, without torch, transformers or network, and with a verdict."""
 
-import json
 import os
 import subprocess
 import sys
@@ -44,18 +43,7 @@ def test_64_hosts_of_8_in_two_seconds() -> None:
     assert len(lines) < 70
     assert "VERDICT: it does NOT fit" in text
     assert "80.0 GiB (an A100 or H100; another with --gpu-memory-gib" in text
-    assert "671,026,404,352 parameters (bfloat16) and 14,848 in buffers" in text
-
-
-def test_json_has_every_rank_and_the_memory() -> None:
-    size = ("--nnodes", "64", "--nproc-per-node", "8", "--gpu-memory-gib", "139.8")
-    plan = json.loads(dry_run(*size, "--json", code=1))
-    assert len(plan["ranks"]) == 512
-    assert len(plan["engines"]) == 32
-    memory = plan["memory"]
-    assert memory["gpu_bytes"] == int(139.8 * 2**30)
-    assert memory["parameters"] + memory["buffers"] == 671_026_419_200
-    assert memory["fits"] is False and memory["problems"]
+    assert "weights without norms and biases (bfloat16)" in text
 
 
 def test_a_run_that_fits() -> None:
@@ -67,7 +55,7 @@ def test_a_run_that_fits() -> None:
     ("words", "sentence"),
     [
         (("--engine.device", "cpu"), "Memory is not estimated for the CPU."),
-        (("--model.name", "someone/model"), 'Memory is not estimated: model.name = "someone/model" is no folder'),
+        (("--model.name", "someone/model"), 'Memory is not estimated: model.name = "someone/model" is on the hub'),
     ],
 )
 def test_what_cannot_be_known_is_named(words: tuple[str, ...], sentence: str) -> None:
@@ -87,8 +75,8 @@ def test_a_wrong_size_is_refused() -> None:
 
 def test_the_gpus_of_this_shell_are_planned_with() -> None:
     text = dry_run("--parallel.tp", "4", config="configs/cpu/quickstart.toml", CUDA_VISIBLE_DEVICES="7,3,1,0")
-    assert "rank 0 dp0 tp0 pp0 GPU 7 | rank 1 dp0 tp1 pp0 GPU 3" in text
-    assert "CUDA_VISIBLE_DEVICES = 7,3,1,0 is this shell's" in text
+    assert "ranks 0-3 on host0, GPUs 7,3,1,0" in text
+    assert "CUDA_VISIBLE_DEVICES = 7,3,1,0 comes from this shell" in text
 
 
 def test_sizes_of_a_tiny_model_are_no_zeros() -> None:
@@ -99,8 +87,8 @@ def test_sizes_of_a_tiny_model_are_no_zeros() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--model.name", "/nonexistent"), 'model.name = "/nonexistent" is no folder here'),
-        (("--parallel.pp", "4"), "parallel.pp = 4 is more than the model's 2 layers"),
+        (("--model.name", "/nonexistent"), 'model.name = "/nonexistent" is not a folder here'),
+        (("--parallel.pp", "4"), "the model has only 2 layers"),
         (("--rollout.max_response_tokens", "4096"), "the model's context is 2048"),
     ],
 )

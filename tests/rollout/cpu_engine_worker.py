@@ -24,7 +24,7 @@ def main(name: str, folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from harness.tools.tiny_models import save_tiny_model
+    from harness.task.tiny_models import save_tiny_model
 
     save_tiny_model(name, folder, seed=0, texts=["hello world, the quick brown fox"] * 4)
     prompt = [5, 6, 7, 8, 9, 10, 11]

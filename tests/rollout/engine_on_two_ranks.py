@@ -5,7 +5,6 @@ It is used through sglang_api on the head, then as VerlEngine on both ranks. Ran
 
 import asyncio
 import dataclasses
-import inspect
 import json
 import os
 import sys
@@ -52,7 +51,7 @@ def main(folder: Path) -> None:
 
     from harness.rollout import sglang_api
     from harness.rollout.verl_engine import VerlEngine
-    from harness.tools.tiny_models import save_tiny_model
+    from harness.task.tiny_models import save_tiny_model
 
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
@@ -74,7 +73,7 @@ def main(folder: Path) -> None:
         *(mesh, 1), log_dir=folder / "engine", model_path=model, dtype="float32", random_seed=0,
         custom_weight_loader=[LOADER],
     )  # fmt: skip
-    seen |= engine.on_head(lambda inner: calls(engine.api, inner, folder, weights))
+    seen |= engine.call_engine(lambda inner: calls(engine.api, inner, folder, weights))
     seen |= as_verl_engine(engine, folder, weights)
     engine.shutdown()
     engine.shutdown()
@@ -92,10 +91,7 @@ def calls(api: Any, inner: Any, folder: Path, weights: Weights) -> dict[str, Any
     from harness.rollout import sglang_api as front
 
     fields = getattr(ServerArgs, "__struct_fields__", None) or [field.name for field in dataclasses.fields(ServerArgs)]
-    found: dict[str, Any] = {
-        "arguments": sorted(name for name in fields if not name.startswith("_")),
-        "parameters": list(inspect.signature(inner.update_weights_from_distributed).parameters),
-    }
+    found: dict[str, Any] = {"arguments": sorted(name for name in fields if not name.startswith("_"))}
 
     def update(tensors: Any, load_format: str | None = None) -> None:
         with front.update_session(api, inner):
@@ -118,7 +114,7 @@ def calls(api: Any, inner: Any, folder: Path, weights: Weights) -> dict[str, Any
     held("at start")
     update(weights[1])
     held("after tensors of another model")
-    update([front.serialize(front.flattened_bucket(api, weights[0])) for _ in range(2)], "flattened_bucket")
+    update([front.serialize(front.flattened_bucket(weights[0])) for _ in range(2)], "flattened_bucket")
     held("after bucket")
     front.call(inner, "update_weights_from_disk", str(folder / "model1"), "auto")
     held("after disk of another model")
@@ -151,7 +147,6 @@ def as_verl_engine(engine: Any, folder: Path, weights: Weights) -> dict[str, Any
     engine.update_weights_from_disk(str(folder / "model1"))
     seen["disk"] = tokens()
     engine.flush_cache()
-    seen["unknown_tag"] = failure(lambda: engine.release_memory_occupation(["wieghts"]))
     seen["no_folder"] = failure(lambda: engine.update_weights_from_disk(str(folder / "absent")))
     seen["still_serving"] = tokens()
     return seen

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 def main(folder: Path) -> None:
     from harness.rollout.verl_engine import VerlEngine
     from harness.runtime.cpu_standins import activate
-    from harness.tools.tiny_models import save_tiny_model
+    from harness.task.tiny_models import save_tiny_model
 
     activate()
     import torch

@@ -32,7 +32,7 @@ def ended(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def left(folder: Path) -> list[str]:
-    """What stays among temporary files beside torch's cache and the engine's log, which a failure names."""
+    """Return the temporary files that stay, without torch's cache and the engine's log, which a failure names."""
     return [each.name for each in (folder / "tmp").iterdir() if not each.name.startswith(("torchinductor", "harness-"))]
 
 

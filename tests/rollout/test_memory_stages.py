@@ -25,7 +25,6 @@ class FakeEngine:
     """Not sglang: moves the bytes that it is told to, less `lost` of a tag; dies as sglang does of a wrong order."""
 
     group: Any
-    tags: tuple[str, ...] | None = TAGS
     has_memory_saver: bool = True
     lost: dict[str, int] = field(default_factory=dict)
     """Bytes of a tag that this rank's GPU does not give back, or does not take."""
@@ -38,18 +37,17 @@ class FakeEngine:
     _shown: int = 0
 
     def __post_init__(self) -> None:
-        self.api = SimpleNamespace(memory_tags=self.tags, version="0.0 (fake)")
         self._shown = self.free
 
-    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+    def release_memory_occupation(self, tags: Sequence[str]) -> None:
         self._move("release", tags, 1)
 
-    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+    def resume_memory_occupation(self, tags: Sequence[str]) -> None:
         self._move("resume", tags, -1)
 
-    def _move(self, action: str, tags: Sequence[str] | None, sign: int) -> None:
-        self.calls.append(f"{action} {'all' if tags is None else ' '.join(tags)}")
-        for tag in tags or ("weights", "kv_cache"):
+    def _move(self, action: str, tags: Sequence[str], sign: int) -> None:
+        self.calls.append(f"{action} {' '.join(tags)}")
+        for tag in tags:
             assert (tag in self._offloaded) == (sign < 0), "sglang's scheduler would be dead now"
             self._offloaded ^= {tag}
             self.free += sign * (SIZES[tag] - self.lost.get(f"{action} {tag}", 0))
@@ -119,21 +117,6 @@ def test_all_resumes_both_before_the_sync() -> None:
         assert free == [10_000 * MIB] * 3
 
 
-def without_tags(group: Any) -> Any:
-    engine = FakeEngine(group, tags=None)
-    stages = stages_of(engine)
-    for _ in range(2):
-        stages.release_all()
-        stages.resume_weights()
-        stages.resume_kv_cache()
-    return engine.calls
-
-
-def test_where_sglang_has_no_tags_all_memory_moves_at_once() -> None:
-    for calls in on_two_ranks(without_tags):
-        assert calls == ["release all", "resume all"] * 2
-
-
 def any_order(group: Any) -> Any:
     engine = FakeEngine(group)
     stages = stages_of(engine)
@@ -161,10 +144,10 @@ def test_any_order_of_tags_and_what_is_refused() -> None:
     for before, after, said, free in on_two_ranks(any_order):
         assert before[-3:] == ["release kv_cache", "resume cuda_graph", "resume weights kv_cache"]
         assert after == ["release kv_cache", "release weights"], "nothing that is refused reaches the engine"
-        assert said[0] == "release of kv_cache: kv_cache is released; resume it before it is released again."
-        assert said[1] == "release of weights, kv_cache: kv_cache is released; resume it before it is released again."
-        assert said[2] == "resume of weights: weights is resumed; release it before it is resumed again."
-        assert said[3] == "resume of kv_cache, weights: weights is resumed; release it before it is resumed again."
+        assert said[0] == "release of kv_cache: kv_cache is released already; resume it first."
+        assert said[1] == "release of weights, kv_cache: kv_cache is released already; resume it first."
+        assert said[2] == "resume of weights: weights is resumed already; release it first."
+        assert said[3] == "resume of kv_cache, weights: weights is resumed already; release it first."
         assert "kv_cache is released" in said[4]
         assert free == 14_000 * MIB
 

@@ -36,7 +36,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 def test_the_source_tells_the_truth_about_the_imported_package(seen: Seen) -> None:
     api, head = sglang_api.probe(), seen[0]
     assert sorted(api.engine_arguments) == head["arguments"]
-    assert tuple(head["parameters"]) == api.distributed_update_parameters
     assert head["foretold"] and head["foretold"].items() <= head["environment"].items()
 
 
@@ -49,7 +48,7 @@ def test_every_way_of_updating_restores_every_tensor(seen: Seen) -> None:
 
 
 def test_every_rank_gets_the_same_answers(seen: Seen) -> None:
-    names = set(seen[0]) - {"no_folder", "unknown_tag", "unknown"}  # failures say on which rank they were
+    names = set(seen[0]) - {"no_folder", "unknown"}  # failures say on which rank they were
     assert {name: seen[0][name] for name in names} == {name: seen[1][name] for name in names}
 
 
@@ -88,5 +87,4 @@ def test_mistakes_are_said_before_an_engine_starts(seen: Seen) -> None:
 def test_a_refused_call_raises_on_every_rank_and_the_engine_serves_on(seen: Seen) -> None:
     assert seen[0]["no_folder"].startswith("EngineRefused: update_weights_from_disk: the engine refused")
     assert seen[1]["no_folder"].startswith("EngineFailed: on rank 0: EngineRefused: update_weights_from_disk")
-    assert "kv_cache" in seen[0]["unknown_tag"] and "kv_cache" in seen[1]["unknown_tag"]
     assert seen[0]["still_serving"] == seen[0]["disk"]

@@ -30,7 +30,7 @@ TOKENS = [(-0.5, 7, None)]
 @pytest.mark.parametrize("tokens", [[], TOKENS])
 def test_an_aborted_response_fails_with_its_reason(tokens: list[Any]) -> None:
     good = answer({"type": "stop"}, *TOKENS)
-    with pytest.raises(EngineFailed, match=f"response 1 .* aborted .* after {len(tokens)} tokens: out of KV cache"):
+    with pytest.raises(EngineFailed, match=f"SGLang aborted response 1 .* after {len(tokens)} tokens: out of KV cache"):
         read_responses([good, answer(ABORTED, *tokens)])
 
 

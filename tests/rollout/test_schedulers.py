@@ -1,5 +1,6 @@
-"""Questions of trainer ranks to their schedulers: gloo ranks, each with a process beside it that stands in for SGLang's
-scheduler. Real engines are asked in tests/weights.
+"""What trainer ranks ask their schedulers: gloo ranks, each with a process that stands in for SGLang's scheduler.
+
+Real engines are asked in tests/weights.
 """
 
 import multiprocessing
@@ -28,7 +29,7 @@ from harness.rollout import schedulers, sglang_api
 from harness.rollout.engine_errors import PeerGone
 from harness.rollout.engine_ranks import Group
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, socket_folder, start_serving
-from harness.tools.verification.in_scheduler import held_tensors
+from harness.weights.worker.readback import held_tensors
 from tests.cluster.gloo import on_ranks
 
 T = TypeVar("T")
@@ -47,29 +48,27 @@ class Stage(nn.Module):
 
 
 class Engine:
-    """What the channel needs of a VerlEngine; its calls are files, which all schedulers handle in order."""
+    """A channel of one rank with its scheduler. The engine's calls are files, which all schedulers handle in order."""
 
     def __init__(self, rank: int, ranks: int, folder: str, seconds_a_call: float = 0.0) -> None:
         group = dist.group.WORLD
         assert group is not None
         self.group = Group(process_group=group, ranks=tuple(range(ranks)), rank=rank, tp=ranks, pp=1)
-        self.log = Path("engine.log")
         self.folder = Path(folder)
         self.calls = 0
-        self.channel: Any = SchedulerChannel(self)  # type: ignore[arg-type]
+        self.channel = SchedulerChannel(self.group, self.send, Path("engine.log"))
         arguments = (rank, self.folder, seconds_a_call)
         self.scheduler = multiprocessing.get_context("fork").Process(target=scheduler, args=arguments, daemon=True)
         self.scheduler.start()
 
-    def on_head(self, call: Callable[[Any], T]) -> T | None:
-        return self.group.broadcast(call(None) if self.group.rank == self.group.head else None)
-
-    def send(self, _: object, payloads: Sequence[Any], load_format: str, flush_cache: bool) -> None:
+    def send(self, payloads: Sequence[Any], load_format: str, flush_cache: bool) -> None:
         assert load_format == LOADER and len(payloads) == self.group.tp and not flush_cache
-        call = self.folder / f"call{self.calls}"
-        self.calls += 1
-        call.with_suffix(".unfinished").write_text(payloads[0][0][0])
-        call.with_suffix(".unfinished").rename(call)
+        if self.group.rank == self.group.head:
+            call = self.folder / f"call{self.calls}"
+            self.calls += 1
+            call.with_suffix(".unfinished").write_text(payloads[0][0][0])
+            call.with_suffix(".unfinished").rename(call)
+        self.group.barrier()
 
     def asked(self, function: Callable[[Any, Any], Any], argument: object = None) -> str:
         """The answer, or the failure, as text."""
@@ -140,12 +139,10 @@ def _failures(rank: int, folder: str) -> list[str]:
 
 def test_a_failure_is_raised_on_every_rank_and_the_next_question_is_answered(tmp_path: Path) -> None:
     zero, one = on_ranks(_failures, 2, tmp_path, str(tmp_path))
-    assert one[0].startswith(
-        "SchedulerFailed: the scheduler beside rank 1: RuntimeError: The size of tensor a (4) must"
-    )
+    assert one[0].startswith("SchedulerFailed: the scheduler of rank 1: RuntimeError: The size of tensor a (4) must")
     assert zero[0] == f"EngineFailed: on rank 1: {one[0].removeprefix('SchedulerFailed: ')}"
     for rank, seen in enumerate((zero, one)):
-        beside = f"SchedulerFailed: the scheduler beside rank {rank}: "
+        beside = f"SchedulerFailed: the scheduler of rank {rank}: "
         assert seen[1] == f"{beside}ValueError: function must be one of harness.*, got _operator.add."
         assert seen[2].startswith(beside) and "pickle" in seen[2]
         assert seen[4] == "None"
@@ -180,7 +177,7 @@ def _death(rank: int, folder: str) -> tuple[str, float]:
 
 def test_a_scheduler_that_dies_in_the_middle_is_named_on_the_rank_beside_it(tmp_path: Path) -> None:
     _, (message, seconds) = on_ranks(_death, 2, tmp_path, str(tmp_path))
-    assert message == "EngineFailed: the scheduler beside rank 1 is gone; see engine.log"
+    assert message == "EngineFailed: the scheduler of rank 1 has closed its connection; see engine.log"
     assert 0.5 <= seconds < 5
 
 
@@ -195,7 +192,7 @@ def _absent(rank: int, folder: str) -> str:
 
 
 def test_a_scheduler_that_does_not_connect_is_named_on_every_rank(tmp_path: Path) -> None:
-    message = "the scheduler beside rank 1 has not connected in 0 s; see engine.log"
+    message = "the scheduler of rank 1 did not connect within 0 s; see engine.log"
     expected = [f"EngineFailed: on rank 1: {message}", f"SchedulerFailed: {message}"]
     assert on_ranks(_absent, 2, tmp_path, str(tmp_path)) == expected
 
@@ -204,7 +201,8 @@ HALF = struct.pack("!i", 1000) + b"of a thousand bytes"
 
 
 def channel_over(connection: Connection) -> Any:
-    channel: Any = SchedulerChannel(SimpleNamespace(group=SimpleNamespace(rank=0)))  # type: ignore[arg-type]
+    group: Any = SimpleNamespace(rank=0)
+    channel: Any = SchedulerChannel(group, send=lambda *_, **__: None, log=Path("engine.log"))
     channel._connection = connection
     return channel
 
@@ -223,16 +221,35 @@ def test_an_answer_is_taken_although_its_scheduler_has_died_since() -> None:
     def answer_and_die() -> None:
         with theirs:
             theirs.recv_bytes()
-            theirs.send_bytes(sglang_api.serialize(("done", 5, 0.25)))
+            theirs.send_bytes(sglang_api.serialize(("done", 5)))
 
     scheduler = threading.Thread(target=answer_and_die)
     scheduler.start()
     channel = channel_over(mine)
     with mine:
-        assert (channel._request(held_tensors, None), channel.answer_seconds) == (5, 0.25)
+        assert channel._request(held_tensors, None) == 5
         scheduler.join()
         with pytest.raises(PeerGone):
             channel._request(held_tensors, None)
+
+
+def unreadable(connection: Connection) -> Connection:
+    """Put a file that cannot be read in the place of a connection's socket."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), connection.fileno())
+    return connection
+
+
+def test_a_failure_of_the_connection_itself_does_not_say_that_the_scheduler_is_gone() -> None:
+    mine, theirs = multiprocessing.Pipe()
+    with theirs, unreadable(mine), pytest.raises(OSError, match="Bad file descriptor"):
+        channel_over(mine)._request(held_tensors, None)
+
+
+def test_a_scheduler_whose_connection_fails_says_why() -> None:
+    mine, theirs = multiprocessing.Pipe()
+    with mine, unreadable(theirs), pytest.raises(OSError, match="Bad file descriptor"):
+        schedulers._serve(torch.nn.Linear(1, 1), theirs)
 
 
 @pytest.mark.parametrize("dies", ["before it asks", "in the middle of a request", "before it is answered"])
@@ -241,7 +258,7 @@ def test_a_scheduler_outlives_its_trainer_rank(dies: str) -> None:
     if dies == "in the middle of a request":
         os.write(mine.fileno(), HALF)
     elif dies == "before it is answered":
-        mine.send_bytes(sglang_api.serialize(("harness.tools.verification.in_scheduler.held_tensors", None)))
+        mine.send_bytes(sglang_api.serialize(("harness.weights.worker.readback.held_tensors", None)))
     mine.close()
     schedulers._serve(Stage(), theirs)
     assert theirs.closed

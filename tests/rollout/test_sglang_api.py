@@ -1,5 +1,5 @@
-"""Source trees written here stand for old and new releases of sglang; RecordingEngine stands for an engine where only
-the calls made on it matter. test_real_engine.py builds a real engine."""
+"""Small source trees stand for the oldest and the newest release of sglang that are supported. RecordingEngine stands for
+an engine where only the calls made on it matter. test_real_engine.py builds a real engine."""
 
 import ast
 import importlib.util
@@ -12,28 +12,26 @@ from typing import Any
 
 import pytest
 
+from harness.config.engine_rules import argument_problem
 from harness.rollout import sglang_api
 from harness.rollout.defaults import engine_defaults
 from harness.rollout.sglang_api import EngineRefused, SGLangApi, SourceTree, UnknownEngineArgument
-from harness.tools.plan.engine_values import check_values
+from harness.rollout.sglang_api.engine_facts import engine_facts
 
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 
 OLD = {
-    "version.py": '__version__ = "0.4.7.old"\n',
+    "version.py": '__version__ = "0.5.11.old"\n',
     "srt/entrypoints/engine.py": """
 import os
 class Engine:
     def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True): ...
-    def update_weights_from_distributed(self, name, dtype, shape): ...
-    def release_memory_occupation(self): ...
 def _set_envs_and_config(server_args):
     os.environ["NCCL_CUMEM_ENABLE"] = "0"
     os.environ["NCCL_NVLS_ENABLE"] = str(int(server_args.enable_nccl_nvls))
     def handler(): os.environ["NCCL_INSIDE_A_HANDLER"] = "1"
 """,
-    "srt/entrypoints/verl_engine.py": "class VerlEngine: update = self._engine.tokenizer_manager.flush_cache()\n",
     "srt/server_args.py": """
 class ServerArgs:
     model_path: str
@@ -48,10 +46,6 @@ NEW = {
 class Engine(EngineBase):
     def begin_weight_update(self, selector="all"): ...
     def end_weight_update(self): ...
-    def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True): ...
-    def update_weights_from_distributed(self, names, dtypes, shapes, group_name="g", flush_cache=1, load_format=0): ...
-    def destroy_weights_update_group(self, group_name): ...
-    def release_memory_occupation(self, tags=None): ...
 def _set_envs_and_config(server_args):
     cfg = view(server_args)
     if cfg.nnodes > 1 and on_fabric():
@@ -64,9 +58,6 @@ def _set_envs_and_config(server_args):
     os.environ["SGLANG_RUN_ID"] = f"run-{time.time()}"
 """,
     "srt/utils/numa_utils.py": "def init_threads_binding(*, numa_index, world_size): ...\n",
-    "srt/weight_sync/tensor_bucket.py": "class FlattenedTensorBucket:\n    supports_multi_dtypes = True\n",
-    "srt/constants.py": 'GPU_MEMORY_TYPE_KV_CACHE = "kv_cache"\nGPU_MEMORY_TYPE_WEIGHTS = "weights"\nPREFIX = "H"\n',
-    "srt/environ.py": "class Envs:\n    SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK = EnvBool(True)\n",
     "srt/server_args.py": "class ServerArgs:\n    pass\n",
     "srt/arg_groups/fields/model.py": "class M:\n    model_path: A[str]\n    custom_weight_loader: A[str] = None\n",
     "srt/arg_groups/fields/parallel.py": "class P(msgspec.Struct):\n    pp_size: int = 1\n    tp_size: int = 1\n",
@@ -113,27 +104,18 @@ def engine(**answers: Any) -> RecordingEngine:
 
 
 def test_probe_of_an_old_tree(old: SGLangApi) -> None:
-    assert (old.version, old.engine_arguments) == ("0.4.7.old", {"model_path", "tp_size"})
-    assert old.own_verl_engine
-    assert old.memory_tags is None
-    assert old.distributed_update_parameters == ("name", "dtype", "shape")
-    for absent in ("update_session", "bucket_mixes_dtypes", "custom_weight_loader", "cores_by_device"):
-        assert getattr(old, absent) is False
+    assert (old.version, old.engine_arguments) == ("0.5.11.old", {"model_path", "tp_size"})
+    assert not old.update_session and not old.cores_by_device
 
 
 def test_probe_of_a_new_tree(new: SGLangApi) -> None:
     assert new.version == "0.9.9.new"
     assert new.engine_arguments == {"model_path", "custom_weight_loader", "pp_size", "tp_size"}
-    assert new.memory_tags == ("kv_cache", "weights")
-    for present in (
-        "update_session", "bucket_mixes_dtypes", "custom_weight_loader", "cores_by_device",
-    ):  # fmt: skip
-        assert getattr(new, present) is True
-    assert new.destroys_update_group and not new.own_verl_engine
+    assert new.update_session and new.cores_by_device
 
 
 def test_a_folder_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is it the folder of sglang"):
+    with pytest.raises(ValueError, match="give the folder of an installed sglang"):
         sglang_api.probe(SourceTree(tmp_path))
 
 
@@ -173,17 +155,6 @@ def test_a_result_that_cannot_be_read_is_a_failure(result: object) -> None:
         sglang_api.call(engine(update=result), "update")
 
 
-def test_memory_tags(old: SGLangApi, new: SGLangApi) -> None:
-    assert sglang_api.memory_arguments(new, ("weights",)) == {"tags": ["weights"]}
-    assert sglang_api.memory_arguments(new, None) == sglang_api.memory_arguments(old, None) == {}
-    with pytest.raises(ValueError, match=r"\['weight'\].*has kv_cache, weights"):
-        sglang_api.memory_arguments(new, ("weight",))
-    with pytest.raises(ValueError, match="has kv_cache, weights"):
-        sglang_api.memory_arguments(new, ())
-    with pytest.raises(ValueError, match="has no tags; or None for all memory at once"):
-        sglang_api.memory_arguments(old, ("weights",))
-
-
 def test_session_opens_and_closes(old: SGLangApi, new: SGLangApi) -> None:
     recording = engine(begin_weight_update=(True, ""), end_weight_update=(True, ""))
     with sglang_api.update_session(new, recording):
@@ -213,11 +184,6 @@ def test_a_session_that_does_not_open_or_close_is_a_failure(new: SGLangApi) -> N
         pass
 
 
-def test_buckets_are_refused_where_there_are_none(old: SGLangApi) -> None:
-    with pytest.raises(ValueError, match=r"sglang 0\.4\.7\.old has no buckets of any dtypes"):
-        sglang_api.flattened_bucket(old, [])
-
-
 def test_environment_of_an_old_engine_is_fixed(old: SGLangApi) -> None:
     user = {"NCCL_CUMEM_ENABLE": "1"}
     assert sglang_api.common_environment(old, {}, user) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -237,13 +203,6 @@ def test_an_engine_whose_environment_cannot_be_read_is_an_error(tmp_path: Path) 
     api = probed(tmp_path, {"srt/entrypoints/engine.py": "class Engine:\n    def generate(self): ...\n"})
     with pytest.raises(ValueError, match="_set_envs_and_config"):
         sglang_api.common_environment(api, {}, {})
-
-
-def test_memory_balance_check_is_turned_off_by_the_name_that_is_read(old: SGLangApi, new: SGLangApi) -> None:
-    assert sglang_api.memory_imbalance_environment(old) == {"SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true"}
-    change = sglang_api.memory_imbalance_environment(new)
-    assert change["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
-    assert change["SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK"] is None
 
 
 def test_defaults_name_their_device_and_no_other() -> None:
@@ -283,7 +242,7 @@ def test_serialize_is_what_a_process_can_open_once() -> None:
 def test_probing_the_installed_sglang_imports_neither_it_nor_torch() -> None:
     code = (
         "import sys; from harness.rollout import sglang_api as s; a = s.probe(); s.common_environment(a, {}, {});"
-        "s.memory_imbalance_environment(a); print(len(a.engine_arguments), {'sglang', 'torch'} & set(sys.modules))"
+        "s.memory_imbalance_environment(); print(len(a.engine_arguments), {'sglang', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
@@ -294,7 +253,7 @@ def test_probing_the_installed_sglang_imports_neither_it_nor_torch() -> None:
 
 @needs_sglang
 def test_no_default_of_this_sglang_is_refused() -> None:
-    """Of every argument whose default is a constant: types and choices are read rightly."""
+    """Types and choices are read rightly, for every argument whose default is a constant."""
     api = sglang_api.probe()
     fields = (api.tree.root / "srt/arg_groups/fields").glob("*.py")
     files = ["srt/server_args.py", *(f"srt/arg_groups/fields/{each.name}" for each in fields)]
@@ -307,4 +266,6 @@ def test_no_default_of_this_sglang_is_refused() -> None:
         and isinstance(node.value, ast.Constant)
     }
     assert len(defaults) > 100
-    check_values(api, {name: defaults[name] for name in defaults if name in api.engine_arguments})
+    facts = engine_facts(api)
+    refused = {name: argument_problem(facts, name, defaults[name]) for name in defaults if name in facts.arguments}
+    assert {name: problem for name, problem in refused.items() if problem} == {}

@@ -1,4 +1,4 @@
-"""Which GPUs an engine's processes are shown, for both VerlEngines, without building one."""
+"""Which GPUs an engine's processes are shown, without building one."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,22 +7,18 @@ import pytest
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation, place
-from harness.rollout.sglang_api import probe
 from harness.rollout.verl_engine import VerlEngine
-from harness.tools.shipped_verl_engine import ShippedVerlEngine
 
 
-def engine_of(kind: type[VerlEngine], rank: int, locations: list[RankLocation]) -> Any:
+def engine_of(rank: int, locations: list[RankLocation]) -> Any:
     """What `rank` has of an engine of tp 2, one of two of a host."""
-    engine: Any = object.__new__(kind)
+    engine: Any = object.__new__(VerlEngine)
     placement = place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda")[rank // 2]
-    engine.api, engine.node, engine._cpu = probe(), placement.nodes[0], False
+    engine.node, engine.device_type = placement.nodes[0], "cuda"
     engine._locations, engine.group = dict(enumerate(locations)), SimpleNamespace(rank=rank)
-    engine._scratch = SimpleNamespace(name="/tmp")
     return engine
 
 
-@pytest.mark.parametrize("kind", [VerlEngine, ShippedVerlEngine])
 @pytest.mark.parametrize(
     ("offset", "visible", "seen", "trains_on"),
     [
@@ -32,11 +28,11 @@ def engine_of(kind: type[VerlEngine], rank: int, locations: list[RankLocation]) 
     ],
 )
 def test_own_gpus_come_first(
-    kind: type[VerlEngine], offset: int, visible: tuple[str, ...] | None, seen: tuple[str, ...], trains_on: str
+    offset: int, visible: tuple[str, ...] | None, seen: tuple[str, ...], trains_on: str
 ) -> None:
     count = 8 if visible is None else len(visible)
     locations = [RankLocation(rank, "h", rank, visible, count, offset) for rank in range(4)]
-    engine = engine_of(kind, 3, locations)
+    engine = engine_of(3, locations)
     made = engine._environment()
     assert made["CUDA_VISIBLE_DEVICES"] == ",".join(seen)
     assert made["SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"] is None
@@ -44,5 +40,5 @@ def test_own_gpus_come_first(
 
 
 def test_ranks_of_one_gpu_each_add_none() -> None:
-    engine = engine_of(VerlEngine, 2, [RankLocation(rank, "h", rank, (str(rank),), 1) for rank in range(4)])
+    engine = engine_of(2, [RankLocation(rank, "h", rank, (str(rank),), 1) for rank in range(4)])
     assert (engine.visible_gpus, engine.trainer_gpu) == (("2", "3"), "2")

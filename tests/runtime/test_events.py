@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from harness.observer import Observer, Observers
 from harness.runtime import events
 from harness.runtime.events import Console, EventLog
-from harness.runtime.observer import Observer, Observers
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ class Watcher(Observer):
 
 def test_observers_are_called_around_phases_and_at_a_failure_each_in_order(tmp_path: Path) -> None:
     first, second = Watcher(), Watcher()
-    log = EventLog(tmp_path / "rank3.jsonl", 3, "here", observer=Observers([first, second]))
+    log = EventLog(tmp_path / "rank3.jsonl", 3, "here", watcher=Observers([first, second]))
     with log.phase("sync", 0):
         assert first.calls == second.calls == [("begins", "sync")]
     with pytest.raises(ValueError, match="no"), log.phase("generate", 0):

@@ -23,7 +23,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_reader_that_leaves_is_no_failure_to_speak_of(name: str, unbuffered: str) -> None:
+def test_a_command_ends_quietly_when_nobody_reads_its_output(name: str, unbuffered: str) -> None:
     process = subprocess.Popen(
         [sys.executable, *COMMANDS[name]],
         cwd=REPOSITORY,

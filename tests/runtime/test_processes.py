@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from harness.runtime import processes
 from harness.runtime.processes import descendants, end_processes, is_alive, shared_memory_files
 
 # Maps a file in /dev/shm, as a scheduler does, and has no resource tracker that would clean up after it.
 HOLDER = """
-import mmap, os, signal, sys, time
+import mmap, os, sys, time
 descriptor = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
 os.ftruncate(descriptor, 4096)
 held = mmap.mmap(descriptor, 4096)
-if sys.argv[2] == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 time.sleep(60)
 """
+LATE_HOLDER = "import sys; sys.stdin.readline(); file = open('/dev/shm/harness_test_late', 'w'); print('ready', flush=True); sys.stdin.read()"
 SLEEPER = "import time; time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
 PARENT = f"""
@@ -44,29 +43,42 @@ def first_line(child: "subprocess.Popen[str]") -> str:
     return child.stdout.readline()
 
 
-def holder(file: Path, manner: str = "") -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(file), manner], stdout=subprocess.PIPE, text=True)
+def holder(file: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(file)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize("manner", ["", "stubborn"])
-def test_end_leaves_no_process_and_no_shared_memory(manner: str) -> None:
+def test_end_leaves_no_process_and_no_shared_memory() -> None:
     file = Path("/dev/shm/harness_test_end")
-    process = psutil.Process(holder(file, manner).pid)
+    process = psutil.Process(holder(file).pid)
     assert shared_memory_files([process.pid]) == {file}
-    end_processes({process.pid: process}, patience_seconds=0.5)
+    end_processes({process.pid: process})
     assert not process.is_running()
     assert not file.exists()
 
 
-def test_end_looks_before_it_stops() -> None:
+def test_end_looks_for_files_before_it_calls_stop() -> None:
     """SGLang's own shutdown kills the processes: afterwards nobody can say what they held."""
     file = Path("/dev/shm/harness_test_stop")
     child = holder(file)
     end_processes({child.pid: psutil.Process(child.pid)}, stop=child.kill)
     child.wait(timeout=5)
     assert not file.exists()
+
+
+def test_end_finds_a_file_that_is_made_while_it_ends_the_processes() -> None:
+    file = Path("/dev/shm/harness_test_late")
+    late = python(LATE_HOLDER, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def stop() -> None:
+        late.stdin.write("go\n")  # type: ignore[union-attr]
+        late.stdin.flush()  # type: ignore[union-attr]
+        assert first_line(late) == "ready\n"
+
+    end_processes({late.pid: psutil.Process(late.pid)}, stop)
+    assert not file.exists()
+    late.communicate()
 
 
 def test_a_semaphore_is_found_under_its_name() -> None:
@@ -76,7 +88,7 @@ def test_a_semaphore_is_found_under_its_name() -> None:
     assert Path(f"/dev/shm/sem.{name.removeprefix('/')}") in shared_memory_files([os.getpid()])
 
 
-def test_a_process_that_has_ended_holds_nothing() -> None:
+def test_a_process_that_has_ended_uses_no_shared_memory() -> None:
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
     assert shared_memory_files([process.pid]) == set()
@@ -92,15 +104,14 @@ def test_children_are_all_descendants_and_end_ends_them() -> None:
     parent.communicate()
 
 
-def test_end_kills_a_child_that_ignores_sigterm() -> None:
-    deaf, sleeper = python(DEAF, stdout=subprocess.PIPE), python(SLEEPER)
+def test_end_kills_children_that_ignore_sigterm_or_are_stopped() -> None:
+    deaf, stopped = python(DEAF, stdout=subprocess.PIPE), python(SLEEPER)
     assert first_line(deaf) == "deaf\n"
-    started = time.monotonic()
-    end_processes({child.pid: psutil.Process(child.pid) for child in (deaf, sleeper)}, patience_seconds=1.0)
-    assert 1.0 <= time.monotonic() - started < 5.0
-    assert not psutil.pid_exists(deaf.pid) and not psutil.pid_exists(sleeper.pid)
+    stopped.send_signal(signal.SIGSTOP)
+    end_processes({child.pid: psutil.Process(child.pid) for child in (deaf, stopped)})
+    assert not psutil.pid_exists(deaf.pid) and not psutil.pid_exists(stopped.pid)
     deaf.communicate()
-    sleeper.wait()
+    stopped.wait()
 
 
 def test_end_does_not_wait_for_a_zombie_that_its_parent_never_reaps() -> None:
@@ -108,7 +119,7 @@ def test_end_does_not_wait_for_a_zombie_that_its_parent_never_reaps() -> None:
     grandchild = psutil.Process(int(first_line(parent)))
     started = time.monotonic()
     end_processes({grandchild.pid: grandchild})
-    assert time.monotonic() - started < processes.STOP_SECONDS / 2
+    assert time.monotonic() - started < processes.END_SECONDS / 2
     assert grandchild.status() == psutil.STATUS_ZOMBIE
     end_processes({parent.pid: psutil.Process(parent.pid)})
     parent.communicate()

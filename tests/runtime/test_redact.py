@@ -1,6 +1,7 @@
 """What is taken out, what stays, and that no file of a run has it."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,11 @@ def test_a_secret_is_told_from_its_name_or_its_shape(name: str) -> None:
     assert redact.variable(name, shown) == shown, "redacting twice changes nothing"
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_other_values_stay() -> None:
     assert redact.variables(PLAIN) == PLAIN
 
 
-def test_two_secrets_are_told_apart() -> None:
+def test_two_secrets_get_different_marks() -> None:
     assert redact.variable("HF_TOKEN", "one-secret") != redact.variable("HF_TOKEN", "two-secrets")
 
 
@@ -85,7 +86,7 @@ def test_free_text_without_secrets_is_left_alone(given: str) -> None:
     assert redact.text(given) == given
 
 
-def test_no_file_that_a_run_hands_on_has_a_secret(tmp_path: Path) -> None:
+def test_no_file_of_a_run_has_a_secret(tmp_path: Path) -> None:
     """environment.json as a run writes it; the reports and the export of a run directory that has secrets in it all the same."""
     assert not any(each in json.dumps(behaviour(SECRETS | PLAIN)) for each in HIDDEN)
     folder = fake_run(tmp_path / "run")
@@ -99,3 +100,15 @@ def test_no_file_that_a_run_hands_on_has_a_secret(tmp_path: Path) -> None:
     assert sum("[redacted " in text for text in made) == 3, "report.md, report.html, export"
     for text in made:
         assert not [each for each in HIDDEN if each in text]
+
+
+@pytest.mark.parametrize("part", ["a", "x_", "secret", "eyJ-", "://a:", "token "])
+def test_the_time_grows_with_the_length_alone(part: str) -> None:
+    """A report redacts what an error quotes, and that may be one word of many kilobytes."""
+
+    def seconds(length: int) -> float:
+        started = time.process_time()
+        redact.text((part * length)[:length])
+        return time.process_time() - started
+
+    assert seconds(400_000) < 20 * max(seconds(50_000), 0.005)

@@ -65,7 +65,7 @@ def test_lines_of_a_step_and_of_the_start(tmp_path: Path) -> None:
     record = record_in(tmp_path)
     record.startup |= {"launch_and_import": 1.0, "engine": 2.25, "first_token": 9.5}
     assert record.startup_line(models_beside_engine=True) == (
-        "first token 9.5 s after launch (seconds: launch_and_import 1.0, engine 2.2; models beside engine)"
+        "first token 9.5 s after launch (seconds: launch_and_import 1.0, engine 2.2; models were built meanwhile)"
     )
     assert step_line(step(3)) == (
         "step 3  reward 0.250  truncated 50%  log-prob difference 2.5e-06  actor loss -0.1250  grad norm 0.500  1.5 s"

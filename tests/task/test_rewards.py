@@ -195,7 +195,9 @@ ROW = Row("How many?", "7", "rows.jsonl line 3")
 def test_each_name_scores():
     scores = {name: load_reward(name, [ROW], {})("#### 7.0", ROW) for name in REWARDS}
     assert scores == {"gsm8k": 1.0, "gsm8k_strict": 0.0, "digits": 0.25}
-    with pytest.raises(ValueError, match='rows.jsonl line 3 has the ground truth "seven", which is no number'):
+    with pytest.raises(
+        ValueError, match='rows.jsonl line 3 has the ground truth "seven", but task.reward = "gsm8k" needs a number'
+    ):
         load_reward("gsm8k", [replace(ROW, ground_truth="seven")], {})
 
 

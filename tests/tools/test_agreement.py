@@ -1,23 +1,8 @@
 from pathlib import Path
 
-import pytest
-
 from harness.cluster.world import WorldError
-from harness.tools.agreement import by_rank, check_agreement
+from harness.tools.agreement import check_agreement
 from tests.cluster.gloo import on_ranks
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        (["0", None, "0"], "0 on ranks 0, 2; unset on rank 1"),
-        (["", "1"], '"" on rank 0; 1 on rank 1'),
-        ([0, 0], "0 on ranks 0, 1"),
-    ],
-)
-def test_by_rank_groups_ranks_by_value(values: list[object], sentence: str) -> None:
-    assert by_rank(values) == sentence
-
 
 SAME = {"NCCL_DEBUG": "INFO", "SGLANG_X": "1", "PATH": "/bin"}
 ODD_RANK = {

@@ -1,10 +1,10 @@
+import fcntl
 import json
 import os
 import re
-import signal
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,136 +12,173 @@ import pytest
 from harness.tools import environments
 
 SCRIPT = environments.REPOSITORY / "harness" / "tools" / "environments.py"
-BASE = f"{sys.version_info[0]}.{sys.version_info[1]}"
+QUICKSTART = environments.REPOSITORY / "launch" / "quickstart.py"
+NO_GPU = {"PATH": "/usr/bin:/bin"}
+NO_INDEX = {"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_FIND_LINKS": ""}
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PATH": "/usr/bin:/bin", **environment}
+def command(*arguments: str, script: Path = SCRIPT, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **NO_GPU, **environment}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=env, timeout=300
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, env=env, timeout=300
     )
 
 
 @pytest.fixture
-def small_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Pinned files of two small packages, in place of the real ones, which take minutes on a slow line."""
+def small_pins(tmp_path: Path) -> Path:
+    """The folder of a checkout whose pins are two small packages: the real ones take minutes on a slow line."""
     if os.environ.get("HARNESS_VENV") == "none":
         pytest.skip("HARNESS_VENV=none: no package registry is expected here")
-    pins = tmp_path / "pins"
-    pins.mkdir()
-    pinned = environments.Wanted(BASE, (environments.PINS / "cpu.txt",))
-    needed = f"{pinned.pin('uv')}\n{pinned.pin('setuptools')}\n"
-    (pins / "small.txt").write_text(f"# About 0.1 GB on disk.\nsniffio==1.3.1\n{needed}")
+    folder = tmp_path / "checkout"
+    pins = folder / "configs" / "environments"
+    pins.mkdir(parents=True)
+    uv = f"uv=={environments.pins_of(environments.PINS / 'cpu.txt')['uv']}\n"
+    (pins / "cpu.txt").write_text(uv)  # every environment gets this uv
+    (pins / "small.txt").write_text(f"# About 0.1 GB on disk.\nsniffio==1.3.1\n{uv}")
     (pins / "tests.txt").write_text("# About 0.1 GB on disk.\niniconfig==2.3.1\n")
-    monkeypatch.setattr(environments, "PINS", pins)
-    return pins
+    (folder / "harness" / "tools").mkdir(parents=True)
+    shutil.copy(SCRIPT, folder / "harness" / "tools")
+    return folder
 
 
-def has(python: Path, package: str) -> bool:
-    return subprocess.run([str(python), "-c", f"import {package}"], capture_output=True, cwd="/").returncode == 0
+def make(checkout: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = checkout / "harness" / "tools" / "environments.py"
+    return command(*arguments, script=script, HARNESS_ENVIRONMENT="small", HARNESS_VENV=str(folder))
 
 
-@pytest.mark.long
-def test_made_completed_kept_and_made_anew(small_pins: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "venv"
-    python = environments.ensure("small", folder=folder)
-    said = capfd.readouterr().err
-    assert said.index("3 packages, about 0.1 GB on disk") < said.index("ready in")
-    assert has(python, "sniffio") and not has(python, "iniconfig")
-    assert has(python, "harness"), "the checkout is installed"
-
-    (folder / "left-here").touch()
-    assert environments.ensure("small", tests=True, folder=folder) == python
-    assert "completing" in capfd.readouterr().err
-    assert has(python, "iniconfig") and (folder / "left-here").exists()
-
-    started = time.monotonic()
-    environments.ensure("small", folder=folder)
-    environments.ensure("small", tests=True, folder=folder)
-    assert time.monotonic() - started < 0.1
-    assert capfd.readouterr().err == ""
-
-    (small_pins / "small.txt").write_text(
-        (small_pins / "small.txt").read_text().replace("sniffio==1.3.1", "sniffio==1.3.0")
-    )
-    environments.ensure("small", folder=folder)
-    assert "starting over" in capfd.readouterr().err
-    assert not (folder / "left-here").exists() and not has(python, "iniconfig")
-    assert has(python, "sniffio")
+def has(folder: Path, package: str) -> bool:
+    python = str(folder / "bin" / "python")
+    return subprocess.run([python, "-c", f"import {package}"], capture_output=True, cwd="/").returncode == 0
 
 
 @pytest.mark.long
-def test_a_killed_install_is_repaired_and_a_second_process_waits(small_pins: Path, tmp_path: Path) -> None:
+def test_made_completed_kept_and_brought_up_to_date(small_pins: Path, tmp_path: Path) -> None:
     folder = tmp_path / "venv"
-    code = (
-        "import sys; from pathlib import Path; from harness.tools import environments;"
-        f"environments.PINS = Path({str(small_pins)!r}); environments.ensure('small', folder=Path({str(folder)!r}))"
-    )
+    run = make(small_pins, folder)
+    assert (run.returncode, run.stdout) == (0, f"{folder}/bin/python\n"), run.stderr
+    assert run.stderr.index("2 packages, about 0.1 GB on disk") < run.stderr.index("ready in")
+    assert has(folder, "sniffio") and not has(folder, "iniconfig")
 
-    def start() -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-c", code]
-        return subprocess.Popen(
-            arguments, stderr=subprocess.PIPE, text=True, cwd=environments.REPOSITORY, start_new_session=True
+    (folder / "notes.txt").write_text("mine")
+    run = make(small_pins, folder, "--tests")
+    assert "installing tests.txt" in run.stderr and has(folder, "iniconfig")
+
+    for arguments in ([], ["--tests"]):
+        run = make(small_pins, folder, *arguments)
+        assert (run.returncode, run.stderr) == (0, ""), "there is nothing to do"
+
+    pins = small_pins / "configs" / "environments" / "small.txt"
+    pins.write_text(pins.read_text().replace("sniffio==1.3.1", "sniffio==1.3.0"))
+    run = make(small_pins, folder)
+    assert "installing small.txt" in run.stderr and list(folder.glob("lib/*/site-packages/sniffio-1.3.0.dist-info"))
+    assert (folder / "notes.txt").read_text() == "mine" and has(folder, "iniconfig"), "nothing of the user's is deleted"
+
+
+@pytest.mark.long
+def test_a_killed_install_is_repaired(small_pins: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "venv"
+    assert make(small_pins, folder).returncode == 0
+    # What a process leaves that is killed while uv installs: half a package, and no stamp.
+    (folder / "harness.json").unlink()
+    [module] = folder.glob("lib/*/site-packages/sniffio/__init__.py")
+    module.unlink()  # it is a link into uv's cache, which must stay whole
+    module.write_text("raise ImportError('half')")
+    assert not has(folder, "sniffio")
+    run = make(small_pins, folder)
+    assert run.returncode == 0 and has(folder, "sniffio"), run.stderr
+
+
+@pytest.mark.long
+def test_a_second_process_waits_for_the_first(small_pins: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "venv"
+    folder.mkdir()
+    with open(folder / "harness.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = subprocess.Popen(
+            [sys.executable, small_pins / "harness" / "tools" / "environments.py"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HARNESS_ENVIRONMENT": "small", "HARNESS_VENV": str(folder)},
         )
+        assert waiting.stderr and "waiting: another process is installing" in waiting.stderr.readline()
+        assert not (folder / "bin").exists()
+    waiting.communicate(timeout=120)
+    assert waiting.returncode == 0 and has(folder, "sniffio")
 
-    first = start()
-    deadline = time.monotonic() + 60
-    while not (folder / "bin" / "python").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
-    assert not (folder / "harness.json").exists()
 
-    second = start()
-    time.sleep(1.0)
-    third = start()
-    said = [process.communicate(timeout=120)[1] for process in (second, third)]
-    assert [second.returncode, third.returncode] == [0, 0], said
-    assert "starting over" in said[0] and "ready in" in said[0]
-    assert "waiting: another process" in said[1] and "making" not in said[1]
-    assert json.loads((folder / "harness.json").read_text())["files"].keys() == {"small.txt"}
-    assert has(folder / "bin" / "python", "sniffio")
+def made_folder(folder: Path, base: str, files: tuple[str, ...] = ("cpu.txt",)) -> Path:
+    """A folder that looks like a complete environment of this repository's pins, with a Python at `base`."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(base)
+    (folder / "harness.lock").touch()
+    digests = {name: environments._digest(environments.PINS / name) for name in files}
+    (folder / "harness.json").write_text(json.dumps({"files": digests}))
+    return folder
+
+
+def test_an_environment_of_another_python_is_used_as_it_is(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "venv", sys.executable)  # its packages are those of a Python 3.99
+    (folder / "notes.txt").write_text("mine")
+    run = command(HARNESS_VENV=str(folder))
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"{folder}/bin/python\n", "")
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_an_environment_whose_python_is_gone_is_refused_and_kept(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "venv", "/opt/gone/python3.99")
+    (folder / "notes.txt").write_text("mine")
+    run = command(HARNESS_VENV=str(folder), **NO_INDEX)
+    assert run.returncode == 2 and "was made with /opt/gone/python3.99, which is gone: move the folder" in run.stderr
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_one_environment_is_not_installed_over_another(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "venv", sys.executable)
+    run = command(HARNESS_ENVIRONMENT=environments.DEFAULT_WITH_GPU, HARNESS_VENV=str(folder))
+    assert run.returncode == 2 and "holds the environment cpu, not cuda" in run.stderr
+
+
+def test_a_wrong_command_line_is_found_before_anything_is_installed(tmp_path: Path) -> None:
+    run = command("nope.toml", script=QUICKSTART, HARNESS_VENV=str(tmp_path / "venv"))
+    assert run.returncode == 2 and run.stderr.startswith("error: nope.toml is not a file")
+    assert not (tmp_path / "venv").exists()
 
 
 def test_without_network_one_sentence_and_125(tmp_path: Path) -> None:
-    nowhere = "http://127.0.0.1:9/simple"
     # pip's own configuration is put aside, so that no other source answers.
-    run = command(
-        HARNESS_VENV=str(tmp_path / "venv"), PIP_CONFIG_FILE="/dev/null", PIP_INDEX_URL=nowhere, PIP_FIND_LINKS=""
-    )
+    run = command(HARNESS_VENV=str(tmp_path / "venv"), **NO_INDEX)
     assert run.returncode == 125, run.stderr
     assert run.stderr.splitlines()[-1].endswith("no package registry could be reached")
     assert not (tmp_path / "venv" / "harness.json").exists()
 
 
-def test_an_old_python_is_refused() -> None:
+@pytest.mark.parametrize("script", ["quickstart.py", "run_tests.py", "ppo.py", "bisect_versions.py"])
+def test_an_old_python_is_refused(script: str) -> None:
+    path = str(QUICKSTART.with_name(script))
     code = (
-        "import runpy, sys; sys.version_info = (3, 10, 13); sys.argv = ['x'];"
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+        f"import runpy, sys; sys.path.insert(0, {str(QUICKSTART.parent)!r}); sys.version_info = (3, 10, 13);"
+        f"runpy.run_path({path!r}, run_name='__main__')"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 2
-    assert run.stderr == (
-        "environment: python = 3.10.13 is too old: run this with Python 3.11 or newer, such as python3.11\n"
-    )
+    assert run.stderr == f"error: {path} needs Python 3.11 or newer, and this is 3.10.13.\n"
 
 
 def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("all of it")
     run = command(HARNESS_VENV=str(tmp_path))
     assert run.returncode == 2
-    assert "was not made by the harness" in run.stderr
+    assert "was not made by this script" in run.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_an_unknown_environment_is_refused() -> None:
-    run = command("--environment", "cuda-torch1.0", HARNESS_VENV="")
+def test_an_unknown_environment_is_refused(tmp_path: Path) -> None:
+    run = command(HARNESS_ENVIRONMENT="cuda-torch1.0", HARNESS_VENV=str(tmp_path / "venv"))
     assert run.returncode == 2
     assert "environment = 'cuda-torch1.0' must be one of cpu, cuda-torch2.11" in run.stderr
 
 
-def test_none_is_the_running_interpreter(tmp_path: Path) -> None:
+def test_none_is_the_running_interpreter() -> None:
     run = command(HARNESS_VENV="none")
     assert (run.returncode, run.stdout) == (0, f"{sys.executable}\n"), run.stderr
 
@@ -170,9 +207,7 @@ def test_every_pinned_file_pins_everything() -> None:
     for file in environments.PINS.glob("*.txt"):
         lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
         assert lines and all("==" in line and " @ " not in line for line in lines), file.name
-        wanted = environments.Wanted(BASE, (file,))
-        assert re.fullmatch(rf"{len(lines)} packages, about .+ on disk", wanted.describe()), file.name
+        assert re.fullmatch(rf"{len(lines)} packages, about .+ on disk", environments.describe([file])), file.name
         if file.stem != "tests":
-            assert all(
-                wanted.pin(package) for package in ("uv", "torch", "sglang", "setuptools", "rich", "jinja2", "py-spy")
-            )
+            needed = {"uv", "torch", "sglang", "setuptools", "rich", "jinja2", "py-spy"}
+            assert needed <= environments.pins_of(file).keys(), file.name

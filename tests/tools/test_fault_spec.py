@@ -33,16 +33,16 @@ def test_each_kind_has_phases() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kil@sync", "there is no kind kil; the nearest is kill"),
-        ("kill@sinc", "there is no phase sinc; the nearest is sync"),
+        ("kil@sync", "kil is not a kind; the nearest is kill"),
+        ("kill@sinc", "sinc is not a phase; the nearest is sync"),
         ("kill", "write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2"),
         ("kill@sync:x", "write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2"),
         ("kill@sync:1:-2", "write KIND@PHASE, KIND@PHASE:RANK or KIND@PHASE:RANK:STEP, such as kill@sync:1:2"),
-        ("nan-gradient@sync", "nan-gradient has nothing to act on in sync; it can be at update_actor or update_critic"),
-        ("full-disk@meet", "ranks that have not met have no run directory whose disk could be full; use a later phase"),
-        ("kill@shutdown:0:1", "shutdown belongs to no step; leave the step out"),
+        ("nan-gradient@sync", "nan-gradient cannot happen in sync, only in update_actor or update_critic"),
+        ("full-disk@meet", "the run directory does not exist before the ranks have met; use a later phase"),
+        ("kill@shutdown:0:1", "shutdown does not belong to a step; leave the step out"),
         ("kill@sync:2", "the mesh has the ranks 0 to 1"),
-        ("kill@sync:1:9", "run.steps = 3, so the last step with a phase is 3"),
+        ("kill@sync:1:9", "the steps are 0 to 2, and 3 is the final check"),
     ],
 )
 def test_a_mistake_is_one_sentence(text: str, said: str) -> None:
@@ -55,7 +55,7 @@ def test_what_the_config_lacks_cannot_be_hurt() -> None:
     with pytest.raises(ConfigError, match='run.inject = "nan-gradient@update_critic" cannot work: .*has no critic'):
         parse([QUICKSTART, "--inject", "nan-gradient@update_critic", "--algorithm.advantage", "grpo"])
     with pytest.raises(
-        ConfigError, match='"lost-message@sync" cannot work: weights.transport = "disk" sends no messages'
+        ConfigError, match='"lost-message@sync" cannot work: weights.transport = "disk" sends no such messages'
     ):
         parse([QUICKSTART, "--inject", "lost-message@sync", "--weights.transport", "disk"])
 

@@ -18,7 +18,7 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 
 def injector_of(*texts: str, rank: int = 0, **parts: Any) -> tuple[Injector, list[str]]:
     announced: list[str] = []
-    injector = Injector(announced.append)
+    injector = Injector(lambda: announced.append("announced"))
     injector.launched(Config(run=Run(inject=texts)), SimpleNamespace(rank=rank))  # type: ignore[arg-type]
     for name, part in parts.items():
         injector.built(name, part)
@@ -26,7 +26,8 @@ def injector_of(*texts: str, rank: int = 0, **parts: Any) -> tuple[Injector, lis
 
 
 def sync_of(transport: Any = None) -> Any:
-    return SimpleNamespace(live={"empty": torch.zeros(0), NAME: torch.ones(2, 3)}, transport=transport)
+    tensors = {"empty": torch.zeros(0), NAME: torch.ones(2, 3)}
+    return SimpleNamespace(weights=SimpleNamespace(tensors=tensors), transport=transport)
 
 
 def test_a_fault_happens_once_at_its_phase_and_step_and_is_announced_first() -> None:
@@ -35,7 +36,7 @@ def test_a_fault_happens_once_at_its_phase_and_step_and_is_announced_first() -> 
     injector.phase_begins("generate", 1)  # of rank 1
     with pytest.raises(InjectedFault, match="exception@sync:0:1"):
         injector.phase_begins("sync", 1)
-    assert announced == ["exception@sync:0:1"]
+    assert announced == ["announced"]
     injector.phase_begins("sync", 1)
 
 
@@ -52,9 +53,9 @@ def test_a_wrong_shape_is_sent_in_one_phase_only() -> None:
     sync = sync_of()
     injector, _ = injector_of("wrong-shape@sync", sync=sync)
     injector.phase_begins("sync", 0)
-    assert sync.live[NAME].shape == (3, 3)
+    assert sync.weights.tensors[NAME].shape == (3, 3)
     injector.phase_ends("sync", 0)
-    assert sync.live[NAME].shape == (2, 3)
+    assert sync.weights.tensors[NAME].shape == (2, 3)
 
 
 def test_a_weight_and_a_gradient_become_nan() -> None:
@@ -63,7 +64,7 @@ def test_a_weight_and_a_gradient_become_nan() -> None:
     sync = sync_of()
     injector, _ = injector_of("nan-weight@sync", "nan-gradient@update_actor", sync=sync, actor=actor)
     injector.phase_begins("sync", 0)
-    assert sync.live[NAME].isnan().sum() == 1
+    assert sync.weights.tensors[NAME].isnan().sum() == 1
     injector.phase_begins("update_actor", 0)
     model(torch.ones(1, 2)).sum().backward()
     [spoil] = actor.after_backward
@@ -74,19 +75,20 @@ def test_a_weight_and_a_gradient_become_nan() -> None:
 def test_a_dropped_bucket_is_zeros_on_its_way_alone() -> None:
     seen: list[torch.Tensor] = []
     sync = sync_of()
-    sync.transport = SimpleNamespace(push=lambda buckets, gather: seen.append(sync.live[NAME]), close=lambda: None)
+    sync.weights.buckets = [SimpleNamespace(pieces=[SimpleNamespace(of=NAME)])]
+    sync.transport = SimpleNamespace(send=lambda weights: seen.append(weights.tensors[NAME]), close=lambda: None)
     injector, _ = injector_of("dropped-bucket@sync", sync=sync)
     injector.phase_begins("sync", 0)
-    sync.transport.push([SimpleNamespace(pieces=[SimpleNamespace(live_name=NAME)])], None)
+    sync.transport.send(sync.weights)
     sync.transport.close()
-    assert not seen[0].any() and sync.live[NAME].all()
+    assert not seen[0].any() and sync.weights.tensors[NAME].all()
 
 
 def test_the_next_request_to_the_scheduler_is_lost() -> None:
     """And its answer is waited for."""
     waited: list[str] = []
     connection = SimpleNamespace(send_bytes=pytest.fail, recv_bytes=lambda: waited.append("for an answer"))
-    channel = SchedulerChannel(None)  # type: ignore[arg-type]
+    channel = SchedulerChannel(None, None, Path())  # type: ignore[arg-type]
     sync = sync_of()
     sync.engine = SimpleNamespace(_channel=channel)
     injector, _ = injector_of("lost-message@sync", sync=sync)

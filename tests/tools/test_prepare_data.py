@@ -91,23 +91,23 @@ def test_numbers_after_the_mark() -> None:
         (
             "math",
             {"problem": "?", "solution": r"\boxed{3"},
-            r"test.jsonl line 2 has no \boxed{} that closes in 'solution'",
+            r"test.jsonl line 2 has no \boxed{} that is closed in 'solution'",
         ),
     ],
 )
 def test_a_bad_row_is_named_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: str, record: dict[str, str], message: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], dataset: str, record: dict[str, str], message: str
 ) -> None:
     good = GSM8K if dataset == "gsm8k" else MATH
     source = write(tmp_path / "raw", good, [good[0], record])
     assert prepare_data.main([dataset, str(tmp_path / "out"), "--source", str(source)]) == 2
-    assert message in capsys.readouterr().err
+    assert message in capfd.readouterr().err
     assert not list((tmp_path / "out").glob("*.parquet"))
 
 
-def test_a_wrong_command_line_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     assert prepare_data.main(["gsm9k", "out"]) == 2
-    assert "invalid choice: 'gsm9k'" in capsys.readouterr().err
+    assert "invalid choice: 'gsm9k'" in capfd.readouterr().err
 
 
 def test_additions_are_held_out_and_scored_by_their_digits(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Trackers: what they write, read back from the real packages where they are installed; what is refused, and what fails."""
 
-import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from harness.runtime.events import EventLog
 from harness.tools import preflight
 from harness.tools.command_line import parse
 from harness.tools.trackers import trackers
-from harness.tools.trackers.trackers import TrackerWriter, check_trackers, has_login, wandb_mode
+from harness.tools.trackers.trackers import Tracker, TrackerWriter, check_trackers
 
 ROWS: list[dict[str, Any]] = [
     {"kind": "step", "step": 0, "reward_mean": 0.25, "seconds/generate": 1.5, "memory/ranks_mib": {"sync": {}}},
@@ -136,26 +136,26 @@ def test_a_run_outlives_the_process_that_writes_for_wandb(run: Any) -> None:
         writer.measured({"kind": "step", "step": step, "reward_mean": 0.5})
     writer.phase_begins("shutdown", None)
     writer.passed()
-    first, again = [line for line in said(run) if line.startswith("warning: tracker wandb failed at step ")]
-    assert first == again
+    assert len([line for line in said(run) if line.startswith("warning: tracker wandb failed at step ")]) == 1
     with suppress(ConnectionError):
         importlib.import_module("wandb").teardown()  # which the end of this process would try, and print a traceback
 
 
-class Fake:
-    """A tracker that fails at a step of its own, or as it closes."""
+class Recorder:
+    """A tracker that remembers steps. It fails at the step `fails_at`, or as it closes if that is -1."""
 
-    place = "nowhere"
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at, self.steps, self.closed = fails_at, list[int](), False
 
-    def __init__(self, fails_at: int | None) -> None:
-        self.fails_at, self.steps, self.closed = fails_at, [], False  # type: ignore[var-annotated]
+    def open(self, run: Any) -> Tracker:
+        return Tracker("nowhere", self.write, self.close)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         if step == self.fails_at:
             raise ConnectionError("the server\nis gone")
         self.steps.append(step)
 
-    def close(self, code: int) -> None:
+    def close(self) -> None:
         self.closed = True
         if self.fails_at == -1:
             raise OSError("disk full")
@@ -164,34 +164,25 @@ class Fake:
 @pytest.mark.parametrize(
     ("fails_at", "steps", "where"), [(1, [0], "at step 1"), (-1, [0, 1, 2], "at its end"), (None, [0, 1, 2], "")]
 )
-def test_a_tracker_that_fails_is_left_out_and_said_twice_and_the_others_go_on(
+def test_a_tracker_that_fails_is_left_out_with_a_warning_and_the_others_go_on(
     run: Any, monkeypatch: pytest.MonkeyPatch, fails_at: int | None, steps: list[int], where: str
 ) -> None:
-    first, second = Fake(fails_at), Fake(None)
-    monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": lambda run: first, "wandb": lambda run: second})
+    first, second = Recorder(fails_at), Recorder()
+    monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": first.open, "wandb": second.open})
     write(TrackerWriter(["tensorboard", "wandb"]), run)
     assert first.steps == steps and second.steps == [0, 1, 2] and second.closed
     warnings = [line for line in said(run) if line.startswith("warning: ")]
-    assert len(warnings) == (2 if where else 0) and len(set(warnings)) <= 1
+    assert len(warnings) == (1 if where else 0)
     assert all(f"tracker tensorboard failed {where}" in line and "metrics.jsonl" in line for line in warnings)
 
 
-def test_a_tracker_that_cannot_close_in_time_does_not_hold_the_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Fake(None)
-    slow.close = lambda code: __import__("time").sleep(5)  # type: ignore[method-assign]
-    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda run: slow})
-    write(TrackerWriter(["wandb"]), run)
-    assert "TimeoutError: not all was sent" in said(run)[-1]
-
-
 def test_a_tracker_that_does_not_start_ends_the_run_on_every_rank(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(run: Any) -> Fake:
+    def refuse(run: Any) -> Tracker:
         raise PermissionError("401 from the\nserver")
 
     monkeypatch.setattr(trackers, "TRACKERS", {"wandb": refuse})
     with pytest.raises(
-        ConfigError, match=r"tracker wandb cannot start: PermissionError: 401 from the server; WANDB_MODE="
+        ConfigError, match=r"tracker wandb cannot start \(PermissionError: 401 from the server\); leave it out"
     ):
         TrackerWriter(["wandb"]).met(run)
 
@@ -206,26 +197,18 @@ def config_of(*names: str) -> Any:
     return parse(["--trackers.names", ",".join(names)]).config
 
 
-def test_an_absent_package_is_one_sentence_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", Fake)
-    monkeypatch.setattr(trackers, "_is_installed", lambda name: name == "tensorboard")
-    check_trackers(config_of("tensorboard"), {})
-    with pytest.raises(
-        ConfigError, match=r'trackers.names has "wandb", but .* has no package wandb; install it with `.*wandb`'
-    ):
-        check_trackers(config_of("tensorboard", "wandb"), {})
-
-
 def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "not_wandb").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not trackers._is_installed("not_wandb") and not trackers._is_installed("no_such_package")
-    assert trackers._is_installed("pytest")
+    (tmp_path / "wandb").mkdir()  # wandb makes one in the current folder
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match='trackers.names has "wandb", but .* has no package wandb; install it with'):
+        check_trackers(config_of("wandb"))
 
 
 def test_an_absent_package_ends_rank_0_with_2_before_torch_is_imported() -> None:
     """And only rank 0, which alone writes."""
-    absent = [name for name in trackers.TRACKERS if not trackers._is_installed(name)]
+    absent = [name for name in trackers.TRACKERS if importlib.util.find_spec(name) is None]
     if not absent:
         pytest.skip("all trackers are installed")
     config, mesh = config_of(absent[0]), {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -238,40 +221,3 @@ def test_an_absent_package_ends_rank_0_with_2_before_torch_is_imported() -> None
         text=True,
     )
     assert done.returncode == 2 and done.stderr.startswith("error: trackers.names"), done.stderr
-
-
-NETRC = "machine api.wandb.ai\n  login user\n  password 0123456789\n"
-
-
-@pytest.mark.parametrize(
-    ("asked", "login", "mode"),
-    [
-        ("", False, "offline"),
-        ("", True, "online"),
-        ("offline", True, "offline"),
-        ("offline", False, "offline"),
-        ("dryrun", True, "offline"),
-        ("disabled", False, "disabled"),
-        ("online", True, "online"),
-        ("online", False, 'WANDB_MODE = "online" needs a login'),
-        ("sideways", True, 'WANDB_MODE must be one of .*offline.*, got "sideways"'),
-    ],
-)
-def test_the_mode_is_the_one_asked_for_or_follows_from_the_login(
-    asked: str, login: bool, mode: str, tmp_path: Path
-) -> None:
-    (tmp_path / "netrc").write_text(NETRC if login else "")
-    environment = {"NETRC": str(tmp_path / "netrc")} | ({"WANDB_MODE": asked} if asked else {})
-    if mode in trackers.MODES:
-        assert wandb_mode(environment) == mode
-        return
-    with pytest.raises(ConfigError, match=mode):
-        wandb_mode(environment)
-
-
-def test_a_login_is_a_variable_or_an_entry_for_the_server(tmp_path: Path) -> None:
-    (tmp_path / "netrc").write_text(NETRC)
-    mine = {"NETRC": str(tmp_path / "netrc")}
-    assert has_login(mine) and has_login({"WANDB_API_KEY": "0123", "NETRC": "/nowhere"})
-    assert not has_login(mine | {"WANDB_BASE_URL": "https://wandb.example.org"})
-    assert not has_login({"NETRC": str(tmp_path / "none")})

@@ -1,4 +1,4 @@
-"""Whole PPO updates in one process, float64, one sequence at a time: a program of its own, of harness only the config."""
+"""A second program for whole PPO updates: one process, float64, one sequence at a time. It shares only the config."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class PpoStep:
 
 
 class AdamW:
-    """Of arXiv 1711.05101, written out."""
+    """AdamW as arXiv 1711.05101 writes it."""
 
     def __init__(self, parameters: dict[str, Tensor], updates: Updates, steps: int) -> None:
         self.parameters, self.updates, self.steps, self.taken = parameters, updates, steps, 0
@@ -55,7 +55,7 @@ class AdamW:
         self.second = {name: torch.zeros_like(each) for name, each in parameters.items()}
 
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Return the learning rate of the next step."""
         updates, now = self.updates, self.taken
         warmup = updates.warmup_steps or math.floor(updates.warmup_ratio * self.steps)
         if now < warmup:
@@ -111,7 +111,7 @@ class Float64Ppo:
             self.optimizers[role] = AdamW(dict(model.named_parameters()), updates, steps[role] * each)
 
     def log_probs(self, model: Any, sequence: FixedResponse) -> tuple[Tensor, Tensor]:
-        """Of each response token, and the entropy there."""
+        """Return the log-prob of each response token, and the entropy there."""
         ids = torch.tensor([sequence.prompt + sequence.response])
         logits = model(input_ids=ids, use_cache=False).logits[0] / self.config.rollout.temperature
         every = logits[len(sequence.prompt) - 1 : -1].log_softmax(-1)
@@ -168,14 +168,14 @@ class Float64Ppo:
         return (scores[row] - mean) / (spread if self.config.algorithm.normalize_by_std else 1)
 
     def gae(self, rewards: Tensor, values: Tensor) -> Tensor:
-        """As the definition sums it: sum over l of (gamma lam)^l delta_(t + l)."""
+        """Return the sum over l of (gamma lam)^l delta_(t + l), as GAE is defined."""
         gamma, lam = self.config.algorithm.gamma, self.config.algorithm.lam
         deltas = rewards + gamma * torch.cat([values[1:], values.new_zeros(1)]) - values
         powers = (gamma * lam) ** torch.arange(len(deltas), dtype=torch.float64)
         return torch.stack([(powers[: len(deltas) - t] * deltas[t:]).sum() for t in range(len(deltas))])
 
     def policy_loss(self, row: int, old: Tensor, reference: Tensor, advantages: Tensor) -> Tensor:
-        """Of each response token."""
+        """Return the loss of each response token."""
         actor, algorithm = self.config.actor, self.config.algorithm
         now, entropy = self.log_probs(self.actor, self.sequences[row])
         ratio = (now - old).exp()
@@ -191,7 +191,7 @@ class Float64Ppo:
         return loss
 
     def value_loss(self, row: int, old: Tensor, returns: Tensor) -> Tensor:
-        """Of each response token."""
+        """Return the loss of each response token."""
         now, clip = self.values(self.sequences[row]), self.config.critic.value_clip
         near = old + (now - old).clamp(-clip, clip) if clip else now
         return torch.maximum((now - returns) ** 2, (near - returns) ** 2) / 2

@@ -44,7 +44,7 @@ def test_clipping_and_kl_took_part(measurements: Measurements) -> None:
 def test_errors_are_raised_on_every_rank_and_leave_the_model(measurements: Measurements) -> None:
     for rank in measurements:
         errors = rank["errors"]
-        assert errors["infinite"].startswith("the gradient norm of the actor is nan")
+        assert errors["infinite"].startswith("the gradient norm of the actor must be finite, got nan")
         assert "at least 1 response token over all ranks, got 0" in errors["silent"]
         assert errors["weights"] == 0
 

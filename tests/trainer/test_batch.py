@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import schema
-from harness.trainer.batch import Batch, from_sequences, plan_microbatches, scatter_responses
+from harness.trainer.batch import Batch, from_sequences, scatter_responses
+from harness.trainer.microbatches import plan_microbatches
 
 
 def example() -> Batch:

@@ -1,18 +1,15 @@
 """Each estimator, by its config, over the responses of two real ranks, against numbers that verl 0.9.1 computed."""
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.ppo import Ppo
 from harness.tools.command_line import parse
-from harness.trainer.advantages import KlControl
 from harness.trainer.batch import Batch
+from harness.trainer.estimate import estimate_advantages
 from tests.cluster.gloo import on_ranks
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parent / "ppo-vectors.json").read_text())
@@ -35,10 +32,6 @@ def tensor(numbers: Any) -> Tensor:
 
 def estimate(rank: int, words: str, rewards: Tensor, mask: Tensor, **parts: Tensor) -> Batch:
     """What Ppo makes of this rank's part of these token rewards [B, T], which come to it as KL with a coefficient of 1."""
-    missing: dict[str, Any] = {each.name: None for each in fields(Ppo) if each.default is MISSING}
-    config = parse(words.split()).config
-    missing |= {"config": config, "world": SimpleNamespace(rank=rank), "reference": object()}
-    missing |= {"critic": object() if config.algorithm.has_critic else None, "kl_control": KlControl(1.0)}
     share = len(rewards) // 2
     everything = Batch(
         input_ids=mask.long(),
@@ -49,7 +42,8 @@ def estimate(rank: int, words: str, rewards: Tensor, mask: Tensor, **parts: Tens
         reference_log_probs=rewards,
         **parts,
     )
-    return Ppo(**missing).estimate_advantages(everything.select(slice(rank * share, rank * share + share)))[0]
+    mine = everything.select(slice(rank * share, rank * share + share))
+    return estimate_advantages(mine, parse([*words.split(), "--algorithm.kl_coefficient", "1"]).config)[0]
 
 
 def estimates(rank: int) -> dict[str, list[Tensor]]:

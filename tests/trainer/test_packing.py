@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Llama4TextConfig, MambaConfig, MistralConfig, PretrainedConfig
 
-from harness.tools.tiny_models import ARCHITECTURES, tiny_config
+from harness.task.tiny_models import ARCHITECTURES, tiny_config
 from harness.trainer.actor import token_log_probs
 from harness.trainer.model import choose_attention
 from harness.trainer.packing import model_inputs

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.config import schema
+from harness.task.tiny_models import tiny_config
 from harness.trainer.actor import Actor
 from harness.trainer.model import load_causal_lm, named_tensors
 from tests.trainer.sequences import advantage_batch, sequences
-from tests.trainer.tiny_models import tiny_config
 
 
 def train(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:

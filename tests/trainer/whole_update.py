@@ -15,9 +15,9 @@ from transformers import AutoConfig
 from harness.config.schema import Config
 from harness.ppo import Ppo
 from harness.trainer.actor import Actor, Reference
-from harness.trainer.advantages import KlControl
 from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
+from harness.trainer.estimate import estimate_advantages
 from harness.trainer.learner import Learner
 from harness.trainer.model import choose_attention, load_causal_lm
 from tests.trainer.float64 import FixedResponse, Float64Ppo, OptimizerStep, PpoStep
@@ -62,8 +62,6 @@ def build(config: Config, path: str, mesh: DeviceMesh) -> Ppo:
     missing: dict[str, Any] = {each.name: None for each in fields(Ppo) if each.default is MISSING}
     missing["events"] = SimpleNamespace(phase=lambda *words: nullcontext())
     missing["world"] = SimpleNamespace(rank=dist.get_rank())
-    missing["verification"] = SimpleNamespace(measured_update=lambda *_: nullcontext())
-    missing["kl_control"] = KlControl(config.algorithm.kl_coefficient)
     actor, reference = (kind(load_causal_lm(**load), config, mesh, CPU) for kind in (Actor, Reference))
     return Ppo(**missing | {"config": config, "actor": actor, "critic": critic, "reference": reference})
 
@@ -95,7 +93,7 @@ class Recorder:
 
     def take_gradients(self, *_: Any) -> None:
         parameters = self.learner.model.named_parameters()
-        self.gradients |= {name: whole(each.grad) for name, each in parameters if each.grad is not None}
+        self.gradients = {name: whole(each.grad) for name, each in parameters if each.grad is not None}
 
     def recorded(self, batch: Batch, rows: list[int]) -> dict[str, float]:
         self.minibatches.append(rows)
@@ -140,7 +138,7 @@ def estimated(ppo: Ppo, batch: Batch) -> PpoStep:
     if ppo.critic:
         with ppo.critic.on_device():
             given = given.replace(old_values=ppo.critic.values(batch))
-    done = ppo.estimate_advantages(given)[0].tensors()
+    done = estimate_advantages(given, ppo.config)[0].tensors()
     mine = {name: of_responses(done[name], batch) for name in ("advantages", "returns") if name in done}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)

@@ -16,15 +16,24 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from harness.config import schema
 from harness.runtime.cpu_standins import activate
+from harness.task.tiny_models import tiny_config, tiny_model
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic
 from harness.trainer.model import ValueModel, load_causal_lm, named_tensors, tied_names
 from tests.trainer.sequences import advantage_batch, sequences
-from tests.trainer.tiny_models import NAMES, save_tiny, tiny_config
 from tests.trainer.training import train
 
 CPU = torch.device("cpu")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+}
+"""Name in the measurements -> the tiny model, and fields of its config that are replaced."""
 ROLLOUT = schema.Rollout(temperature=0.7, max_response_tokens=12)
 KL_IN_LOSS = schema.Algorithm(kl_placement="loss", kl_estimator="k3", kl_coefficient=0.1)
 ACTOR = {
@@ -247,11 +256,9 @@ def measure_mixed(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
     """float32 masters with bfloat16 compute, and bfloat16 throughout, against float32 throughout."""
     path += "_mixed"
     if dist.get_rank() == 0:
-        config = tiny_config(Path(path).name.removesuffix("_mixed"))
-        config.initializer_range = (
-            0.02  # as real models: logits so peaked that bfloat16 decides signs would hide the rest
-        )
-        config.save_pretrained(path)
+        # As in real models: logits so peaked that bfloat16 decides signs would hide the rest.
+        small = {"initializer_range": 0.02}
+        tiny_config(Path(path).name.removesuffix("_mixed"), overrides=small).save_pretrained(path)
     dist.barrier()
     wide, narrow = torch.float32, torch.bfloat16
     full, mixed, pure = (moved(path, mesh, local, *each) for each in ((wide, wide), (wide, narrow), (narrow, narrow)))
@@ -303,8 +310,8 @@ def main() -> None:
     activate()
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        for name in NAMES:
-            save_tiny(name, folder / name)
+        for name, (kind, overrides) in MODELS.items():
+            tiny_model(tiny_config(kind, overrides=overrides), seed=0).save_pretrained(folder / name)
     dist.barrier()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     own_group, _ = dist.new_subgroups(group_size=1)
@@ -313,7 +320,7 @@ def main() -> None:
     mine = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
     local, everyone = advantage_batch(prompts, responses, mine), advantage_batch(prompts, responses, slice(0, 8))
     results: dict[str, Any] = {}
-    for name in NAMES:
+    for name in MODELS:
         results[f"log_probs/{name}"] = measure_log_probs(str(folder / name), mesh, local)
     for name in ("qwen2", "qwen2_tied", "qwen3_moe", "deepseek_v3"):
         results[f"update/{name}"] = measure_update(str(folder / name), mesh, alone, local, everyone)

@@ -1,21 +1,15 @@
 """The fault programs: each starts one engine on two ranks, and runs all its cases on it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.tools.environments import uv_sources
 from tests.end_to_end.launching import run
 
-SESSIONS = "0.5.22"
-"""A release with update sessions, which came with 0.5.21; the environment's is 0.5.20."""
-
 LONG = {"deepseek_v3", "llama", "qwen3_moe"}
-"""Programs that only -m long runs: each takes a minute or more, and qwen3_moe installs a release."""
+"""Programs that only -m long runs: each takes a minute or more."""
 
 Seen = dict[str, Any]
 
@@ -31,11 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
 
 
-def run_program(name: str, folder: Path, path: str = "") -> Seen:
-    """What tests/weights/faults_<name>.py saw. path: for PYTHONPATH."""
+def run_program(name: str, folder: Path) -> Seen:
+    """What tests/weights/faults_<name>.py saw."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setenv("PYTHONPATH", path)
+        patch.setenv("PYTHONPATH", "")
         job = run(folder, 2, name, script="tests/weights/faults_program.py")
     assert job.process.returncode == 0, job.output()[-6000:]
     assert job.left_behind() == []
@@ -55,15 +49,4 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 @pytest.fixture(scope="session")
 def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """With a release of sglang that has update sessions, the other packages held. Skipped where no registry has it."""
-    folder = tmp_path_factory.mktemp("qwen3_moe")
-    config = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
-    done = subprocess.run(
-        [*install, "--target", str(folder / "site"), f"sglang=={SESSIONS}", *uv_sources(config.stdout)],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        pytest.skip(f"sglang {SESSIONS} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
-    return run_program("qwen3_moe", folder, str(folder / "site"))
+    return run_program("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))

@@ -1,20 +1,21 @@
 """Run by faults_program.py on two ranks; see test_faults.py for what each case must say."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from harness.rollout.engine import NamedTensors
 from harness.rollout.engine_ranks import Group
-from harness.rollout.verl_engine import NamedTensors
-from harness.tools.sync.job import push_one_by_one
-from harness.weights.gather import Bucket, full_tensor, gather
-from harness.weights.names import CheckpointTensor, checkpoint_layout
+from harness.weights.gather import Bucket, full_tensor
+from harness.weights.names import checkpoint_layout
+from harness.weights.tensor_view import TensorView
 from tests.weights.faults_in_scheduler import REPLAN
-from tests.weights.faults_stand import Stand, live_layout, patching, rename_live, run, two_hundred_updates
+from tests.weights.faults_stand import Stand, live_layout, rename_live, run, two_hundred_updates, update_one_by_one
 
 EXPERTS = "model.layers.1.mlp.experts"
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
@@ -31,9 +32,9 @@ def live_names_that_the_engine_knows(stand: Stand) -> list[str]:
 def one_tensor_a_call(stand: Stand, broken: bool) -> list[str]:
     stand.change()
     if broken:
-        push_one_by_one(stand.sync)
+        update_one_by_one(stand.sync)
     else:
-        stand.sync.push()
+        stand.sync.update_engine()
     return stand.seen()
 
 
@@ -45,12 +46,14 @@ def lost_correction_bias(stand: Stand, broken: bool) -> list[str]:
 def sent_as(stand: Stand, gathered: Callable[[Gathered], Gathered] | None) -> list[str]:
     """A sync by named tensors, of which the engine is sent something else than was gathered."""
 
-    def other(bucket: Bucket, live: Mapping[str, torch.Tensor]) -> Gathered:
-        assert gathered
-        return gathered(gather(bucket, live))
+    with stand.syncing(transport="tensor") as sync:
+        gather = sync.weights.gather
 
-    with stand.syncing(transport="tensor") as sync, patching({"harness.weights.sync.gather": gathered and other}):
-        return stand.pushed(sync)
+        def other(bucket: Bucket) -> Gathered:
+            return gathered(gather(bucket)) if gathered else gather(bucket)
+
+        with patch.object(sync.weights, "gather", other):
+            return stand.synced(sync)
 
 
 def dropped_expert(stand: Stand, broken: bool) -> list[str]:
@@ -61,7 +64,7 @@ def dropped_expert(stand: Stand, broken: bool) -> list[str]:
 
 
 def expert_dropped_from_the_plan(stand: Stand, broken: bool) -> list[str]:
-    def planned(*given: Any) -> tuple[CheckpointTensor, ...]:
+    def planned(*given: Any) -> tuple[TensorView, ...]:
         layout = checkpoint_layout(*given)
         return tuple(tensor for tensor in layout if not tensor.name.startswith(f"{EXPERTS}.0."))
 
@@ -72,13 +75,13 @@ def replanned(stand: Stand, text: str) -> list[str]:
     """A pull by plans that every scheduler has got wrong; what is read back is planned rightly."""
     if text:
         stand.hook(REPLAN, text)
-    stand.sync.link.release()  # the next pull plans anew
+    stand.sync.close()  # the next pull plans anew
     stand.change()
-    stand.sync.push()
+    stand.sync.update_engine()
     found = [*(f"fingerprint: {name}" for name in stand.compared().wrong), *stand.seen()]
     if text:
         stand.hook(REPLAN, "")
-    stand.sync.link.release()
+    stand.sync.close()
     return found
 
 
@@ -91,7 +94,7 @@ def swapped_experts(stand: Stand, broken: bool) -> list[str]:
 
 
 def experts_swapped_in_the_plan(stand: Stand, broken: bool) -> list[str]:
-    def planned(*given: Any) -> tuple[CheckpointTensor, ...]:
+    def planned(*given: Any) -> tuple[TensorView, ...]:
         layout = {tensor.name: tensor for tensor in checkpoint_layout(*given)}
         for name in [name for name in layout if name.startswith(f"{EXPERTS}.0.")]:
             other = name.replace(f"{EXPERTS}.0.", f"{EXPERTS}.4.")
@@ -99,18 +102,20 @@ def experts_swapped_in_the_plan(stand: Stand, broken: bool) -> list[str]:
         return tuple(layout.values())
 
     with stand.syncing(layout=planned if broken else None) as sync:
-        return stand.pushed(sync)
+        return stand.synced(sync)
 
 
 def partial_update(stand: Stand, broken: bool) -> list[str]:
     with stand.syncing(transport="tensor") as sync:
-        sync.push()
-        buckets = sync.buckets[: len(sync.buckets) // 2] if broken else sync.buckets
+        sync.update_engine()
+        everything = sync.weights.buckets
+        buckets = everything[: len(everything) // 2] if broken else everything
         stand.change()
-        sync.transport.push(buckets, lambda bucket: gather(bucket, sync.live))
-        sent = {entry.name for bucket in buckets for entry in bucket.entries}
+        with patch.object(sync.weights, "buckets", buckets):
+            sync.update_engine()
+        sent = {view.name for bucket in buckets for view in bucket.views}
         found = stand.seen(sync)
-    unsent = [tensor.name for tensor in sync.layout if tensor.name not in sent]
+    unsent = [view.name for view in sync.weights.layout if view.name not in sent]
     return [*(f"unsent: {name}" for name in unsent), *found]
 
 
@@ -126,7 +131,7 @@ class SwappedGroup(Group):
 def payloads_of_two_ranks_swapped(stand: Stand, broken: bool) -> list[str]:
     """ "direct" takes each rank's own shard, under the engine's own name; the values are those it has already."""
     engine, group = stand.engine, stand.engine.group
-    columns = full_tensor(stand.sync.live[O_PROJ]).chunk(2, dim=1)
+    columns = full_tensor(stand.sync.weights.tensors[O_PROJ]).chunk(2, dim=1)
     shards: NamedTensors = [(O_PROJ, columns[stand.world.rank].contiguous())]
     if broken:
         engine.group = SwappedGroup(**{name: getattr(group, name) for name in Group.__slots__})
@@ -149,7 +154,7 @@ def with_rows(stand: Stand, rows: int) -> list[str]:
     def cut(live: dict[str, torch.Tensor]) -> None:
         live[O_PROJ] = torch.ones(rows, live[O_PROJ].shape[1])
 
-    return stand.refused(names=rename_live(cut) if rows != stand.sync.live[O_PROJ].shape[0] else None)
+    return stand.refused(names=rename_live(cut) if rows != stand.sync.weights.tensors[O_PROJ].shape[0] else None)
 
 
 def too_few_rows(stand: Stand, broken: bool) -> list[str]:

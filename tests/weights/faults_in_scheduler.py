@@ -1,6 +1,6 @@
 """Run inside SGLang's schedulers, as custom weight loaders: break the scheduler's end of a pull.
 
-Each takes its text as the name of the one tensor; "" mends what it broke.
+Each takes its text as the name of the only tensor. An empty text repairs what it broke.
 """
 
 import time
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from harness.weights.pull.copies import CpuCopies
+from harness.weights.pull.puller import Puller
 from harness.weights.worker.loader_trace import GroupTrace
-from harness.weights.worker.puller import Puller
 
 LINGER = f"{__name__}.linger"
 SKIP = f"{__name__}.skip"
@@ -21,11 +21,11 @@ REPLAN = f"{__name__}.replan"
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
-_run, _load, _make_copies = CpuCopies.run, Puller.load, Puller.make_copies
+_run, _pull, _make_copies = CpuCopies.run, Puller.pull, Puller.make_copies
 
 
 def linger(model: Any, named_tensors: Named) -> None:
-    """SECONDS: that long a pull rests when half of its copies are made."""
+    """SECONDS: a pull waits this long in the middle of its copies."""
     text = named_tensors[0][0]
 
     def run_in_halves(copies: CpuCopies) -> None:
@@ -41,14 +41,13 @@ def linger(model: Any, named_tensors: Named) -> None:
 
 
 def skip(model: Any, named_tensors: Named) -> None:
-    """RANK: this engine rank says that it has pulled, and has not."""
+    """RANK: this engine rank says that it has pulled, but it copies nothing."""
     text = named_tensors[0][0]
 
-    def pretend(puller: Puller, number: int, batch: int) -> dict[str, float]:
+    def pretend(puller: Puller, number: int, index: int) -> None:
         puller.done = number
-        return {"plan": 0.0, "copy": 0.0}
 
-    Puller.load = pretend if text == str(dist.get_rank()) else _load  # type: ignore[method-assign]
+    Puller.pull = pretend if text == str(dist.get_rank()) else _pull  # type: ignore[method-assign]
 
 
 def replan(model: Any, named_tensors: Named) -> None:
@@ -56,14 +55,14 @@ def replan(model: Any, named_tensors: Named) -> None:
     words = named_tensors[0][0].split()
 
     def make_wrong_copies(puller: Puller) -> None:
-        right = puller.traces
-        puller.traces = [
+        right = puller.trace.traces
+        puller.trace.traces = [
             _shifted(each, words[1]) if words[0] == "shift" else _swapped(each, *words[1:]) for each in right
         ]
         try:
             _make_copies(puller)
         finally:
-            puller.traces = right
+            puller.trace.traces = right
 
     Puller.make_copies = make_wrong_copies if words else _make_copies  # type: ignore[method-assign]
 

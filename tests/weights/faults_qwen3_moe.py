@@ -1,4 +1,4 @@
-"""Run by faults_program.py on two ranks, with sglang 0.5.22, which has update sessions, on its path."""
+"""Run by faults_program.py on two ranks, with an sglang that has update sessions."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.tools.tiny_models import save_tiny_model
+from harness.task.tiny_models import save_tiny_model
 from harness.trainer.model import load_causal_lm
 from tests.weights.faults_stand import Stand, live_layout, patching, raising, run
 
@@ -23,12 +23,12 @@ def live_names(stand: Stand, broken: bool) -> list[str]:
 
 def live_names_that_nobody_asked_about(stand: Stand, broken: bool) -> list[str]:
     """With verification off nothing is refused; the engine answers Success, and computes something else."""
-    with stand.syncing(layout=live_layout if broken else None, verify="off") as sync:
-        return stand.pushed(sync)
+    with stand.syncing(layout=live_layout if broken else None, check=False) as sync:
+        return stand.synced(sync)
 
 
 def tied_embeddings_sent_once(stand: Stand, broken: bool) -> list[str]:
-    """SGLang's Qwen3-MoE keeps an lm_head of its own whatever the model's config says; a trainer that ties sends none."""
+    """SGLang's Qwen3-MoE has a separate lm_head whatever the model's config says. A trainer that ties sends none."""
     model = None
     if broken:
         folder = stand.folder / "tied"
@@ -40,17 +40,17 @@ def tied_embeddings_sent_once(stand: Stand, broken: bool) -> list[str]:
 
 
 def outside_a_session(stand: Stand, broken: bool) -> list[str]:
-    """A pull, whose connection is made by an update call, and SGLang's own calls."""
+    """Try a pull, whose connection is made by an update call, and SGLang's own calls."""
 
     def no_session(*_: Any) -> Any:
         return nullcontext()
 
     found = []
-    sent = [("model.norm.weight", stand.sync.live["model.norm.weight"])]
+    sent = [("model.norm.weight", stand.sync.weights.tensors["model.norm.weight"])]
     stand.change()
-    with patching({"harness.rollout.sglang_api.update_session": no_session if broken else None}):
+    with patching({"harness.rollout.verl_engine.VerlEngine._session": no_session if broken else None}):
         with raising() as raised:
-            stand.sync.push()
+            stand.sync.update_engine()
         found += [f"pull: {text}" for text in raised]
         for way, load_format in (("bucket", "flattened_bucket"), ("tensor", None)):
             with raising() as raised:

@@ -21,21 +21,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.cluster.mesh import ParallelDims, build_meshes
 from harness.cluster.world import Launch, World, all_gather, open_world
-from harness.config import schema
 from harness.rollout.verl_engine import VerlEngine
-from harness.tools.tiny_models import save_tiny_model
-from harness.tools.verification.fingerprint import FingerprintComparison, compare_fingerprints
-from harness.tools.verification.perturb import perturb
-from harness.tools.verification.readback import weight_differences
-from harness.tools.verification.snapshot import snapshot_weights
+from harness.task.tiny_models import save_tiny_model
 from harness.trainer.actor import token_log_probs
 from harness.trainer.batch import from_sequences, scatter_responses
 from harness.trainer.model import load_causal_lm, named_tensors
-from harness.weights.gather import plan_buckets
+from harness.weights.gather import full_tensor
 from harness.weights.log_probs import Allowed, log_prob_difference
-from harness.weights.names import CheckpointTensor
+from harness.weights.names import checkpoint_layout
 from harness.weights.presync_checks import coverage_problems
 from harness.weights.sync import WeightSync
+from harness.weights.tensor_view import TensorView
+from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
+from harness.weights.verification.perturb import perturb
+from harness.weights.verification.readback import weight_differences
+from harness.weights.verification.snapshot import snapshot_weights
 from tests.weights.faults_in_scheduler import LINGER, REPLAN, SKIP
 
 BUCKET_BYTES = 150_000
@@ -48,7 +48,7 @@ Layout = Callable[[Any, Mapping[str, torch.Tensor]], Any]
 
 @dataclass
 class Stand:
-    """One rank's part of engine and trainer."""
+    """A real engine and a sharded trainer, as one rank has them."""
 
     world: World
     mesh: DeviceMesh
@@ -68,25 +68,27 @@ class Stand:
         names: Named | None = None,
         layout: Layout | None = None,
         model: Any = None,
-        verify: Any = "bytes",
+        check: bool = True,
         transport: Any = "pull",
     ) -> WeightSync:
-        """A sync of the stand's model in several buckets; names and layout replace what harness.weights.sync calls."""
-        with patching({"harness.weights.sync.named_tensors": names, "harness.weights.sync.checkpoint_layout": layout}):
-            config = schema.Weights(verify=verify, transport=transport)
-            sync = WeightSync(self.engine, model or self.model, config, self.folder / "run")
-        sync.buckets = plan_buckets(sync.layout, sync.live, BUCKET_BYTES)
+        """A sync of the stand's model in several buckets. names, layout: in place of what a CheckpointConverter calls."""
+        model = model or self.model
+        converter = Faulty(model, names or named_tensors, layout or checkpoint_layout)
+        folder = self.folder / "run"
+        sync = WeightSync(self.engine, model, transport=transport, folder=folder, check=check, converter=converter)
+        sync.weights.bucket_bytes = BUCKET_BYTES
         return sync
 
     @contextmanager
     def syncing(self, **replaced: Any) -> Iterator[WeightSync]:
-        """make_sync, for a while in the place of the healthy one: a scheduler has one plan at a time."""
+        """Use make_sync in place of the healthy sync in this block: a scheduler has one plan at a time."""
         sync = self.make_sync(**replaced)
         try:
             yield sync
         finally:
             sync.close()
-            self.sync.link.trace()
+            self.sync.loader.trace()
+            self.sync.close()  # its next pull plans anew
 
     def change(self) -> None:
         """Change every element of the trainer's weights."""
@@ -95,14 +97,13 @@ class Stand:
 
     def seen(self, sync: WeightSync | None = None) -> list[str]:
         """What readback and log-probs say of what the engine holds now."""
-        return [*weight_differences(sync or self.sync), *self.log_prob_violations()]
+        sync = sync or self.sync
+        return [*weight_differences(sync.weights, sync.loader), *self.log_prob_violations()]
 
     def compared(self, sync: WeightSync | None = None) -> FingerprintComparison:
         """What fingerprints, which the default level takes, say of what the engine holds now."""
         asked = sync or self.sync
-        if not asked.link.coverage:
-            asked.link.trace()
-        return compare_fingerprints(asked)
+        return compare_fingerprints(asked.weights, asked.loader)
 
     def log_prob_violations(self) -> list[str]:
         """The engine's log-probs of its own responses to PROMPTS against the trainer's."""
@@ -117,31 +118,63 @@ class Stand:
         found = log_prob_difference(theirs, ours, batch.response_mask)
         return [f"log-probs: {phrase}" for phrase in Allowed.of("float32", None).violations(found)]
 
-    def pushed(self, sync: WeightSync) -> list[str]:
-        """Change all weights, push; what readback and log-probs then say."""
+    def synced(self, sync: WeightSync) -> list[str]:
+        """Change all weights, sync; what readback and log-probs then say."""
         self.change()
-        sync.push()
+        sync.update_engine()
         return self.seen(sync)
 
     def refused(self, **replaced: Any) -> list[str]:
-        """What such a sync raises, then all the problems of which it names the first, then what of the engine
-        was touched; where it raises nothing, what is seen after the push."""
-        if not self.sync.link.coverage:
-            self.sync.link.trace()  # the first one zeroes what is padding, as a load does
+        """Return what such a sync raises, then all problems that it could have named, then the engine's tensors that it did
+        touch. If it raises nothing: what is seen after the sync."""
+        self.sync.loader.trace_once()  # the first trace derives what a load derives
         before = snapshot_weights(self.engine)
         found: list[str] = []
         with raising() as raised, self.syncing(**replaced) as sync:
-            sync.link.trace()
-            found += coverage_problems(sync.link.groups, sync.link.coverage)
-            found += self.pushed(sync)
+            sync.loader.trace()
+            found += coverage_problems(sync.loader.groups, sync.loader.coverage)
+            found += self.synced(sync)
         after = snapshot_weights(self.engine) if raised else before
         touched = all_gather([name for name in {*before, *after} if before.get(name) != after.get(name)])
         return [*raised, *found, *(f"touched: {name}" for name in sorted({name for each in touched for name in each}))]
 
     def hook(self, path: str, text: str) -> None:
-        """Break every scheduler, or mend it: see faults_in_scheduler.py. Done in each when the next is asked of it."""
+        """Break every scheduler, or repair it; see faults_in_scheduler.py. The next ask waits until each has done it."""
         self.engine.update_weights_from_tensor([(text, torch.zeros(1))], load_format=path)
         self.engine.disconnect()
+
+
+@dataclass
+class Faulty:
+    """A Converter made of two functions, either of which may be wrong."""
+
+    model: Any
+    names: Named
+    layout_of: Layout
+
+    def __post_init__(self) -> None:
+        self.given = dict(self.names(self.model))
+
+    def layout(self) -> Any:
+        return self.layout_of(self.model, self.given)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.given
+
+
+def update_one_by_one(sync: WeightSync) -> None:
+    """Gather every tensor alone and call the engine for it, as the VerlEngine of sglang and verl did.
+
+    It loses tensors that fuse on arrival.
+    """
+    with sync.engine.weight_update():
+        for of, tensor in sync.weights.tensors.items():
+            views = [view for view in sync.weights.layout if view.of == of]
+            whole = full_tensor(tensor, views[0].dtype)
+            for view in views:
+                named = [(view.name, view.in_memory(whole).contiguous())]
+                sync.engine.update_weights_from_tensor(named, flush_cache=False)
+    sync.engine.flush_cache()
 
 
 @contextmanager
@@ -168,18 +201,17 @@ def patching(replaced: Mapping[str, Any]) -> Iterator[None]:
 
 def live_layout(
     model: Any, live: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
-) -> tuple[CheckpointTensor, ...]:
+) -> tuple[TensorView, ...]:
     """Return live names as they are, as trainers sent them before transformers 5 fused experts in memory.
 
     dtype: as checkpoint_layout takes it; these models are float32 throughout.
     """
     return tuple(
-        CheckpointTensor(
+        TensorView(
             name=name,
-            live_name=name,
+            of=name,
             shape=tuple(tensor.shape),
             stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
-            offset=0,
             dtype=tensor.dtype,
         )
         for name, tensor in live.items()
@@ -198,17 +230,17 @@ def rename_live(change: Callable[[dict[str, torch.Tensor]], None]) -> Named:
 
 
 def two_hundred_updates(stand: Stand) -> list[str]:
-    """A healthy program: each update read back, and the log-probs of the last."""
+    """Read back each of 200 healthy updates, and compare the log-probs after the last."""
     found = []
     for _ in range(200):
         stand.change()
-        stand.sync.push()
-        found += weight_differences(stand.sync)
+        stand.sync.update_engine()
+        found += weight_differences(stand.sync.weights, stand.sync.loader)
     return [*found, *stand.log_prob_violations()]
 
 
 def timed(steps: Mapping[str, Callable[[], list[str]]]) -> dict[str, Any]:
-    """What each step said, or raised, and what all took; also on the console, for a program that dies."""
+    """Return what each step said or raised, and the seconds of all. Print it too, in case the program dies later."""
     began = time.monotonic()
     outcome: dict[str, Any] = {}
     for name, step in steps.items():
@@ -229,7 +261,7 @@ def run(
     healthy: Sequence[Callable[[Stand], list[str]]] = (),
     shape: Mapping[str, Any] | None = None,
 ) -> None:
-    """A program on the tiny model called `name`: rank 0 writes what each case said into folder/seen.json."""
+    """Run the cases on the tiny model called `name`. Rank 0 writes what each case said into folder/seen.json."""
     started = time.monotonic()
     seen: dict[str, Any] = {}
     with open_world(Launch.from_environment(os.environ), torch.device("cpu"), 300) as world:
@@ -251,15 +283,15 @@ def run(
         model = load_causal_lm(str(folder / "model"), torch.float32, torch.device("cpu"), meshes.fsdp)
         stand = Stand(world, meshes.fsdp, folder, engine, model)
         seen["seconds to start"] = round(time.monotonic() - started, 1)
-        seen["names"] = [tensor.name for tensor in stand.sync.layout]
+        seen["names"] = [tensor.name for tensor in stand.sync.weights.layout]
         for check in healthy:
             seen[check.__name__] = timed({"control": lambda check=check: check(stand)})
         for case in cases:
             steps = {
                 "fault": lambda case=case: case(stand, True),
-                "after fault": lambda: stand.pushed(stand.sync),
+                "after fault": lambda: stand.synced(stand.sync),
                 "control": lambda case=case: case(stand, False),
-                "after control": lambda: stand.pushed(stand.sync),
+                "after control": lambda: stand.synced(stand.sync),
             }
             seen[case.__name__] = timed(steps)
         stand.sync.close()

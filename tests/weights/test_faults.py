@@ -40,7 +40,7 @@ CASES = {
         "missing_shard",
     ),
     "llama": (
-        "push_that_does_nothing",
+        "sync_that_does_nothing",
         "last_bucket_dropped",
         "one_rank_stale",
         "stale_prefix_cache",
@@ -124,12 +124,10 @@ def test_a_dropped_expert(deepseek_v3: Seen) -> None:
 
 
 def test_a_region_shifted_by_a_row(deepseek_v3: Seen) -> None:
-    """Fingerprints name what fuses with it too."""
     found = deepseek_v3["a_region_shifted_by_a_row"]["fault"]
     assert read_back(found) == {O_PROJ}
     assert has_wrong_log_probs(found)
-    assert O_PROJ in fingerprints(found)
-    assert {name.partition("self_attn.")[0] for name in fingerprints(found)} == {"model.layers.0."}
+    assert fingerprints(found) == {O_PROJ}
 
 
 def test_swapped_experts(deepseek_v3: Seen) -> None:
@@ -164,7 +162,7 @@ def test_two_syncs_at_once(llama: Seen) -> None:
 def test_a_pull_out_of_turn(llama: Seen) -> None:
     found = llama["pull_out_of_turn"]["fault"]
     for rank, text in enumerate(found):
-        assert f"the scheduler beside rank {rank}: RuntimeError: the number of a pull must be " in text
+        assert f"the scheduler of rank {rank}: RuntimeError: the number of a pull must be " in text
     assert len(found) == 2
 
 
@@ -177,7 +175,7 @@ def test_a_move_that_nobody_sees(llama: Seen) -> None:
 def test_memory_that_cannot_be_opened(llama: Seen) -> None:
     found = llama["memory_that_cannot_be_opened"]["fault"]
     for rank, text in enumerate(found):
-        said = f"SchedulerFailed: the scheduler beside rank {rank}: RuntimeError: "
+        said = f"SchedulerFailed: the scheduler of rank {rank}: RuntimeError: "
         assert text.startswith(f"{said}the memory of trainer rank 1 cannot be opened: [Errno 2] "), text
     assert len(found) == 2
 
@@ -195,7 +193,7 @@ def fingerprints(sentences: list[str]) -> set[str]:
     return {text.removeprefix("fingerprint: ") for text in sentences if text.startswith("fingerprint: ")}
 
 
-@pytest.mark.parametrize("case", ["push_that_does_nothing", "one_rank_stale"])
+@pytest.mark.parametrize("case", ["sync_that_does_nothing", "one_rank_stale"])
 def test_what_no_log_prob_shows_is_seen_by_fingerprint(case: str, llama: Seen) -> None:
     """One bit of one element of each tensor: of every tensor that is sharded over two ranks."""
     assert fingerprints(llama[case]["fault"]) == set(llama["names"])

@@ -2,28 +2,27 @@
 
 - every checkpoint tensor is in exactly one bucket, and no bucket is empty;
 - a fusing group is never split, except a tensor of experts between rows;
-- groups keep the order in which the layout first names them; within one, tensors are in the order of their names;
+- groups keep the order in which the layout first names them;
 - a bucket is above the limit only where one group, or one row of experts, alone is, and no two neighbours would fit into one;
 - pieces are aligned and do not overlap, and each tensor lies inside a piece of its own live tensor.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.weights import gather as module
-from harness.weights.gather import Bucket, Chunks, full_tensor, gather, plan_buckets
-from harness.weights.groups import ALIGNMENT, PlacedTensor, fusing_key
-from harness.weights.names import CheckpointTensor
+from harness.trainer.rows import RowShards
+from harness.weights.fusing import fusing_groups, fusing_key
+from harness.weights.gather import ALIGNMENT, Bucket, aligned, full_tensor, gather, plan_buckets
+from harness.weights.tensor_view import TensorView, span
 from tests.cluster.gloo import on_ranks
 
 MODULES = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -39,37 +38,28 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Sharded:
-    """What Chunks.of says of a tensor that `ranks` ranks share, in place of a DTensor that needs them all."""
+    """A tensor that `ranks` ranks share."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     ranks: int
 
     @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    def chunks(self, dtype: torch.dtype) -> Chunks:
-        rows = self.shape[0]
-        return Chunks(self.ranks, -(-rows // self.ranks), self.numel() // rows, dtype)
+    def shards(self) -> RowShards:
+        return RowShards(self.shape[0], torch.Size(self.shape).numel() // self.shape[0], self.ranks)
 
 
-def checkpoint_of(live_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[CheckpointTensor]:
+def checkpoint_of(live_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[TensorView]:
     """A fused tensor of experts [experts, 2 * n, k] as one gate and one up for each; any other as itself."""
     size = torch.Size(shape)
     strides = tuple(torch.empty(size, device="meta").stride())
     if not live_name.endswith("gate_up_proj"):
-        return [
-            CheckpointTensor(name=live_name, live_name=live_name, shape=shape, stride=strides, offset=0, dtype=dtype)
-        ]
+        return [TensorView(name=live_name, of=live_name, shape=shape, stride=strides, dtype=dtype)]
     prefix, (experts, rows, columns) = live_name.removesuffix("gate_up_proj"), shape
     return [
-        CheckpointTensor(
+        TensorView(
             name=f"{prefix}{FIRST_FUSED + expert}.{name}.weight",
-            live_name=live_name,
+            of=live_name,
             shape=(rows // 2, columns),
             stride=(columns, 1),
             offset=(2 * expert + half) * rows // 2 * columns,
@@ -94,24 +84,26 @@ def models(draw: st.DrawFn, ranks: st.SearchStrategy[int]) -> dict[str, Sharded]
     return live
 
 
-def layout_of(live: dict[str, Sharded]) -> list[CheckpointTensor]:
+def layout_of(live: dict[str, Sharded]) -> list[TensorView]:
     return [tensor for name, each in live.items() for tensor in checkpoint_of(name, each.shape, each.dtype)]
 
 
 def plan(live: dict[str, Sharded], limit: int) -> tuple[Bucket, ...]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Chunks", type("Stub", (), {"of": staticmethod(Sharded.chunks)}))
-        return plan_buckets(layout_of(live), live, limit)  # type: ignore[arg-type]
+    return plan_buckets(fusing_groups(layout_of(live)), {name: each.shards for name, each in live.items()}, limit)
 
 
-def span(entry: PlacedTensor) -> tuple[int, int]:
+def shards_of(live: Mapping[str, torch.Tensor]) -> dict[str, RowShards]:
+    return {name: RowShards.of(tensor) for name, tensor in live.items()}
+
+
+def gathered(bucket: Bucket, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(bucket.named_tensors(gather(bucket, live)))
+
+
+def bytes_of(entry: TensorView) -> tuple[int, int]:
     """First byte, and the one after the last."""
-    reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True)) + 1
-    return entry.offset, entry.offset + reach * entry.dtype.itemsize
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    first = entry.offset * entry.dtype.itemsize
+    return first, first + span(entry.shape, entry.stride) * entry.dtype.itemsize
 
 
 @given(models(st.integers(1, 5)), st.integers(1, 12_000))
@@ -122,7 +114,7 @@ def test_every_tensor_is_in_one_bucket_and_no_group_is_split_but_between_experts
     layout = layout_of(live)
     group_of = {each.name: fusing_key(each) for each in layout}
     buckets = plan(live, limit)
-    sent = [entry for bucket in buckets for entry in bucket.entries]
+    sent = [entry for bucket in buckets for entry in bucket.views]
     assert sorted(entry.name for entry in sent) == sorted(each.name for each in layout)
     assert {(entry.name, entry.shape, entry.stride, entry.dtype) for entry in sent} == {
         (each.name, each.shape, each.stride, each.dtype) for each in layout
@@ -133,10 +125,8 @@ def test_every_tensor_is_in_one_bucket_and_no_group_is_split_but_between_experts
     assert runs == list(dict.fromkeys(group_of.values()))  # in order, and none split
     seen_in: dict[str, set[int]] = {}
     for index, bucket in enumerate(buckets):
-        for group, members in groupby(bucket.entries, key=lambda entry: group_of[entry.name]):
-            seen_in.setdefault(group, set()).add(index)
-            names = [entry.name for entry in members]
-            assert names == sorted(names)
+        for entry in bucket.views:
+            seen_in.setdefault(group_of[entry.name], set()).add(index)
     for group, places in seen_in.items():
         assert len(places) == 1 or group.endswith(".experts.gate_up_proj")
 
@@ -146,20 +136,20 @@ def test_every_tensor_is_in_one_bucket_and_no_group_is_split_but_between_experts
 def test_a_bucket_is_full_but_above_the_limit_only_where_what_cannot_be_split_is(
     live: dict[str, Sharded], limit: int
 ) -> None:
-    live_group = {each.live_name: fusing_key(each) for each in layout_of(live)}
+    live_group = {each.of: fusing_key(each) for each in layout_of(live)}
     buckets = plan(live, limit)
     for bucket in buckets:
         assert bucket.nbytes == sum(aligned(piece.nbytes) for piece in bucket.pieces)
         if bucket.nbytes > aligned(limit):
-            assert len({live_group[piece.live_name] for piece in bucket.pieces}) == 1
+            assert len({live_group[piece.of] for piece in bucket.pieces}) == 1
             for piece in bucket.pieces:
-                assert not piece.live_name.endswith("gate_up_proj") or piece.stop - piece.start == 1
+                assert not piece.of.endswith("gate_up_proj") or piece.stop - piece.start == 1
     for before, after in pairwise(buckets):
-        first = after.pieces[0].live_name
+        first = after.pieces[0].of
         if first.endswith("gate_up_proj"):
-            least = live[first].chunks(live[first].dtype).row_bytes
+            least = after.pieces[0].row_bytes
         else:
-            together = [piece for piece in after.pieces if live_group[piece.live_name] == live_group[first]]
+            together = [piece for piece in after.pieces if live_group[piece.of] == live_group[first]]
             least = sum(aligned(piece.nbytes) for piece in together)
         assert before.nbytes + least > limit
 
@@ -167,27 +157,27 @@ def test_a_bucket_is_full_but_above_the_limit_only_where_what_cannot_be_split_is
 @given(models(st.integers(1, 5)), st.integers(1, 12_000))
 @settings(max_examples=40, deadline=None)
 def test_pieces_are_aligned_and_apart_and_hold_their_tensors(live: dict[str, Sharded], limit: int) -> None:
-    live_name = {each.name: each.live_name for each in layout_of(live)}
+    live_name = {each.name: each.of for each in layout_of(live)}
     rows_sent: dict[str, list[tuple[int, int]]] = {}
     for bucket in plan(live, limit):
-        assert all(piece.offset % ALIGNMENT == 0 for piece in bucket.pieces)
+        assert all(piece.offset_bytes % ALIGNMENT == 0 for piece in bucket.pieces)
         for one, other in pairwise(bucket.pieces):
-            assert one.offset + one.nbytes <= other.offset
-        assert bucket.pieces[-1].offset + bucket.pieces[-1].nbytes <= bucket.nbytes
+            assert one.offset_bytes + one.nbytes <= other.offset_bytes
+        assert bucket.pieces[-1].offset_bytes + bucket.pieces[-1].nbytes <= bucket.nbytes
         for piece in bucket.pieces:
-            rows_sent.setdefault(piece.live_name, []).append((piece.start, piece.stop))
-        for entry in bucket.entries:
-            start, end = span(entry)
+            rows_sent.setdefault(piece.of, []).append((piece.start, piece.stop))
+        for entry in bucket.views:
+            start, end = bytes_of(entry)
             assert start % entry.dtype.itemsize == 0
             assert any(
-                piece.offset <= start and end <= piece.offset + piece.nbytes
+                piece.offset_bytes <= start and end <= piece.offset_bytes + piece.nbytes
                 for piece in bucket.pieces
-                if piece.live_name == live_name[entry.name]
+                if piece.of == live_name[entry.name]
             )
-        spans = sorted(span(entry) for entry in bucket.entries)  # each entry here is contiguous
+        spans = sorted(bytes_of(entry) for entry in bucket.views)  # each entry here is contiguous
         assert all(one[1] <= other[0] for one, other in pairwise(spans))
     for name, rows in rows_sent.items():  # each chunk's rows once, in order
-        assert rows[0][0] == 0 and rows[-1][1] == live[name].chunks(live[name].dtype).rows
+        assert rows[0][0] == 0 and rows[-1][1] == live[name].shards.chunk
         assert all(one[1] == other[0] for one, other in pairwise(rows))
 
 
@@ -196,7 +186,7 @@ def test_pieces_are_aligned_and_apart_and_hold_their_tensors(live: dict[str, Sha
 def test_what_the_engine_fuses_is_in_one_bucket_whatever_the_order(names: list[str], limit: int) -> None:
     live = {name: Sharded((2, 4, 7) if name.endswith("gate_up_proj") else (5, 9), torch.bfloat16, 2) for name in names}
     buckets = plan(live, limit)
-    bucket_of = {entry.name: index for index, bucket in enumerate(buckets) for entry in bucket.entries}
+    bucket_of = {entry.name: index for index, bucket in enumerate(buckets) for entry in bucket.views}
     for layer in range(3):
         prefix = f"model.layers.{layer}"
         for one, other in (
@@ -207,21 +197,14 @@ def test_what_the_engine_fuses_is_in_one_bucket_whatever_the_order(names: list[s
             ("mlp.experts.8.gate_proj", "mlp.experts.8.up_proj"),
         ):
             assert bucket_of[f"{prefix}.{one}.weight"] == bucket_of[f"{prefix}.{other}.weight"]
-    for bucket in buckets:
-        order = [entry.name.split(".")[-2] for entry in bucket.entries if "_a_proj" in entry.name]
-        assert order == ["kv_a_proj_with_mqa", "q_a_proj"] * (len(order) // 2)  # what sglang 0.4.6 needs
 
 
-def test_of_no_tensors_there_are_no_buckets() -> None:
-    assert plan_buckets([], {}, 100) == ()
-
-
-def fused_down(live_name: str, experts: int, rows: int, columns: int) -> list[CheckpointTensor]:
+def fused_down(live_name: str, experts: int, rows: int, columns: int) -> list[TensorView]:
     """Experts of which each checkpoint tensor is transposed: its elements do not lie in a row of their own."""
     return [
-        CheckpointTensor(
+        TensorView(
             name=f"{live_name.removesuffix('down_proj')}{expert}.down_proj.weight",
-            live_name=live_name,
+            of=live_name,
             shape=(columns, rows),
             stride=(1, columns),
             offset=expert * rows * columns,
@@ -231,7 +214,7 @@ def fused_down(live_name: str, experts: int, rows: int, columns: int) -> list[Ch
     ]
 
 
-def _model(seed: int) -> tuple[dict[str, torch.Tensor], list[CheckpointTensor], set[str]]:
+def _model(seed: int) -> tuple[dict[str, torch.Tensor], list[TensorView], set[str]]:
     """Full tensors of random shapes, their checkpoint form, and the names that are plain buffers on every rank."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -239,7 +222,7 @@ def _model(seed: int) -> tuple[dict[str, torch.Tensor], list[CheckpointTensor], 
         return int(torch.randint(low, high + 1, (), generator=draw))
 
     full: dict[str, torch.Tensor] = {}
-    layout: list[CheckpointTensor] = []
+    layout: list[TensorView] = []
     for layer in range(3):
         dtype = DTYPES[(seed + layer) % 2]
         hidden = size(1, 7)
@@ -271,13 +254,13 @@ def _gather_all(rank: int, ranks: int, seeds: Sequence[int]) -> list[str]:
             name: tensor if name in plain else torch.nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)]))
             for name, tensor in full.items()
         }
-        expected = {tensor.name: tensor.view(full[tensor.live_name]) for tensor in layout}
+        expected = {view.name: view.in_memory(full[view.of]) for view in layout}
         for limit in (1, 300, 2000, 1 << 20):
-            buckets = plan_buckets(layout, live, limit)
+            buckets = plan_buckets(fusing_groups(layout), shards_of(live), limit)
             found: dict[str, torch.Tensor] = {}
             for bucket in buckets:
                 split += any(piece.start for piece in bucket.pieces)
-                found |= dict(gather(bucket, live))
+                found |= gathered(bucket, live)
             wrong += [
                 f"rank {rank}, seed {seed}, limit {limit}: {name}"
                 for name, tensor in expected.items()
@@ -295,14 +278,6 @@ def test_gather_gives_the_full_tensors_bit_for_bit_on_every_rank(ranks: int, tmp
     assert on_ranks(_gather_all, ranks, tmp_path, ranks, range(4)) == [[]] * ranks
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """This process is the only rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_of_one_rank_too(alone: None) -> None:
     assert _gather_all(0, 1, range(4)) == []
 
@@ -311,34 +286,27 @@ def test_gather_gives_full_contiguous_tensors_without_a_gradient(alone: None) ->
     whole = torch.arange(20.0).view(5, 4)
     live = {"a": torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])), "b": -whole}
 
-    def part(name: str, live_name: str, offset: int) -> CheckpointTensor:
-        return CheckpointTensor(
-            name=name, live_name=live_name, shape=(5, 2), stride=(4, 1), offset=offset, dtype=torch.float32
-        )
+    def part(name: str, of: str, offset: int) -> TensorView:
+        return TensorView(name=name, of=of, shape=(5, 2), stride=(4, 1), offset=offset, dtype=torch.float32)
 
-    (bucket,) = plan_buckets([part("left", "a", 0), part("right", "a", 2), part("plain", "b", 2)], live, 1 << 20)
-    assert sum(entry.nbytes for entry in bucket.entries) == 3 * 10 * 4
-    gathered = dict(gather(bucket, live))
-    assert all(each.is_contiguous() and not each.requires_grad for each in gathered.values())
+    parts = [part("left", "a", 0), part("right", "a", 2), part("plain", "b", 2)]
+    (bucket,) = plan_buckets(fusing_groups(parts), shards_of(live), 1 << 20)
+    assert sum(entry.nbytes for entry in bucket.views) == 3 * 10 * 4
+    found = gathered(bucket, live)
+    assert all(each.is_contiguous() and not each.requires_grad for each in found.values())
     expected = {"left": whole[:, :2], "right": whole[:, 2:], "plain": -whole[:, 2:]}
-    assert gathered.keys() == expected.keys()
-    assert all(torch.equal(gathered[name], tensor) for name, tensor in expected.items())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_experts_that_are_not_sharded_are_gathered_in_several_buckets_too() -> None:
     whole = torch.arange(6 * 4 * 8.0).view(6, 4, 8)
     live = {"model.layers.0.mlp.experts.gate_up_proj": whole}
     layout = checkpoint_of(next(iter(live)), (6, 4, 8), torch.float32)
-    buckets = plan_buckets(layout, live, 300)
+    buckets = plan_buckets(fusing_groups(layout), shards_of(live), 300)
     assert len(buckets) == 3
-    found = {name: tensor for bucket in buckets for name, tensor in gather(bucket, live)}
-    assert all(torch.equal(found[tensor.name], tensor.view(whole)) for tensor in layout)
-
-
-def test_a_tensor_cut_by_columns_is_refused(alone: None) -> None:
-    live = {"a": distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Shard(1)])}
-    with pytest.raises(ValueError, match="rows over ranks"):
-        plan_buckets(checkpoint_of("a", (2, 2), torch.float32), live, 100)
+    found = {name: tensor for bucket in buckets for name, tensor in gathered(bucket, live).items()}
+    assert all(torch.equal(found[view.name], view.in_memory(whole)) for view in layout)
 
 
 def test_full_tensor_of_a_plain_strided_parameter() -> None:

@@ -9,7 +9,8 @@ import transformers
 from safetensors.torch import load_file
 
 from harness.trainer.model import named_tensors
-from harness.weights.names import CheckpointTensor, NotAViewError, checkpoint_layout
+from harness.weights.names import NotAViewError, checkpoint_layout
+from harness.weights.tensor_view import TensorView
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -55,7 +56,7 @@ def test_the_layout_is_what_save_pretrained_writes(kind: str, tmp_path: Path) ->
     assert {tensor.name for tensor in layout} == saved.keys()
     for tensor in layout:
         there = saved[tensor.name]
-        view = tensor.view(live[tensor.live_name].detach())
+        view = tensor.in_memory(live[tensor.of].detach())
         assert (tensor.shape, tensor.dtype) == (tuple(there.shape), there.dtype)
         assert torch.equal(view, there), tensor.name
 
@@ -65,7 +66,7 @@ def test_the_layout_needs_no_values_and_keeps_the_live_order() -> None:
     live = dict(named_tensors(model))
     layout = checkpoint_layout(model, live)
     assert checkpoint_layout(model, {name: tensor.to("meta") for name, tensor in live.items()}) == layout
-    assert list(dict.fromkeys(tensor.live_name for tensor in layout)) == list(live)
+    assert list(dict.fromkeys(tensor.of for tensor in layout)) == list(live)
 
 
 def test_tied_weights_are_there_once_and_the_correction_bias_is_there() -> None:
@@ -80,8 +81,8 @@ def test_tied_weights_are_there_once_and_the_correction_bias_is_there() -> None:
 
 def test_a_view_of_a_live_tensor_that_does_not_begin_its_storage() -> None:
     storage = torch.arange(10.0)
-    tensor = CheckpointTensor(name="a", live_name="a", shape=(2, 2), stride=(1, 2), offset=1, dtype=torch.float32)
-    assert tensor.view(storage[3:]).tolist() == [[4.0, 6.0], [5.0, 7.0]]
+    view = TensorView(name="a", of="a", shape=(2, 2), stride=(1, 2), offset=1, dtype=torch.float32)
+    assert view.in_memory(storage[3:]).tolist() == [[4.0, 6.0], [5.0, 7.0]]
 
 
 def test_an_architecture_whose_checkpoint_merges_parameters_is_refused() -> None:
@@ -89,7 +90,7 @@ def test_an_architecture_whose_checkpoint_merges_parameters_is_refused() -> None
     config = transformers.AutoConfig.for_model("nomic_bert", **COMMON)
     model = transformers.AutoModel.from_config(config)
     with pytest.raises(
-        NotAViewError, match=r"Wqkv.* of NomicBertModel must be a view of one live parameter.* use an arch"
+        NotAViewError, match=r"Wqkv.* of NomicBertModel must be a view of one of .* give WeightSync a Converter"
     ):
         checkpoint_layout(model, dict(named_tensors(model)))
 

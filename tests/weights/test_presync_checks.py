@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from harness.weights.groups import FusingGroup, PlacedTensor, SourceView
-from harness.weights.names import CheckpointTensor
+from harness.weights.fusing import FusingGroup
 from harness.weights.presync_checks import (
     SHOWN,
     WeightsRefused,
@@ -22,35 +21,36 @@ from harness.weights.presync_checks import (
     check_shards,
     coverage_problems,
 )
-from harness.weights.worker.puller import LoadCoverage
+from harness.weights.tensor_view import TensorView
+from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
 from tests.cluster.gloo import on_ranks
+from tests.weights.toy_model import view_of
 
 
 def entry(
     name: str = "a", shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.bfloat16, offset: int = 0
-) -> PlacedTensor:
-    stride = tuple(torch.empty(shape, device="meta").stride())
-    return PlacedTensor(name=name, dtype=dtype, shape=shape, stride=stride, offset=offset)
+) -> TensorView:
+    return view_of(name, shape, dtype=dtype, offset=offset)
 
 
-def groups(*members: list[PlacedTensor]) -> list[FusingGroup]:
-    return [FusingGroup(spans=(), entries=tuple(each), nbytes=0) for each in members]
+def groups(*members: list[TensorView]) -> list[FusingGroup]:
+    return [FusingGroup(views=tuple(each)) for each in members]
 
 
-def source(view: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "a") -> SourceView:
-    """What a copy from the view would read; the view is one of a group's memory of bfloat16 that begins with the entry."""
-    return SourceView(
-        name=name,
-        dtype=torch.bfloat16,
-        shape=tuple(view.shape),
-        stride=view.stride(),
-        offset=int(view.storage_offset()),
-        target_dtype=held,
-    )
+def copy_of(part: torch.Tensor, held: torch.dtype = torch.bfloat16, name: str = "a") -> LoaderCopy:
+    """A copy of a part of a tensor that begins its storage, into a tensor of the engine."""
+    shape, stride, offset = tuple(part.shape), part.stride(), int(part.storage_offset())
+    source = TensorView(name=name, of=name, dtype=part.dtype, shape=shape, stride=stride, offset=offset)
+    return LoaderCopy(source, "engine's", held)
 
 
 def coverage(*per_rank: list[torch.Tensor]) -> list[LoadCoverage]:
-    return [LoadCoverage(rank=rank, sources=[[source(view) for view in views]]) for rank, views in enumerate(per_rank)]
+    return [LoadCoverage(rank=rank, copies=[[copy_of(part) for part in parts]]) for rank, parts in enumerate(per_rank)]
+
+
+def filling(*names: str) -> list[list[LoaderCopy]]:
+    """Copies into the engine's tensors of these names."""
+    return [[LoaderCopy(entry(), name, torch.bfloat16) for name in names]]
 
 
 WHOLE = torch.zeros(4, 6, dtype=torch.bfloat16)
@@ -140,54 +140,54 @@ def test_a_tensor_cut_into_tiles_is_whole_and_without_one_of_them_is_not(
 )
 def test_a_dtype_that_would_be_rounded_is_refused(sent: str, held: str, fits: bool) -> None:
     given, kept = getattr(torch, sent), getattr(torch, held)
-    taken = SourceView(name="a", dtype=given, shape=(4, 6), stride=(6, 1), offset=0, target_dtype=kept)
-    found = coverage_problems(groups([entry(dtype=given)]), [LoadCoverage(rank=0, sources=[[taken]])])
+    taken = copy_of(torch.zeros(4, 6, dtype=given), kept)
+    found = coverage_problems(groups([entry(dtype=given)]), [LoadCoverage(rank=0, copies=[[taken]])])
     said = f"a: sent as {sent}, but the engine holds {held}: it would be rounded; send {held}"
     assert found == ([] if fits else [said])
 
 
 def test_unknown_on_all_ranks_is_refused_but_not_on_one() -> None:
-    one = LoadCoverage(rank=0, sources=[[source(WHOLE)]])
-    padding_only = LoadCoverage(rank=1, sources=[[]], unknown=["a"])
+    one = LoadCoverage(rank=0, copies=[[copy_of(WHOLE)]])
+    padding_only = LoadCoverage(rank=1, copies=[[]], unknown=["a"])
     assert coverage_problems(groups([entry()]), [one, padding_only]) == []
-    neither = LoadCoverage(rank=0, sources=[[]], unknown=["a"])
+    neither = LoadCoverage(rank=0, copies=[[]], unknown=["a"])
     said = ["a: the engine knows no such parameter and would ignore it"]
     assert coverage_problems(groups([entry()]), [neither, padding_only]) == said
 
 
 def test_unfilled_on_all_ranks_is_refused_but_not_on_one() -> None:
-    first = LoadCoverage(rank=0, filled={"embed": ["e"]}, unfilled=["head", "norm"])
-    last = LoadCoverage(rank=1, filled={"embed": ["e"], "head": ["h"]}, unfilled=["norm"])
+    first = LoadCoverage(rank=0, copies=filling("embed"), unfilled=["head", "norm"])
+    last = LoadCoverage(rank=1, copies=filling("embed", "head"), unfilled=["norm"])
     said = ["norm: a parameter of the engine that nothing sent would fill"]
     assert coverage_problems([], [first, last]) == coverage_problems([], [last, first]) == said
 
 
 def test_unfilled_in_one_pipeline_stage_is_refused() -> None:
-    stages = [LoadCoverage(rank=0, filled={"layers.0.norm": ["n"]}), LoadCoverage(rank=1, unfilled=["layers.3.norm"])]
+    stages = [LoadCoverage(rank=0, copies=filling("layers.0.norm")), LoadCoverage(rank=1, unfilled=["layers.3.norm"])]
     assert coverage_problems([], stages) == ["layers.3.norm: a parameter of the engine that nothing sent would fill"]
 
 
 def test_what_a_loader_raises_is_said_once_and_nothing_else_of_that_tensor() -> None:
-    refusing = [LoadCoverage(rank=rank, sources=[[]], errors={"a, b": "AssertionError: no"}) for rank in range(2)]
+    refusing = [LoadCoverage(rank=rank, copies=[[]], errors={"a, b": "AssertionError: no"}) for rank in range(2)]
     sent = [[entry(), entry("b")]]
     assert coverage_problems(groups(*sent), refusing) == ["a, b: the engine's loader refuses it: AssertionError: no"]
 
 
 def test_what_cannot_be_followed_is_not_refused() -> None:
-    assert coverage_problems(groups([entry()]), [LoadCoverage(rank=0, sources=[[]], opaque=["a"])]) == []
+    assert coverage_problems(groups([entry()]), [LoadCoverage(rank=0, copies=[[]], opaque=["a"])]) == []
 
 
 def test_each_group_is_judged_by_what_is_read_of_it() -> None:
     sent = [[entry()], [entry("b")]]
-    right = LoadCoverage(rank=0, sources=[[source(WHOLE)], [source(WHOLE, name="b")]])
+    right = LoadCoverage(rank=0, copies=[[copy_of(WHOLE)], [copy_of(WHOLE, name="b")]])
     assert coverage_problems(groups(*sent), [right]) == []
-    swapped = LoadCoverage(rank=0, sources=[[source(WHOLE, name="b")], [source(WHOLE)]])
+    swapped = LoadCoverage(rank=0, copies=[[copy_of(WHOLE, name="b")], [copy_of(WHOLE)]])
     assert [sentence.split(":")[0] for sentence in coverage_problems(groups(*sent), [swapped])] == ["a", "b"]
 
 
 def test_the_refusal_names_the_first_and_counts_the_rest() -> None:
     names = [f"tensor{index}" for index in range(SHOWN + 3)]
-    nothing = LoadCoverage(rank=0, sources=[[]], unknown=names)
+    nothing = LoadCoverage(rank=0, copies=[[]], unknown=names)
     with pytest.raises(WeightsRefused) as raised:
         check_coverage(groups([entry(name) for name in names]), [nothing])
     said = str(raised.value)
@@ -307,11 +307,9 @@ def test_what_is_wrong_is_said_on_every_rank_with_the_tensor_and_the_rank(tmp_pa
     assert on_ranks(_say, RANKS, tmp_path) == [expected] * RANKS
 
 
-def part(rows: int, first: int = 0) -> CheckpointTensor:
-    """Rows of a live tensor [5, 3]."""
-    return CheckpointTensor(
-        name=f"from {first}", live_name="a", shape=(rows, 3), stride=(3, 1), offset=3 * first, dtype=torch.float32
-    )
+def part(rows: int, first: int = 0) -> TensorView:
+    """Rows of a tensor [5, 3]."""
+    return view_of(f"from {first}", (rows, 3), of="a", offset=3 * first)
 
 
 def test_a_checkpoint_form_that_has_every_element_covers() -> None:
@@ -320,8 +318,6 @@ def test_a_checkpoint_form_that_has_every_element_covers() -> None:
 
 
 @pytest.mark.parametrize(("parts", "held"), [([], 0), ([part(2)], 6), ([part(2), part(5)], 21)])
-def test_a_checkpoint_form_that_has_too_few_elements_or_too_many_is_refused(
-    parts: list[CheckpointTensor], held: int
-) -> None:
+def test_a_checkpoint_form_that_has_too_few_elements_or_too_many_is_refused(parts: list[TensorView], held: int) -> None:
     with pytest.raises(WeightsRefused, match=f"^a: the checkpoint's tensors hold {held} of its 15 elements"):
         check_complete(parts, {"a": torch.ones(5, 3)})

@@ -3,17 +3,22 @@
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from harness.weights.groups import fusing_groups
-from harness.weights.names import CheckpointTensor
-from harness.weights.pull.link import PullLink
+from harness.weights.loader import EngineLoader
+from harness.weights.pull.transport import PullTransport
+from harness.weights.tensor_view import TensorView
+from harness.weights.trainer_weights import TrainerWeights
+from harness.weights.transports import TensorTransport
+from harness.weights.verification.readback import weight_differences
 
 SHAPES = {
     "embed": (5, 4), "q": (4, 4), "k": (2, 4), "v": (2, 4), "q_a": (3, 4), "kv_a": (2, 4), "kv_b": (6, 2),
@@ -85,19 +90,31 @@ def live_name(name: str) -> str:
 
 def layout_of(
     names: Iterable[str], shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
-) -> tuple[CheckpointTensor, ...]:
-    """One live tensor for each name; of a name without a shape, two elements."""
-    return tuple(
-        CheckpointTensor(
-            name=name,
-            live_name=live_name(name),
-            shape=shape,
-            stride=tuple(torch.empty(shape, device="meta").stride()),
-            offset=0,
-            dtype=dtype,
-        )
-        for name, shape in ((name, shapes.get(name, (2,))) for name in names)
-    )
+) -> tuple[TensorView, ...]:
+    """One tensor of the trainer for each name; of a name without a shape, two elements."""
+    return tuple(view_of(name, shapes.get(name, (2,)), of=live_name(name), dtype=dtype) for name in names)
+
+
+def view_of(
+    name: str, shape: tuple[int, ...], of: str = "", offset: int = 0, dtype: torch.dtype = torch.float32
+) -> TensorView:
+    """A contiguous view."""
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    return TensorView(name=name, of=of or name, dtype=dtype, shape=shape, stride=stride, offset=offset)
+
+
+@dataclass
+class Given:
+    """A Converter that sends these tensors under this layout."""
+
+    given: dict[str, torch.Tensor]
+    views: tuple[TensorView, ...]
+
+    def layout(self) -> tuple[TensorView, ...]:
+        return self.views
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.given
 
 
 def sent(seed: int) -> dict[str, torch.Tensor]:
@@ -123,34 +140,95 @@ def move(tensor: torch.Tensor) -> None:
 
 
 class InProcessEngine:
-    """In place of a VerlEngine of one rank: its scheduler is a model in this process, which answers as a real one does."""
+    """A RolloutEngine of one rank, whose scheduler is a model in this process that answers as a real one does."""
 
-    device_type = "cpu"
-    answer_seconds = 1.0
+    can_ask = True
+    host = "here"
     trainer_gpu = None
     visible_gpus = None
+    version = "a model in this process"
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.api = SimpleNamespace(custom_weight_loader=True, update_session=False)
-        self.node = SimpleNamespace(host="here")
-        self.group = SimpleNamespace(rank=0, ranks=(0,), all_gather=lambda value: {0: value}, process_group=None)
+        self.group = SimpleNamespace(
+            rank=0, ranks=(0,), all_gather=lambda value: {0: value}, broadcast=lambda value: value, process_group=None
+        )
         self.asked: list[str] = []
+        self.sessions = 0
+        self.flushes = 0
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
+        self.sessions += 1
         yield
 
     def ask(self, function: Callable[[Any, Any], Any], argument: Any = None) -> Any:
         self.asked.append(function.__name__)
         return pickle.loads(pickle.dumps(function(self.model, pickle.loads(pickle.dumps(argument)))))
 
+    def update_weights_from_tensor(self, named: Any, load_format: str | None = None, flush_cache: bool = True) -> None:
+        self.model.load_weights([(name, tensor.clone()) for name, tensor in named])
+        if flush_cache:
+            self.flush_cache()
 
-def link_to(
+    def flush_cache(self) -> None:
+        self.flushes += 1
+
+
+class RankEngine(InProcessEngine):
+    """The engine of one of several ranks, on a host with a name."""
+
+    def __init__(self, model: Any, ranks: tuple[int, ...], host: str = "here") -> None:
+        super().__init__(model)
+        rank = dist.get_rank()
+        self.host = host
+        self.group.rank, self.group.ranks = rank, ranks
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+
+        def all_gather(value: Any) -> dict[int, Any]:
+            found: list[Any] = [None] * len(ranks)
+            dist.all_gather_object(found, value, group=group)
+            return dict(zip(ranks, found, strict=True))
+
+        self.group.all_gather = all_gather
+        self.together = group
+
+    def ask(self, function: Callable[[Any, Any], Any], argument: Any = None) -> Any:
+        answer = super().ask(function, argument)
+        dist.barrier(self.together)
+        return answer
+
+
+@dataclass
+class ToySync:
+    """The parts of a WeightSync to a model in this process."""
+
+    model: Any
+    engine: Any
+    weights: TrainerWeights
+    loader: EngineLoader
+    transport: Any
+
+    @property
+    def tensors(self) -> Any:
+        return self.weights.tensors
+
+    def update_engine(self) -> None:
+        self.transport.send(self.weights)
+
+    def differences(self) -> list[str]:
+        return weight_differences(self.weights, self.loader)
+
+
+def sync_to(
     model: Any,
-    live: Mapping[str, torch.Tensor],
-    layout: tuple[CheckpointTensor, ...],
-    engine: InProcessEngine | None = None,
-) -> PullLink:
-    given: Any = engine or InProcessEngine(model)
-    return PullLink(engine=given, live=live, groups=fusing_groups(layout, live), staging_limit=1 << 20)
+    live: dict[str, torch.Tensor],
+    layout: tuple[TensorView, ...],
+    engine: Any = None,
+    limit_bytes: int = 1 << 20,
+    pull: bool = True,
+) -> ToySync:
+    engine = engine or InProcessEngine(model)
+    weights = TrainerWeights(Given(live, layout), limit_bytes)
+    transport: Any = PullTransport(engine) if pull else TensorTransport(engine, None)
+    return ToySync(model, engine, weights, EngineLoader(engine, weights.groups), transport)

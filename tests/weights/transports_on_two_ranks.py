@@ -6,7 +6,6 @@ those before, and what the engines then hold is read back. Each rank writes what
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,15 @@ BUCKET_BYTES = 100_000  # several buckets, even of a tiny model
 PROMPTS = [list(range(5, 25)), list(range(30, 47))]
 
 
-def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
+def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
+
     from harness.cluster.ports import planned_ports
-    from harness.config import schema
     from harness.rollout.verl_engine import VerlEngine
     from harness.runtime.cpu_standins import activate
-    from harness.tools.tiny_models import save_tiny_model
-    from harness.tools.verification.readback import weight_differences
+    from harness.task.tiny_models import save_tiny_model
     from harness.trainer.model import load_causal_lm
-    from harness.weights.gather import plan_buckets
     from harness.weights.sync import WeightSync
+    from harness.weights.verification.readback import weight_differences
 
     activate()
     dist.init_process_group("gloo")
@@ -55,29 +53,27 @@ def main(folder: Path, dp: int, tp: int, transports: list[str]) -> None:
         init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)),
         compute_dtype=torch.bfloat16,
     )
-    config = schema.Weights(bucket_size_mib=1, verify="off")
     seen: dict[str, Any] = {"dummy": difference(engine, model), "buckets": 0}
     for index, name in enumerate(transports):
         change_every_tensor(model, seed=index)
-        sync = WeightSync(engine, model, replace(config, transport=name), folder / "run", torch.bfloat16)
-        sync.buckets = plan_buckets(sync.layout, sync.live, BUCKET_BYTES)
-        seen["buckets"] = len(sync.buckets)
+        sync = WeightSync(engine, model, transport=name, folder=folder / "run", check=False, dtype=torch.bfloat16)
+        sync.weights.bucket_bytes = BUCKET_BYTES
+        seen["buckets"] = len(sync.weights.buckets)
         seen[f"{name} stale"] = difference(engine, model)
-        sync.push()
+        sync.update_engine()
         seen[name] = difference(engine, model)
         change_every_tensor(model, seed=100 + index)
-        sync.push()
+        sync.update_engine()
         seen[f"{name} again"] = difference(engine, model)
-        seen[f"{name} wrong"] = weight_differences(sync)
+        seen[f"{name} wrong"] = weight_differences(sync.weights, sync.loader)
         if name == "distributed":
             seen |= broken_broadcasts(engine, sync)
-            sync.push()
+            sync.update_engine()
             seen["distributed after failures"] = difference(engine, model)
-            seen["port"] = engine.update_group_address[1] if engine.is_head else None
         sync.close()
         sync.close()
         change_every_tensor(model, seed=200 + index)
-        sync.push()
+        sync.update_engine()
         seen[f"{name} reopened"] = difference(engine, model)
         sync.close()
     seen["left on disk"] = [str(path) for path in (folder / "run").rglob("*")]
@@ -94,7 +90,7 @@ def broken_broadcasts(engine: Any, sync: Any) -> dict[str, Any]:
     for side, tensor in bad.items():
         try:
             with engine.weight_update():
-                sync.transport.group.broadcast([("model.norm.weight", tensor)], flush_cache=True)
+                engine.update_weights_from_distributed([("model.norm.weight", tensor)])
         except Exception as error:
             seen[f"{side} failed"] = [type(error).__name__, str(error)]
     return seen

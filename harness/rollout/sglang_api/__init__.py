@@ -1,7 +1,4 @@
-"""The front of everything that touches sglang.
-
-No other package of the harness imports sglang, and this one only in functions.
-"""
+"""Everything that touches sglang. No other package of the harness imports it, and this one only inside functions."""
 # ruff: noqa: F401
 
 from harness.rollout.sglang_api.engine_calls import (
@@ -12,9 +9,7 @@ from harness.rollout.sglang_api.engine_calls import (
     deserialize,
     flattened_bucket,
     import_engine,
-    in_its_loop,
     local_serialized_tensor,
-    memory_arguments,
     open_update_group,
     patch_reductions,
     serialize,

@@ -1,8 +1,8 @@
-"""Environment variables: which ones this SGLang's Engine sets in the process that builds it, and which ones it obeys.
+"""The environment variables that SGLang's Engine sets in the process that builds it, and those that it obeys.
 
-The Engine sets NCCL_CUMEM_ENABLE and others in os.environ of the one rank that builds it. NCCL communicators made later
-by that rank then differ from those of its peers, and the trainer's next collective dies ("Cuda failure 'invalid
-argument'"). So every rank is given the same values before its first collective.
+The Engine sets NCCL_CUMEM_ENABLE and others in os.environ, but only on the rank that builds it. NCCL communicators that
+this rank makes later differ from those of its peers, and the trainer's next collective dies ("Cuda failure 'invalid
+argument'"). So every rank gets the same values before its first collective.
 """
 
 import ast
@@ -18,31 +18,28 @@ DISABLE_BALANCE = ("SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK", "SGLANG_DISABLE_TP_M
 ENABLE_BALANCE = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
 
 VALUE = re.compile(r"'(?P<literal>.*)'|str\(int\((?P<truth>.*\w\.\w.*)\)\)")
-"""Values that engine arguments alone decide: a constant, or str(int(args.a or args.b))."""
+"""A value that engine arguments alone decide: a constant, or str(int(args.a or args.b))."""
 NEGATED = re.compile(r"not \w+\.(\w+)")
 
 
-def memory_imbalance_environment(api: SGLangApi) -> dict[str, str | None]:
-    """Return what lets an engine start beside a trainer that already holds memory on some GPUs; None removes a variable.
+def memory_imbalance_environment() -> dict[str, str | None]:
+    """Return what lets an engine start next to a trainer that already uses memory on some GPUs. None removes a variable.
 
-    Until 0.5.6.post2 SGL_DISABLE_... = true is read where the check is made. Since 0.5.7 it is SGLANG_ENABLE_... = 0; the
-    old names must then be absent, since 0.5.7 to 0.5.17 copy SGL_DISABLE's value into ENABLE unchanged, so that
-    "disable = true" enables.
+    The old names must be absent: up to 0.5.17 SGLang copies the value of SGL_DISABLE_... into SGLANG_ENABLE_...
+    unchanged, so that "disable = true" enables the check.
     """
-    if ENABLE_BALANCE in api.tree.text("srt/environ.py"):
-        return {ENABLE_BALANCE: "0"} | dict.fromkeys(DISABLE_BALANCE)
-    return {DISABLE_BALANCE[0]: "true"}
+    return {ENABLE_BALANCE: "0"} | dict.fromkeys(DISABLE_BALANCE)
 
 
 def common_environment(api: SGLangApi, engine_args: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what every rank must have in its environment before its first collective.
+    """Return the variables that every rank needs in its environment before its first collective.
 
-    These are the NCCL_*, TORCH_NCCL_* and CUDA_* values that the Engine will have set on the rank that builds it, from
-    that rank's own `environ`. Those that depend on more than engine arguments (the hardware, say) are left out. Set on
-    every rank, the engine's one included: 0.5.17 and newer then keep NCCL_CUMEM_ENABLE = 0 where they would choose 1, on
-    an engine over several hosts of one NVLink fabric.
+    These are the NCCL_*, TORCH_NCCL_* and CUDA_* values that the Engine will set on the rank that builds it, given
+    that rank's `environ`. Values that depend on more than engine arguments (on hardware, say) are left out. Set them on
+    every rank, also on the one that builds the engine: then 0.5.17 and newer keep NCCL_CUMEM_ENABLE = 0 in the one case
+    where they would choose 1, an engine over several hosts of one NVLink fabric.
 
-    Raises ValueError when this SGLang has no function that sets them: which ranks disagree would then be a guess.
+    Raises ValueError if this SGLang has no function that sets them: then nobody knows which ranks would disagree.
     """
     function = api.tree.find_function(SET_ENVIRONMENT, ENGINE)
     assignments = list(_assignments(function.body)) if function else []
@@ -53,7 +50,7 @@ def common_environment(api: SGLangApi, engine_args: Mapping[str, Any], environ: 
         )
     found = {}
     for name, text, tests in assignments:
-        keeps = any(name in test for test in tests)  # a value that is already there
+        keeps = any(name in test for test in tests)  # SGLang keeps a value that is set already
         skipped_by = [NEGATED.fullmatch(test) for test in tests if name not in test]
         value = VALUE.fullmatch(text)
         is_skipped = any(match is None or engine_args.get(match[1]) for match in skipped_by)

@@ -1,5 +1,6 @@
-"""Reading a Python package's source without importing it: importing any module of sglang takes 8 s, reading the same
-facts from source under one.
+"""Read facts from a Python package's source without importing it.
+
+Importing any module of sglang takes 8 s. Reading the same facts from its source takes less than 1 s.
 """
 
 import ast
@@ -15,18 +16,21 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class SourceTree:
-    """The folder of one package. Paths are relative to it; a file that is absent reads as empty."""
+    """The folder of one package. Paths are relative to it. A missing file reads as an empty one."""
 
     root: Path
     _modules: dict[str, ast.Module] = field(default_factory=dict, repr=False, compare=False)
 
     def has(self, path: str) -> bool:
+        """Return whether the package has this file."""
         return (self.root / path).is_file()
 
     def text(self, path: str) -> str:
+        """Return the text of a file."""
         return (self.root / path).read_text(encoding="utf-8") if self.has(path) else ""
 
     def module(self, path: str) -> ast.Module:
+        """Return the syntax tree of a file, parsed once."""
         if path not in self._modules:
             self._modules[path] = ast.parse(self.text(path))
         return self._modules[path]
@@ -42,19 +46,19 @@ class SourceTree:
         return next((node for node in nodes if isinstance(node, Function) and node.name == name), None)
 
     def assigned(self, path: str) -> dict[str, ast.expr]:
-        """Return what a file assigns at its top level, by name."""
+        """Return the expressions that a file assigns at its top level, by name."""
         nodes = (node for node in self.module(path).body if isinstance(node, ast.Assign))
         return {ast.unparse(node.targets[0]): node.value for node in nodes}
 
     def version(self) -> str:
-        """Return the literal `__version__`, or "unknown"; for reports only, nothing may branch on it."""
+        """Return the literal `__version__`, or "unknown". It is for reports: no code may branch on it."""
         text = self.text("_version.py") + self.text("version.py")
         found = re.search(r"""^__version__\b[^'"\n]*=\s*['"]([^'"]+)['"]""", text, re.MULTILINE)
         return found[1] if found else "unknown"
 
 
 def installed(package: str) -> SourceTree:
-    """Return the source of an installed top-level package; raise ModuleNotFoundError where it is not installed."""
+    """Return the source of an installed top-level package. Raise ModuleNotFoundError if it is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"package {package} is not installed in this environment", name=package)
@@ -62,12 +66,12 @@ def installed(package: str) -> SourceTree:
 
 
 def load(path: str, name: str) -> Any:
-    """Import the module at `path` inside sglang and return its `name`: the one place where the harness imports sglang."""
+    """Import a module of sglang, given as a path in the package, and return its `name`. Nothing else imports sglang."""
     return getattr(importlib.import_module("sglang." + path.removesuffix(".py").replace("/", ".")), name)
 
 
 def methods(cls: ast.ClassDef | None) -> dict[str, tuple[str, ...]]:
-    """Return method name -> its parameter names without self, in order, keyword-only ones last."""
+    """Return the parameter names of each method, in order, without self. Keyword-only ones come last."""
     return {node.name: parameters(node) for node in (cls.body if cls else []) if isinstance(node, Function)}
 
 
@@ -79,7 +83,7 @@ def parameters(function: Function) -> tuple[str, ...]:
 
 
 def annotations(cls: ast.ClassDef | None) -> dict[str, ast.expr]:
-    """Return the annotations of a class's public fields, as dataclasses and msgspec see them; ClassVars left out."""
+    """Return the annotations of a class's public fields, as dataclasses and msgspec see them, without ClassVars."""
     return {
         node.target.id: node.annotation
         for node in (cls.body if cls else [])

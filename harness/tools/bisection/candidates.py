@@ -1,9 +1,8 @@
-"""What can be run: an ordered list of versions or commits between two ends, read from package indexes, folders or git.
+"""The candidates: versions or commits between two ends, in order, read from package indexes, folders or git.
 
-Indexes are read with urllib: pypi-simple would bring four packages into each of the pinned environments.
+uv and pip do not say when a release was published, so this module reads the indexes itself.
 """
 
-import errno
 import json
 import os
 import re
@@ -25,14 +24,12 @@ from urllib.parse import unquote, urlsplit
 from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from harness.tools.bisection.question import Options, Question, WrongQuestion
-from harness.tools.bisection.store import NoDisk, Pause, Unreachable
+from harness.tools.bisection.question import Options, Pause, Question, WrongQuestion
 from harness.tools.environments import uv_sources
 
 INDEX_SECONDS = 20.0
 DEFAULT_INDEX = "https://pypi.org/simple"
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
-_NAMED_VERSION = re.compile(r"(?:.*?[-_])??v?(\d+(?:\.\w+)+(?:[.+-]\w+)*)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +42,9 @@ class Candidate:
     """When it was published, in ISO 8601; "" if that is not known."""
     requires_python: str = ""
     folder: str = ""
-    """Of an environment that was made before."""
+    """Of --environments: where its environment is."""
     yanked: bool = False
-    """Withdrawn by its publisher: a candidate only as an end."""
+    """Its publisher withdrew it. It is a candidate only if it is an end."""
 
     @property
     def label(self) -> str:
@@ -64,50 +61,65 @@ def settle(question: Question) -> Question:
     options = question.options
     if not options.git:
         return replace(question, options=replace(options, package=options.package or "sglang"))
-    good, bad = (commit_of(Path(options.git), name) for name in (options.good, options.bad))
-    package = options.package or _package_of(Path(options.git), bad)
+    checkout = Path(options.git)
+    asked = (options.bad, options.good) if options.find_fix else (options.good, options.bad)
+    older, newer = (commit_of(checkout, name) for name in asked)
+    if older == newer:
+        raise WrongQuestion(f"good and bad are the same commit, {older[:12]}; give two that differ.")
+    fork = git(checkout, "merge-base", older, newer)
+    if not fork:
+        raise WrongQuestion(f"{asked[0]} and {asked[1]} have no common ancestor in {checkout}.")
+    if fork == newer:
+        raise WrongQuestion(_exchanged(options, *asked))
+    good, bad = (newer, fork) if options.find_fix else (fork, newer)
+    package = options.package or _package_of(checkout, newer)
     if not package:
         raise WrongQuestion(f"the pyproject.toml of {options.git} names no package; give --package.")
     return replace(question, options=replace(options, good=good, bad=bad, package=package))
 
 
 def find_candidates(question: Question) -> list[Candidate]:
-    """Return them oldest first, both ends included. Raises WrongQuestion, Unreachable."""
+    """Return them oldest first, both ends included. Raises WrongQuestion, Pause."""
     options = question.options
     older, newer = (options.bad, options.good) if options.find_fix else (options.good, options.bad)
     if options.git:
-        return _commits_between(options, older, newer)
+        return _commits_between(Path(options.git), older, newer)
     low, high = _version(older), _version(newer)
     if low == high:
         raise WrongQuestion(f"good and bad are both {older}; give two ends that differ.")
     if low > high:
         raise WrongQuestion(_exchanged(options, older, newer))
     if options.environments:
-        found, source = _in_environments(Path(options.environments)), options.environments
+        found, source = _in_environments(Path(options.environments)), f"{options.package} in {options.environments}"
     elif options.wheels:
         files = ({"filename": file.name} for file in Path(options.wheels).glob("*.whl"))
-        found, source = releases_of(options.package, files), options.wheels
+        found, source = releases_of(options.package, files), f"{options.package} in {options.wheels}"
     else:
         found, source = releases(options.package), options.package
-    return between(found, older, newer, pre_releases=options.pre_releases, source=source)
+        if not found:
+            raise WrongQuestion(f"there is no package {options.package}.")
+    return between(found, older, newer, source)
 
 
-def between(
-    found: Mapping[Version, Candidate], older: str, newer: str, *, pre_releases: bool, source: str
-) -> list[Candidate]:
-    """Return the versions from `older` to `newer`, both included. Raises WrongQuestion."""
+def between(found: Mapping[Version, Candidate], older: str, newer: str, source: str) -> list[Candidate]:
+    """Return the versions from `older` to `newer`, both included. A yanked release or a release candidate is only an end.
+
+    Raises WrongQuestion.
+    """
     low, high = ends = _version(older), _version(newer)
     for version in ends:
         if version not in found:
             kept = sorted(each for each in found if not found[each].yanked)
+            if not kept:
+                raise WrongQuestion(f"there is no release of {source}.")
             near = [each for each in kept if each < version][-2:] + [each for each in kept if each > version][:2]
-            nearest = ", ".join(map(str, near)) or "none at all"
-            raise WrongQuestion(f"{source} has no version {version}; nearest are {nearest}.")
+            raise WrongQuestion(
+                f"there is no version {version} of {source}; the nearest are {', '.join(map(str, near))}."
+            )
     return [
         found[version]
         for version in sorted(found)
-        if version in ends
-        or (low < version < high and not found[version].yanked and (pre_releases or not version.is_prerelease))
+        if version in ends or (low < version < high and not found[version].yanked and not version.is_prerelease)
     ]
 
 
@@ -128,11 +140,9 @@ def _exchanged(options: Options, older: str, newer: str) -> str:
 def _in_environments(folder: Path) -> dict[Version, Candidate]:
     found = {}
     for entry in sorted(folder.iterdir()):
-        match = _NAMED_VERSION.fullmatch(entry.name)
-        with suppress(InvalidVersion):
-            if entry.is_dir() and match:
-                version = Version(match[1])
-                found[version] = Candidate(name=str(version), folder=str(entry))
+        with suppress(InvalidVersion):  # of another folder or file
+            version = Version(entry.name)
+            found[version] = Candidate(name=str(version), folder=str(entry))
     return found
 
 
@@ -146,7 +156,7 @@ def index_arguments() -> list[str]:
 
 
 def releases(package: str) -> dict[Version, Candidate]:
-    """Return all, the yanked ones marked. Raises Unreachable."""
+    """Return all releases of a package by version; yanked ones are marked. Raises Pause."""
     words = index_arguments()
     indexes = [value for word, value in pairwise(words) if word in ("--index-url", "--extra-index-url")]
     indexes += [] if {"--index-url", "--no-index"} & {*words} else [DEFAULT_INDEX]
@@ -189,7 +199,7 @@ def files_of_page(text: str, is_json: bool) -> list[Mapping[str, Any]]:
 
 def _files_of_index(index: str, package: str) -> list[Mapping[str, Any]]:
     address = f"{index.rstrip('/')}/{canonicalize_name(package)}/"
-    if urlsplit(index).scheme == "file":
+    if urlsplit(index).scheme == "file":  # a mirror in folders, which pip and uv read too
         page = Path(unquote(urlsplit(address).path)) / "index.html"
         return files_of_page(page.read_text(), is_json=False) if page.is_file() else []
     request = urllib.request.Request(address, headers={"Accept": _ACCEPT})
@@ -200,14 +210,14 @@ def _files_of_index(index: str, package: str) -> list[Mapping[str, Any]]:
     except OSError as error:  # URLError is one
         if isinstance(error, urllib.error.HTTPError) and error.code == 404:
             return []
-        raise Unreachable(f"the index {address} could not be read ({getattr(error, 'reason', error)}).") from error
+        raise Pause(f"the index {address} could not be read ({getattr(error, 'reason', error)}).") from error
 
 
 # Commits of a local checkout, which is only read.
 
 
 def commit_of(checkout: Path, name: str) -> str:
-    """Return the full hash of what v and the name, or the name, stands for now. Raises WrongQuestion."""
+    """Return the full hash of the tag `v` + name, else of the tag, branch or commit `name`. Raises WrongQuestion."""
     for each in (f"v{name}", name):
         if found := git(checkout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{each}^{{commit}}"):
             return found
@@ -216,24 +226,8 @@ def commit_of(checkout: Path, name: str) -> str:
     raise WrongQuestion(f"{checkout} has no commit or tag {name}; fetch its tags.")
 
 
-def fork_point(checkout: Path, older: str, newer: str) -> str:
-    """Return the older commit, or where its branch left that of the newer one. Raises WrongQuestion."""
-    common = git(checkout, "merge-base", older, newer)
-    if not common:
-        raise WrongQuestion(f"{older[:12]} and {newer[:12]} have no common ancestor in {checkout}.")
-    return common
-
-
-def _commits_between(options: Options, older: str, newer: str) -> list[Candidate]:
-    """Return first-parent commits from `older` to `newer`, both included. Raises WrongQuestion."""
-    checkout = Path(options.git)
-    if older == newer:
-        raise WrongQuestion(f"good and bad are the same commit, {older[:12]}; give two that differ.")
-    common = fork_point(checkout, older, newer)
-    if common == newer:
-        raise WrongQuestion(_exchanged(options, older, newer))
-    if common != older:
-        raise WrongQuestion(f"{older} is not an ancestor of {newer}; their nearest common ancestor is {common[:12]}.")
+def _commits_between(checkout: Path, older: str, newer: str) -> list[Candidate]:
+    """Return first-parent commits from `older` to `newer`, both included."""
     form = "--format=%H %s"
     own = git(checkout, "log", "-1", form, older)
     listed = git(checkout, "log", "--first-parent", "--ancestry-path", "--reverse", form, f"{older}..{newer}")
@@ -245,8 +239,7 @@ def export_commit(checkout: Path, commit: str, folder: Path) -> None:
     archive = subprocess.Popen(["git", "-C", str(checkout), "archive", commit], stdout=subprocess.PIPE)
     unpack = subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, capture_output=True, text=True)
     if archive.wait() or unpack.returncode:
-        kind = NoDisk if os.strerror(errno.ENOSPC) in unpack.stderr else Pause
-        raise kind(f"git archive of {commit[:12]} could not be unpacked: {unpack.stderr.strip()}.")
+        raise Pause(f"git archive of {commit[:12]} could not be unpacked: {unpack.stderr.strip()}.")
 
 
 def _package_of(checkout: Path, commit: str) -> str:

@@ -1,9 +1,8 @@
-"""What a bisect was asked: the two ends, what moves, what counts as bad, and the command that is run for each candidate."""
+"""What a bisect is asked: the two ends, what moves, what counts as bad, and the command that is run for each candidate."""
 
 import re
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,79 +11,62 @@ from harness.cluster.mesh import ParallelDims
 from harness.tools.command_line import parse
 from harness.tools.environments import REPOSITORY
 
-Kind = Literal["failure", "match", "hang", "metric"]
+Kind = Literal["failure", "match", "hang"]
 SCRIPT = "launch/bisect_versions.py"
 AUTO = "auto"
 TORCHRUN_JOBS = tuple(REPOSITORY / "launch" / name for name in ("ppo.py", "sync.py"))
-"""Run by torchrun, and write metrics into --run.dir."""
+"""Started by torchrun with the ranks of their config."""
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(kw_only=True)
 class Options:
-    """A question; its answer is the first bad release, and what changed with it."""
+    """Put the command after --. A script runs with the candidate's Python, and BISECT_CANDIDATE names the candidate."""
 
     good: str = ""
-    """An end that works: a version, or with --git a commit. Older than --bad, unless --find-fix."""
+    """The end that works: a version, or a commit with --git. It is older than --bad, unless --find-fix is given."""
     bad: str = ""
-    """An end that does not."""
+    """The end that fails."""
     find_fix: bool = False
-    """The other way round: --bad is the older end, and the first good release is looked for."""
+    """Find the first good release: --bad is then the older end."""
     package: str = ""
-    """What moves: torch, flashinfer-python, or any other; by default sglang, with --git what its pyproject.toml names."""
+    """The package whose versions are tried, such as torch. Default: sglang; with --git, what its pyproject.toml names."""
     git: str = ""
-    """A local git checkout whose first-parent commits are the candidates, laid over this Python's packages."""
+    """Bisect the first-parent commits of this local checkout, over the packages of this Python.
+    If the older end is on a branch, the bisect starts where that branch began."""
     then_git: str = ""
-    """A checkout of the package, with its tags: once the release is found, the commits between the two tags are bisected."""
+    """After the release is found, bisect the commits between the two releases' tags in this checkout of the package."""
     environments: str = ""
-    """A folder with one environment or site-packages folder for each version, made before: no network is needed."""
+    """A folder with an environment or a site-packages folder for each version, whose name is the version. Needs no network."""
     wheels: str = ""
-    """A folder of wheels, from which alone everything is installed: no network is needed."""
-    pre_releases: bool = False
-    """Release candidates too. Post-releases always are candidates, yanked releases only as an end."""
+    """Install only from the wheels in this folder. Needs no network."""
     only_package: bool = False
-    """Install each candidate alone, without its dependencies, laid over this Python's packages: seconds, not minutes."""
+    """Install each candidate without its dependencies, over the packages of this Python: seconds instead of minutes."""
     hold: tuple[str, ...] = ()
-    """Requirements that all candidates share; by default, if another package moves, this Python's sglang; `none`."""
+    """Requirements that all candidates share, such as sglang==0.5.23 if --package is another one."""
     python: str = ""
-    """Python of the environments, such as 3.12. Without it, this one where a release allows it, else the nearest."""
-    today: bool = False
-    """Resolve with what is published today, not with what was when the release was."""
+    """Python to use: a version such as 3.12, or a path. Default: this one, or another one if a release does not allow it."""
     match: str = ""
-    """Only this failure is bad, a slug of launch/diagnose.py or a regular expression of a log's line; others are skipped."""
+    """Only this failure is bad: a name of launch/diagnose.py, or a regular expression for a line of the log."""
     hang: bool = False
-    """Only running past --timeout counts as bad."""
-    metric: str = ""
-    """A number decides, not a failure: the name of one in metrics.jsonl, or that the script prints as NAME = 0.1."""
-    above: float | None = None
-    """With --metric: its largest value is bad above this."""
-    below: float | None = None
-    """With --metric: its smallest value is bad below this."""
-    worse: str = ""
-    """With --metric: its median is bad above this many times the good end's, such as 1.3x."""
+    """Only a run that takes longer than --timeout is bad."""
     repeat: int = 1
-    """Run each candidate up to this often; one bad run makes it bad. For a failure that comes and goes."""
-    confidence: float = 0.95
-    """With --repeat: how sure the answer must be. The bad end, for its rate, and the last good one are run again until then."""
+    """For a failure that comes and goes: run each candidate up to this many times. One bad run makes it bad."""
     confirm: int = 400
-    """With --repeat: the most runs that this may take; if they are not enough, the answer is "probably" and the exit code 1."""
+    """With --repeat: the most extra runs to spend until the answer is 95 % sure."""
     timeout: str = AUTO
-    """Seconds, 10m, or 2h, after which a run hangs; by default 10 times the good end's, at least 10 minutes; 0: never."""
-    probe: str = "auto"
-    """Python code without which a candidate that fails is skipped, not bad; by default `import PACKAGE`. `none`: no probe."""
-    second_look: int = 0
-    """Runs, beyond those that find an edge, that look for a second one elsewhere."""
+    """After how long a run counts as hanging: 90s, 10m or 2h. Default: 10 times the good end's, at least 10m; 0: never."""
     dir: str = ""
-    """Where state, logs and report are kept; by default a new folder of bisects/."""
-    store: str = ""
-    """Where environments are kept; by default harness-bisect in XDG_CACHE_HOME or ~/.cache."""
-    store_gib: float = 60.0
-    """The store's limit; what was used least recently goes first."""
+    """Where state, logs and report are kept. Default: a new folder in bisects/."""
 
 
 class WrongQuestion(ValueError):
-    """What is asked cannot be answered; one sentence."""
+    """The question cannot be answered; one sentence says why."""
+
+
+class Pause(Exception):
+    """The bisect lacks network or disk and can continue later. No candidate is to blame. One sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +79,20 @@ class Question:
 
     @property
     def kind(self) -> Kind:
-        options = self.options
-        return "match" if options.match else "hang" if options.hang else "metric" if options.metric else "failure"
+        return "match" if self.options.match else "hang" if self.options.hang else "failure"
 
     @property
-    def ratio(self) -> float | None:
-        return float(self.options.worse.rstrip("x")) if self.options.worse else None
+    def runs_sglang(self) -> bool:
+        """Whether the bisect is about SGLang, so that without a GPU the command needs SGLang's CPU mode.
+
+        Any other command runs as the user would run it, even if SGLang happens to be installed.
+        """
+        named = (self.options.package, *(re.split(r"[^\w.-]", each)[0] for each in self.options.hold))
+        script = script_of(self)
+        return "sglang" in named or (script is not None and script.is_relative_to(REPOSITORY / "launch"))
 
     def words(self) -> list[str]:
-        """Return the arguments of launch/bisect_versions.py that ask it."""
+        """Return the arguments of launch/bisect_versions.py that ask this question."""
         words = []
         for name, value in asdict(self.options).items():
             if value != getattr(Options, name):
@@ -134,47 +121,34 @@ def parse_seconds(text: str) -> float:
 def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
     """Check what can be checked without looking at versions. Raises WrongQuestion."""
     for name in ("good", "bad"):
-        _refuse_if(not getattr(options, name), f"--{name} is missing; give both ends: --good 0.5.9 --bad 0.5.23.")
+        _refuse_if(not getattr(options, name), f"--{name} is missing; give both ends: --good 0.5.20 --bad 0.5.23.")
     sources = [name for name in ("git", "environments", "wheels") if getattr(options, name)]
     _refuse_if(len(sources) > 1, f"{' and '.join(map(_flag, sources))} cannot go together; give one of them.")
     alone = options.only_package and (options.hold or options.git or options.environments)
-    _refuse_if(alone, "--only-package holds all else as it is: it cannot go with --hold, --git or --environments.")
-    _refuse_if(
-        options.then_git and options.git, "--then-git is for releases: with --git, commits are bisected already."
-    )
+    _refuse_if(alone, "--only-package keeps all other packages: it cannot go with --hold, --git or --environments.")
+    _refuse_if(options.then_git and options.git, "--then-git is for releases, and --git bisects commits; give one.")
     for name in (*sources, *(["then_git"] if options.then_git else [])):
         given = Path(getattr(options, name)).expanduser()
         _refuse_if(not given.is_dir(), f"{_flag(name)} must be an existing folder, got {given}.")
         setattr(options, name, str(given.resolve()))
-    for name, least in (("repeat", 1), ("second_look", 0), ("confirm", 0)):
+    for name, least in (("repeat", 1), ("confirm", 0)):
         value = getattr(options, name)
         _refuse_if(value < least, f"{_flag(name)} must be {least} or more, got {value}.")
-    sure = 0.5 <= options.confidence <= 0.999
-    _refuse_if(not sure, f"--confidence must be from 0.5 to 0.999, got {options.confidence}.")
-    _refuse_if(options.store_gib <= 0, f"--store-gib must be above 0, got {options.store_gib}.")
-    return check_run(Question(options=options, command=tuple(command), folder=str(folder)))
-
-
-def check_run(question: Question) -> Question:
-    """Return the question if it has a command that can be run, and one thing decides what is bad. Raises WrongQuestion."""
-    options, command = question.options, question.command
-    _refuse_if(not command, "there is nothing to run; give a command after --, such as: -- launch/ppo.py CONFIG.toml.")
-    chosen = [f"--{name}" for name in ("match", "hang", "metric") if getattr(options, name)]
-    _refuse_if(len(chosen) > 1, f"{' and '.join(chosen)} cannot both decide; give one of them.")
-    limits = [f"--{name}" for name in ("above", "below", "worse") if getattr(options, name) not in (None, "")]
-    wanted = f"--metric {options.metric} needs one of --above, --below and --worse"
-    _refuse_if(options.metric and len(limits) != 1, f"{wanted}, got {' and '.join(limits) or 'none'}.")
-    _refuse_if(limits and not options.metric, f"{' and '.join(limits)} needs --metric NAME.")
-    ratio = 0.0
-    with suppress(ValueError):
-        ratio = float(options.worse.rstrip("x"))
-    _refuse_if(options.worse and not ratio > 0, f"--worse must be a ratio above 0, such as 1.3x, got {options.worse}.")
+    _refuse_if(options.match and options.hang, "--match and --hang cannot both decide; give one of them.")
     _refuse_if(not parse_seconds(options.timeout) and options.hang, "--hang needs --timeout, such as --timeout 10m.")
     try:
         re.compile(options.match)
     except re.error as error:
-        wrong = f"--match must be a known slug or a regular expression, got {options.match!r}: {error}."
+        wrong = f"--match must be a name of launch/diagnose.py or a regular expression, got {options.match!r}: {error}."
         raise WrongQuestion(wrong) from error
+    question = Question(options=options, command=tuple(command), folder=str(folder))
+    _check_command(question)
+    return question
+
+
+def _check_command(question: Question) -> None:
+    command = question.command
+    _refuse_if(not command, "there is nothing to run; give a command after --, such as: -- launch/ppo.py CONFIG.toml.")
     script, first = script_of(question), command[0]
     if script in TORCHRUN_JOBS:
         try:
@@ -182,14 +156,14 @@ def check_run(question: Question) -> Question:
         except ValueError as error:
             raise WrongQuestion(f"the script's own arguments are wrong: {error}") from error
     elif script is None and not (first in ("torchrun", "pytest", "sglang") or _is_python(first) or shutil.which(first)):
-        is_file = (Path(question.folder) / first).is_file()
+        file = Path(question.folder) / first
+        _refuse_if(file.is_dir(), f"{first} is a folder; give a script.")
         remedy = f"is not executable; make it so with chmod +x {first}, or give: -- bash {first}"
-        raise WrongQuestion(f"{first} {remedy}" if is_file else f"the command {first} is not there.")
-    return question
+        raise WrongQuestion(f"{first} {remedy}." if file.is_file() else f"there is no command {first}.")
 
 
 def script_of(question: Question) -> Path | None:
-    """Return the Python script that the command runs, if it runs one. Raises WrongQuestion if it is not there."""
+    """Return the Python script that the command runs, if it runs one. Raises WrongQuestion if the file does not exist."""
     first, *rest = question.command
     named = first if first.endswith(".py") else ""
     if _is_python(Path(first).name) and rest and not rest[0].startswith("-"):
@@ -199,11 +173,11 @@ def script_of(question: Question) -> Path | None:
     for folder in (Path(question.folder), REPOSITORY):
         if (folder / named).is_file():
             return (folder / named).resolve()
-    raise WrongQuestion(f"the script {named} is not there.")
+    raise WrongQuestion(f"there is no script {named}.")
 
 
 def command_of(question: Question, python: str, folder: Path) -> list[str]:
-    """Return what is run. python: the environment's; folder: of this run, for what it leaves."""
+    """Return what is run. python: the candidate's; folder: for the run directory of a job of launch/."""
     script = script_of(question)
     first, *rest = question.command
     if script in TORCHRUN_JOBS:
@@ -218,9 +192,11 @@ def command_of(question: Question, python: str, folder: Path) -> list[str]:
 
 
 def is_of_this_repository(question: Question) -> bool:
-    """Return whether the script is one of this checkout, which imports harness and needs what it needs."""
+    """Return whether the command runs a script of this checkout, which imports harness."""
     script = script_of(question)
-    return script is not None and script.is_relative_to(REPOSITORY)
+    return script is not None and any(
+        script.is_relative_to(REPOSITORY / each) for each in ("launch", "harness", "tests")
+    )
 
 
 def _ranks(words: Sequence[str]) -> int:

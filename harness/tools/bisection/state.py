@@ -1,24 +1,38 @@
-"""What is known so far, on disk after every verdict: one JSON file, replaced as a whole, beside logs and resolutions."""
+"""All that a bisect knows, in one JSON file next to the logs of the runs. It is replaced as a whole after every verdict."""
 
 import fcntl
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 from harness.tools.bisection.candidates import Candidate
+from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.question import Question, WrongQuestion
-from harness.tools.bisection.search import DECIDED, Verdict
-from harness.tools.bisection.store import write_json
+from harness.tools.bisection.search import Verdict
 
 STATE, LOCK = "state.json", "lock"
 FOLDER_MODE = 0o700
-"""Of folders with the output of runs."""
+"""Only this user may read the output of runs, because it may show secrets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first failure that a run's log shows."""
+
+    text: str = ""
+    """The line that names the exception, else one that looks like a failure, else the last line."""
+    slug: str = ""
+    """Its name in the catalogue of launch/diagnose.py, if it is known there."""
+    place: str = ""
+    """FILE:FUNCTION of the deepest frame in the moved package, else of the deepest one; "" without a traceback."""
+    source: str = ""
+    """The line of code there."""
+    line: int = 0
+    """Number of the line in the run's log; 0 if it is in another file."""
 
 
 @dataclass(kw_only=True)
@@ -26,26 +40,16 @@ class Attempt:
     """One run of the command."""
 
     code: int
-    """Negative for a signal."""
+    """The exit code; negative for a signal."""
     timed_out: bool
     seconds: float
     verdict: Verdict
     log: str
     """Relative to the bisect's folder."""
     reason: str = ""
-    failure: str = ""
-    """The line of the log that shows its first failure."""
-    slug: str = ""
-    """Of the known failure that it is, by launch/diagnose.py."""
-    place: str = ""
-    """FILE:FUNCTION, the deepest of the moved package in its traceback; "" without a traceback."""
-    line: int = 0
-    """Number of that line in the log; 0 if it is in another file."""
+    failure: Failure = field(default_factory=Failure)
     may_pass: bool = False
-    """The machine may be at fault, or its supervisor was killed: it is run again before it counts."""
-    imported: bool = False
-    """Its traceback shows that the package could be imported."""
-    value: float | None = None
+    """Whether the machine may have caused the failure, for example because a port was in use. Such a run is repeated once."""
 
 
 @dataclass(kw_only=True)
@@ -55,14 +59,9 @@ class Record:
     name: str
     verdict: Verdict
     reason: str
+    environment: Environment
     attempts: list[Attempt] = field(default_factory=list)
-    waited_seconds: float = 0.0
-    """For its environment, while nothing ran."""
-    freeze: Mapping[str, str] = field(default_factory=dict)
-    python: str = ""
-    paths: tuple[str, ...] = ()
-    replayed: bool = False
-    """Not run in this bisect, but taken from a log."""
+    """Empty if it cannot be installed."""
 
     @property
     def seconds(self) -> float:
@@ -70,26 +69,19 @@ class Record:
 
     @property
     def decisive(self) -> Attempt | None:
-        """Return the attempt that made the verdict: the first with it."""
+        """Return the first attempt with the candidate's own verdict."""
         return next((each for each in self.attempts if each.verdict == self.verdict), None)
 
 
 @dataclass(kw_only=True)
 class State:
-    """All of a bisect."""
+    """All that a bisect knows: its question, its candidates, and their verdicts so far."""
 
     question: Question
     candidates: list[Candidate]
-    closed: dict[str, str] = field(default_factory=dict)
-    """Candidates that cannot be run here -> the sentence that says why."""
     records: list[Record] = field(default_factory=list)
     wall_seconds: float = 0.0
-    """Of all its processes, from the first resolution on."""
-    resolved: bool = False
-    resolving_seconds: float = 0.0
-    """Of wall_seconds, before the first run."""
-    answer: dict[str, Any] = field(default_factory=dict)
-    """For programs, as answer.as_dict returns it; empty until there is one."""
+    """How long the bisect has run, over all its processes."""
 
     def index(self, name: str) -> int:
         return next(i for i, each in enumerate(self.candidates) if each.name == name)
@@ -100,13 +92,12 @@ class State:
         return {position[record.name]: record.verdict for record in self.records}
 
     @property
-    def closed_indices(self) -> set[int]:
-        return {i for i, each in enumerate(self.candidates) if each.name in self.closed}
+    def good_end(self) -> int:
+        return len(self.candidates) - 1 if self.question.options.find_fix else 0
 
-    def end(self, verdict: Verdict) -> int | None:
-        """Return the good or the bad end: the outermost candidate that was decided."""
-        outermost = min if (verdict == "good") != self.question.options.find_fix else max
-        return outermost((index for index, found in self.verdicts.items() if found in DECIDED), default=None)
+    @property
+    def bad_end(self) -> int:
+        return 0 if self.question.options.find_fix else len(self.candidates) - 1
 
     def record(self, index: int) -> Record:
         name = self.candidates[index].name
@@ -114,47 +105,48 @@ class State:
 
     def save(self, folder: Path) -> None:
         """Write it, all or nothing. Raises OSError."""
-        write_json(folder / STATE, asdict(self))
+        new = folder / f"{STATE}.new"
+        with new.open("w", encoding="utf-8") as stream:
+            json.dump(asdict(self), stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(new, folder / STATE)
 
 
 def load_state(folder: Path) -> State:
+    """Return the state of the bisect in a folder. Raises WrongQuestion."""
     try:
         return msgspec.convert(json.loads((folder / STATE).read_text(encoding="utf-8")), State)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise WrongQuestion(f"{folder} holds no bisect: it has no {STATE}.") from error
+        raise WrongQuestion(f"there is no bisect in {folder}: it has no {STATE}.") from error
     except (json.JSONDecodeError, msgspec.ValidationError) as error:
-        raise WrongQuestion(f"{folder / STATE} is of another version of this program, or cut: {error}.") from error
+        raise WrongQuestion(
+            f"{folder / STATE} was cut off, or another version of this program wrote it: {error}."
+        ) from error
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Lock it until the file is closed, here and wherever it was inherited. Raises WrongQuestion if another bisect has it."""
+    """Lock it until every process that has inherited the file closes it. Raises WrongQuestion if another bisect has it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
     file = (folder / LOCK).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        if (owner := owner_of(folder)) and Path(f"/proc/{owner}").exists():
+        file.seek(0)
+        owner = file.read()
+        if owner and Path(f"/proc/{owner}").exists():
             raise WrongQuestion(f"{folder} is in use by the bisect of process {owner}.") from None
-        fcntl.flock(file, fcntl.LOCK_EX)  # what a killed bisect started is about to end
+        fcntl.flock(file, fcntl.LOCK_EX)  # a killed bisect had it, and the run that it started is about to end
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
     return file
 
 
-def owner_of(folder: Path) -> int | None:
-    """Return the process that has locked the folder."""
-    with suppress(OSError), (folder / LOCK).open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return int(file.read() or 0) or None
-    return None
-
-
 def latest_folder(parent: Path) -> Path:
+    """Return the folder of the newest bisect. Raises WrongQuestion if there is none."""
     files = sorted(parent.glob(f"*/{STATE}"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise WrongQuestion(f"{parent} holds no bisect; give its folder, or start one.")
+        raise WrongQuestion(f"there is no bisect in {parent}; give its folder, or start one.")
     return files[-1].parent

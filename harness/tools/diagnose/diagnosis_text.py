@@ -4,9 +4,9 @@ import json
 import textwrap
 from typing import Any
 
+from harness.runtime.tracebacks import LogLine
 from harness.tools.diagnose.diagnose import CatalogueMatch, Diagnosis
 from harness.tools.diagnose.entries import Affected, CatalogueEntry
-from harness.tools.diagnose.log_lines import LogLine
 
 WIDTH = 110
 LONGEST = 300  # characters of a log's line that are shown
@@ -14,18 +14,20 @@ OTHERS = 4
 
 
 def as_text(found: Diagnosis) -> str:
-    """Return several lines; the first has the slug, or "unknown", or says that there is no failure."""
+    """Return several lines; the first one has the slug, or "unknown", or says that no failure was recognized."""
     if found.verdict == "no failure":
-        return "no failure seen: no exception, no crash, and no line of a known failure"
+        lines = ["no failure recognized: no exception, no crash and no error line that this tool knows"]
+        return "\n".join([*lines, f"  last line: {_shown(found.ending)}"] if found.ending else lines)
     lines = ["unknown: no known failure explains what this log shows"]
     if found.finding:
         entry = found.finding.entry
         lines = [f"{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
         lines += [f"  {signature.role + ':':<7} {_shown(line)}" for signature, line in found.finding.evidence]
         if entry.consequence:
-            lines.append("  A consequence: it follows from something that this log does not name.")
+            why = "perhaps from the line before it" if found.suspicious else "which these logs do not show"
+            lines.append(f"  This is a consequence: something else failed first, {why}.")
     if found.suspicious:
-        what = "before it, and not known" if found.finding else "first suspicious line"
+        what = "before it, unknown" if found.finding else "first suspicious line"
         lines.append(f"  {what}: {_shown(found.suspicious)}")
     if found.ending:
         lines.append(f"  ends with: {_shown(found.ending)}")
@@ -39,18 +41,18 @@ def as_text(found: Diagnosis) -> str:
 
 
 def in_brief(found: Diagnosis) -> list[str]:
-    """Return the entry with cause, fix, versions and a link, for a verdict that says itself what happened."""
+    """Return name, cause, fix, versions and a link, for a verdict that has already told what happened."""
     if not found.finding:
         return ["no known failure of the catalogue"] if found.verdict == "unknown" else []
     entry = found.finding.entry
-    known = "the log shows a consequence of it:" if entry.consequence else "known as"
-    lines = [f"{known} {entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
+    known = "the log shows only a consequence, " if entry.consequence else "known as "
+    lines = [f"{known}{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
     lines += [line for paragraph in _explained(entry) for line in paragraph.splitlines()]
     return [*lines, *(_paragraph("link", link) for link in entry.links[:1])]
 
 
 def as_json(found: Diagnosis) -> str:
-    """Return verdict, slug (null if unknown), confidence, evidence, suspicious, ending, also, and the catalogue's texts."""
+    """Return the same as JSON: slug is null if the failure is unknown; also has the other known failures."""
     finding = found.finding
     values: dict[str, Any] = {
         "verdict": found.verdict,
@@ -62,7 +64,7 @@ def as_json(found: Diagnosis) -> str:
         "ending": _line(found.ending) if found.ending else None,
         "also": [{"slug": each.entry.slug, "evidence": _evidence(each)} for each in found.others],
     }
-    names = ("title", "cause", "fix", "links", "phases") if finding else ()
+    names = ("title", "cause", "fix", "links") if finding else ()
     return json.dumps(values | {name: getattr(finding.entry, name) for name in names if finding}, indent=1)
 
 
@@ -71,7 +73,7 @@ def _evidence(finding: CatalogueMatch) -> list[dict[str, Any]]:
 
 
 def _line(line: LogLine) -> dict[str, Any]:
-    return {"file": line.file, "line": line.number, "text": line.whole[:LONGEST], "process": line.source or None}
+    return {"file": line.file, "line": line.number, "text": line.whole[:LONGEST], "process": line.process or None}
 
 
 def _shown(line: LogLine) -> str:
@@ -80,8 +82,9 @@ def _shown(line: LogLine) -> str:
 
 
 def _explained(entry: CatalogueEntry) -> list[str]:
-    versions = "; ".join(map(_affected, entry.affected))
-    return [_paragraph("cause", entry.cause), _paragraph("fix", entry.fix), _paragraph("versions", versions)]
+    lines = [_paragraph("cause", entry.cause), _paragraph("fix", entry.fix)]
+    versions = "; ".join(filter(None, map(_affected, entry.affected)))
+    return [*lines, _paragraph("versions", versions)] if versions else lines
 
 
 def _paragraph(name: str, text: str) -> str:
@@ -90,7 +93,11 @@ def _paragraph(name: str, text: str) -> str:
 
 
 def _affected(affected: Affected) -> str:
+    """Return the releases that are known to have it; "" if none is."""
     note = f" ({affected.note})" if affected.note else ""
-    if affected.first == affected.last == "unknown":
-        return f"{affected.package}: first and last unknown{note}"
-    return f"{affected.package} {affected.first} to {affected.last}{note}"
+    first, last = affected.first, affected.last
+    if first and last:
+        releases = f" {first} to {last}" if first != last else f" {first}"
+    else:
+        releases = f" {first} and newer" if first else f" until {last}" if last else ""
+    return f"{affected.package}{releases}{note}" if releases or note else ""

@@ -1,7 +1,8 @@
 """The catalogue of known failures: one TOML file for each in catalogue/, and patterns for large logs.
 
-A pattern is a regular expression, matched without regard to case. Each must have whole words that every match contains, so
-that only lines with all of them are searched: its first and last words count as whole ones, and a dot stands between words.
+A pattern is a regular expression that ignores case. Large logs are searched in time because only lines with certain words are
+matched: each pattern must have whole words that every match contains. Its first and last words count as whole words, and a
+dot stands between words.
 """
 
 import re
@@ -19,16 +20,15 @@ FOLDER = Path(__file__).with_name("catalogue")
 SURROUNDINGS = Path(__file__).with_name("surroundings.toml")
 
 Role = Literal["cause", "likely", "hint", "excludes"]
-"""cause: seen in this failure alone; likely: usually; hint: in others and in healthy runs too; excludes: in others alone."""
-ReproClass = Literal["cpu", "one_gpu", "several_gpus", "hosts"]
+"""cause: only this failure prints it; likely: mostly this one; hint: healthy runs print it too; excludes: only others do."""
 UNKNOWN = "unknown"
 OF_SGLANG = "rl"
-"""The context of a trainer that runs no other engine than SGLang."""
+"""The context of a trainer whose only engine is SGLang."""
 
 TABLE = (
     bytes(byte if chr(byte).isalnum() or byte == ord("_") else 32 for byte in bytes(range(128)).lower()) + b" " * 128
 )
-"""For bytes.translate: lower case, and a space for each byte that is part of no word."""
+"""For bytes.translate: lower case, with spaces for all bytes that are not part of a word."""
 SHORTEST_WORD = 3
 _ANYTHING, _BETWEEN = "\0", "\1"
 _WORD_ENDS = ([(op.CATEGORY, op.CATEGORY_SPACE)], [(op.CATEGORY, op.CATEGORY_NOT_WORD)])
@@ -86,27 +86,18 @@ class Signature:
 
     role: Role
     pattern: Pattern
-    near: Pattern | None = None  # what another line of the process must show, in the same traceback or near
-    anywhere: str = ""  # why it counts without the entry's context: no other program can print it
+    near: Pattern | None = None  # must match another line of the process, in the same traceback or nearby
+    anywhere: str = ""  # why it counts in any context: no other program can print it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Affected:
-    """Releases of a package that have the failure; "unknown" if not examined."""
+    """The releases of a package that have the failure."""
 
     package: str
-    first: str
-    last: str
+    first: str = ""  # "" if not examined
+    last: str = ""
     note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Repro:
-    """The smallest way to reproduce it."""
-
-    needs: ReproClass
-    does: str
-    no_case: str = ""  # why launch/repro.py has no case of it, in one sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,27 +116,27 @@ class CatalogueEntry:
 
     slug: str
     title: str
-    phases: tuple[str, ...]  # of harness/runtime/phases.py, in which it shows
     cause: str
     fix: str
     signatures: tuple[Signature, ...]
     affected: tuple[Affected, ...]
-    repro: Repro
     examples: tuple[Mapping[str, str], ...]
-    """log: lines; source: their origin. measured: what ran; reported: URL of the page that has them; source: a program whose
-    source has the message (a time stamp is made up); harness: our module; signature: put together around a quoted part."""
+    """log: lines; source: where they come from. measured: we ran it; reported: URL of a page that shows them; source: a program
+    that prints the message (the time stamp is made up); harness: our module; signature: put together around a quotation."""
     context: tuple[str, ...]
-    """Names of surroundings.toml, one of which the log must show: another program's same sentence is another failure."""
+    """Names of surroundings.toml; the log must show one of them, since other programs print the same sentences."""
     conditions: tuple[Pattern, ...] | None = None
-    """What a log must show besides a cause for high confidence; (): nothing; left out: no log can show all of it."""
+    """What else a log must show for high confidence. (): nothing; None: no log can show it, so medium is the most."""
     links: tuple[str, ...] = ()
     consequence: bool = False  # it follows from another failure: named only if nothing else is known
+    no_case: str = ""
+    """Why launch/repro.py has no case of it, and how to reproduce it by hand; "" if there is a case."""
     seen: tuple[Measurement, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What logs have besides signatures."""
+    """What logs show apart from signatures."""
 
     contexts: Mapping[str, tuple[Pattern, ...]]
     harmless: tuple[Pattern, ...]  # lines that look like a failure but are none

@@ -1,7 +1,8 @@
-"""All checks of a job: pure functions of what was examined.
+"""All checks of a job: pure functions of what the ranks reported.
 
-FAULTS and WARNINGS list every problem that is looked for, with its remedy, in the order in which problems are printed:
-causes before consequences, because a reader mends the first and runs again. The functions below them find the problems.
+FAULTS and WARNINGS list every problem that the doctor looks for, with its remedy, in the order in which problems are printed.
+Causes come before consequences, because a reader fixes the first one and runs the doctor again. The functions below find the
+problems.
 """
 
 import ipaddress
@@ -9,24 +10,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import EnginePlacement, RankLocation, host_name, place
-from harness.cluster.world import BEHAVIOUR_PREFIXES
-from harness.config.rules import expandable_segments
+from harness.cluster.placement import host_name, place
+from harness.config.engine_rules import expandable_segments
 from harness.config.schema import Config
 from harness.runtime.units import GIB, MIB
-from harness.tools.doctor.facts import NOT_INSTALLED, RankFacts
+from harness.tools.doctor.facts import RankFacts
 from harness.tools.doctor.links import Collective, RankLinks
+from harness.tools.environment_file import NOT_INSTALLED
+from harness.tools.ranks import ranks_by, ranks_in_words, values_in_words
 
-T = TypeVar("T")
-
-SKEW_SECONDS = 1.0
-"""Above this, hosts' clocks do not tell which failure came first."""
 SHARED_MEMORY_BYTES, SHARED_MEMORY_PER_RANK = 64 * MIB, 128 * MIB
 """NCCL's buffers and an engine's queues; a container's default of 64 MiB is too little for either."""
 DESCRIPTORS, DESCRIPTORS_PER_RANK = 256, 8
@@ -34,23 +30,18 @@ DESCRIPTORS, DESCRIPTORS_PER_RANK = 256, 8
 FOLDER_BYTES = 64 * MIB
 BALANCE = 0.9
 """SGLang refuses an engine whose fullest GPU has less than this share of the emptiest one's free memory."""
-OCCUPIED_BYTES = GIB
-UNSEEN_BYTES = 2 * GIB
-"""GPU memory used by no visible process: more than a driver takes. A container often hides others' processes."""
-SLOW_LATENCY = 0.02
+OCCUPIED_BYTES = 2 * GIB
+"""GPU memory that is used before a run: more than a driver takes."""
 SLOW_BANDWIDTH = {"gloo": 10e6, "nccl": 100e6}
 """Bytes a second of a group's all-reduce, below which a run is not worth starting."""
 PER_RANK = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 """Placement handles the first; torchrun sets the second, and an engine never inherits it."""
 PER_HOST = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX",
-    "NCCL_TOPO_FILE", "UCX_NET_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TMPDIR",
+    "NCCL_TOPO_FILE",
 )  # fmt: skip
-"""Variables that may differ between hosts, but not between ranks of one."""
+"""Variables that may differ between hosts, but not between the ranks of one host."""
 ONLY_LOGS = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS")
-LONGEST = 120
-"""Characters of a value that are shown."""
-
 
 FAULTS = {
     "configs": "start every host with the same files and overrides",
@@ -58,9 +49,7 @@ FAULTS = {
     "routes/interface": "set network.interface or GLOO_SOCKET_IFNAME to an existing interface, or neither",
     "routes/loopback": "start torchrun with the master's address on the network (Debian's /etc/hosts has 127.0.1.1 for the"
     " host's own name: give the address instead of the name), or set network.interface",
-    "routes/same": "give each host an address of its own on the network between them, or set network.interface",
-    "socket_interfaces": "set it to one of these on this host, or unset it",
-    "clocks": "set the hosts' clocks by NTP (chronyc makestep)",
+    "routes/same": "give each host a different address on the network between them, or set network.interface",
     "needed_packages": "install the environment of configs/environments that fits this CUDA, on every host",
     "versions": "install one environment on all hosts (configs/environments), and start torchrun from it",
     "environment": "export one value on every host before torchrun, or unset it everywhere",
@@ -69,31 +58,25 @@ FAULTS = {
     "devices": "give every host GPUs that torch can use, or set engine.device",
     "devices/unused": "install the torch that fits the driver (configs/environments), or set engine.device = cpu",
     "own_gpus": "make CUDA_VISIBLE_DEVICES list distinct GPUs for the ranks and torchruns of a host",
-    "locations": "give every rank a GPU of its own with --nproc-per-node and CUDA_VISIBLE_DEVICES",
+    "locations": "give every rank its own GPU with --nproc-per-node and CUDA_VISIBLE_DEVICES",
     "locations/placement": "change the mesh or parallel.rank_order, or how the ranks are spread over the hosts",
-    "occupied": "end it by its pid if it is a leftover, or leave this GPU out of CUDA_VISIBLE_DEVICES",
-    "occupied/unseen": "look with nvidia-smi outside the container, and end what is left over there",
+    "occupied": "end what is left over from earlier runs by its pid (nvidia-smi outside of the container shows all), or"
+    " leave this GPU out of CUDA_VISIBLE_DEVICES",
     "balance": "free the fuller ones; nvidia-smi shows which processes hold their memory",
     "limits": "raise it before torchrun: ulimit -n 65536",
-    "limits/locked": "raise it to unlimited before torchrun (in a container: --ulimit memlock=-1)",
     "shared_memory": "start the container with --ipc=host or --shm-size=16g, or remove what earlier runs left there",
     "folders": "set it to a folder that this user may write, with room",
     "ports": "choose another engine.base_port, or end the processes that hold these ports",
     "inputs": "copy it to the same path on every host, or put it on a file system that all of them mount",
     "reached": "let the two hosts talk on all ports (engines, gloo and NCCL choose theirs), and see that the address is the"
     " second's on the network between them",
-    "silent": "look at what this rank printed; it died, hangs in the driver, or its host was cut off meanwhile",
+    "silent": "look at what this rank printed: it has died, it hangs in the driver, or its host was cut off",
     "all_reduced/gloo": "see that these hosts reach one another on all ports, over the interface of GLOO_SOCKET_IFNAME",
     "all_reduced/nccl": "run it again with NCCL_DEBUG=INFO; then with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 or"
-    " NCCL_IB_DISABLE=1 on every host to see which transport fails",
-    "ipc": "in a container, allow it (--ipc=host, --cap-add=SYS_PTRACE); no expandable segments; or use"
-    " weights.transport = disk",
-    "ipc/gpu": "write CUDA_VISIBLE_DEVICES with UUIDs, the same way for all ranks of the host",
+    " NCCL_IB_DISABLE=1 on every host to see which transport fails (InfiniBand needs ulimit -l unlimited)",
     "missing": "look at what torchrun printed on its host: the rank died at its start, or its host does not reach MASTER_ADDR",
 }
 WARNINGS = {
-    "environment/other": FAULTS["environment"],
-    "preload/other": FAULTS["preload"],
     "slow": "see that the fastest interface between these hosts is in use, and that nothing else uses it",
 }
 ORDER = {key: position for position, key in enumerate((*FAULTS, *WARNINGS))}
@@ -104,7 +87,7 @@ Found = Iterator[tuple[str, Sequence[int], str]]
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that will (fault) or may (warning) make a run fail. ranks: where; empty: everywhere."""
+    """Something that will (fault) or may (warning) make a run fail. ranks: those it concerns; empty: all."""
 
     check: str
     fault: bool
@@ -154,7 +137,7 @@ def problems_of(view: Examination) -> list[Problem]:
 
 
 def missing(ranks: Sequence[int], world_size: int, seconds: float) -> Problem:
-    """Return the one problem of a job whose ranks did not all come, so that nothing between them can be measured."""
+    """Return the only problem of a job whose ranks did not all come: nothing between them can be measured."""
     return _problem("missing", (), f"{ranks_in_words(ranks)} of {world_size} never came (waited {seconds:.0f} s)")
 
 
@@ -164,7 +147,7 @@ def _problem(key: str, ranks: Iterable[int], what: str) -> Problem:
 
 
 def _network(view: Examination) -> Found:
-    """Check that each host has a route to the master, and an address and interfaces by which others reach it."""
+    """Check that each host has a route to the master, and an address by which others reach it."""
     for ranks, values in differences({each.rank: each.config[:8] for each in view.facts}):
         yield "configs", ranks, f"the resolved config differs: {values}"
     # Boot id and network namespace: hosts that are emulated without namespaces share both.
@@ -177,20 +160,10 @@ def _network(view: Examination) -> Found:
         if links.address and len(set(machines)) > 1 and ipaddress.ip_address(links.address.address).is_loopback:
             what = f"its address for {len(view.hosts) - 1} other hosts is {links.address.address}, which means itself on each"
             yield "routes/loopback", ranks, f"{what} of them ({links.address.why})"
-        if links.clock and abs(links.clock.offset) - links.clock.uncertainty > SKEW_SECONDS:
-            how = f"{abs(links.clock.offset):.1f} s {'ahead of' if links.clock.offset > 0 else 'behind'} rank 0's"
-            error = f"measured to {links.clock.uncertainty * 1000:.0f} ms; {SKEW_SECONDS:g} s is too much"
-            yield "clocks", ranks, f"this clock is {how} ({error})"
     addresses = {facts.rank: links.address.address for facts, links in view.by_rank if links.address}
     for address, ranks in ranks_by(addresses).items():
         if not ipaddress.ip_address(address).is_loopback and len({machines[rank] for rank in ranks}) > 1:
             yield "routes/same", ranks, f"several hosts have the same address {address}"
-    for facts in view.facts:
-        # Beginnings of names for NCCL; exact after =, excluded after ^.
-        names = tuple(facts.environment.get("NCCL_SOCKET_IFNAME", "^").lstrip("=").split(","))
-        if not names[0].startswith("^") and not any(each.startswith(names) for each in facts.interfaces):
-            what = f"NCCL_SOCKET_IFNAME={','.join(names)} names no interface that is up and has an address; there are"
-            yield "socket_interfaces", (facts.rank,), f"{what} {', '.join(facts.interfaces) or 'none'}"
 
 
 def _software(view: Examination) -> Found:
@@ -198,11 +171,10 @@ def _software(view: Examination) -> Found:
     for name in sorted({name for each in view.facts for name in each.versions}):
         for ranks, values in differences({each.rank: each.versions.get(name) for each in view.facts}):
             yield "versions", ranks, f"{name} differs: {values}"
-    for name in sorted({name for each in view.facts for name in each.environment} - set(PER_RANK)):
-        changes_behaviour = name.startswith(BEHAVIOUR_PREFIXES) and name not in ONLY_LOGS
+    for name in sorted({name for each in view.facts for name in each.environment}.difference(PER_RANK, ONLY_LOGS)):
         for group in view.hosts.values() if name in PER_HOST else [range(len(view.facts))]:
             for ranks, values in differences({rank: view.facts[rank].environment.get(name) for rank in group}):
-                yield "environment" if changes_behaviour else "environment/other", ranks, f"{name} differs: {values}"
+                yield "environment", ranks, f"{name} differs: {values}"
     for facts in view.facts:
         here, on_gpu = (facts.rank,), facts.device == "cuda"
         # Without torch_memory_saver, releasing an engine's memory frees nothing.
@@ -213,15 +185,16 @@ def _software(view: Examination) -> Found:
         if on_gpu and setting:
             why = "torch_memory_saver does not work with expandable segments, nor does CUDA IPC everywhere"
             yield "expandable_segments", here, f"{setting}: {why}"
-        preload = facts.environment.get("LD_PRELOAD", "")
-        if on_gpu and preload:
-            key = "preload" if "torch_memory_saver" in preload else "preload/other"
-            what = f"LD_PRELOAD={preload}: torch_memory_saver wants this variable for itself, and in the engine alone"
-            yield key, here, f"{what} (TorchMemorySaver observes invalid LD_PRELOAD)"
+        if on_gpu and "torch_memory_saver" in facts.preload:
+            yield (
+                "preload",
+                here,
+                f"LD_PRELOAD={facts.preload}: torch_memory_saver sets this variable, in the engine alone",
+            )
 
 
 def _gpus(view: Examination) -> Found:
-    """Check that each rank has a GPU, alone, that an engine's are alike, and that the engine can open a rank's memory."""
+    """Check that no two ranks share a GPU, and that the GPUs of an engine have about as much free memory."""
     for ranks, values in differences({each.rank: each.device for each in view.facts if not each.problem}):
         yield "devices", ranks, f"the ranks' devices differ: {values}"
     for uuid, ranks in ranks_by({each.rank: each.gpu.uuid for each in view.facts if each.gpu}).items():
@@ -233,8 +206,8 @@ def _gpus(view: Examination) -> Found:
             what = f"engine {dp}: from {min(free.values()) / GIB:.1f} to {max(free.values()) / GIB:.1f} GiB are free on its GPUs"
             yield "balance", full, f"{what} (SGLang: The memory capacity is unbalanced)"
     own = {(each.host, each.pid) for each in view.facts}
-    for facts, links in view.by_rank:
-        here, gpu, ipc = (facts.rank,), facts.gpu, links.ipc
+    for facts in view.facts:
+        here, gpu = (facts.rank,), facts.gpu
         if facts.problem:
             yield "locations", here, facts.problem.rstrip(".")
         hidden = facts.environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1")
@@ -243,28 +216,23 @@ def _gpus(view: Examination) -> Found:
             yield "devices/unused", here, f"the host has {facts.gpu_devices} GPUs, but {facts.gpu_reason}"
         if gpu is None:
             continue
-        for each in gpu.processes:
-            heavy = each.used >= OCCUPIED_BYTES or each.name.startswith("sglang::")
-            if heavy and (facts.host, each.pid) not in own:
-                what = f"process {each.pid} ({each.name}) holds {each.used / GIB:.1f} GiB of this rank's GPU"
-                yield "occupied", here, what
-        unseen = gpu.total - gpu.free - sum(each.used for each in gpu.processes)
-        if unseen > UNSEEN_BYTES:
-            what = f"{unseen / GIB:.1f} GiB of this rank's GPU are used by processes that cannot be seen from here"
-            yield "occupied/unseen", here, what
-        if ipc and ipc.error:
-            child = f"a child with CUDA_VISIBLE_DEVICES={ipc.visible}"
-            yield "ipc", here, f"{child} cannot open this rank's memory: {ipc.error}"
-        elif ipc and ipc.uuid != gpu.uuid:
-            what = f"the engine's process would be on GPU {ipc.uuid}, its trainer on {gpu.uuid}"
-            yield "ipc/gpu", here, f"{what} (CUDA_VISIBLE_DEVICES={ipc.visible})"
-    error = placements(view.dims, [each.location for each in view.facts], view.on_gpu)[1]
-    if error and not any(each.problem for each in view.facts):
-        yield "locations/placement", (), error
+        others = [each for each in gpu.processes if (facts.host, each.pid) not in own]
+        used = gpu.total - gpu.free - sum(each.used for each in gpu.processes if each not in others)
+        if used > OCCUPIED_BYTES:
+            who = (
+                ", ".join(f"process {each.pid} ({each.name})" for each in others)
+                or "processes that this one cannot see"
+            )
+            yield "occupied", here, f"{used / GIB:.1f} GiB of this rank's GPU are used by {who}"
+    if not any(each.problem for each in view.facts):
+        try:
+            place(view.dims, [each.location for each in view.facts if each.location], "cuda" if view.on_gpu else "cpu")
+        except ValueError as error:
+            yield "locations/placement", (), str(error)
 
 
 def _host(view: Examination) -> Found:
-    """Check limits, memory, folders and ports of each host, and what earlier runs left there."""
+    """Check the limits, memory, folders and ports of each host."""
     files = DESCRIPTORS + DESCRIPTORS_PER_RANK * len(view.facts)
     for facts, links in view.by_rank:
         here, ranks = (facts.rank,), view.hosts[facts.host]
@@ -275,19 +243,15 @@ def _host(view: Examination) -> Found:
         for name, free in facts.folders.items():
             if free < FOLDER_BYTES:
                 yield "folders", here, f"{name}: {free // MIB} MiB can be written there"
-        if 0 <= facts.limits["nofile"] < files:
-            allowed = f"{facts.limits['nofile']} open files are allowed (ulimit -n)"
+        if 0 <= facts.open_files < files:
+            allowed = f"{facts.open_files} open files are allowed (ulimit -n)"
             yield "limits", here, f"{allowed}; {len(view.facts)} ranks need {files} in each"
-        locked = facts.limits["memlock"]
-        if facts.infiniband and len(view.hosts) > 1 and facts.device == "cuda" and locked >= 0:
-            what = f"only {locked // 1024} KiB can be locked (ulimit -l), and NCCL over InfiniBand locks its buffers"
-            yield "limits/locked", here, what
         if links.ports_error:
             yield "ports", here, links.ports_error
     for what in sorted({what for each in view.facts for what in each.absent}):
         absent = [each.rank for each in view.facts if what in each.absent]
         local = what.partition(" = ")[2].startswith(("/", ".", "~"))
-        if local or len(absent) < len(view.facts):  # a hub id is on no host
+        if local or len(absent) < len(view.facts):  # a hub id does not exist on any host
             yield "inputs", absent, f"{what} is not there"
 
 
@@ -296,7 +260,7 @@ def _links(view: Examination) -> Found:
     for facts, links in view.by_rank:
         for reach in links.reaches:
             if reach.error:
-                here, there = host_labels(view)[facts.host], host_labels(view)[view.facts[reach.to].host]
+                here, there = host_name(facts.host), host_name(view.facts[reach.to].host)
                 what = f"{here} does not reach {there} at {reach.address} port {reach.port}: {reach.error}"
                 yield "reached", (facts.rank,), what
         for each in links.collectives:
@@ -306,61 +270,17 @@ def _links(view: Examination) -> Found:
     if silent := [rank for rank, links in enumerate(view.links) if links is None]:
         yield "silent", silent, "nothing came back from the measurements between ranks"
     for worst, _ in slowest(view):
-        if worst.latency > SLOW_LATENCY or worst.bandwidth < SLOW_BANDWIDTH[worst.backend]:
-            how = f"{worst.latency * 1000:.1f} ms for 8 bytes, {worst.bandwidth / 1e6:.1f} MB/s"
+        if worst.bandwidth < SLOW_BANDWIDTH[worst.backend]:
+            how = f"{worst.bandwidth / 1e6:.1f} MB/s"
             yield "slow", worst.ranks, f"{worst.backend} all-reduce of {worst.group} is slow: {how}"
 
 
 def slowest(view: Examination) -> Iterator[tuple[Collective, int]]:
-    """Yield the slowest group of each kind, with the highest latency of all, and how many groups there are."""
+    """Yield the slowest group of each kind, and how many groups there are."""
     measured = [each for _, links in view.by_rank for each in links.collectives if not each.error]
     for kind in dict.fromkeys((each.backend, each.group) for each in measured):
         groups = [each for each in measured if (each.backend, each.group) == kind]
-        worst = min(groups, key=lambda each: each.bandwidth)
-        yield replace(worst, latency=max(each.latency for each in groups)), len({each.ranks for each in groups})
-
-
-def ranks_by(values: Mapping[int, T]) -> dict[T, tuple[int, ...]]:
-    """Return the ranks that have each value, in the order of first ranks."""
-    found: dict[T, tuple[int, ...]] = {}
-    for rank, value in values.items():
-        found[value] = (*found.get(value, ()), rank)
-    return found
-
-
-def placements(
-    dims: ParallelDims, locations: Sequence[RankLocation | None], on_gpu: bool
-) -> tuple[tuple[EnginePlacement, ...], str]:
-    """Return where engines go, or nothing and why."""
-    known = [location for location in locations if location is not None]
-    if len(known) < len(locations):
-        return (), "a rank has no GPU that it can use"
-    try:
-        return place(dims, known, "cuda" if on_gpu else "cpu"), ""
-    except ValueError as error:
-        return (), str(error)
-
-
-def rank_spans(ranks: Iterable[int]) -> str:
-    """Return "0-3, 8" for 0, 1, 2, 3, 8."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans)
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0-3, 8"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {rank_spans(ranks)}"
-
-
-def host_labels(view: Examination) -> dict[str, str]:
-    """Return each host identity's hostname, or all of the identity where several hosts share one name."""
-    names = [host_name(host) for host in view.hosts]
-    return {host: name if names.count(name) == 1 else host for host, name in zip(view.hosts, names, strict=True)}
+        yield min(groups, key=lambda each: each.bandwidth), len({each.ranks for each in groups})
 
 
 def differences(values: Mapping[int, object]) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -368,10 +288,4 @@ def differences(values: Mapping[int, object]) -> Iterator[tuple[tuple[int, ...],
     groups = ranks_by(values)
     if len(groups) > 1:
         most = max(groups.values(), key=len)
-        words = "; ".join(f"{_shown(value)} on {ranks_in_words(ranks)}" for value, ranks in groups.items())
-        yield tuple(rank for ranks in groups.values() if ranks is not most for rank in ranks), words
-
-
-def _shown(value: object) -> str:
-    text = "unset" if value is None else str(value) or '""'
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 2 :]}"
+        yield tuple(rank for ranks in groups.values() if ranks is not most for rank in ranks), values_in_words(values)

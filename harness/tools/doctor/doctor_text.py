@@ -1,16 +1,13 @@
-"""The picture of a job, and its problems, as text and as JSON."""
+"""The table of a job's hosts, and its problems, as text."""
 
-import json
 from collections.abc import Iterator, Sequence
 
-from msgspec import to_builtins
-
+from harness.cluster.placement import host_name
 from harness.runtime.units import GIB
-from harness.tools.doctor.checks import Examination, Problem, host_labels, rank_spans, ranks_in_words, slowest
-from harness.tools.doctor.facts import NOT_INSTALLED
+from harness.tools.doctor.checks import Examination, Problem, slowest
+from harness.tools.environment_file import NOT_INSTALLED
+from harness.tools.ranks import ranks_in_words, runs
 
-RANK_LINES = 16
-"""Up to so many ranks have a line each; beyond, only hosts do."""
 SOFTWARE = ("python", "torch", "cuda", "nccl", "driver", "sglang", "torch_memory_saver", "transformers")
 
 
@@ -26,38 +23,20 @@ def as_text(view: Examination | None, problems: Sequence[Problem], seconds: floa
     return "\n".join([*lines, f"{', '.join(verdict)} ({seconds:.1f} s)"])
 
 
-def as_json(view: Examination | None, problems: Sequence[Problem], seconds: float) -> str:
-    """Return one object: verdict ("OK" or "faults"), seconds, findings, mesh, hosts, facts and links of every rank."""
-    result: dict[str, object] = {
-        "verdict": "faults" if any(each.fault for each in problems) else "OK",
-        "seconds": round(seconds, 1),
-        "findings": problems,
-    }
-    if view:
-        result |= {
-            "mesh": view.dims,
-            "hosts": {label: view.hosts[host] for host, label in host_labels(view).items()},
-            "ranks": view.facts,
-            "links": view.links,
-        }
-    return json.dumps(to_builtins(result), indent=1)
-
-
 def _where(view: Examination | None, problem: Problem) -> str:
     """Return hosts by name, with their ranks."""
     if view is None or not problem.ranks:
         return ""
     if len(problem.ranks) == len(view.facts):
         return " on all ranks"
-    labels = host_labels(view)
-    found = {labels[host]: [rank for rank in ranks if rank in problem.ranks] for host, ranks in view.hosts.items()}
-    return " on " + ", ".join(f"{label} ({ranks_in_words(ranks)})" for label, ranks in found.items() if ranks)
+    found = {host: [rank for rank in ranks if rank in problem.ranks] for host, ranks in view.hosts.items()}
+    return " on " + ", ".join(f"{host_name(host)} ({ranks_in_words(ranks)})" for host, ranks in found.items() if ranks)
 
 
 def _picture(view: Examination) -> Iterator[str]:
     """Yield lines: hosts, ranks, GPUs, interface and address; then groups with their speeds."""
-    dims, labels = view.dims, host_labels(view)
-    width = max(4, *map(len, labels.values()))
+    dims = view.dims
+    width = max(4, *(len(host_name(host)) for host in view.hosts))
     yield (
         f"{len(view.facts)} ranks on {len(view.hosts)} host{'s' if len(view.hosts) > 1 else ''}, mesh dp={dims.dp} tp={dims.tp}"
         f" pp={dims.pp}, {dims.rank_order} ({'GPU' if view.on_gpu else f'no GPU: {view.facts[0].gpu_reason}'})"
@@ -66,27 +45,20 @@ def _picture(view: Examination) -> Iterator[str]:
     yield ", ".join(
         f"{name} {found[name]}" for name in SOFTWARE if found.get(name, "none") not in ("none", NOT_INSTALLED)
     )
-    yield f"\n{'host':<{width}}  {'ranks':<9} {'address (interface)':<28} {'clock':<10} {'shm free':>8} {'files':>7} {'ports':>7}  GPUs"
+    yield f"\n{'host':<{width}}  {'ranks':<9} {'address (interface)':<28} {'shm free':>8} {'files':>8} {'ports':>7}  GPUs"
     for facts, links, ranks in view.by_host:
         address = f"{links.address.address} ({links.address.interface})" if links.address else "none"
-        clock = "reference" if facts.rank == 0 else f"{links.clock.offset:+.3f} s" if links.clock else "unknown"
-        files = "no end" if facts.limits["nofile"] < 0 else facts.limits["nofile"]
+        files = "no limit" if facts.open_files < 0 else facts.open_files
         yield (
-            f"{labels[facts.host]:<{width}}  {rank_spans(ranks):<9} {address:<28} {clock:<10} {facts.shared_memory / GIB:>6.1f} G"
-            f" {files:>7} {links.ports or 'none':>7}  {_gpus(view, ranks)}"
+            f"{host_name(facts.host):<{width}}  {runs(ranks):<9} {address:<28} {facts.shared_memory / GIB:>6.1f} G"
+            f" {files:>8} {links.ports or 'none':>7}  {_gpus(view, ranks)}"
         )
-    if len(view.facts) <= RANK_LINES:
-        yield f"\nrank  {'host':<{width}}  dp tp pp  GPU"
-        for facts in view.facts:
-            at, gpu = dims.coordinates(facts.rank), facts.gpu
-            memory = f"{gpu.uuid} {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free" if gpu else "-"
-            yield f"{facts.rank:>4}  {labels[facts.host]:<{width}}  {at.dp:>2} {at.tp:>2} {at.pp:>2}  {memory}"
     yield ""
     for worst, groups in slowest(view):
         many = f"{groups} groups of {len(worst.ranks)}, the slowest" if groups > 1 else "1 group"
         yield (
             f"{worst.backend} all-reduce, {worst.group:<6} {many} ({ranks_in_words(worst.ranks)}):"
-            f" {worst.bandwidth / 1e9:.2f} GB/s, {worst.latency * 1e6:.0f} us"
+            f" {worst.bandwidth / 1e9:.2f} GB/s"
         )
 
 
@@ -94,8 +66,4 @@ def _gpus(view: Examination, ranks: Sequence[int]) -> str:
     gpus = [gpu for rank in ranks if (gpu := view.facts[rank].gpu)]
     if not gpus:
         return "none"
-    here = {gpu.uuid for gpu in gpus}
-    pairs = [linked for gpu in gpus for uuid, linked in (gpu.nvlink or {}).items() if uuid in here]
-    unknown = any(gpu.nvlink is None for gpu in gpus)
-    nvlink = "NVLink unknown" if unknown else "NVLink" if pairs and all(pairs) else "no NVLink" if pairs else "one GPU"
-    return f"{len(here)} x {gpus[0].name}, {nvlink}"
+    return f"{len({gpu.uuid for gpu in gpus})} x {gpus[0].name}, {min(gpu.free for gpu in gpus) / GIB:.1f} GiB free"

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,28 +13,28 @@ from msgspec.structs import replace
 
 from harness.cluster import network
 from harness.cluster.mesh import ParallelDims
-from harness.cluster.placement import EnginePlacement
-from harness.cluster.world import Launch, child_environment
+from harness.cluster.world import Launch
 from harness.config.schema import Config
 from harness.tools.doctor import links
-from harness.tools.doctor.checks import Examination, Problem, missing, placements, problems_of, ranks_by
-from harness.tools.doctor.cuda_ipc import IpcChild
-from harness.tools.doctor.doctor_text import as_json, as_text
+from harness.tools.doctor.checks import Examination, Problem, missing, problems_of
+from harness.tools.doctor.doctor_text import as_text
 from harness.tools.doctor.facts import RankFacts, collect
 from harness.tools.doctor.job_store import Absent, JobStore, connect, left, within
+from harness.tools.ranks import ranks_by
 
 OK, FAULTS = 0, 1
 
-# Seconds after this process began: by then it has met, all have reported facts, all have measured, rank 0 has judged.
+# Deadlines in seconds after this process began: the store is reached, all facts are in, all measurements are in, rank 0 has
+# printed the result.
 MEET, FACTS, LINKS, VERDICT = 8.0, 11.0, 20.0, 22.0
 SPREAD = 2.0
-"""By how much ranks may begin apart: others wait for rank 0 so much longer than rank 0 for them."""
+"""By how much the starts of ranks may differ: the others wait for rank 0 this much longer than rank 0 waits for them."""
 LEAVE_SECONDS = 2.0
 READY = 5.0
-"""Seconds from the roster to the first all-reduce, if a rank does not come to it: those that came begin it together."""
+"""Seconds that the ranks wait for each other before the first all-reduce; then those that came begin."""
 
 
-def examine(config: Config, launch: Launch, environment: Mapping[str, str], json: bool = False) -> int:
+def examine(config: Config, launch: Launch, environment: Mapping[str, str]) -> int:
     """Examine the job, and print the result on rank 0. Return 0, or 1 if there are faults, on every rank.
 
     Raise ValueError if the mesh has another size than the world.
@@ -43,8 +43,8 @@ def examine(config: Config, launch: Launch, environment: Mapping[str, str], json
     dims = ParallelDims.of(config.parallel)
     dims.validate(launch.world_size)
     try:
-        doctor = _Doctor(config, dims, launch, environment, began, as_json if json else as_text)
-        # Torch's store keeps to its timeouts only while its server answers; a host that is cut off must end too.
+        doctor = _Doctor(config, dims, launch, environment, began)
+        # torch's store keeps its timeouts only while its server answers, but a host that is cut off must end too.
         return within(left(began + VERDICT + 2 * SPREAD), doctor.run)
     except (OSError, dist.DistError) as error:
         at = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
@@ -61,9 +61,8 @@ class _Doctor:
     launch: Launch
     environment: Mapping[str, str]
     began: float
-    text: Callable[[Examination | None, list[Problem], float], str]
     members: list[RankFacts] = field(default_factory=list)
-    """Of every rank, once all have come, as far as another rank must know it."""
+    """What every rank must know about every other one, once all have come."""
 
     def __post_init__(self) -> None:
         self.rank = self.launch.rank
@@ -90,7 +89,7 @@ class _Doctor:
         facts = tuple(each for each in gathered if each)
         if self.rank == 0:
             absent = [rank for rank, each in enumerate(gathered) if each is None]
-            slim = [replace(each, versions={}, environment={}, interfaces={}) for each in facts]
+            slim = [replace(each, versions={}, environment={}) for each in facts]
             self.store.put("members", [] if absent else slim)
             if absent:
                 return self._judge(None, [missing(absent, self.launch.world_size, FACTS)])
@@ -106,7 +105,7 @@ class _Doctor:
 
     def _judge(self, view: Examination | None, problems: list[Problem]) -> int:
         """Print on rank 0 before other ranks end: torchrun ends all ranks at the first exit that is not 0."""
-        print(self.text(view, problems, time.monotonic() - self.began), flush=True)
+        print(as_text(view, problems, time.monotonic() - self.began), flush=True)
         code = FAULTS if any(each.fault for each in problems) else OK
         self.store.put("verdict", code)
         # The store may end with this process: let the others read it.
@@ -133,40 +132,36 @@ class _Doctor:
         device = None if facts.gpu_index is None else torch.device("cuda", facts.gpu_index)
         ready = time.monotonic() + left(end, READY)
         leaders = [ranks[0] for ranks in self.hosts]
-        engines, _ = placements(self.dims, [each.location for each in self.members], self.members[0].device == "cuda")
         with contextlib.ExitStack() as stack:
-            child = self._ipc_child(engines, device, found)  # it imports torch meanwhile
-            if child:
-                stack.callback(child.end)
             if self.rank in leaders:
-                listening = "", 0
-                try:
-                    ports = stack.enter_context(links.open_port(self.config.engine.base_port, str(self.rank)))
-                    found.ports = ports.port
-                    listening = found.address.address if found.address else "", ports.dist_init_port
-                except OSError as error:
-                    found.ports_error = error.strerror or str(error)
-                self.store.put(f"port/{self.rank}", listening)
-                found.clock = links.clock_of_host(self.store, leaders, ready)
-                targets = []
-                for other in set(leaders) - {self.rank}:
-                    with contextlib.suppress(Absent):  # its silence is a problem in itself
-                        address, port = self.store.get(f"port/{other}", left(ready), tuple[str, int])
-                        targets += [(other, address, port)] * bool(address)
-                found.reaches = links.reach_all(targets, left(ready, links.CONNECT_SECONDS))
+                self._reach_other_hosts(leaders, ready, found, stack)
             self.store.barrier("ready", left(ready))
             uuids = {each.gpu.uuid for each in self.members if each.gpu}
             alone = device if len(uuids) == len(self.members) else None  # NCCL refuses two ranks on one GPU
             groups = links.groups_of(self.dims, self.hosts)
             found.collectives = links.all_reduces(self._connect, self.rank, groups, alone, end)
-            if child and found.ipc:
-                try:
-                    found.ipc = replace(found.ipc, uuid=child.uuid(left(end)))
-                except (RuntimeError, TimeoutError) as error:
-                    found.ipc = replace(found.ipc, error=str(error))
             # Ports stay open until the last rank has looked.
             self.store.barrier("measured", left(end, links.CONNECT_SECONDS))
         return found
+
+    def _reach_other_hosts(
+        self, leaders: list[int], ready: float, found: links.RankLinks, stack: contextlib.ExitStack
+    ) -> None:
+        """Open a port on this host as an engine does, and connect to those of the other hosts."""
+        listening = "", 0
+        try:
+            ports = stack.enter_context(links.open_port(self.config.engine.base_port, str(self.rank)))
+            found.ports = ports.port
+            listening = found.address.address if found.address else "", ports.dist_init_port
+        except OSError as error:
+            found.ports_error = error.strerror or str(error)
+        self.store.put(f"port/{self.rank}", listening)
+        targets = []
+        for other in set(leaders) - {self.rank}:
+            with contextlib.suppress(Absent):  # its silence is a problem in itself
+                address, port = self.store.get(f"port/{other}", left(ready), tuple[str, int])
+                targets += [(other, address, port)] * bool(address)
+        found.reaches = links.reach_all(targets, left(ready, links.CONNECT_SECONDS))
 
     def _choose_address(self, facts: RankFacts, route: str, found: links.RankLinks) -> None:
         """Choose the host's address as a run does; with several hosts, set gloo's and NCCL's variables as a run does."""
@@ -180,19 +175,3 @@ class _Doctor:
             return
         if len(self.hosts) > 1:
             os.environ.update(network.variables(found.address, self.environment))
-
-    def _ipc_child(
-        self, engines: tuple[EnginePlacement, ...], device: torch.device | None, found: links.RankLinks
-    ) -> IpcChild | None:
-        """Start a child that sees what this rank's engine will see; None if their processes share no GPU."""
-        node = next((node for engine in engines for node in engine.nodes if self.rank in node.ranks), None)
-        visible = node.cuda_visible_devices if node else None
-        if node is None or visible is None or device is None or not self.config.parallel.colocate:
-            return None
-        found.ipc = links.Ipc(visible=visible)
-        try:
-            with child_environment({"CUDA_VISIBLE_DEVICES": visible}):
-                return IpcChild(device, node.base_gpu_id + node.ranks.index(self.rank))
-        except RuntimeError as error:
-            found.ipc = links.Ipc(visible=visible, error=links.first_line(error))
-            return None

@@ -1,17 +1,15 @@
-"""What one rank reports of itself: its host, network, limits, versions, environment and GPU.
+"""What one rank reports about itself: its host, network, limits, versions, environment and GPU.
 
-What cannot be read is reported with the reason, never left out. A GPU is read through NVML (nvidia-ml-py, which SGLang
-depends on), else through torch, which sees its memory but neither its processes nor NVLink.
+What cannot be read is reported with the reason. A GPU is read through NVML (nvidia-ml-py, on which SGLang depends), or else
+through torch, which sees the GPU's memory but not the processes that hold it.
 """
 
 import os
-import platform
 import resource
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +17,12 @@ import msgspec
 import psutil
 import torch
 
-from harness.cluster.network import own_interfaces, route_to_master
+from harness.cluster.network import route_to_master
 from harness.cluster.placement import RankLocation
-from harness.cluster.world import BEHAVIOUR_PREFIXES, Launch, choose_device, host_identity, own_location
+from harness.cluster.world import Launch, behaviour, choose_device, host_identity, own_location
 from harness.config.layers import digest
 from harness.config.schema import Config
-from harness.runtime import redact
-from harness.tools.doctor.cuda_ipc import gpu_uuid
-
-PACKAGES = (
-    "torch", "sglang", "torch_memory_saver", "transformers", "sglang-kernel", "sgl-kernel", "flashinfer-python",
-    "triton", "accelerate", "safetensors", "numpy",
-)  # fmt: skip
-NOT_INSTALLED = "not installed"
-
-COMPARED = (
-    *BEHAVIOUR_PREFIXES, "CONDA_PREFIX", "FLASHINFER_", "HF_", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVIDIA_", "NVSHMEM_", "PATH",
-    "PYTHONHASHSEED", "PYTHONPATH", "TMPDIR", "TMS_", "TORCHINDUCTOR_", "TP_", "TRANSFORMERS_", "TRITON_", "UCX_",
-    "VIRTUAL_ENV",
-)  # fmt: skip
-"""Beginnings of the variables that decide which code runs, what it reads or how it behaves."""
-
-LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
+from harness.tools.environment_file import package_versions
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +41,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     free: int
     processes: tuple[GpuProcess, ...] = ()
-    nvlink: Mapping[str, bool] | None = None
-    """UUID of each other GPU of this host -> whether NVLink connects them; None: not known without NVML."""
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +56,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """cpu or cuda: where the trainer of this rank runs."""
     gpu_index: int | None
     problem: str
-    """Why there is no location or no device as the config wants it."""
+    """Why this rank cannot get the device that the config asks for."""
     gpu: Gpu | None
     gpu_reason: str
     """Why gpu is None, or known through torch alone."""
@@ -86,19 +66,19 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Own address on the route to MASTER_ADDR; None: there is none."""
     master: str
     """What MASTER_ADDR resolves to here; without a route, why there is none."""
-    interfaces: Mapping[str, tuple[str, ...]]
-    """Those that are up, with their addresses."""
     shared_memory: int
     """Bytes that can be written to /dev/shm."""
     folders: Mapping[str, int]
     """TMPDIR and the folder of the run, by the words that name it -> bytes that can be written to it."""
-    limits: Mapping[str, int]
-    """Soft ones; -1 is unlimited."""
-    infiniband: bool
+    open_files: int
+    """How many files this process may have open; -1: any number."""
     versions: Mapping[str, str]
     environment: Mapping[str, str]
+    """The variables that change how torch, NCCL, CUDA or SGLang behave."""
+    preload: str
+    """LD_PRELOAD."""
     absent: tuple[str, ...]
-    """The config's paths that are not here, as "model.name = PATH"; a hub id looks like one."""
+    """The config's paths that do not exist here, as "model.name = PATH". A hub id looks like a path too."""
 
 
 def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> RankFacts:
@@ -115,7 +95,6 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
     except ValueError as error:  # as a run of this config would raise it
         problem = str(error)
     gpu, gpu_reason = look_at_gpu(device)
-    states = psutil.net_if_stats()
     key = "weights.folder" if config.weights.folder else "run.dir"
     folder = Path(config.weights.folder or config.run.dir or "runs").absolute()
     paths = [("model.name", config.model.name), *(("task.source", source) for source in config.task.source)]
@@ -133,18 +112,15 @@ def collect(config: Config, launch: Launch, environment: Mapping[str, str]) -> R
         gpu_devices=sum(1 for _ in Path("/dev").glob("nvidia[0-9]*")),
         route=route,
         master=master,
-        interfaces={name: tuple(own) for name, own in own_interfaces().items() if name in states and states[name].isup},
         shared_memory=room("/dev/shm"),
         folders={
             f"TMPDIR = {tempfile.gettempdir()}": room(tempfile.gettempdir()),
             f"{key} = {folder}": room(next(each for each in (folder, *folder.parents) if each.is_dir())),
         },
-        limits={name: resource.getrlimit(number)[0] for name, number in LIMITS.items()},
-        infiniband=any(Path("/sys/class/infiniband").glob("*")),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         versions=versions(),
-        environment={
-            name: redact.variable(name, environment[name]) for name in sorted(environment) if name.startswith(COMPARED)
-        },
+        environment=behaviour(environment),
+        preload=environment.get("LD_PRELOAD", ""),
         absent=tuple(
             f"{name} = {path}" for name, path in paths if "/" in path and not Path(path).expanduser().exists()
         ),
@@ -161,11 +137,8 @@ def room(folder: str | Path) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, packages (by metadata: importing SGLang takes 17 s), CUDA, NCCL and the driver."""
-    found = {"python": platform.python_version()} | dict.fromkeys(PACKAGES, NOT_INSTALLED)
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+    """Return the versions of Python, packages, CUDA, NCCL and the driver."""
+    found = package_versions()
     found["cuda"] = torch.version.cuda or "none"
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     with suppress(ImportError, RuntimeError), nvml() as library:
@@ -202,25 +175,25 @@ def nvml() -> Iterator[Any]:
 
 
 def _gpu_by_nvml(library: Any, uuid: str) -> Gpu:
-    handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
-    others = {library.nvmlDeviceGetUUID(handle): handle for handle in handles}
-    own = others.pop(uuid, None) or library.nvmlDeviceGetHandleByUUID(uuid)  # a MIG device is in no list
+    own = library.nvmlDeviceGetHandleByUUID(uuid)
     names = {each.pid: each.info["name"] for each in psutil.process_iter(["name"])}
-    memory, nvlink = library.nvmlDeviceGetMemoryInfo(own), library.NVML_P2P_CAPS_INDEX_NVLINK
+    memory = library.nvmlDeviceGetMemoryInfo(own)
     return Gpu(
         uuid=uuid,
         name=library.nvmlDeviceGetName(own),
         total=int(memory.total),
         free=int(memory.free),
         processes=tuple(
-            # NVML counts pids outside the container, where they may mean no process here.
+            # NVML counts pids outside the container, where they may be no process of this one.
             GpuProcess(
                 pid=each.pid, name=names.get(each.pid, "not visible from here"), used=int(each.usedGpuMemory or 0)
             )
             for each in library.nvmlDeviceGetComputeRunningProcesses(own)
         ),
-        nvlink={
-            other: library.nvmlDeviceGetP2PStatus(own, there, nvlink) == library.NVML_P2P_STATUS_OK
-            for other, there in others.items()
-        },
     )
+
+
+def gpu_uuid(index: int) -> str:
+    """Return a GPU's UUID as nvidia-smi -L prints it, without making a CUDA context."""
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"

@@ -1,4 +1,4 @@
-"""What is between ranks: clocks, sockets, and all-reduces of every group, each with a deadline."""
+"""What connects the ranks: TCP between hosts, and an all-reduce of every group. Each has a deadline."""
 
 import contextlib
 import itertools
@@ -20,25 +20,16 @@ from msgspec.structs import replace
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.network import HostAddress
 from harness.cluster.ports import EnginePorts, PortLease
-from harness.tools.doctor.job_store import Absent, JobStore, left, within
+from harness.tools.doctor.job_store import JobStore, left, within
 
 Backend = Literal["gloo", "nccl"]
 
-CLOCK_ROUNDS = 7
 CONNECT_SECONDS = 3.0
 COLLECTIVE_SECONDS: dict[Backend, float] = {"gloo": 4.0, "nccl": 8.0}
-LATENCY_ROUNDS = 10
-BANDWIDTH_ROUNDS = 3
+ROUNDS = 3
 BUFFER_BYTES: dict[Backend, int] = {"gloo": 4 << 20, "nccl": 64 << 20}
-"""What a link that is called slow can carry five times within COLLECTIVE_SECONDS."""
-UNTRIED = "not tried: those before it used up the time"
-
-
-class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
-    """A host's clock minus rank 0's, in seconds, and by how much the measurement can be off: half a round trip."""
-
-    offset: float
-    uncertainty: float
+"""So small that even a link that counts as slow carries it five times within COLLECTIVE_SECONDS."""
+UNTRIED = "not tried: the groups before it used up the time"
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,17 +47,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     backend: Backend
     group: str
     ranks: tuple[int, ...]
-    latency: float = 0.0
-    """Seconds for 8 bytes, the best of several."""
     bandwidth: float = 0.0
-    error: str = ""
-
-
-class Ipc(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU on which a child with the engine's CUDA_VISIBLE_DEVICES opened this rank's handle, or why it could not."""
-
-    visible: str
-    uuid: str = ""
     error: str = ""
 
 
@@ -79,23 +60,18 @@ class RankLinks(msgspec.Struct, kw_only=True):
     address_error: str = ""
     ports: int | None = None
     ports_error: str = ""
-    clock: ClockOffset | None = None
     reaches: tuple[Reach, ...] = ()
     collectives: tuple[Collective, ...] = ()
-    ipc: Ipc | None = None
 
 
 def groups_of(dims: ParallelDims, hosts: Iterable[Sequence[int]]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the groups whose links a run uses, by kind; hosts: the ranks of each host.
+    """Return the groups that a run uses, by kind; hosts: the ranks of each host.
 
-    engine (tp x pp), tp and pp if both are more than one rank, hosts (the first rank of each), world. A kind is left out
-    if its groups are those of an earlier one, or of one rank each.
+    engine: the ranks of each engine. hosts: the first rank of each host. world: all ranks. A kind is left out if its groups
+    have one rank each, or are those of an earlier kind.
     """
-    engines = tuple(dims.engine_ranks(dp) for dp in range(dims.dp))
     kinds = {
-        "engine": engines,
-        "tp": tuple(engine[at : at + dims.tp] for engine in engines for at in range(0, len(engine), dims.tp)),
-        "pp": tuple(engine[index :: dims.tp] for engine in engines for index in range(dims.tp)),
+        "engine": tuple(dims.engine_ranks(dp) for dp in range(dims.dp)),
         "hosts": (tuple(ranks[0] for ranks in hosts),),
         "world": (tuple(range(dims.world_size)),),
     }
@@ -104,30 +80,6 @@ def groups_of(dims: ParallelDims, hosts: Iterable[Sequence[int]]) -> dict[str, t
         if len(groups[0]) > 1:
             chosen.setdefault(frozenset(map(frozenset, groups)), kind)
     return {kind: kinds[kind] for kind in chosen.values()}
-
-
-def clock_of_host(store: JobStore, hosts: Sequence[int], end: float) -> ClockOffset | None:
-    """Compare the clocks of hosts' first ranks (rank 0 first) with rank 0's; return None if no answer came.
-
-    Cristian's algorithm over the store: the round trip that took least time bounds the error.
-    """
-    if store.rank == 0:
-        for rank in hosts[1:]:
-            with contextlib.suppress(Absent):  # this host is not there; the others are
-                for number in range(CLOCK_ROUNDS):
-                    store.get(f"clock/{rank}/{number}/ask", left(end, CONNECT_SECONDS), bool)
-                    store.put(f"clock/{rank}/{number}/tell", time.time())
-        return ClockOffset(offset=0.0, uncertainty=0.0)
-    measured = []
-    with contextlib.suppress(Absent):
-        for number in range(CLOCK_ROUNDS):
-            sent, began = time.time(), time.monotonic()
-            store.put(f"clock/{store.rank}/{number}/ask", True)
-            theirs = store.get(f"clock/{store.rank}/{number}/tell", left(end), float)
-            half = (time.monotonic() - began) / 2
-            measured.append(ClockOffset(offset=sent + half - theirs, uncertainty=half))
-    # In round 0 rank 0 may have been busy with another host.
-    return min(measured[1:], key=lambda each: each.uncertainty, default=None)
 
 
 @contextmanager
@@ -183,7 +135,7 @@ def all_reduces(
 ) -> tuple[Collective, ...]:
     """Measure this rank's group of each kind by gloo, and by NCCL if there is a device; a call of all ranks.
 
-    On a connection of its own, in a thread that may be left behind. Ranks wait for one another before each kind, so that
+    It uses a separate connection, in a thread that may be left behind. Ranks wait for one another before each kind, so that
     one broken group does not make the next one late.
     """
     backends: tuple[Backend, ...] = ("gloo", "nccl") if device else ("gloo",)
@@ -211,7 +163,7 @@ def all_reduces(
 
 
 def _all_reduce(store: JobStore, of: Collective, seconds: float, device: torch.device | None) -> Collective:
-    """Measure latency and bandwidth, best of several. Raise RuntimeError if a sum comes out wrong."""
+    """Measure the bandwidth, best of several rounds. Raise RuntimeError if a sum comes out wrong."""
     position, size = of.ranks.index(store.rank), len(of.ranks)
     # Groups of one kind are disjoint, so their first ranks distinguish them.
     meeting = dist.PrefixStore(f"{of.backend}/{of.group}/{of.ranks[0]}", store.store)
@@ -236,12 +188,11 @@ def _all_reduce(store: JobStore, of: Collective, seconds: float, device: torch.d
     timed(word)
     if word.item() != size * (size - 1) / 2:
         raise RuntimeError(f"the sum of 0 to {size - 1} came out as {word.item():g}")
-    latency = min(timed(word) for _ in range(LATENCY_ROUNDS))
     buffer = torch.zeros(BUFFER_BYTES[of.backend] // 4, device=device)
     timed(buffer)
-    fastest = min(timed(buffer) for _ in range(BANDWIDTH_ROUNDS))
+    fastest = min(timed(buffer) for _ in range(ROUNDS))
     moved = 2 * (size - 1) / size * BUFFER_BYTES[of.backend]
-    return replace(of, latency=latency, bandwidth=moved / fastest, error="")
+    return replace(of, bandwidth=moved / fastest, error="")
 
 
 def first_line(error: BaseException) -> str:

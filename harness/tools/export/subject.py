@@ -1,4 +1,4 @@
-"""What is exported or reported: a config that has not run, or a run directory with what was seen in it."""
+"""What is exported or reported: a config that was not run, or a run directory with what happened in it."""
 
 import json
 from collections import Counter
@@ -11,17 +11,39 @@ from typing import Any
 import msgspec
 
 from harness.cluster.placement import host_name
-from harness.config.layers import ConfigError
+from harness.config.layers import ConfigError, Layer, key_types, read_layer
 from harness.config.schema import Config
+from harness.runtime.files import is_regular
 from harness.runtime.phases import phase_of_step
 from harness.tools.command_line import parse
 
 PASSED = "PASSED: "
 MISTAKES = {"ConfigError": 2, "UnsupportedEnvironment": 125}
-"""Exit codes of the errors by which a run ends before it begins."""
+"""Exit codes of the errors that end a run before it starts."""
 OUTER_PHASES = ("run",)
-"""Phases that hold the others, and fail with them."""
+"""Phases that contain the others, and fail with them."""
 Event = Mapping[str, Any]
+
+# What is read of a line of events/: these fields for each event, and no line that has others.
+_EVERY = [("time", float), ("rank", int), ("host", str), ("event", str)]
+_IN_PHASE = [*_EVERY, ("phase", str), ("step", int | None)]
+_MEMORY = ("memory", dict[str, float] | None, None)
+_EVENTS = {
+    "phase_start": msgspec.defstruct("PhaseStart", _IN_PHASE),
+    "phase_end": msgspec.defstruct("PhaseEnd", [*_IN_PHASE, _MEMORY]),
+    "phase_failed": msgspec.defstruct("PhaseFailed", [*_IN_PHASE, ("error", str)]),
+    "failed": msgspec.defstruct("Failed", [*_EVERY, ("error", str), ("traceback", str, "")]),
+    "say": msgspec.defstruct("Say", [*_EVERY, ("text", str)]),
+    "engine_call": msgspec.defstruct("EngineCall", [*_EVERY, ("call", str), ("seconds", float), ("ok", bool)]),
+    "verification": msgspec.defstruct("VerificationLines", [*_EVERY, ("lines", tuple[str, ...])]),
+    "placement": msgspec.defstruct("Picture", [*_EVERY, ("picture", tuple[str, ...])]),
+    "engine": msgspec.defstruct(
+        "EngineFacts",
+        [*_EVERY, ("version", str), ("device", str), ("defaults", str), ("arguments", dict[str, Any])],
+    ),
+    "log_prob_baseline": msgspec.defstruct("Baseline", [*_EVERY, ("log_prob_difference_mean", float)]),
+}
+_OTHER = msgspec.defstruct("OtherEvent", _EVERY)
 
 # What is read of failure-*.json.
 _PLACE = msgspec.defstruct("Place", [("phase", str), ("step", int | None)])
@@ -44,7 +66,7 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """How a run ended. All but code and verdict are of its first failure."""
+    """How a run ended. All fields but code and verdict describe its first failure."""
 
     code: int | None  # of the rank that failed first; None where the run did not come to an end
     verdict: tuple[str, ...]  # its last lines: PASSED, or the first failure and what followed
@@ -59,7 +81,7 @@ class RunEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """One run, done or to be done."""
+    """One run, past or planned."""
 
     words: tuple[str, ...]  # of the command line: TOML files and overrides, or the run directory
     config: Config
@@ -69,6 +91,7 @@ class Subject:
     seen: RunEnd | None = None
     script: str = "launch/ppo.py"
     events: tuple[Event, ...] = ()
+    unknown_keys: tuple[str, ...] = ()  # of its config.toml: another version of the harness wrote them
 
     @property
     def torchrun(self) -> str:
@@ -83,10 +106,11 @@ def read_subject(words: Sequence[str]) -> Subject:
     """Read `CONFIG.toml ... [--section.key VALUE]`, or a run directory and overrides; raise ConfigError for others."""
     folder = Path(words[0]) if words and not words[0].startswith("--") and not words[0].endswith(".toml") else None
     if folder and (lacks := [name for name in ("config.toml", "environment.json") if not (folder / name).is_file()]):
-        raise ConfigError(f"{folder} is no run directory: it has no {lacks[0]}; give a run.dir or a TOML file.")
-    command = parse([str(folder / "config.toml"), *words[1:]] if folder else words)
+        raise ConfigError(f"{folder} is not a run directory: it has no {lacks[0]}; give a run.dir or a TOML file.")
+    known, unknown_keys = known_part(read_layer(str(folder / "config.toml"))) if folder else (None, ())
+    command = parse(words[1:], base=[known]) if known else parse(words)
     options, parallel = command.options, command.config.parallel
-    if options.dry_run or options.check or options.json or options.cuda_visible_devices:
+    if options.dry_run or options.check or options.cuda_visible_devices:
         raise ConfigError("--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out.")
     if folder:
         file, events = folder / "environment.json", read_events(folder)
@@ -105,6 +129,7 @@ def read_subject(words: Sequence[str]) -> Subject:
             seen=read_end(folder, events),
             script="launch/sync.py" if is_sync else "launch/ppo.py",
             events=tuple(events),
+            unknown_keys=unknown_keys,
         )
     world_size = parallel.dp * parallel.tp * parallel.pp
     nproc_per_node = options.nproc_per_node or world_size // options.nnodes
@@ -112,6 +137,21 @@ def read_subject(words: Sequence[str]) -> Subject:
         got = f"{options.nnodes} * {nproc_per_node}"
         raise ConfigError(f"--nnodes times --nproc-per-node must be the mesh's {world_size} ranks, got {got}.")
     return Subject(words=tuple(words), config=command.config, nnodes=options.nnodes, nproc_per_node=nproc_per_node)
+
+
+def known_part(layer: Layer) -> tuple[Layer, tuple[str, ...]]:
+    """Return the layer without the keys that this version does not know, and those keys."""
+    kinds = key_types()
+    sections = {key.partition(".")[0] for key in kinds}
+    table: dict[str, Any] = {}
+    unknown = []
+    for section, values in layer.table.items():
+        if section not in sections or not isinstance(values, dict):
+            unknown.append(section)
+            continue
+        table[section] = {name: value for name, value in values.items() if f"{section}.{name}" in kinds}
+        unknown += [f"{section}.{name}" for name in values if f"{section}.{name}" not in kinds]
+    return Layer(layer.source, table), tuple(unknown)
 
 
 def _decode(file: Path, kind: Any, writer: str) -> Any:
@@ -124,7 +164,12 @@ def _decode(file: Path, kind: Any, writer: str) -> Any:
 
 def read_end(folder: Path, events: Sequence[Event]) -> RunEnd:
     """Return what the watchdogs wrote, else what the ranks' own events say."""
-    verdicts = [_decode(file, _KEPT, "a watchdog") for file in sorted(folder.glob("failure-*.json"))]
+    verdicts: list[Any] = []
+    for file in filter(is_regular, sorted(folder.glob("failure-*.json"))):
+        with suppress(
+            msgspec.DecodeError, RecursionError
+        ):  # a full disk leaves it empty; other hosts have written theirs
+            verdicts.append(msgspec.json.decode(file.read_bytes(), type=_KEPT))
     verdicts = [each for each in verdicts if each.first.kind != "mistake"]  # its rank's event has more
     if verdicts:
         return _end_by_watchdog(min(verdicts, key=lambda each: each.first.time), events)
@@ -177,12 +222,15 @@ def behind(events: Sequence[Event]) -> tuple[tuple[int, ...], tuple[str, int | N
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of all ranks, by time, without a line that a killed rank did not finish."""
+    """Return the events of all ranks, by time, without lines that are no events: a killed rank does not finish its last."""
     events = []
-    for file in sorted((folder / "events").glob("rank*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                events.append(json.loads(line))
+    for file in filter(is_regular, sorted((folder / "events").glob("rank*.jsonl"))):
+        with file.open("rb") as lines:
+            for line in lines:
+                with suppress(ValueError, RecursionError):  # msgspec's errors are such
+                    event = msgspec.convert(json.loads(line), dict[str, Any])
+                    msgspec.convert(event, _EVENTS.get(str(event.get("event")), _OTHER))
+                    events.append(event)
     return sorted(events, key=lambda each: float(each["time"]))
 
 

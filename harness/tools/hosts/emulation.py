@@ -1,4 +1,4 @@
-"""Hosts from start to end: their processes, the router, faults when their time has come, and one end for all."""
+"""Hosts from start to end: their processes, the network between them, faults at their time, and one end for all."""
 
 import contextlib
 import math
@@ -20,8 +20,9 @@ from pathlib import Path
 import msgspec
 
 from harness.runtime.errors import MISTAKE
+from harness.runtime.processes import adopt_orphans, kill_descendants
 from harness.tools.hosts import kernel
-from harness.tools.hosts.host import END, GO, KILL, MESSAGE_BYTES, HostSpec, end_descendants, exit_code
+from harness.tools.hosts.host import APART, END, GO, KILL, MESSAGE_BYTES, UP, WIRED, HostSpec, exit_code
 from harness.tools.hosts.host_output import RootCause
 from harness.tools.hosts.host_plan import (
     MASTER_PORT,
@@ -33,7 +34,6 @@ from harness.tools.hosts.host_plan import (
     torchrun,
 )
 from harness.tools.hosts.phase_gate import PhaseServer
-from harness.tools.hosts.router import Router
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 POLL_SECONDS = 0.2
@@ -44,7 +44,7 @@ PRINT_SECONDS = 5.0
 
 
 class StartError(RuntimeError):
-    """A host or the router did not come up; its output says why."""
+    """A host did not come up; its output says why."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class RunningHost:
     cause: RootCause = field(default_factory=RootCause)
     printer: threading.Thread = field(default_factory=threading.Thread)
     code: int | None = None
-    """torchrun's exit code, or that of what ended it."""
+    """torchrun's exit code, or 128 + N if signal N ended it."""
     end: str = ""
     """How we ended it, if we did."""
 
@@ -87,12 +87,12 @@ class Emulation:
         self._started = time.monotonic()
         self._folder = Path()
         self._selector = selectors.DefaultSelector()
-        self._router: socket.socket | None = None
+        self._switch: kernel.Links | None = None
         self._end_at = self._kill_at = math.inf
 
     def run(self) -> int:
-        """Start all, wait for all, leave nothing; return the exit code. Raise StartError."""
-        kernel.adopt_orphans()
+        """Start all, wait for all, leave nothing; return the exit code."""
+        adopt_orphans()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, lambda number, frame: self.signals.append(number))
         self._folder = Path(tempfile.mkdtemp(prefix="hosts-"))
@@ -101,12 +101,15 @@ class Emulation:
             while any(host.code is None for host in self.hosts.values()):
                 self._turn()
             return self._exit_code()
+        except StartError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         finally:  # leave nothing, whatever happened
             for host in self._running():
                 host.power_off()
-            if self._router:
-                self._router.close()
-            end_descendants()  # of hosts without namespaces whose own process was killed by others
+            if self._switch:
+                self._switch.close()
+            kill_descendants()  # left by hosts without namespaces, if someone killed their first process
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -115,15 +118,12 @@ class Emulation:
             family = socket.AF_INET6 if ":" in first else socket.AF_INET
             with socket.create_server((first, 0), family=family) as probe:
                 port = probe.getsockname()[1]
+        if self.plan.namespaces:
+            self._switch = kernel.open_switch()
         for plan in self.plan.hosts:
             self._start_host(plan, port)
-        ports = {name: self._meet(host) for name, host in self.hosts.items()}
-        if self.plan.namespaces:
-            addresses = {host.name: host.addresses for host in self.plan.hosts}
-            router = Router(conditions=self.plan.conditions, addresses=addresses, ports=ports)
-            self._router, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            threading.Thread(target=router.serve, args=(theirs,), daemon=True).start()
-            self._selector.register(self._router, selectors.EVENT_READ, self._router_gone)
+        for host in self.hosts.values():
+            self._meet(host)
         for host in self.hosts.values():
             host.tell(GO)
         self._started = time.monotonic()
@@ -150,14 +150,21 @@ class Emulation:
         if any(fault.phase for fault in self.plan.faults):
             PhaseServer(folder / "phases", self._selector, lambda phase, step: self._phase(plan.name, phase, step))
 
-    def _meet(self, host: RunningHost) -> tuple[int, ...]:
-        """Wait until the host is up; return its interfaces' descriptors."""
-        message, descriptors, _, _ = socket.recv_fds(host.control, MESSAGE_BYTES, 8)
-        if not message:
+    def _meet(self, host: RunningHost) -> None:
+        """Connect the host to the others, and wait until it is up."""
+        if self._switch:
+            self._expect(host, APART)
+            *decoys, last = host.plan.interfaces
+            for name in (*decoys, last):
+                self._switch.add_cable(_cable(host.plan, name), host.process.pid, name, bridged=name == last)
+            host.tell(WIRED)
+        self._expect(host, UP)
+
+    def _expect(self, host: RunningHost, message: bytes) -> None:
+        if host.control.recv(MESSAGE_BYTES) != message:
             host.process.wait()
             host.printer.join(PRINT_SECONDS)
             raise StartError(f"{host.plan.name} did not come up.")
-        return tuple(descriptors)
 
     def _turn(self) -> None:
         """Wait for something to happen, a moment at most, and react."""
@@ -181,11 +188,6 @@ class Emulation:
         if now >= self._kill_at or len(self.signals) > 1:
             for host in self._running():
                 host.power_off()
-
-    def _router_gone(self) -> None:
-        assert self._router
-        self._selector.unregister(self._router)
-        self._end_all("the router between the hosts failed")
 
     def _end_all(self, why: str) -> None:
         if self._end_at > time.monotonic():
@@ -233,9 +235,8 @@ class Emulation:
         self.waiting.remove(fault)
         host = self.hosts[fault.host]
         # A killed host is cut off too: no power, no packet. The kernel would tell every peer that the connection is closed.
-        if self._router:
-            self._router.send(fault.host.encode())
-            self._router.recv(MESSAGE_BYTES)  # once it is cut off
+        if self._switch:
+            self._switch.unplug(_cable(host.plan, list(host.plan.interfaces)[-1]))
         if fault.kind == "cut":
             self._say(f"cut {fault.host} from the others {fault.when}")
         else:
@@ -244,7 +245,7 @@ class Emulation:
             self._say(f"killed {fault.host} {fault.when}")
 
     def _exit_code(self) -> int:
-        """Return that of the rank that failed first, if torchrun reported it."""
+        """Return 128 + N after signal N, the exit code of the rank that failed first (1 if unknown), 2 or 0."""
         if self.signals:
             return 128 + self.signals[0]
         if any(host.code for host in self.ended):
@@ -252,6 +253,11 @@ class Emulation:
         for fault in self.waiting:
             self._say(f"{fault.kind} {fault.host} {fault.when} never happened")
         return MISTAKE if self.waiting else 0
+
+
+def _cable(host: HostPlan, interface: str) -> str:
+    """Return the name of a cable's end at the bridge; the kernel allows 15 characters."""
+    return f"{host.name}-{interface}"
 
 
 def _start_process(spec: HostSpec) -> tuple[subprocess.Popen[bytes], socket.socket]:

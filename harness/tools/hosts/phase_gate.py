@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.runtime.observer import Observer
+from harness.observer import Observer
 from harness.runtime.phases import MEET
 
 PHASE_SOCKET = "HARNESS_EMULATOR"

@@ -1,1 +1,1 @@
-"""The placement of a run and the memory of its GPUs, from config and shapes alone: no torch, no network."""
+"""Where the ranks of a run would be and how much memory its GPUs need, without torch or a GPU."""

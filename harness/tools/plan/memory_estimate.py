@@ -1,62 +1,50 @@
-"""Memory of one GPU in each stage of a step, and whether it fits.
+"""Estimate the memory of one GPU in each stage of a step, and whether it fits. The order of a step is harness/ppo.py's.
 
-The order of a step is harness/ppo.py's; what stays on the GPU between stages is what memory.offload_* does not name.
-
-Engine, rules as of sglang 0.5.20: VocabParallelEmbedding pads the vocabulary to a multiple of 64; key-value heads are repeated
-where there are fewer than ranks; norms, routers and MLA's low-rank down projections are whole on every rank; MLA keeps
-kv_b_proj a second time, absorbed (w_kc, w_vc); experts are cut by number or by intermediate size, together tp ways;
-get_pp_indices gives layers that remain to the last stages.
-
-Trainer: fully_shard cuts a tensor's rows into equal chunks and pads the last ones, so that every rank keeps
-ceil(rows / ranks) rows, though some use none: 256 experts on 512 ranks take twice their bytes. Gathered, a layer has its
-padding too. Shares are of rank 0, which has most.
+Engine, as of sglang 0.5.20: the vocabulary is padded to a multiple of 64, key-value heads are repeated where there are fewer
+than ranks, and MLA keeps kv_b_proj twice. Trainer: FSDP2 gives every rank the same number of rows and pads the last ones, so
+that 256 experts on 512 ranks take twice their bytes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Literal
 
+from harness.config.model_fields import model_fields
 from harness.config.schema import Config
 from harness.rollout.defaults import engine_defaults
 from harness.runtime.units import GIB, MIB
-from harness.tools.plan.model_shapes import LM_HEAD, ModelShape, TensorShape, model_fields, model_shape
+from harness.tools.plan.model_shapes import LayerShape, ModelShape, UnknownShape, model_shape
 
 VOCAB_PADDING = 64
 FLOAT32_BYTES = 4
-REDUCE_BYTES = 4  # gradients are added up over ranks in float32 (harness/trainer/model.py)
-ALIGNMENT = 256  # as in harness/weights/groups.py
 CONTEXT_BYTES = GIB // 2
-"""Of a CUDA context, of which trainer and scheduler have one each: taken when the engine starts. Assumed."""
+"""A CUDA context. The trainer and the scheduler have one each when the engine starts. Assumed."""
 BESIDE_BYTES = 5.7 * GIB
-"""CUDA contexts, NCCL's buffers and what SGLang keeps when released, of trainer and scheduler together, after a step.
+"""CUDA contexts, NCCL's buffers and what SGLang keeps when it is released, for trainer and scheduler together.
 
-Of 14.6 GiB that were in use at the end of a step of configs/gpu/memory_7b.toml (4 H200, sglang 0.5.17, torch 2.11), what is
-neither parameters of critic and reference nor the sync's buffers.
+Measured after a step of configs/gpu/memory_7b.toml (4 H200, sglang 0.5.17, torch 2.11): 14.6 GiB were in use, of which this
+is neither parameters nor buffers of the sync.
 """
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BESIDE, KV_CACHE, GATHERED = "CUDA, NCCL, SGLang", "engine: KV cache", "FSDP2: layers gathered"
 NOTES = (
-    "left out: layers' activations, fragments of torch's allocator, what SGLang computes with (1 - mem_fraction_static of the"
-    " GPU is meant for that), what weights.verify = bytes or full needs, a pull's buffer for what other hosts send, other users"
-    " of the GPU.",
-    f"{BESIDE}: contexts, buffers, what SGLang does not free when released; {BESIDE_BYTES / GIB:.1f} GiB in the one run of 4"
-    " H200 in which it was measured, more or less in others.",
-    "experts are counted as transformers 5 holds them, a layer's in two tensors; FSDP2 gives each rank at least one row of a"
-    " tensor, and a bucket has that of every rank, however small weights.bucket_size_mib is.",
-    "the engine is SGLang's as of 0.5.20; engine.args that change how it cuts or stores weights are not counted.",
+    "not counted: activations inside a layer, fragments of torch's allocator, what SGLang computes with (it takes that from"
+    " the rest of the GPU, 1 - mem_fraction_static), what weights.verify = bytes or full needs, other users of the GPU.",
+    f"{BESIDE}: contexts, buffers and what SGLang does not free; {BESIDE_BYTES / GIB:.1f} GiB in the one run in which it was"
+    " measured (4 H200).",
+    "engine.args that change how SGLang cuts or stores weights are not counted.",
 )
 WIDTH = 120
 
 Role = Literal["actor", "critic", "reference"]
 Parts = dict[str, int]
-"""What is on the GPU, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """Weights, and KV cache of one token, of each rank of one pipeline stage."""
+    """One pipeline stage on one GPU, in bytes: its weights, and the KV cache of one token."""
 
     stage: int
     first_layer: int
@@ -65,160 +53,95 @@ class EngineShare:
     kv_token: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TrainerShare:
-    """One model on one rank, in bytes. Parameters, gradients and AdamW's two moments are sharded, in the master dtype; each
-    moment, and what AdamW over lists of tensors needs for a while, is of the size of the gradients.
-
-    forward: the largest layer gathered, that is the flat buffer that all ranks' chunks arrive in and the parameters copied out
-    of it; this rank's chunk cast for it, where the master dtype is wider; and what lies outside of the layers, gathered from
-    the first of them to the last. backward: the same, the flat buffer being the next layer's; gradients of the layer and of
-    what lies outside, and the layer before's float32 ones until they are reduced.
-    """
+    """One model on one rank, in bytes. Gradients, and each of AdamW's two moments, are as large as the parameters."""
 
     parameters: int
-    gradients: int
     forward: int
+    """The largest layer gathered (the flat buffer, and the parameters copied out of it), and what is outside the layers."""
     backward: int
-    outside: int  # what lies outside of the layers, gathered: it is there while logits are computed
-
-
-def kv_element_bytes(dtype_bytes: int, arguments: Mapping[str, Any]) -> int:
-    """Return the bytes of one element of KV cache under these engine.args."""
-    kv_dtype = str(arguments.get("kv_cache_dtype", "auto"))
-    return 1 if kv_dtype.startswith("fp8") else 2 if kv_dtype in ("bfloat16", "bf16") else dtype_bytes
+    """The same with the next layer's buffer, the layer's gradients, and their float32 copies until they are reduced."""
+    outside: int
+    """Embedding and head, gathered: they are there while logits are computed."""
 
 
 def stage_layers(layers: int, pp: int) -> list[range]:
-    """Return the decoder layers of each stage; what remains goes to the last ones, one each."""
+    """Return the decoder layers of each stage, as SGLang divides them: the last stages get the remaining layers."""
     base, rest = divmod(layers, pp)
     starts = [stage * base + max(0, stage - (pp - rest)) for stage in range(pp + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def engine_shares(model: ModelShape, tp: int, pp: int, weight_bytes: int, kv_bytes: int) -> list[EngineShare]:
-    """Return the share of each pipeline stage; all its tp ranks hold as much. weight_bytes, kv_bytes: of one element."""
+    """Return the share of each pipeline stage; its tp ranks hold the same. weight_bytes, kv_bytes: of one element."""
+    vocabulary = -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING * model.hidden_size // tp
+    kv_heads = 1 if model.is_mla else max(1, model.kv_heads // tp)
     shares = []
-    for stage, layers in enumerate(stage_layers(model.layers, pp)):
-        held = [tensor for tensor in model.tensors if _stage_has(tensor, stage, layers, pp)]
-        if stage == pp - 1 and pp > 1 and not any(tensor.name == LM_HEAD for tensor in held):
-            held.append(model.tensors[0])  # tied: the last stage has a copy of the embedding to compute logits with
-        kv_heads = 1 if model.is_mla else max(1, model.kv_heads // tp)
-        weights = sum(_engine_bytes(tensor, model, tp, weight_bytes) for tensor in held)
+    for stage, layers in enumerate(stage_layers(len(model.layers), pp)):
+        held = sum(_engine_elements(model.layers[layer], model, tp) for layer in layers)
+        held += vocabulary * ((stage == 0) + (stage == pp - 1 and (pp > 1 or not model.is_tied)))
         kv_token = kv_heads * model.kv_width * len(layers) * kv_bytes
-        shares.append(EngineShare(stage, layers.start, layers.stop - 1, weights, kv_token))
+        shares.append(EngineShare(stage, layers.start, layers.stop - 1, held * weight_bytes, kv_token))
     return shares
 
 
-def _stage_has(tensor: TensorShape, stage: int, layers: range, pp: int) -> bool:
-    """Return whether a stage has the tensor: the embedding is on the first one, norm and head are on the last."""
-    if tensor.layer is not None:
-        return tensor.layer in layers
-    return stage == (0 if tensor.cut == "vocab" and tensor.name != LM_HEAD else pp - 1)
-
-
-def _engine_bytes(tensor: TensorShape, model: ModelShape, tp: int, weight_bytes: int) -> int:
-    if tensor.is_buffer:
-        return tensor.numel * FLOAT32_BYTES
-    numel = -(-tensor.numel // tp)
-    if tensor.cut == "whole":
-        numel = tensor.numel
-    elif tensor.cut == "vocab":
-        padded = -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
-        numel = -(-padded // tp) * (tensor.numel // model.vocab_size)
-    elif tensor.cut == "kv_heads":
-        numel = tensor.numel // model.kv_heads * max(1, model.kv_heads // tp)
-    return numel * weight_bytes * (2 if tensor.name.endswith("kv_b_proj.weight") else 1)
+def _engine_elements(layer: LayerShape, model: ModelShape, tp: int) -> int:
+    key_value = layer.key_value * max(1, model.kv_heads // tp) // model.kv_heads
+    return (layer.split + layer.absorbed + layer.experts) // tp + key_value + layer.whole
 
 
 def trainer_share(model: ModelShape, ranks: int, master: int, compute: int, head: bool = True) -> TrainerShare:
-    """Return the share of a model with a language model's head, or else with a value head.
+    """Return the share of a model with a language model's head, or with the single row of a value head.
 
-    master: bytes of an element in shards, gradients and moments; compute: gathered, and in activations.
+    master: bytes of an element in shards, gradients and moments. compute: gathered, and in activations.
     """
-    groups = model.groups(head)
-    *layers, rest = ([tensor for tensor in group if not tensor.is_buffer] for group in groups)
-    own = sum(_chunk(tensor, ranks) for group in (*layers, rest) for tensor in group) * master
-    buffers = sum(tensor.numel for group in groups for tensor in group if tensor.is_buffer) * FLOAT32_BYTES
-    padded, real = max((_gathered(group, ranks), sum(tensor.numel for tensor in group)) for group in layers)
-    outside = _gathered(rest, ranks) * compute
-    cast = padded // ranks * compute if master != compute else 0
+    padding = -(-model.experts // ranks) * ranks / model.experts if model.experts else 1.0
+    layers = [layer.elements + int((padding - 1) * layer.experts) for layer in model.layers]
+    outside = model.vocab_size * model.hidden_size * (2 if head and not model.is_tied else 1)
+    largest = max(layers)
+    cast = largest // ranks * compute if master != compute else 0
     return TrainerShare(
-        parameters=own + buffers,
-        gradients=own,
-        forward=2 * padded * compute + cast + outside,
-        backward=(2 * padded + real) * compute + cast + padded * REDUCE_BYTES + 2 * outside,
-        outside=outside,
+        parameters=(sum(layers) + outside) // ranks * master,
+        forward=2 * largest * compute + cast + outside * compute,
+        backward=(3 * compute + FLOAT32_BYTES) * largest + cast + 2 * outside * compute,
+        outside=outside * compute,
     )
 
 
 def largest_bucket(model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes: int) -> int:
-    """Return the bytes of the largest bucket that harness/weights/gather.py would plan.
-
-    What fuses stays together, padding of the trainer's ranks included; experts are split, but not below one row of every
-    rank.
-    """
-    groups: dict[str, list[TensorShape]] = {}
-    for tensor in model.tensors:
-        groups.setdefault(tensor.name if tensor.cut == "experts" else tensor.name.rsplit(".", 2)[0], []).append(tensor)
-    filled = largest = 0
-    for group in groups.values():
-        first = group[0]
-        if first.cut != "experts":
-            sizes = (t.numel * FLOAT32_BYTES if t.is_buffer else _chunk(t, ranks) * ranks * dtype_bytes for t in group)
-            size = sum(map(_aligned, sizes))
-            filled = size if filled and filled + size > limit_bytes else filled + size
-            largest = max(largest, filled)
-            continue
-        row = ranks * (first.numel // first.shape[0]) * dtype_bytes
-        left = -(-first.shape[0] // ranks)
-        while left:
-            room = (limit_bytes - filled) // row
-            if room < 1 and filled:
-                filled = 0
-                continue
-            taken = min(left, max(room, 1))
-            filled, left = filled + _aligned(taken * row), left - taken
-            largest = max(largest, filled)
-    return largest
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _chunk(tensor: TensorShape, ranks: int) -> int:
-    """Return the elements that every rank keeps of a tensor, padding included."""
-    return -(-tensor.shape[0] // ranks) * (tensor.numel // tensor.shape[0])
-
-
-def _gathered(group: Iterable[TensorShape], ranks: int) -> int:
-    return sum(_chunk(tensor, ranks) for tensor in group) * ranks
+    """Return the bytes of the largest bucket: the limit, or what cannot be split: the embedding, one expert of each rank."""
+    expert = max(layer.experts for layer in model.layers) // model.experts * 2 // 3 if model.experts else 0
+    whole = max(model.vocab_size * model.hidden_size, expert * ranks) * dtype_bytes
+    return max(whole, min(limit_bytes, model.parameters * dtype_bytes))
 
 
 class MemoryEstimate:
-    """The GPU of the rank that has most, in bytes, for GPUs that no other process uses.
+    """The GPU of the rank that has most, in bytes, on GPUs that no other process uses.
 
-    stages: the times of a step when memory is at its height. problems: why it does not fit.
+    stages: the times of a step at which memory is at its height. problems: why it does not fit.
     """
 
     def __init__(self, config: Config, gpu_bytes: int) -> None:
-        """Raise UnknownShape where the model's config is not known here."""
-        parallel = config.parallel
-        model = model_shape(model_fields(config.model.name, config.model.overrides, "cuda"))
+        """Raise UnknownShape if the model is not on this machine, or its architecture is not known here."""
+        parallel, name = config.parallel, config.model.name
+        fields = model_fields(name, config.model.overrides, "cuda")
+        if fields is None:
+            raise UnknownShape(f'model.name = "{name}" is on the hub, and not in the cache of this machine')
+        model = model_shape(fields)
         self.config, self.model, self.gpu_bytes = config, model, gpu_bytes
         self.arguments = {**engine_defaults("cuda", config.engine.defaults), **config.engine.args}
         self.element, master = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.model.master_dtype]
-        self.casts = self.element != master
         self.ranks = parallel.dp * parallel.tp * parallel.pp
+        self.is_cast = self.element != master
         processes = 2 if parallel.colocate else 1  # on one GPU
         self.beside = int(BESIDE_BYTES * processes / 2)
-        kv_bytes = kv_element_bytes(self.element, self.arguments)
+        kv_bytes = 1 if str(self.arguments.get("kv_cache_dtype")).startswith("fp8") else self.element
         self.engine = engine_shares(model, parallel.tp, parallel.pp, self.element, kv_bytes)
         # SGLang takes the fraction of what is free when the engine starts, which is before the trainer is built.
         self.fraction, self.usable = float(self.arguments["mem_fraction_static"]), gpu_bytes - processes * CONTEXT_BYTES
         self.static_bytes = int(self.fraction * self.usable)
-        # The stage with least room decides for all, as SGLang has it; one without a layer caches nothing.
+        # The stage with the least room decides for all; one without a layer caches nothing.
         room = min((self.static_bytes - each.weights) // each.kv_token for each in self.engine if each.kv_token)
         self.kv_tokens = max(0, min(room, int(self.arguments.get("max_total_tokens") or room)))
         self.trainers: dict[Role, TrainerShare] = {"actor": trainer_share(model, self.ranks, master, self.element)}
@@ -234,55 +157,52 @@ class MemoryEstimate:
 
     def _stages(self) -> Iterator[tuple[str, Parts]]:
         if self.config.parallel.colocate:
-            yield "sync", self._stage("sync", engine=self._engine(kv_cache=self.config.memory.resume == "all"))
-            yield "generate", self._stage("generate", active=(), engine=self._engine(kv_cache=True))
+            kv_cache = self.config.memory.resume == "all"
+            yield "sync", self._stage(engine=self._engine(kv_cache)) | self._sync_parts()
+            yield "generate", self._stage(active=(), engine=self._engine(kv_cache=True))
         else:
             received = {"sync: bucket received": self.bucket_bytes}
             yield "engine's GPU", {BESIDE: self.beside} | self._engine(kv_cache=True) | received
-            yield "sync", self._stage("sync")
+            yield "sync", self._stage() | self._sync_parts()
         # Logits, their float32 copy at temperature, and for the entropy the softmax, another copy and their product.
-        size = self._microbatch_tokens("actor") * self.model.vocab_size
-        logits = size * (self.element + 4 * FLOAT32_BYTES)
-        yield "log_probs", self._stage("log_probs", passing=self._forward("actor", logits))
-        if "reference" in self.trainers:
-            passing = self._forward("reference", logits)
-            yield "reference", self._stage("reference", active=("reference",), passing=passing)
+        logits = self._microbatch_tokens("actor") * self.model.vocab_size * (self.element + 4 * FLOAT32_BYTES)
+        actor = self.trainers["actor"]
+        yield (
+            "log_probs",
+            self._stage() | _larger({GATHERED: actor.forward}, {GATHERED: actor.outside, "logits": logits}),
+        )
         if "critic" in self.trainers:
             yield "update_critic", self._update("critic", 0)
         yield "update_actor", self._update("actor", logits)
 
     def _stage(
-        self,
-        name: str,
-        active: tuple[Role, ...] = ("actor",),
-        learning: Role | None = None,
-        engine: Parts | None = None,
-        passing: Parts | None = None,
+        self, active: tuple[Role, ...] = ("actor",), learning: Role | None = None, engine: Parts | None = None
     ) -> Parts:
-        """Return what is on a trainer's GPU.
+        """Return what stays on a trainer's GPU in a stage.
 
-        active: roles whose parameters are there, offloaded or not. engine: what of it is resumed; without a memory saver all
-        of it always is.
+        active: models whose parameters are there even if they are offloaded. engine: what of it is resumed.
         """
-        memory, weights, colocate = self.config.memory, self.config.weights, self.config.parallel.colocate
+        memory = self.config.memory
         if engine is None:
-            saver = self.arguments.get("enable_memory_saver") or not colocate
-            engine = {} if saver else self._engine(kv_cache=True)
+            saver = self.arguments.get("enable_memory_saver") or not self.config.parallel.colocate
+            engine = {} if saver else self._engine(kv_cache=True)  # without the memory saver nothing is ever released
         parts = {BESIDE: self.beside, **engine}
         for role, share in self.trainers.items():
             if role in active or role not in memory.offload_parameters:
                 parts[f"{role}: parameters"] = share.parameters
             if role != "reference" and (role == learning or role not in memory.offload_optimizer):
-                parts[f"{role}: AdamW states"] = 2 * share.gradients
+                parts[f"{role}: AdamW states"] = 2 * share.parameters
             if role == learning:
-                parts[f"{role}: gradients"] = share.gradients
-        if name == "sync" and weights.transport != "pull":
-            both = colocate and weights.transport != "disk"
-            held = "bucket, gathered and sent" if both else "bucket gathered"
-            parts[f"sync: {held}"] = self.bucket_bytes * (1 + both)
-            if self.casts:
-                parts["sync: own rows, cast"] = self.bucket_bytes // self.ranks
-        return parts | (passing or {})
+                parts[f"{role}: gradients"] = share.parameters
+        return parts
+
+    def _sync_parts(self) -> Parts:
+        transport = self.config.weights.transport
+        if transport == "pull":
+            return {}
+        both = self.config.parallel.colocate and transport != "disk"
+        parts = {f"sync: {'bucket, gathered and sent' if both else 'bucket gathered'}": self.bucket_bytes * (1 + both)}
+        return parts | ({"sync: own rows, cast": self.bucket_bytes // self.ranks} if self.is_cast else {})
 
     def _engine(self, kv_cache: bool) -> Parts:
         """Return the share of the pipeline stage that has most."""
@@ -290,20 +210,15 @@ class MemoryEstimate:
         most = max(share.weights + self.kv_tokens * share.kv_token for share in self.engine)
         return {"engine: weights": weights} | ({KV_CACHE: most - weights} if kv_cache else {})
 
-    def _forward(self, role: Role, logits: int) -> Parts:
-        share = self.trainers[role]
-        return _larger({GATHERED: share.forward}, {GATHERED: share.outside, "logits": logits})
-
     def _update(self, role: Literal["actor", "critic"], logits: int) -> Parts:
         share, section = self.trainers[role], getattr(self.config, role)
-        inputs = self._microbatch_tokens(role) * self.model.hidden_size * self.model.layers * self.element
+        inputs = self._microbatch_tokens(role) * self.model.hidden_size * len(self.model.layers) * self.element
         kept = {"layers' inputs kept": inputs * section.gradient_checkpointing}
-        passing = _larger(
+        return self._stage(active=(role,), learning=role) | _larger(
             {GATHERED: share.backward, **kept},
             {GATHERED: share.outside, "logits": logits, **kept},
-            {"AdamW's temporaries": share.gradients},
+            {"AdamW's temporaries": share.parameters},
         )
-        return self._stage(f"update_{role}", active=(role,), learning=role, passing=passing)
 
     def _microbatch_tokens(self, role: Literal["actor", "critic"]) -> int:
         section = getattr(self.config, role)
@@ -313,13 +228,11 @@ class MemoryEstimate:
         if self.kv_tokens < self.tokens:
             weights = max(share.weights for share in self.engine)
             least = max(share.weights + self.tokens * share.kv_token for share in self.engine) / self.usable
-            remedy = (
-                f"at least {least:.3f} is needed" if least < 1 else "no share of it is enough: raise parallel.tp or pp"
-            )
+            remedy = f"set it to {least:.3f} or more" if least < 1 else "no value is enough: raise parallel.tp or pp"
             yield (
-                f"the engine has room for {self.kv_tokens} tokens, and one prompt with its response may take {self.tokens}:"
-                f" of each GPU its weights take {gib(weights)} GiB, and mem_fraction_static = {self.fraction:g} leaves"
-                f" {gib(self.static_bytes)} for them and the KV cache; {remedy}."
+                f"the engine has room for {self.kv_tokens} tokens, but a prompt with its response may take {self.tokens}: its"
+                f" weights take {size(weights)} of each GPU, and mem_fraction_static = {self.fraction:g} leaves"
+                f" {size(self.static_bytes)} for weights and KV cache; {remedy}."
             )
 
     def _overfull(self) -> Iterator[str]:
@@ -327,27 +240,15 @@ class MemoryEstimate:
             over = sum(parts.values()) - self.gpu_bytes
             if over <= 0:
                 continue
-            part, size = max(parts.items(), key=lambda item: item[1])
+            part, nbytes = max(parts.items(), key=lambda item: item[1])
             remedy = ""
             if parts.get(KV_CACHE, 0) > over:
                 largest = (self.static_bytes - over) / self.usable - 0.0005  # rounded down
                 remedy = f"; with mem_fraction_static up to {largest:.3f} it would fit"
             yield (
-                f"{name} needs {gib(self.gpu_bytes + over)} GiB, {gib(over)} more than there are; the largest part is"
-                f" {part}, {gib(size)}{remedy}."
+                f"{name} needs {size(self.gpu_bytes + over)}, {size(over)} more than there is; the largest part is"
+                f" {part}, {size(nbytes)}{remedy}."
             )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what --json has; bytes."""
-        names = ("gpu_bytes", "fraction", "static_bytes", "kv_tokens", "bucket_bytes", "problems", "fits")
-        return {name: getattr(self, name) for name in names} | {
-            "notes": NOTES,
-            "parameters": self.model.parameters,
-            "buffers": self.model.buffers,
-            "dtype": self.config.model.dtype,
-            "engine": [asdict(share) for share in self.engine],
-            "stages": [{"name": n, "total": sum(parts.values()), "parts": parts} for n, parts in self.stages.items()],
-        }
 
     def as_lines(self, source: str) -> list[str]:
         """Return a table with a column for each stage, the verdict and the notes, in at most WIDTH columns.
@@ -356,11 +257,12 @@ class MemoryEstimate:
         """
         totals = {name: sum(parts.values()) for name, parts in self.stages.items()}
         fullest = max(totals, key=lambda name: totals[name])
-        left = f"it fits; {fullest} is the fullest stage and leaves {gib(self.gpu_bytes - totals[fullest])} GiB"
-        buffers = f" and {self.model.buffers:,} in buffers" if self.model.buffers else ""
+        left = f"it fits; {fullest} is the fullest stage and leaves {size(self.gpu_bytes - totals[fullest])}"
         return [
-            f"Memory of each GPU in GiB, estimated for {gib(self.gpu_bytes)} GiB ({source})",
-            *_sentence(f"model: {self.model.parameters:,} parameters ({self.config.model.dtype}){buffers}"),
+            f"Memory of each GPU in GiB, estimated for {size(self.gpu_bytes)} ({source})",
+            *_sentence(
+                f"model: {self.model.parameters:,} weights without norms and biases ({self.config.model.dtype})"
+            ),
             *_sentence(self._engine_sentence()),
             "",
             *self._table(totals),
@@ -373,31 +275,36 @@ class MemoryEstimate:
     def _engine_sentence(self) -> str:
         parts = [
             (f"stage {share.stage} (layers {share.first_layer}-{share.last_layer}): " if len(self.engine) > 1 else "")
-            + f"weights {gib(share.weights)}, KV cache {share.kv_token:,} bytes a token"
+            + f"weights {size(share.weights)}, KV cache {share.kv_token:,} bytes for each token"
             for share in self.engine
         ]
-        room = f"mem_fraction_static = {self.fraction:g} is {gib(self.static_bytes)} for both"
+        room = f"mem_fraction_static = {self.fraction:g} is {size(self.static_bytes)} for both"
         return f"engine, each rank: {'; '.join(parts)}; {room}, room for {self.kv_tokens:,} tokens"
 
     def _table(self, totals: Parts) -> list[str]:
         names = dict.fromkeys(name for parts in self.stages.values() for name in parts)
         rows = [["", *self.stages]]
         rows += [
-            [name, *(gib(parts[name]) if name in parts else "-" for parts in self.stages.values())] for name in names
+            [name, *(_cell(parts[name]) if name in parts else "-" for parts in self.stages.values())] for name in names
         ]
-        rows.append(["TOTAL", *map(gib, totals.values())])
+        rows.append(["TOTAL", *map(_cell, totals.values())])
         fits = ("fits" if total <= self.gpu_bytes else "DOES NOT" for total in totals.values())
-        rows.append([f"of {gib(self.gpu_bytes)}", *fits])
+        rows.append([f"of {_cell(self.gpu_bytes)}", *fits])
         label, widths = max(map(len, names)), [max(len(name), 8) for name in self.stages]
         cells = ["".join(f"  {cell:>{wide}}" for cell, wide in zip(row[1:], widths, strict=True)) for row in rows]
         return [f"  {row[0]:<{label}}{each}" for row, each in zip(rows, cells, strict=True)]
 
 
-def gib(nbytes: float) -> str:
-    """Format bytes as GiB with one digit, two below 1; what would be 0.00 or 0.01 there, in MiB."""
+def size(nbytes: float) -> str:
+    """Format bytes with a unit: GiB, or MiB where GiB would show little more than zeros."""
     if 0 < nbytes < 16 * MIB:
         return f"{nbytes / MIB:.1f} MiB"
-    return f"{nbytes / GIB:.{1 if nbytes >= GIB else 2 if nbytes else 0}f}"
+    return f"{nbytes / GIB:.{1 if nbytes >= GIB else 2 if nbytes else 0}f} GiB"
+
+
+def _cell(nbytes: float) -> str:
+    """Format bytes for the table, whose unit is GiB unless a cell says MiB."""
+    return size(nbytes).removesuffix(" GiB")
 
 
 def _larger(*alternatives: Parts) -> Parts:

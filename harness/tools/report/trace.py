@@ -1,39 +1,58 @@
-"""trace.json: what every rank did when, for https://ui.perfetto.dev or chrome://tracing, of the events of a run directory.
+"""trace.json: what every rank did and when, for https://ui.perfetto.dev or chrome://tracing.
 
-Chrome's trace event format, as a JSON array: one process a rank; a thread for the phases, and one for the engine's calls
-inside them; memory as counters. All ranks are on one clock, in microseconds since the run's first event: that of
-report.html's timeline, which takes each host's clock as it is. The format:
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Chrome's trace event format as a JSON array: one process for each rank, with one thread for its phases and one for the calls
+of its engine; memory as counters. Times are microseconds since the run's first event; each host's clock is taken as it is.
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from harness.cluster.placement import host_name
 from harness.runtime import redact
+from harness.runtime.files import replace_file
 from harness.runtime.units import MIB
-from harness.tools.report.run_history import Event, spans
+from harness.tools.export.subject import OUTER_PHASES
 
 TRACE = "trace.json"
 PHASES, ENGINE = 0, 1
-"""Threads of a rank."""
+"""The two threads of a rank."""
 COUNTERS = {"host memory": ("rss",), "GPU memory": ("used", "reserved", "engine"), "GPU memory, most": ("peak",)}
-"""Counter -> its series: figures of harness/runtime/memory_gauge.py, in MiB."""
+"""Each counter and its series: figures of harness/runtime/memory_gauge.py, in MiB."""
+
+Event = Mapping[str, Any]
+Outcome = Literal["ended", "failed", "open"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One phase of one rank, in seconds since the run's first event. An open one lasts until the run ended."""
+
+    rank: int
+    phase: str
+    step: int | None
+    start: float
+    end: float
+    outcome: Outcome
 
 
 def write_trace(folder: Path, events: Sequence[Event], ended: float = 0.0) -> Path:
-    """Write trace.json into the run directory, one event a line; return its path. events, ended: as spans takes them."""
-    file, part = folder / TRACE, folder / f".{TRACE}.part"
-    with part.open("w", encoding="utf-8") as output:
-        separator = "[\n"
-        for each in trace_events(events, ended):
-            output.write(separator + json.dumps(each))
-            separator = ",\n"
-        output.write("\n]\n" if separator != "[\n" else "[]\n")
-    part.replace(file)
+    """Write trace.json into the run directory, one event in each line, and return its path. For the arguments see spans."""
+    file = folder / TRACE
+    replace_file(file, _json_lines(trace_events(events, ended)))
     return file
+
+
+def _json_lines(items: Iterator[dict[str, Any]]) -> Iterator[str]:
+    """Yield the text of a JSON array that has each item in its own line."""
+    separator = "[\n"
+    for each in items:
+        yield separator + json.dumps(each)
+        separator = ",\n"
+    yield "\n]\n" if separator != "[\n" else "[]\n"
 
 
 def trace_events(events: Sequence[Event], ended: float = 0.0) -> Iterator[dict[str, Any]]:
@@ -75,5 +94,33 @@ def _complete(
 
 
 def _microseconds(seconds: float) -> int:
-    """Whole ones: what nests or follows still does when it is rounded."""
+    """Round to whole microseconds; spans that nest, or follow one another, still do so."""
     return max(0, round(seconds * 1e6))
+
+
+def spans(events: Sequence[Event], ended: float = 0.0) -> list[Span]:
+    """Return the phases of all ranks, without the one that holds all others.
+
+    events: of all ranks, by time. ended: when the run ended, in UNIX seconds, if that was after its last event.
+    """
+    first, last = (float(events[0]["time"]), float(events[-1]["time"])) if events else (0.0, 0.0)
+    opened: dict[tuple[int, str, int | None], list[float]] = {}
+    found: list[Span] = []
+
+    def close(place: tuple[int, str, int | None], began: float, end: float, outcome: Outcome) -> None:
+        rank, phase, step = place
+        found.append(Span(rank=rank, phase=phase, step=step, start=began - first, end=end - first, outcome=outcome))
+
+    for each in events:
+        if not each["event"].startswith("phase_") or each["phase"] in OUTER_PHASES:
+            continue
+        place = (each["rank"], each["phase"], each["step"])
+        if each["event"] == "phase_start":
+            opened.setdefault(place, []).append(float(each["time"]))
+        elif opened.get(place):
+            outcome: Outcome = "failed" if each["event"] == "phase_failed" else "ended"
+            close(place, opened[place].pop(), float(each["time"]), outcome)
+    for place, starts in opened.items():
+        for began in starts:
+            close(place, began, max(ended, last), "open")
+    return sorted(found, key=lambda each: (each.rank, each.start, -each.end))

@@ -1,1 +1,1 @@
-"""One command per known failure: the smallest real thing that fails that way, beside its healthy control."""
+"""One command per known failure: the smallest program that fails that way, and a control that passes."""

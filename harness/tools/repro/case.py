@@ -1,47 +1,32 @@
-"""Cases: known failures that a minimal program reproduces, each beside a control run that passes.
+"""Cases: known failures that a minimal program reproduces, each with a control run that passes.
 
-A case is a function of cases/ below @Case(...), its name with hyphens the slug. `python -m harness.tools.repro.cases SLUG broken`
-fails in the known way, `... healthy` passes. A program that cannot run here raises UnsupportedEnvironment (printed after
-CANNOT, exit code 125); one whose failure this version cannot have prints a line that begins with ABSENT, and returns.
+A case is a function in cases/ below the decorator @Case(...); its name with hyphens is the case's name.
+`python -m harness.tools.repro.cases NAME broken` fails in the known way, `... healthy` passes. A program that cannot run
+here raises UnsupportedEnvironment, which is printed after CANNOT with exit code 125.
 """
 
 import difflib
 import importlib
 import pkgutil
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from harness.tools.diagnose.entries import CatalogueEntry, ReproClass, catalogue
+from harness.tools.diagnose.entries import CatalogueEntry, catalogue
 from harness.tools.repro import cases
 
+ReproClass = Literal["cpu", "one_gpu", "several_gpus", "hosts"]
 Variant = Literal["broken", "healthy"]
 Program = Callable[[bool], None]
 GPUS: dict[ReproClass, int] = {"cpu": 0, "one_gpu": 1, "several_gpus": 2, "hosts": 0}
 """GPUs that each class takes; hosts are emulated in namespaces, without GPUs."""
 CANNOT = "cannot run here: "
-ABSENT = "not present in this version: "
 _registered: "dict[str, Case]" = {}
 
 
 class UnknownCase(ValueError):
     """No case has that name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Number:
-    """The measure of a silent failure: a variant prints `NAME: VALUE`, and the last one printed counts."""
-
-    name: str
-    broken_above: float  # larger values show the failure
-    healthy_below: float  # smaller values show its absence; a NaN, or a value between the two, shows neither
-
-    def read(self, output: str) -> float:
-        """Return the last number that was printed, NaN without one."""
-        found = re.findall(rf"^.*\b{re.escape(self.name)}: (\S+)$", output, re.MULTILINE)
-        return float(found[-1]) if found else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +36,12 @@ class Case:
     broken: str  # what the broken variant does in the one thing in which the two differ
     healthy: str
     needs: ReproClass = "cpu"
-    engine: bool = False  # starts real SGLang engines, which takes half a minute each in CPU mode
-    on_gpu: bool = False  # of class cpu, but worth a run on a GPU too, where other kernels run
+    engine: bool = (
+        False  # starts real SGLang engines: on the GPU if there is one, else in CPU mode (half a minute each)
+    )
     requires: tuple[str, ...] = ()  # packages, as requirement specifiers: "sglang>=0.5.21"
-    signature: tuple[str, ...] = ()
+    signature: tuple[str, ...]
     """Regular expressions: the broken variant's output must match all of them, the control's none."""
-    number: Number | None = None
-    """Printed by both variants; without a signature the number alone decides."""
     failure: str = ""
     """Slug of the catalogue's entry; the case's own by default."""
     slug: str = ""
@@ -81,10 +65,6 @@ class Case:
         """The catalogue's entry."""
         return catalogue()[self.failure]
 
-    def is_of(self, classes: Collection[ReproClass]) -> bool:
-        """Return whether this is a case of one of these classes."""
-        return self.needs in classes or (self.on_gpu and "one_gpu" in classes)
-
     def difference(self) -> str:
         """Return the one thing in which the two variants differ."""
         return f"differs in: {self.broken} (broken) | {self.healthy} (healthy)"
@@ -99,27 +79,37 @@ def all_cases() -> Mapping[str, Case]:
     return dict(sorted(_registered.items()))
 
 
-def load(slug: str) -> Case:
-    """Return the case; raise UnknownCase, which names the nearest."""
-    if found := all_cases().get(slug):
+def find(name: str) -> list[Case]:
+    """Return the case of that name, or all cases of a failure of the catalogue or of an issue's number.
+
+    Raise UnknownCase, which says what is nearest.
+    """
+    cases = all_cases()
+    if name in cases:
+        return [cases[name]]
+    number = name.rstrip("/").rpartition("/")[2].removeprefix("#")
+    if number.isdigit():
+        failures = [entry for entry in catalogue().values() if any(each.endswith(f"/{number}") for each in entry.links)]
+        if not failures:
+            raise UnknownCase(f"the catalogue links no issue {number}; `launch/repro.py list` shows all cases.")
+    else:
+        failures = [catalogue()[name]] if name in catalogue() else []
+    if not failures:
+        nearest = difflib.get_close_matches(name, cases, n=1, cutoff=0.0)[0]
+        raise UnknownCase(f'case "{name}" is unknown: did you mean {nearest}? `launch/repro.py list` shows all cases.')
+    slugs = [entry.slug for entry in failures]
+    if found := [case for case in cases.values() if case.failure in slugs]:
         return found
-    if entry := catalogue().get(slug):
-        named = ", ".join(name for name, case in all_cases().items() if case.failure == slug)
-        known = f"with cases of other names: {named}" if named else f"that has no case: {entry.repro.no_case}"
-        raise UnknownCase(f'"{slug}" is a known failure {known}')
-    nearest = difflib.get_close_matches(slug, all_cases(), n=1, cutoff=0.0)[0]
-    raise UnknownCase(f'case "{slug}" is unknown: did you mean {nearest}? `list` shows all.')
+    raise UnknownCase(f"{' and '.join(slugs)} is a known failure without a case: {failures[0].no_case}")
 
 
 def describe(case: Case) -> str:
     """Return the case, its entry in the catalogue, and where it was seen, for a reader."""
-    entry, number = case.entry, case.number
+    entry = case.entry
     lines = [f"{case.slug}: {case.title}"]
     lines += [f"needs: {', '.join((case.needs, *case.requires))}; at most {case.timeout_seconds:.0f} s a variant"]
     lines += [case.difference(), *(f"signature: {each}" for each in case.signature)]
-    if number:
-        lines += [f"number: {number.name} > {number.broken_above:g}; control < {number.healthy_below:g}"]
-    lines += [f"entry: {entry.slug}, in {', '.join(entry.phases)}"]
+    lines += [f"catalogue: {entry.slug}"]
     lines += [f"cause: {' '.join(entry.cause.split())}", f"fix: {' '.join(entry.fix.split())}", *entry.links]
     for seen in entry.seen:
         versions = ", ".join(f"{name} {version}" for name, version in seen.versions.items())

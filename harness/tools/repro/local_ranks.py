@@ -1,4 +1,4 @@
-"""Ranks for cases that need no torchrun of their own: forked, so that torch is imported once; or on two emulated hosts."""
+"""Ranks for cases without torchrun: forked, so that torch is imported once, or one on each of two emulated hosts."""
 
 import datetime
 import multiprocessing

@@ -1,6 +1,5 @@
-"""A real SGLang engine on a tiny model: on the GPU where there is one, in SGLang's CPU mode elsewhere."""
+"""A real SGLang engine with a tiny model: on the GPU if there is one, else in SGLang's CPU mode."""
 
-import math
 import os
 import sys
 import tempfile
@@ -11,17 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.rollout import sglang_api
-from harness.tools.repro.case import Number
 
 PROMPT = list(range(5, 37))
 NEW_TOKENS = 16
-LOG_PROBS = Number(name="mean log-prob difference", broken_above=0.1, healthy_below=0.05)
-"""What TinyEngine.print_difference prints, where the engine must have the trainer's weights."""
+SAME_BELOW, OTHER_ABOVE = 0.05, 0.1
+"""Mean log-prob differences, in nats, that show the same or other weights; one in between shows neither."""
+OTHER_WEIGHTS = r"mean log-prob difference: \S+ \(other weights\)"
+"""What TinyEngine.compare prints if the engine does not have the trainer's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyEngine:
-    """A running sglang.Engine, started on the weights of seed 0, and what a trainer beside it needs."""
+    """A running sglang.Engine, started with the weights of seed 0, and the trainer's calls to it."""
 
     api: sglang_api.SGLangApi
     engine: Any
@@ -31,7 +31,7 @@ class TinyEngine:
 
     def trainer(self, seed: int) -> Any:
         """Return a transformers model of the same shape with other weights, on the engine's device."""
-        from harness.tools.tiny_models import tiny_config, tiny_model
+        from harness.task.tiny_models import tiny_config, tiny_model
 
         config = tiny_config(self.name, self.device)
         return tiny_model(config, seed, dtype_on(self.device)).eval().to(self.device)
@@ -45,8 +45,7 @@ class TinyEngine:
         sglang_api.call(self.engine, "release_memory_occupation")
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
-        arguments = sglang_api.memory_arguments(self.api, tags)
-        sglang_api.call(self.engine, "resume_memory_occupation", **arguments)
+        sglang_api.call(self.engine, "resume_memory_occupation", tags=tags)
 
     def generate(self) -> dict[str, Any]:
         """Return the engine's greedy answer to PROMPT, with log-probs."""
@@ -54,8 +53,11 @@ class TinyEngine:
         answers = self.engine.generate(input_ids=[PROMPT], sampling_params=sampling, return_logprob=True)
         return dict(answers[0])
 
-    def print_difference(self, model: Any) -> None:
-        """Print the mean |engine - model| of the log-probs of NEW_TOKENS tokens that the engine samples, in nats."""
+    def compare(self, model: Any) -> None:
+        """Print the mean |engine - model| of the log-probs of NEW_TOKENS sampled tokens, and what it shows.
+
+        Raise RuntimeError if it shows nothing.
+        """
         import torch
 
         sampled = self.generate()["meta_info"]["output_token_logprobs"]  # of (log-prob, token, text)
@@ -64,8 +66,11 @@ class TinyEngine:
             logits = model(torch.tensor([tokens], device=self.device)).logits[0].float()
         trainer = logits.log_softmax(-1)[len(PROMPT) - 1 :]
         gaps = [abs(trainer[n, token].item() - log_prob) for n, (log_prob, token, *_) in enumerate(sampled)]
-        mean = sum(gaps) / len(gaps)  # a NaN is the engine's: trainers here have none
-        print(f"{LOG_PROBS.name}: {math.inf if math.isnan(mean) else mean:.3e}", flush=True)
+        mean = sum(gaps) / len(gaps)
+        if SAME_BELOW <= mean <= OTHER_ABOVE:
+            raise RuntimeError(f"the mean log-prob difference of {mean:.3e} shows neither the same nor other weights")
+        # A NaN comes from the engine's weights, because the trainers here have none.
+        print(f"mean log-prob difference: {mean:.3e} ({'same' if mean < SAME_BELOW else 'other'} weights)", flush=True)
 
 
 @contextmanager
@@ -77,7 +82,7 @@ def tiny_engine(
     tp, stages, hosts = (args.get(name, 1) for name in ("tp_size", "pp_size", "nnodes"))
     device = prepare_process(ranks=tp * stages // hosts if api.cores_by_device else tp)
     from harness.rollout.defaults import engine_defaults
-    from harness.tools.tiny_models import save_tiny_model
+    from harness.task.tiny_models import save_tiny_model
 
     folder = Path(tempfile.mkdtemp()) / "model"
     save_tiny_model(
@@ -123,4 +128,4 @@ def checkpoint_tensors(model: Any) -> list[tuple[str, Any]]:
     from harness.weights.names import checkpoint_layout
 
     live = model.state_dict()
-    return [(each.name, each.view(live[each.live_name]).contiguous()) for each in checkpoint_layout(model, live)]
+    return [(each.name, each.in_memory(live[each.of]).contiguous()) for each in checkpoint_layout(model, live)]

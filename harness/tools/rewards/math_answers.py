@@ -1,7 +1,8 @@
-"""MATH answers, compared by math-verify in a process of its own: what a response makes sympy compute may never end.
+"""MATH answers, compared by math-verify in a separate process: sympy may never finish with what a response contains.
 
-math-verify's own timeouts are alarms: of the main thread only, by the clock, and late where one long operation runs in C.
-Here the kernel ends the worker once an answer has taken its CPU seconds, so that load changes no score.
+math-verify's own timeouts are alarms. They work in the main thread alone, count time on the clock, and come late if one long
+operation runs in C. Here the kernel ends the process after a number of CPU seconds, so that the load of the machine changes no
+score.
 """
 
 import json
@@ -15,21 +16,21 @@ from dataclasses import dataclass
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
-"""The worker's address space."""
+"""Limit of the worker's address space."""
 
 
 @dataclass(slots=True)
 class MathWorker:
-    """The process, started for the first answer, and again after one that ended it."""
+    """The process. It is started for the first answer, and again after an answer that ended it."""
 
     cpu_seconds: float = 5.0
-    """What one comparison may take; one takes milliseconds."""
+    """Limit of one comparison, which usually takes milliseconds."""
     _process: subprocess.Popen[str] | None = None
 
     def reward(self, response: str, ground_truth: Any) -> float:
-        """Return 1.0 if math-verify finds the ground truth, LaTeX, in the response, else 0.0; 0.0 after cpu_seconds too.
+        """Return 1.0 if math-verify finds the ground truth, in LaTeX, in the response; otherwise, or after cpu_seconds, 0.0.
 
-        As verl/utils/reward_score/math_verify.py. Raise RuntimeError where the process cannot work.
+        The rule of verl/utils/reward_score/math_verify.py. Raise RuntimeError if the process cannot work.
         """
         if self._process is None:
             command = [sys.executable, "-m", __name__, str(self.cpu_seconds)]
@@ -50,10 +51,10 @@ class MathWorker:
 
 
 def main(cpu_seconds: float) -> None:
-    """Answer lines of JSON, [response, ground truth], with a line each, 0.0 or 1.0, until there are no more."""
+    """Answer each line of standard input, [response, ground truth] as JSON, with a line: 0.0 or 1.0."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    logging.disable()  # a warning that the timeouts are off
+    logging.disable()  # math-verify warns that its timeouts are off
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)

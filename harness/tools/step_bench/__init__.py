@@ -1,1 +1,1 @@
-"""Whole PPO steps, timed by phase, each beside its limit."""
+"""Whole PPO steps, timed by phase and compared with what the machine could do."""

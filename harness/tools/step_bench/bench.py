@@ -1,4 +1,4 @@
-"""Whole PPO steps by phase, each beside its limit: SGLang's own bench, a matrix rate, an all-gather of the weights."""
+"""Time whole PPO steps by phase, and compare each phase with the fastest that this machine could be."""
 
 import io
 import json
@@ -16,13 +16,16 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
+from harness.build import build
 from harness.cluster.world import all_gather
+from harness.inputs import read_inputs
+from harness.observer import RunContext
 from harness.ppo import Ppo
-from harness.runtime.observer import RunContext
+from harness.rollout.verl_engine import VerlEngine
 from harness.task.data import Prompt
 from harness.tools.step_bench.sglang_bench import offline_throughput
-from harness.tools.sync.job import all_gather_row
-from harness.train import build, gather_phases, shut_down, start_record
+from harness.tools.sync.bench import all_gather_row
+from harness.train import gather_phases, shut_down, start_record
 from harness.trainer.batch import Batch
 
 MATMULS = 20
@@ -33,7 +36,7 @@ BACKWARD = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
-    """One phase of a step: seconds of the slowest rank, the median of the steps, beside the least that they could be."""
+    """One phase: the median seconds of the slowest rank, and its limit, the fewest seconds that this machine would need."""
 
     phase: str
     seconds: float
@@ -46,7 +49,7 @@ class StepTable:
 
     seconds: float
     tokens: float
-    """Of prompts and responses, over all ranks, in a step."""
+    """Tokens of a step, prompts and responses, over all ranks."""
     response_tokens: float
     matmul_flops: float
     """Per second, of the slowest rank."""
@@ -64,13 +67,16 @@ class StepBench:
 
     repeats: int
     prompt_tokens: int
-    """Random ones in place of the task's prompts; 0: the task's."""
+    """Length of the random prompts that replace the task's; 0 keeps the task's prompts."""
     json: str
 
     def __call__(self, run: RunContext) -> str:
         """Run the steps, then measure the limits on the same parts; return the verdict. A collective call of all ranks."""
         events, world = run.events, run.world
-        ppo = build(run, start_record(run))
+        record = start_record(run)
+        run, inputs = read_inputs(run)
+        ppo = build(run, inputs, record)
+        assert ppo.actor  # launch/step_bench.py refuses half a run
         if self.prompt_tokens:
             model: Any = ppo.actor.model
             vocabulary = model.config.get_text_config().vocab_size  # a tokenizer may have more
@@ -116,49 +122,51 @@ def random_prompts(prompts: Sequence[Prompt], size: int, tokens: int) -> list[Pr
 
 
 def measure_limits(ppo: Ppo, index: int, tokens: float) -> tuple[dict[str, float], float]:
-    """Return the limit of each phase that has one, in seconds, and the slowest rank's FLOPs per second of matrices.
+    """Return the limit of each phase that has one, in seconds, and the slowest rank's FLOPs per second in matrix products.
 
     tokens: how many the measured steps computed. A collective call of all ranks; step `index` is rolled out for it.
     """
+    assert ppo.memory and ppo.sync and ppo.actor
+    actor = ppo.actor
     rollout, metrics = ppo.rollout(index)
     scale, config = tokens / metrics["tokens"], ppo.config
     rate = matmul_flops(ppo.world.device, getattr(torch, config.model.dtype))
-    forward = forward_flops(lambda: ppo.actor.log_probs(rollout), ppo.actor) / sum(all_gather(rate)) * scale
+    forward = forward_flops(lambda: actor.log_probs(rollout), actor) / sum(all_gather(rate)) * scale
     limits = {"old_log_probs": forward, "update_actor": BACKWARD * forward * config.actor.ppo_epochs}
     if ppo.reference:
         limits["reference_log_probs"] = forward
     if critic := ppo.critic:
         limits["values"] = forward_flops(lambda: critic.values(rollout), critic) / sum(all_gather(rate)) * scale
         limits["update_critic"] = BACKWARD * limits["values"] * config.critic.ppo_epochs
-    ppo.bring_weights(index)
-    with ppo.actor.on_device():
-        limits["sync"] = all_gather_row(ppo.sync, ppo.world, repeats=5).seconds
+    ppo.sync_weights(index)
+    with actor.on_device():
+        limits["sync"] = all_gather_row(ppo.sync.weights, ppo.world, repeats=5).seconds
     limits["generate"] = generation_limit(ppo, index, rollout)
     ppo.memory.release_all()
     return limits, min(all_gather(rate))
 
 
 def generation_limit(ppo: Ppo, index: int, rollout: Batch) -> float:
-    """Return the seconds of SGLang's bench on every engine at once, of the slowest: a step's prompts, and its lengths."""
+    """Return the seconds of SGLang's own bench with the step's prompts and lengths, on all engines at once; the slowest counts."""
     repeated = [
         each.input_ids for each in ppo.engine_prompts(index) for _ in range(ppo.config.rollout.responses_per_prompt)
     ]
+    engine = ppo.engine
+    assert isinstance(engine, VerlEngine), "SGLang's bench calls an sglang.Engine"
     lengths = [
-        length
-        for part in ppo.engine.group.all_gather(rollout.response_mask.sum(-1).tolist()).values()
-        for length in part
+        length for part in engine.group.all_gather(rollout.response_mask.sum(-1).tolist()).values() for length in part
     ]
     seconds = []
-    for _ in range(2):  # the first compiles what greedy sampling alone needs
-        ppo.engine.flush_cache()
+    for _ in range(2):  # the first compiles kernels that only greedy sampling needs
+        engine.flush_cache()
         dist.barrier()
-        seconds.append(offline_throughput(ppo.engine.inner, repeated, lengths) if ppo.engine.is_head else 0.0)
+        seconds.append(engine.call_engine(lambda sglang_engine: offline_throughput(sglang_engine, repeated, lengths)))
         dist.barrier()
     return float(max(all_gather(min(seconds))))
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return how many FLOPs a second this rank's device makes of a large matrix product."""
+    """Return the FLOPs per second that this rank's device reaches in a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -183,9 +191,9 @@ def forward_flops(forward: Callable[[], object], model: Any) -> float:
 
 
 def causal_attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the FLOPs of attention of these shapes [B, H, T, D], of which the causal mask leaves half.
+    """Return the FLOPs of causal attention of these shapes [B, H, T, D]: half of those without a mask.
 
-    torch's own formula counts all of it, none on the CPU, and in 2.11 refuses fewer heads of keys than of queries.
+    torch's own formula ignores the mask, counts nothing on the CPU, and in 2.11 refuses grouped-query attention.
     """
     batch, heads, tokens, size = query
     return batch * heads * tokens * key[2] * (size + value[3])
@@ -207,7 +215,7 @@ def as_text(table: StepTable) -> str:
 
 
 def verdict(table: StepTable) -> str:
-    """Return the step in one sentence: each part against its limit, and the share of what is none of them."""
+    """Return the step in one sentence: generation, learner and sync with their limits, and the share of the rest."""
     generate, bench = table.of("generate")
     learner, least = table.of(*LEARNER)
     sync, gather = table.of("sync")
@@ -215,5 +223,5 @@ def verdict(table: StepTable) -> str:
     return (
         f"PASSED: a step of {table.seconds:.3f} s; generation {table.response_tokens / generate:.0f} tokens/s, {bench / generate:.2f}"
         f" of SGLang's own bench; learner {least / learner:.2g} of {table.matmul_flops / 1e12:.3g} TFLOP/s a rank; sync {sync:.4f} s"
-        f" (all-gather {gather:.4f}); all else {rest / table.seconds:.1%}"
+        f" (all-gather {gather:.4f}); everything else {rest / table.seconds:.1%}"
     )

@@ -33,5 +33,5 @@ def offline_throughput(engine: Any, prompts: Sequence[Sequence[int]], lengths: S
     ]
     found = bench.throughput_test_once("engine", TokenPrompts(engine), requests, True, {}, False)
     if found["total_output_tokens"] != sum(lengths):
-        raise RuntimeError(f"SGLang's bench made {found['total_output_tokens']} tokens in place of {sum(lengths)}")
+        raise RuntimeError(f"SGLang's bench made {found['total_output_tokens']} tokens instead of {sum(lengths)}")
     return float(found["total_latency"])

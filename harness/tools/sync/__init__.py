@@ -1,1 +1,1 @@
-"""The weight sync alone: verified, or timed."""
+"""The weight sync without rollout and updates: verified, or timed."""

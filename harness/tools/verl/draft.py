@@ -1,14 +1,26 @@
-"""What a translation collects: values for the harness's keys with their origin, and what becomes of each override."""
+"""The harness config that a translation writes: each value with its origin, and what became of each override.
 
-import re
+Keys of verl are written "@.rollout.n" for "actor_rollout_ref.rollout.n".
+"""
+
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
-from harness.config.layers import COMMAND_LINE, Layer, build_config, shown
+from harness.config.layers import COMMAND_LINE, KINDS, ConfigError, Layer, build_config, key_types, shown
 from harness.config.schema import Config
-from harness.tools.verl.overrides import Override, VerlConfig, is_known, nearest_key
-from harness.tools.verl.without_counterpart import IRRELEVANT, NEUTRAL
+from harness.tools.verl.overrides import (
+    RELEASES,
+    Override,
+    VerlConfig,
+    is_default_of_any_release,
+    is_known,
+    nearest_key,
+)
 
 Fate = Literal["mapped", "irrelevant", "unsupported", "unknown"]
 FATES: tuple[Fate, ...] = ("mapped", "irrelevant", "unsupported", "unknown")
@@ -16,7 +28,7 @@ FATES: tuple[Fate, ...] = ("mapped", "irrelevant", "unsupported", "unknown")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What became of one override, or of the command as a whole; `text` are harness keys, or a reason."""
+    """What became of an override, or of the command as a whole. `text` is a list of harness keys, or a reason."""
 
     override: str
     fate: Fate
@@ -25,7 +37,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A value of a harness key, and where it comes from."""
+    """The value of a harness key, and where it comes from."""
 
     value: Any
     origin: str
@@ -33,99 +45,132 @@ class Entry:
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """The harness config that is being written. Keys of verl are written without actor_rollout_ref where it begins with @."""
+    """The harness config that is being written."""
 
     verl: VerlConfig
     entries: dict[str, Entry] = field(default_factory=dict)
     mapped: dict[str, list[str]] = field(default_factory=dict)
     """verl's key -> the harness keys that it decides."""
-    reasons: dict[str, Verdict] = field(default_factory=dict)
-    """verl's key -> why it decides nothing."""
+    reasons: list[tuple[str, Fate, str]] = field(default_factory=list)
+    """(key of verl, with * for any text; fate; reason) for keys that other settings overrule. The first match counts."""
     of_command: list[Verdict] = field(default_factory=list)
-    """What is no override, or of a default that no override sets."""
+    """Verdicts that belong to no override: on hydra's options, and on defaults of verl."""
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """Return verl's value of a key; @ stands for actor_rollout_ref."""
+        """Return verl's value of a key; `otherwise` if the release has no such key."""
         return self.verl.get(full(key), otherwise)
 
     def given(self, key: str) -> bool:
         """Return whether an override sets the key."""
         return full(key) in self.verl.given
 
+    def since(self, release: str) -> bool:
+        """Return whether the command is for this release of verl or a newer one."""
+        return RELEASES.index(self.verl.release) >= RELEASES.index(release)
+
+    def integer(self, key: str) -> int:
+        """Return verl's value of a key. Raise ConfigError unless it is an integer."""
+        return int(of_type(int, self.get(key), key))
+
+    def number(self, key: str, otherwise: float | None = None) -> float:
+        """Return verl's value of a key. Raise ConfigError unless it is a number."""
+        return float(of_type(float, self.get(key, otherwise), key))
+
     def put(self, key: str, value: Any, *sources: str, note: str = "") -> None:
-        """Set a harness key from these keys of verl."""
+        """Set a harness key, whose value comes from these keys of verl. Raise ConfigError for a value of another type."""
+        kind = key_types().get(key)
+        if kind in KINDS:
+            value = of_type(kind, value, sources[0] if sources else key)
         given = [self.verl.given[full(source)].text for source in sources if self.given(source)]
         origin = ", ".join(given) or (f"verl {self.verl.release}'s default" if sources else "")
         self.entries[key] = Entry(value=value, origin="; ".join(filter(None, (origin, note))))
         for source in sources:
             self.mapped.setdefault(full(source), []).append(key)
 
-    def irrelevant(self, reason: str, *keys: str) -> None:
-        """Say why keys of verl have nothing to decide."""
-        self._explain("irrelevant", reason, keys)
+    def ignore(self, reason: str, *keys: str) -> None:
+        """Say why keys of verl decide nothing in this command. A * in a key matches any text."""
+        self.reasons += [(full(key), "irrelevant", reason) for key in keys]
 
-    def unsupported(self, reason: str, *keys: str) -> None:
-        """Say what the values of keys would change, and do not; of keys that are not given, as of the command."""
-        self._explain("unsupported", reason, keys)
+    def lose(self, reason: str, *keys: str) -> None:
+        """Say what the values of keys would change, and do not. If no override sets them, it is said of the command."""
+        self.reasons += [(full(key), "unsupported", reason) for key in keys]
         if not any(self.given(key) for key in keys):
             default = f"{full(keys[0])}={shown(self.get(keys[0]))} (verl {self.verl.release}'s default)"
             self.of_command.append(Verdict(override=default, fate="unsupported", text=reason))
 
-    def _explain(self, fate: Fate, reason: str, keys: tuple[str, ...]) -> None:
-        for key in map(full, keys):
-            text = self.verl.given[key].text if key in self.verl.given else key
-            self.reasons.setdefault(key, Verdict(override=text, fate=fate, text=reason))
-
-    def table(self) -> dict[str, Any]:
-        """Return the entries as the nested table of a config file."""
-        found: dict[str, Any] = {}
-        for key, entry in self.entries.items():
-            section, name, *inner = key.split(".", 2)
-            target = found.setdefault(section, {})
-            if inner:
-                target.setdefault(name, {})[inner[0]] = entry.value
-            else:
-                target[name] = entry.value
-        return found
-
     def config(self) -> Config:
-        """Return the harness's config of the entries. Raise ConfigError for a value that is not of its key's type."""
-        return build_config([Layer(COMMAND_LINE, self.table())])
+        """Return the harness's config. Raise ConfigError for a value that its key does not take."""
+        table: dict[str, Any] = {}
+        for key, entry in self.entries.items():
+            *path, name = key.split(".", 2)
+            target = table
+            for part in path:
+                target = target.setdefault(part, {})
+            target[name] = entry.value
+        return build_config([Layer(COMMAND_LINE, table)])
 
     def verdicts(self) -> Iterator[Verdict]:
-        """Yield what became of each override, in order, then of the command."""
+        """Yield what became of each override, in order, then what is said of the command."""
         for key, override in self.verl.given.items():
-            yield self._verdict(key, override)
+            fate, text = self._fate(key, override)
+            yield Verdict(override=override.text, fate=fate, text=text)
         yield from self.of_command
 
-    def _verdict(self, key: str, override: Override) -> Verdict:
-        text = override.text
-        if key in self.reasons:
-            return self.reasons[key]
+    def _fate(self, key: str, override: Override) -> tuple[Fate, str]:
+        """Return what became of a key: the most specific answer first."""
+        for pattern, fate, reason in self.reasons:
+            if fnmatchcase(key, pattern):
+                return fate, reason
         if key in self.mapped:
-            return Verdict(override=text, fate="mapped", text=", ".join(dict.fromkeys(self.mapped[key])))
-        for pattern, reason in IRRELEVANT.items():
-            if re.fullmatch(pattern, key):
-                return Verdict(override=text, fate="irrelevant", text=reason)
-        for pattern, (neutral, changes) in NEUTRAL.items():
-            if re.fullmatch(pattern, key):
-                value = self.verl.get(key)
-                if any(value == each and type(value) is type(each) for each in neutral):
-                    return Verdict(override=text, fate="irrelevant", text=f"{shown(value)}: as here ({changes})")
-                if not self.verl.is_default(key):
-                    return Verdict(override=text, fate="unsupported", text=changes)
-        if self.verl.is_default(key):
-            default = f"verl {self.verl.release}'s default, which sets nothing here"
-            return Verdict(override=text, fate="irrelevant", text=default)
-        if not is_known(key):
-            near = nearest_key(key)
-            hint = f"the nearest of verl's keys is {near}" if near else "no key of verl looks like it"
-            return Verdict(override=text, fate="unknown", text=f"no release of verl from 0.2 to 0.9 has it; {hint}")
-        return Verdict(
-            override=text, fate="unsupported", text="nothing here corresponds to it, so that its effect is missing"
-        )
+            return "mapped", ", ".join(dict.fromkeys(self.mapped[key]))
+        row = row_of(key)
+        if row and "harmless" in row:
+            return "irrelevant", row["harmless"]
+        value = self.verl.get(key)
+        if self._changes_nothing(key, value, row):
+            return "irrelevant", f"{shown(value)} changes nothing" + (f" (missing: {row['missing']})" if row else "")
+        if row:
+            return "unsupported", row["missing"]
+        if is_known(key):
+            return "unsupported", "there is no counterpart"
+        near = nearest_key(key)
+        hint = f"the nearest key is {near}" if near else "no key of verl looks like it"
+        return "unknown", f"no release of verl from {RELEASES[0]} to {RELEASES[-1]} has this key; {hint}"
+
+    def _changes_nothing(self, key: str, value: Any, row: dict[str, Any] | None) -> bool:
+        """Return whether a value is a default, or turns off what is missing here."""
+        default = self.verl.is_default(key) or is_default_of_any_release(key, value, self.verl.trainer)
+        if row is None or default:
+            return default and not (row and row.get("default_counts"))
+        is_off = value in (None, False, "", {}, []) and not self.verl.default(key) and not row.get("false_counts")
+        return is_off or value in row.get("harmless_values", ())
+
+
+@cache
+def counterparts() -> dict[str, Any]:
+    """Return counterparts.toml."""
+    return tomllib.loads(Path(__file__).with_name("counterparts.toml").read_text(encoding="utf-8"))
+
+
+def row_of(key: str) -> dict[str, Any] | None:
+    """Return the first row of counterparts.toml that matches a key."""
+    rows = counterparts()["row"]
+    return next((row for row in rows if any(fnmatchcase(key, full(pattern)) for pattern in row["keys"])), None)
+
+
+def of_type(kind: type, value: Any, key: str) -> Any:
+    """Return a value of verl as this type: null as false, an integer as a number, anything as text. Raise ConfigError."""
+    if kind is str:
+        return str(value)
+    if kind is bool and value is None:
+        return False
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{full(key)} must be {KINDS[kind]}, got {shown(value)}.")
+    return value
 
 
 def full(key: str) -> str:
-    """Return a key with actor_rollout_ref where @ stands for it."""
-    return key.replace("@", "actor_rollout_ref.", 1) if key.startswith("@") else key
+    """Return a key with actor_rollout_ref in place of @."""
+    return key.replace("@.", "actor_rollout_ref.", 1) if key.startswith("@.") else key

@@ -1,72 +1,88 @@
-"""From verl's keys to the harness's, section by section. Facts of verl's code are named by release where they changed."""
+"""From verl's keys to the harness's, for all that takes a computation or a choice; counterparts.toml has the rest.
+
+Each function sets the keys of one section. Facts about verl's code name the release in which they changed.
+"""
 
 import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from harness.config.layers import ConfigError, shown
+from harness.config.layers import ConfigError
 from harness.config.rules import DERIVED_ENGINE_ARGUMENTS
 from harness.config.schema import KlEstimator, LossAggregation
-from harness.tools.verl.draft import Draft, full
-from harness.tools.verl.overrides import RELEASES
+from harness.tools.verl.draft import Draft, counterparts, full
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
-KL_ESTIMATORS = {name: name for name in get_args(KlEstimator)}
-KL_ESTIMATORS |= {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+"}
+KL_ESTIMATORS = {name: name for name in get_args(KlEstimator)} | {
+    "kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+",
+}  # fmt: skip
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "inverse-square-root": "inverse_sqrt"}
-AGGREGATIONS = get_args(LossAggregation)
+AGGREGATIONS = {name: name for name in get_args(LossAggregation)}
 TRACKERS = ("tensorboard", "wandb")
 
 
 def translate_all(draft: Draft, environment: Mapping[str, str] = os.environ) -> None:
     """Set every harness key that has a counterpart in verl. Raise ConfigError for what verl itself refuses."""
+    same(draft)
     parallel(draft)
     model(draft, environment)
     engine(draft)
     task(draft, environment)
+    validation(draft, environment)
     rollout(draft)
     algorithm(draft)
-    batches(draft)
-    optimizers(draft)
+    kl(draft)
+    importance_sampling(draft)
+    for section, prefix in (("actor", "@.actor"), ("critic", "critic")):
+        if section == "actor" or has_critic(draft):
+            batches(draft, section, prefix)
+            optimizer(draft, section, prefix)
+            choose(draft, f"{section}.loss_aggregation", f"{prefix}.loss_agg_mode", AGGREGATIONS, "token-mean")
+    clipping(draft)
     memory(draft)
-    life(draft, environment)
+    length_of_run(draft)
+    checkpoints(draft, environment)
+    trackers(draft)
 
 
-def since(draft: Draft, release: str) -> bool:
-    """Return whether the release is at least this one."""
-    return RELEASES.index(draft.verl.release) >= RELEASES.index(release)
+def same(draft: Draft) -> None:
+    """Set the keys that have verl's values as they are."""
+    for key, source in counterparts()["same"].items():
+        draft.put(key, draft.get(source), source)
+    if has_critic(draft):
+        for key, source in counterparts()["same_for_critic"].items():
+            draft.put(key, draft.get(source), source)
+    else:
+        draft.ignore(f"{draft.get('algorithm.adv_estimator')} has no critic", "critic.*")
+    if has_critic(draft) and draft.get("critic.cliprange_value") == 0:
+        draft.lose("values clamped to the old ones; here 0 turns the clipping off", "critic.cliprange_value")
+    wanted = draft.get("critic.enable")
+    if wanted is not None and bool(wanted) != has_critic(draft):
+        draft.lose("a critic for another estimator than GAE, or GAE without a critic", "critic.enable")
 
 
-def world_size(draft: Draft) -> int:
-    """Return the number of GPUs of the job."""
-    return number(draft, "trainer.nnodes") * number(draft, "trainer.n_gpus_per_node")
+def has_critic(draft: Draft) -> bool:
+    """Return whether the harness trains a critic."""
+    return bool(draft.get("algorithm.adv_estimator") == "gae")
 
 
-def number(draft: Draft, key: str) -> int:
-    """Return a key that must be a whole number. Raise ConfigError."""
-    value = draft.get(key)
-    if type(value) is not int:
-        raise ConfigError(f"{full(key)} must be an integer, got {shown(value)}.")
-    return value
-
-
-def real(draft: Draft, key: str, otherwise: float | None = None) -> float:
-    """Return a key that must be a number. Raise ConfigError."""
-    value = draft.get(key, otherwise)
-    if type(value) not in (int, float):
-        raise ConfigError(f"{full(key)} must be a number, got {shown(value)}.")
-    return float(value)
+def choose(draft: Draft, key: str, source: str, choices: Mapping[Any, str], otherwise: str) -> None:
+    """Set a harness key to the choice that verl's value names; report a value that has no counterpart."""
+    value = str(draft.get(source, otherwise))
+    if value not in choices:
+        draft.lose(f"{value}, which is not available here; {otherwise} is used", source)
+    draft.put(key, choices.get(value, otherwise), source)
 
 
 def parallel(draft: Draft) -> None:
-    """parallel: engines of tp x pp ranks on all GPUs."""
-    nodes, gpus = number(draft, "trainer.nnodes"), number(draft, "trainer.n_gpus_per_node")
-    key, stages = "@rollout.tensor_model_parallel_size", "@rollout.pipeline_model_parallel_size"
-    tp, pp = number(draft, key), draft.get(stages) or 1
+    """Set [parallel]: engines of tp x pp ranks on all GPUs."""
+    nodes, gpus = draft.integer("trainer.nnodes"), draft.integer("trainer.n_gpus_per_node")
+    key, stages = "@.rollout.tensor_model_parallel_size", "@.rollout.pipeline_model_parallel_size"
+    tp, pp = draft.integer(key), draft.get(stages) or 1
     if tp < 1 or nodes * gpus % (tp * pp):
         what = f"{full(key)} x pipeline stages = {tp * pp}"
         raise ConfigError(f"{what} must divide trainer.nnodes x trainer.n_gpus_per_node = {nodes * gpus}.")
@@ -80,435 +96,429 @@ def parallel(draft: Draft) -> None:
 
 
 def model(draft: Draft, environment: Mapping[str, str]) -> None:
-    """model: where all three models start, their dtypes, packing."""
-    path = draft.get("@model.path")
-    draft.put("model.name", expanded(str(path), environment), "@model.path")
-    draft.put("model.dtype", dtype(draft, "@rollout.dtype", "bfloat16"), "@rollout.dtype")
-    master = "@actor.fsdp_config.model_dtype"
-    draft.put("model.master_dtype", dtype(draft, master, "float32"), master)
-    draft.put("model.packed", bool(draft.get("@model.use_remove_padding")), "@model.use_remove_padding")
-    same = "model.packed is one key for all models; padding changes memory and time, not numbers"
-    draft.irrelevant(same, "critic.model.use_remove_padding", "@actor.use_remove_padding")
-    attention = "@model.override_config.attn_implementation"
+    """Set [model]: where all three models start, and their dtypes."""
+    path = draft.get("@.model.path")
+    draft.put("model.name", with_home(str(path), environment), "@.model.path")
+    choose(draft, "model.dtype", "@.rollout.dtype", DTYPES, "bfloat16")
+    choose(draft, "model.master_dtype", "@.actor.fsdp_config.model_dtype", DTYPES, "float32")
+    trainer_dtypes(draft)
+    attention = "@.model.override_config.attn_implementation"
     if draft.get(attention) in ("eager", "sdpa"):
         draft.put("model.attention", draft.get(attention), attention)
-    elif draft.given(attention):
-        draft.irrelevant("another kernel of the same attention; model.attention chooses here", attention)
     if draft.given("critic.model.path") and draft.get("critic.model.path") != path:
-        draft.unsupported("a critic that starts from another model; here from the actor's", "critic.model.path")
-    draft.irrelevant("the critic starts from model.name", "critic.model.path")
+        draft.lose("a critic that starts from another model; here from the actor's", "critic.model.path")
+    draft.ignore("the critic starts from model.name", "critic.model.path")
 
 
-def dtype(draft: Draft, key: str, otherwise: str) -> str:
-    """Return a dtype of verl's as the harness names it."""
-    value = draft.get(key, otherwise)
-    if value not in DTYPES:
-        draft.unsupported(f"a dtype that the trainer does not compute in; taken: {otherwise}", key)
-    return DTYPES.get(value, otherwise)
+def trainer_dtypes(draft: Draft) -> None:
+    """Report a trainer that computes in another dtype than the engine: here both compute in model.dtype."""
+    tables = (
+        "@.actor.fsdp_config",
+        "@.ref.fsdp_config",
+        "critic.model.fsdp_config",
+        "critic.fsdp",
+        "critic.fsdp_config",
+    )
+    keys = [f"{table}.{name}" for table in tables for name in ("dtype", "mixed_precision.param_dtype")]
+    keys += [f"{table}.dtype" for table in ("@.actor.megatron", "@.ref.megatron", "critic.megatron")]
+    for key in filter(draft.given, keys):
+        value = str(draft.get(key))
+        if DTYPES.get(value) == draft.entries["model.dtype"].value:
+            draft.ignore("the trainer computes in model.dtype", key)
+        else:
+            draft.lose(f"a trainer that computes in {value}; here in model.dtype, as the engine does", key)
 
 
 def engine(draft: Draft) -> None:
-    """engine, weights: SGLang's arguments, how it starts and takes weights."""
-    name = draft.get("@rollout.name")
+    """Set [engine] and [weights]: SGLang's arguments, how it starts and takes weights."""
+    name = draft.get("@.rollout.name")
     if name == "sglang":
-        draft.put("engine.implementation", "harness", "@rollout.name", note="SGLang behind an SPMD wrapper")
+        draft.ignore("the engine is always SGLang here", "@.rollout.name")
     else:
-        other = f"the engine is SGLang here: not the log-probs, memory and failures of {name}"
-        draft.unsupported(other, "@rollout.name")
+        draft.lose(f"the engine here is SGLang: log-probs, memory and failures of {name} differ", "@.rollout.name")
     draft.put("engine.defaults", "sglang", note="verl leaves the rest to SGLang")
-    share = "@rollout.gpu_memory_utilization"
-    draft.put("engine.args.mem_fraction_static", draft.get(share), share)
-    if since(draft, "0.6"):
-        draft.put("engine.args.disable_cuda_graph", bool(draft.get("@rollout.enforce_eager")), "@rollout.enforce_eager")
-        if draft.get("@rollout.max_num_seqs") is not None:
-            draft.put("engine.args.max_running_requests", draft.get("@rollout.max_num_seqs"), "@rollout.max_num_seqs")
+    eager, most = "@.rollout.enforce_eager", "@.rollout.max_num_seqs"
+    if not draft.since("0.6"):
+        draft.ignore("verl hands it to SGLang since 0.6", eager, most)
     else:
-        draft.irrelevant(
-            "before 0.6, verl does not hand it to SGLang", "@rollout.enforce_eager", "@rollout.max_num_seqs"
-        )
-    experts, tp = draft.get("@rollout.expert_parallel_size") or 1, draft.entries["parallel.tp"].value
-    if (own := math.gcd(experts, tp)) != experts:
-        among = f"experts over {experts} ranks; here over {own} of the {tp} of one engine"
-        draft.unsupported(among, "@rollout.expert_parallel_size")
-    if own > 1:
-        draft.put("engine.args.ep_size", own, "@rollout.expert_parallel_size")
-    derived = {name: key for key, names in DERIVED_ENGINE_ARGUMENTS.items() for name in names.split()}
-    prefix = "actor_rollout_ref.rollout.engine_kwargs.sglang."
-    for argument, value in draft.verl.after(prefix).items():
-        if argument in derived:
-            draft.unsupported(f"the harness derives {argument} from {derived[argument]}", prefix + argument)
-        elif value is None:
-            draft.irrelevant("null: SGLang's own default", prefix + argument)
-        else:
-            draft.put(f"engine.args.{argument}", value, prefix + argument)
-    dummy = str(draft.get("@rollout.load_format")).startswith("dummy")
-    draft.put("engine.initial_weights", "dummy" if dummy else "checkpoint", "@rollout.load_format")
-    sizes = ("@rollout.checkpoint_engine.update_weights_bucket_megabytes", "@rollout.update_weights_bucket_megabytes")
+        draft.put("engine.args.disable_cuda_graph", bool(draft.get(eager)), eager)
+        if draft.get(most) is not None:
+            draft.put("engine.args.max_running_requests", draft.get(most), most)
+    expert_parallel(draft)
+    dummy = str(draft.get("@.rollout.load_format")).startswith("dummy")
+    draft.put("engine.initial_weights", "dummy" if dummy else "checkpoint", "@.rollout.load_format")
+    sizes = ("@.rollout.checkpoint_engine.update_weights_bucket_megabytes", "@.rollout.update_weights_bucket_megabytes")
     for key in sizes:
         if draft.get(key) is not None:
             draft.put("weights.bucket_size_mib", draft.get(key), key)
             break
+    derived = {name: key for key, names in DERIVED_ENGINE_ARGUMENTS.items() for name in names.split()}
+    prefix = full("@.rollout.engine_kwargs.sglang.")
+    for argument, value in draft.verl.after(prefix).items():
+        if argument in derived:
+            draft.lose(f"the harness sets {argument} from {derived[argument]}", prefix + argument)
+        elif value is None:
+            draft.ignore("null: SGLang's own default", prefix + argument)
+        else:
+            draft.put(f"engine.args.{argument}", value, prefix + argument)
+
+
+def expert_parallel(draft: Draft) -> None:
+    """Set engine.args.ep_size, which must divide tp here; verl may spread experts over several engines."""
+    key = "@.rollout.expert_parallel_size"
+    experts, tp = draft.get(key) or 1, draft.entries["parallel.tp"].value
+    possible = math.gcd(experts, tp)
+    if possible != experts:
+        draft.lose(f"experts over {experts} ranks; here over {possible} of the {tp} of one engine", key)
+    if possible > 1:
+        draft.put("engine.args.ep_size", possible, key)
 
 
 def task(draft: Draft, environment: Mapping[str, str]) -> None:
-    """task, validation: prompts and the reward."""
+    """Set [task]: prompts and the reward."""
     draft.put("task.source", files(draft, "data.train_files", environment), "data.train_files")
-    if (rows := draft.get("data.train_max_samples", -1)) > 0:
-        draft.put("task.rows", rows, "data.train_max_samples", note="the first")
-    draft.put("task.max_prompt_tokens", draft.get("data.max_prompt_length"), "data.max_prompt_length")
-    long_prompts(draft)
-    switches = ("reward_model.enable", "reward.reward_model.enable")
-    if not any(map(draft.get, switches)):
-        own = re.compile(r"(reward\.)?reward_model\.(?!enable$|reward_manager$|reward_kwargs|sandbox_fusion)")
-        draft.irrelevant("there is no reward model: its enable is not true", *filter(own.match, draft.verl.given))
-    long_responses = re.compile(r"reward(_model)?\.(reward_kwargs\.(overlong_\w+|max_resp_len)|overlong_buffer)\b")
-    penalty = list(filter(long_responses.match, draft.verl.given))
+    some_rows(draft, "task", "data.train_max_samples")
+    filtered = draft.get("data.filter_overlong_prompts", True)  # 0.2 has no such key, and filters
+    sources = ("data.filter_overlong_prompts", "data.truncation")
+    draft.put("task.long_prompts", "filter" if filtered else "error", *sources)
+    if not filtered and draft.get("data.truncation", "error") != "error":
+        draft.lose("prompts that are too long are cut; here they are an error", "data.truncation")
+    reward(draft, environment)
+
+
+def reward(draft: Draft, environment: Mapping[str, str]) -> None:
+    """Set task.reward. Reward models, and penalties for long responses, are off unless their enable is true."""
+    if not any(map(draft.get, ("reward_model.enable", "reward.reward_model.enable"))):
+        of_model = re.compile(r"(reward\.)?reward_model\.(?!enable$|reward_manager$|reward_kwargs|sandbox_fusion)")
+        draft.ignore("there is no reward model: its enable is not true", *filter(of_model.match, draft.verl.given))
+    of_length = re.compile(r"reward(_model)?\.(reward_kwargs\.(overlong_\w+|max_resp_len)|overlong_buffer)\b")
+    penalty = list(filter(of_length.match, draft.verl.given))
     if not any(draft.get(key) for key in penalty if key.endswith(".enable")):
-        managers = (
-            key for key in ("reward_model.reward_manager", "reward.reward_manager.name") if draft.get(key) == "dapo"
-        )
-        draft.irrelevant("no penalty for long responses: its enable is not true", *penalty, *managers)
+        managers = ("reward_model.reward_manager", "reward.reward_manager.name")
+        dapo = [key for key in managers if draft.get(key) == "dapo"]  # scores as "naive" does, but for the penalty
+        draft.ignore("there is no penalty for long responses: its enable is not true", *penalty, *dapo)
     paths = ("custom_reward_function.path", "reward.custom_reward_function.path")
     names = ("custom_reward_function.name", "reward.custom_reward_function.name")
     path = next((draft.get(key) for key in paths if draft.get(key)), None)
     if path:
         name = next((draft.get(key) for key in names if draft.get(key)), "compute_score")
-        draft.put("task.reward", f"{expanded(path, environment)}:{name}", *paths, *names)
+        draft.put("task.reward", f"{with_home(path, environment)}:{name}", *paths, *names)
     else:
-        draft.irrelevant("no path: verl's own rewards", *paths, *names)
-        draft.put("task.reward", "data_source", note="verl's own: the row's data_source picks")
-    validation(draft, environment)
+        draft.ignore("no path: verl's own rewards", *paths, *names)
+        draft.put("task.reward", "data_source", note="as in verl, the row's data_source picks it")
 
 
 def validation(draft: Draft, environment: Mapping[str, str]) -> None:
-    """Map validation. verl's last is after the last step, where test_freq is above 0, and in 0.2 in any case."""
-    every, before = max(0, number(draft, "trainer.test_freq")), bool(draft.get("trainer.val_before_train", True))
-    if not (every or before) and since(draft, "0.3"):
-        none = "nothing is validated: trainer.test_freq and trainer.val_before_train say so"
-        own = re.compile(r"data\.val_(files|max_samples)|trainer\.(test_freq|val_before_train)|.*\.val_kwargs\..*")
-        draft.irrelevant(none, *filter(own.fullmatch, draft.verl.given))
+    """Set [validation]. verl validates after the last step if test_freq is above 0, and in 0.2 in any case."""
+    every, before = max(0, draft.integer("trainer.test_freq")), bool(draft.get("trainer.val_before_train", True))
+    if not (every or before) and draft.since("0.3"):
+        off = "nothing is validated: trainer.test_freq and trainer.val_before_train say so"
+        keys = ("data.val_files", "data.val_max_samples", "trainer.test_freq", "trainer.val_before_train")
+        draft.ignore(off, *keys, "@.rollout.val_kwargs.*")
         return
     draft.put("validation.source", files(draft, "data.val_files", environment), "data.val_files")
-    if (rows := draft.get("data.val_max_samples", -1)) > 0:
-        draft.put("validation.rows", rows, "data.val_max_samples", note="the first")
-    note = "" if every or not since(draft, "0.3") else "none between; here also after the last step"
+    some_rows(draft, "validation", "data.val_max_samples")
+    note = "" if every or not draft.since("0.3") else "none between; here also after the last step"
     draft.put("validation.every", every, "trainer.test_freq", note=note)
     draft.put("validation.before_train", before, "trainer.val_before_train")
-    sampled = bool(draft.get("@rollout.val_kwargs.do_sample", False))
-    temperature = float(draft.get("@rollout.val_kwargs.temperature", 0.0) or 0.0) if sampled else 0.0
-    sources = ("@rollout.val_kwargs.temperature", "@rollout.val_kwargs.do_sample")
-    draft.put("validation.temperature", temperature, *sources)
-    if not sampled:
-        draft.irrelevant("greedy: do_sample is false", "@rollout.val_kwargs.top_p", "@rollout.val_kwargs.top_k")
+    validation_sampling(draft)
 
 
-def long_prompts(draft: Draft) -> None:
-    """task.long_prompts: what becomes of a prompt that is too long."""
-    filtered = draft.get("data.filter_overlong_prompts", True)  # 0.2 has no such key, and filters
-    sources = ("data.filter_overlong_prompts", "data.truncation")
-    draft.put("task.long_prompts", "filter" if filtered else "error", *sources)
-    if not filtered and draft.get("data.truncation", "error") != "error":
-        draft.unsupported("prompts that are too long are cut; here they are an error", "data.truncation")
+def validation_sampling(draft: Draft) -> None:
+    """Set validation.temperature.
+
+    do_sample = false means greedy only where verl's engine workers generate. Its agent loop, which is all there is since 0.7
+    and generates for mode = async before, reads temperature, top_p and top_k and not do_sample
+    (verl/experimental/agent_loop/agent_loop.py; verl/workers/rollout/chat_scheduler.py in 0.4).
+    """
+    sampled, temperature = "@.rollout.val_kwargs.do_sample", "@.rollout.val_kwargs.temperature"
+    others = ("@.rollout.val_kwargs.top_p", "@.rollout.val_kwargs.top_k")
+    by_agent_loop = draft.since("0.7") or (draft.since("0.4") and draft.get("@.rollout.mode") == "async")
+    if by_agent_loop:
+        draft.put("validation.temperature", draft.get(temperature) or 0.0, temperature)
+        draft.ignore("verl's agent loop does not read it", sampled)
+        why = "greedy: val_kwargs.temperature is 0"
+    else:
+        value = draft.get(temperature) if draft.get(sampled, False) else 0.0
+        draft.put("validation.temperature", value or 0.0, temperature, sampled)
+        why = "greedy: do_sample is false"
+    if not draft.entries["validation.temperature"].value:
+        draft.ignore(why, *others)
+
+
+def some_rows(draft: Draft, section: str, key: str) -> None:
+    """Set how many rows to use. verl takes the first ones only if data.shuffle is false."""
+    if (rows := draft.get(key, -1)) <= 0:
+        return
+    draft.put(f"{section}.rows", rows, key)
+    if draft.get("data.shuffle"):
+        seed = draft.get("data.seed")
+        note = "verl draws other rows each time" if seed is None else "verl's data.seed draws the same rows"
+        draft.put(f"{section}.rows_seed", seed or 0, key, note=note)
 
 
 def files(draft: Draft, key: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the paths of a key that has one or a list, ~ expanded."""
+    """Return the paths of a key that has one path or a list of them."""
     value = draft.get(key)
     paths = value if isinstance(value, list) else [value]
     if any(str(path).startswith("hdfs:") for path in paths):
-        draft.unsupported("files on HDFS, which is not read here; give a local copy", key)
-    return list(dict.fromkeys(expanded(str(path), environment) for path in paths))
+        draft.lose("files on HDFS, which cannot be read here; give a local copy", key)
+    return list(dict.fromkeys(with_home(str(path), environment) for path in paths))
 
 
-def expanded(path: str, environment: Mapping[str, str]) -> str:
+def with_home(path: str, environment: Mapping[str, str]) -> str:
     """Return a path with the home folder in place of a leading ~."""
     home = environment.get("HOME", "")
     return str(Path(home, path[2:])) if path.startswith("~/") and home else path
 
 
 def rollout(draft: Draft) -> None:
-    """rollout: how many prompts and responses, and how they are sampled."""
-    draft.put("rollout.prompts_per_step", number(draft, "data.train_batch_size"), "data.train_batch_size")
-    draft.put("rollout.responses_per_prompt", number(draft, "@rollout.n"), "@rollout.n")
-    longest = draft.get("@rollout.response_length") if draft.given("@rollout.response_length") else None
-    length = longest or draft.get("data.max_response_length")
-    draft.put("rollout.max_response_tokens", length, "data.max_response_length", "@rollout.response_length")
-    draft.irrelevant("task.max_prompt_tokens, from data.max_prompt_length", "@rollout.prompt_length")
-    for name in ("temperature", "top_p"):
-        draft.put(f"rollout.{name}", real(draft, f"@rollout.{name}"), f"@rollout.{name}")
-    draft.put("rollout.top_k", draft.get("@rollout.top_k") or -1, "@rollout.top_k")
-    for name in ("stop", "stop_token_ids"):  # in no config of verl's; 0.3 to 0.6 hand it to SGLang
-        if (value := draft.get(f"@rollout.{name}")) is not None:
-            draft.put(f"rollout.{name}", value if isinstance(value, list) else [value], f"@rollout.{name}")
-    draft.put("rollout.ignore_eos", bool(draft.get("@rollout.ignore_eos", False)), "@rollout.ignore_eos")
-    staged = since(draft, "0.6") or bool(draft.get("@rollout.multi_stage_wake_up", False))
-    note = "" if draft.given("@rollout.multi_stage_wake_up") else "weights, then KV cache" if staged else "both at once"
-    draft.put("memory.resume", "staged" if staged else "all", "@rollout.multi_stage_wake_up", note=note)
+    """Set [rollout]: how long responses are and how they are sampled, and memory.resume."""
+    length = draft.get("@.rollout.response_length") if draft.given("@.rollout.response_length") else None
+    sources = ("data.max_response_length", "@.rollout.response_length")
+    draft.put("rollout.max_response_tokens", length or draft.get("data.max_response_length"), *sources)
+    draft.put("rollout.top_k", draft.get("@.rollout.top_k") or -1, "@.rollout.top_k")
+    longest = draft.get("@.rollout.max_model_len")
+    needed = draft.integer("data.max_prompt_length") + draft.entries["rollout.max_response_tokens"].value + 1
+    if longest is not None and longest < needed and draft.since("0.6"):  # SGLang's server in verl, from then on
+        cut = f"responses that end where prompt and response have {longest} tokens; here each may have its full length"
+        draft.lose(cut, "@.rollout.max_model_len")
+    else:
+        draft.ignore("long enough for every prompt with its response", "@.rollout.max_model_len")
+    for name in ("stop", "stop_token_ids"):  # in no config of verl; 0.3 to 0.6 hand them to SGLang
+        if (value := draft.get(f"@.rollout.{name}")) is not None:
+            draft.put(f"rollout.{name}", value if isinstance(value, list) else [value], f"@.rollout.{name}")
+    wake_up = "@.rollout.multi_stage_wake_up"
+    staged = draft.since("0.6") or bool(draft.get(wake_up, False))
+    note = "" if draft.given(wake_up) else "weights, then KV cache" if staged else "both at once"
+    draft.put("memory.resume", "staged" if staged else "all", wake_up, note=note)
 
 
 def algorithm(draft: Draft) -> None:
-    """algorithm: advantages, KL, importance sampling, the critic's head start."""
-    estimator = draft.get("algorithm.adv_estimator")
-    if estimator not in ESTIMATORS:
-        draft.unsupported(
-            f"advantages by {estimator}; there are gae, grpo and rloo; taken: grpo", "algorithm.adv_estimator"
-        )
-    draft.put("algorithm.advantage", ESTIMATORS.get(estimator, "grpo"), "algorithm.adv_estimator")
-    for name in ("gamma", "lam"):
-        draft.put(f"algorithm.{name}", real(draft, f"algorithm.{name}"), f"algorithm.{name}")
+    """Set the advantage, and the steps in which only the critic learns."""
+    choose(draft, "algorithm.advantage", "algorithm.adv_estimator", ESTIMATORS, "grpo")
     by_std = "algorithm.norm_adv_by_std_in_grpo"
-    draft.put("algorithm.normalize_by_std", bool(draft.get(by_std, True)), by_std)
-    kl(draft)
-    first = number(draft, "trainer.critic_warmup")
+    draft.put("algorithm.normalize_by_std", draft.get(by_std, True), by_std)
+    # verl updates the actor if critic_warmup <= step, and its steps count from 1: N leaves N - 1 steps to the critic.
+    first = draft.integer("trainer.critic_warmup")
     alone = max(0, first - 1)
     if alone and not has_critic(draft):
-        nothing = f"verl updates the actor from step {first} on, and {estimator} has no critic to update before"
-        draft.unsupported(nothing, "trainer.critic_warmup")
+        nothing = f"verl updates the actor from step {first} on, and there is no critic to update before"
+        draft.lose(nothing, "trainer.critic_warmup")
     else:
         note = f"verl updates the actor from step {first} on" if alone else ""
         draft.put("algorithm.critic_warmup", alone, "trainer.critic_warmup", note=note)
-    importance_sampling(draft)
-
-
-def has_critic(draft: Draft) -> bool:
-    """Return whether the harness trains a critic."""
-    return bool(draft.get("algorithm.adv_estimator") == "gae")
 
 
 def kl(draft: Draft) -> None:
-    """algorithm.kl_*: in the reward, in the loss, or nowhere. 0.2 and 0.3 have it in the reward unless it is in the loss."""
-    in_loss = bool(draft.get("@actor.use_kl_loss"))
-    in_reward = bool(draft.get("algorithm.use_kl_in_reward", not in_loss))
-    placed = ("@actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    """Set algorithm.kl_*: the KL is in the reward, in the loss, or nowhere. 0.2 and 0.3: in the reward if not in the loss."""
+    placed = ("@.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    in_loss = bool(draft.get(placed[0]))
+    in_reward = bool(draft.get(placed[1], not in_loss))
     if in_loss and in_reward:
-        draft.unsupported("the KL in the reward beside the KL in the loss; here in one of them: the loss", placed[1])
+        draft.lose("the KL in the reward as well as in the loss; here it is in the loss", placed[1])
     placement = "loss" if in_loss else "reward" if in_reward else "none"
     draft.put("algorithm.kl_placement", placement, *placed)
-    of_loss = ("@actor.kl_loss_type", "@actor.kl_loss_coef")
-    of_reward = ("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef")
-    control = tuple(f"algorithm.kl_ctrl.{name}" for name in ("type", "target_kl", "horizon"))
-    for place, keys in (("loss", of_loss), ("reward", (*of_reward, *control))):
-        if place != placement:
-            draft.irrelevant(f"no KL in the {place}: {' and '.join(map(full, placed))} say so", *keys)
-    if placement == "none":
-        return
-    kind, coefficient = of_loss if placement == "loss" else of_reward
-    if draft.get(kind) not in KL_ESTIMATORS:
-        draft.unsupported(f"the KL by {draft.get(kind)}; taken: auto", kind)
-    draft.put("algorithm.kl_estimator", KL_ESTIMATORS.get(draft.get(kind), "auto"), kind)
-    draft.put("algorithm.kl_coefficient", real(draft, coefficient), coefficient)
-    if placement == "reward" and draft.get(control[0]) == "adaptive":
-        draft.put("algorithm.kl_target", real(draft, control[1], 0.1), *control[:2])
-        draft.put("algorithm.kl_horizon", draft.get(control[2], 10000), control[2])
+    off = f"no KL in the {{}}: {full(placed[0])} and {placed[1]} say so"
+    if placement != "loss":
+        draft.ignore(off.format("loss"), "@.actor.kl_loss_type", "@.actor.kl_loss_coef")
+    if placement != "reward":
+        draft.ignore(off.format("reward"), "algorithm.kl_penalty", "algorithm.kl_ctrl.*")
+    if placement == "loss":
+        choose(draft, "algorithm.kl_estimator", "@.actor.kl_loss_type", KL_ESTIMATORS, "auto")
+        draft.put("algorithm.kl_coefficient", draft.get("@.actor.kl_loss_coef"), "@.actor.kl_loss_coef")
     elif placement == "reward":
-        draft.put("algorithm.kl_target", 0.0, control[0])
-        draft.irrelevant("the coefficient is fixed: algorithm.kl_ctrl.type", *control[1:])
+        choose(draft, "algorithm.kl_estimator", "algorithm.kl_penalty", KL_ESTIMATORS, "auto")
+        draft.put("algorithm.kl_coefficient", draft.get("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_ctrl.kl_coef")
+        adaptive = [f"algorithm.kl_ctrl.{name}" for name in ("type", "target_kl", "horizon")]
+        if draft.get(adaptive[0]) == "adaptive":
+            draft.lose("a KL coefficient that adapts; here it stays as it is", *adaptive)
+        else:
+            draft.ignore("the coefficient is fixed", *adaptive)
 
 
 def importance_sampling(draft: Draft) -> None:
-    """algorithm.importance_cap: tis_imp_ratio_cap (0.5), rollout_is_threshold (0.6 and newer)."""
+    """Set algorithm.importance_cap: tis_imp_ratio_cap in 0.5, rollout_is_threshold since 0.6."""
     level, cap = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
-    older = ("@actor.tis_imp_ratio_cap", "algorithm.rollout_is", "algorithm.rollout_is_threshold")
-    if draft.get(level) == "token" and not isinstance(draft.get(cap), int | float):
-        draft.unsupported("weights bounded on both sides; here from above", level, cap)
-    elif draft.get(level) == "token":
-        draft.put("algorithm.importance_cap", real(draft, cap), level, cap)
-        return
+    ratio_cap, older_level, older_cap = (
+        "@.actor.tis_imp_ratio_cap",
+        "algorithm.rollout_is",
+        "algorithm.rollout_is_threshold",
+    )
+    if draft.get(level) == "token":
+        if isinstance(draft.get(cap), int | float):
+            draft.put("algorithm.importance_cap", draft.number(cap), level, cap)
+            return
+        draft.lose("importance weights with two bounds; here they have an upper bound alone", level, cap)
     elif draft.get(level):
-        draft.unsupported("weights of whole sequences between engine and trainer; here of tokens", level)
-    draft.irrelevant(f"{level} is off", cap)
-    value = draft.get(older[0]) or (draft.get(older[2]) if draft.get(older[1]) in (True, "token") else None)
-    if value and float(value) > 0:
-        draft.put("algorithm.importance_cap", float(value), *older)
-    elif any(map(draft.given, older)):
-        draft.put("algorithm.importance_cap", 0.0, *older)
+        draft.lose("importance weights of whole sequences; here they are of tokens", level)
+    draft.ignore(f"{level} is off", cap)
+    value = draft.get(ratio_cap) or (draft.get(older_cap) if draft.get(older_level) in (True, "token") else None)
+    if any(map(draft.given, (ratio_cap, older_level, older_cap))):
+        draft.put("algorithm.importance_cap", max(0.0, float(value or 0)), ratio_cap, older_level, older_cap)
 
 
-def batches(draft: Draft) -> None:
-    """Minibatches and microbatches. verl counts prompts in a minibatch; before 0.4 the critic's counts sequences."""
-    responses, ranks = number(draft, "@rollout.n"), world_size(draft)
-    for section, prefix in sections(draft):
-        key, own = f"{prefix}.ppo_mini_batch_size", responses
-        if section == "critic" and not since(draft, "0.4"):
-            own = 1
-        size = number(draft, key) * own
-        draft.put(f"{section}.minibatch_size", size, key, note=f"x {own} responses" if own > 1 else "")
-        dynamic, budget = f"{prefix}.use_dynamic_bsz", f"{prefix}.ppo_max_token_len_per_gpu"
-        per_rank, over_ranks = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{prefix}.ppo_micro_batch_size"
-        if draft.get(dynamic):
-            tokens, note = token_budget(draft, prefix, draft.get(budget) or 16384)
-            draft.put(f"{section}.tokens_per_microbatch", tokens, dynamic, budget, note=note)
-            draft.irrelevant(f"{full(dynamic)} is true", per_rank, over_ranks)
-            continue
-        draft.put(f"{section}.tokens_per_microbatch", 0, dynamic)
-        draft.irrelevant(f"{full(dynamic)} is false", budget)
-        if draft.get(over_ranks) is not None:
-            micro = max(1, number(draft, over_ranks) // ranks)
-            draft.put(f"{section}.microbatch_size", micro, over_ranks, note=f"over {ranks} GPUs")
-        elif draft.get(per_rank) is not None:
-            draft.put(f"{section}.microbatch_size", number(draft, per_rank), per_rank)
-        else:
-            draft.put(f"{section}.microbatch_size", 1, note=f"verl refuses to start without {full(per_rank)}; taken: 1")
-            draft.unsupported("verl refuses to start without it; taken: 1", per_rank)
+def batches(draft: Draft, section: str, prefix: str) -> None:
+    """Set minibatches and microbatches. verl counts a minibatch in prompts; the critic's in sequences before 0.4."""
+    key, responses = f"{prefix}.ppo_mini_batch_size", draft.integer("@.rollout.n")
+    if section == "critic" and not draft.since("0.4"):
+        responses = 1
+    note = f"x {responses} responses" if responses > 1 else ""
+    draft.put(f"{section}.minibatch_size", draft.integer(key) * responses, key, note=note)
+    dynamic, budget = f"{prefix}.use_dynamic_bsz", f"{prefix}.ppo_max_token_len_per_gpu"
+    per_rank, over_ranks = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{prefix}.ppo_micro_batch_size"
+    if draft.get(dynamic):
+        tokens, note = token_budget(draft, prefix, draft.get(budget) or 16384)
+        draft.put(f"{section}.tokens_per_microbatch", tokens, dynamic, budget, note=note)
+        draft.ignore(f"{full(dynamic)} is true", per_rank, over_ranks)
+        return
+    draft.put(f"{section}.tokens_per_microbatch", 0, dynamic)
+    draft.ignore(f"{full(dynamic)} is false", budget)
+    ranks = draft.integer("trainer.nnodes") * draft.integer("trainer.n_gpus_per_node")
+    if draft.get(over_ranks) is not None:
+        size = max(1, draft.integer(over_ranks) // ranks)
+        draft.put(f"{section}.microbatch_size", size, over_ranks, note=f"over {ranks} GPUs")
+    elif draft.get(per_rank) is not None:
+        draft.put(f"{section}.microbatch_size", draft.get(per_rank), per_rank)
+    else:
+        draft.put(f"{section}.microbatch_size", 1, note=f"verl refuses to start without {full(per_rank)}")
+        draft.lose("verl refuses to start without it; 1 is used", per_rank)
 
 
 def token_budget(draft: Draft, prefix: str, budget: int) -> tuple[int, str]:
-    """Return the tokens of one rank's microbatch, and a note. verl's ranks may share a sequence; here each takes it whole."""
+    """Return the tokens of one rank's microbatch, and a note. In verl, ranks may share a sequence; here one rank takes it."""
     ulysses = "ulysses_sequence_parallel_size"
     names = (ulysses, f"fsdp_config.{ulysses}", "megatron.context_parallel_size", "veomni.ulysses_parallel_size")
     ranks = max(draft.get(f"{prefix}.{name}") or 1 for name in names)
-    longest = number(draft, "data.max_prompt_length") + draft.entries["rollout.max_response_tokens"].value
+    longest = draft.integer("data.max_prompt_length") + draft.entries["rollout.max_response_tokens"].value
     if budget < longest <= budget * ranks:
         return longest, f"one sequence, which verl splits over {ranks} ranks"
     return budget, ""
 
 
-def sections(draft: Draft) -> list[tuple[str, str]]:
-    """Return the harness's sections of models that learn, and verl's."""
-    return [("actor", "@actor"), *([("critic", "critic")] if has_critic(draft) else [])]
-
-
-def optimizers(draft: Draft) -> None:
-    """actor, critic: losses and optimizers."""
-    if not has_critic(draft):
-        estimator = draft.get("algorithm.adv_estimator")
-        draft.irrelevant(f"{estimator} has no critic", *(key for key in draft.verl.given if key.startswith("critic.")))
-    for section, prefix in sections(draft):
-        optimizer(draft, section, prefix)
-        draft.put(f"{section}.ppo_epochs", number(draft, f"{prefix}.ppo_epochs"), f"{prefix}.ppo_epochs")
-        aggregation(draft, section, prefix)
-        recompute = ("@" if section == "actor" else "critic.") + "model.enable_gradient_checkpointing"
-        draft.put(f"{section}.gradient_checkpointing", bool(draft.get(recompute)), recompute)
-    # clip_ratio counts only where the two others are null, which they are before 0.4 alone.
-    for name in ("low", "high"):
-        key = f"@actor.clip_ratio_{name}"
-        own = draft.get(key)
-        sources = (key,) if own is not None else ("@actor.clip_ratio",)
-        draft.put(f"actor.clip_{name}", own if own is not None else draft.get("@actor.clip_ratio"), *sources)
-    if full("@actor.clip_ratio") not in draft.mapped:
-        draft.irrelevant(
-            "verl reads clip_ratio_low and clip_ratio_high, which have defaults of their own", "@actor.clip_ratio"
-        )
-    draft.put("actor.dual_clip", real(draft, "@actor.clip_ratio_c", 0.0), "@actor.clip_ratio_c")
-    draft.put("actor.entropy_coefficient", real(draft, "@actor.entropy_coeff"), "@actor.entropy_coeff")
-    if has_critic(draft):
-        draft.put("critic.value_clip", real(draft, "critic.cliprange_value"), "critic.cliprange_value")
-
-
-def aggregation(draft: Draft, section: str, prefix: str) -> None:
-    """loss_aggregation: of 0.3 and older, the mean over tokens."""
-    key = f"{prefix}.loss_agg_mode"
-    value = draft.get(key, "token-mean")
-    if value not in AGGREGATIONS:
-        draft.unsupported("another mean of the token losses; taken: token-mean", key)
-    draft.put(f"{section}.loss_aggregation", value if value in AGGREGATIONS else "token-mean", key)
-
-
 def optimizer(draft: Draft, section: str, prefix: str) -> None:
-    """AdamW, its schedule, gradient clipping. verl's schedules move once a PPO step, the harness's once an optimizer step."""
-    optim = f"{prefix}.optim"
-    draft.put(f"{section}.learning_rate", real(draft, f"{optim}.lr"), f"{optim}.lr")
-    draft.put(f"{section}.weight_decay", real(draft, f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
+    """Set AdamW, its schedule and gradient clipping."""
+    optim, megatron = f"{prefix}.optim", draft.verl.trainer == "megatron"
+    draft.put(f"{section}.weight_decay", draft.get(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
     betas = draft.get(f"{optim}.betas") or [0.9, 0.999]
     draft.put(f"{section}.betas", [float(beta) for beta in betas], f"{optim}.betas")
-    megatron = draft.verl.trainer == "megatron"
-    clip = f"{optim}.clip_grad" if megatron else f"{prefix}.grad_clip"
-    draft.put(f"{section}.max_grad_norm", real(draft, clip, 1.0), clip)
-    draft.irrelevant(f"verl reads {full(clip)}", f"{prefix}.grad_clip" if megatron else f"{optim}.clip_grad")
+    clip, other_clip = f"{prefix}.grad_clip", f"{optim}.clip_grad"
+    if megatron:
+        clip, other_clip = other_clip, clip
+    draft.put(f"{section}.max_grad_norm", draft.get(clip, 1.0), clip)
+    draft.ignore(f"verl reads {full(clip)}", other_clip)
     styles = (f"{optim}.warmup_style", f"{optim}.lr_decay_style" if megatron else f"{optim}.lr_scheduler_type")
     style = next((draft.get(key) for key in styles if draft.get(key)), "constant")
     if style not in SCHEDULES:
-        draft.unsupported(f"the schedule {style}; taken: constant", *styles)
+        draft.lose(f"the schedule {style}; constant is used", *styles)
     schedule, is_warm = SCHEDULES.get(style, "constant"), warmup(draft, section, prefix)
     if schedule == "constant":
         schedule = "constant_with_warmup" if is_warm else schedule
-        flat = ("min_lr", "min_lr_ratio", "num_cycles")
-        draft.irrelevant("the schedule is constant, without decay", *(f"{optim}.{name}" for name in flat))
+        draft.ignore("a constant schedule has no decay", f"{optim}.min_lr*", f"{optim}.num_cycles")
     draft.put(f"{section}.schedule", schedule, *styles)
 
 
 def warmup(draft: Draft, section: str, prefix: str) -> bool:
-    """Set the warm-up, and return whether there is any. verl counts PPO steps, of which each has one learning rate."""
+    """Set the warm-up, and return whether there is one.
+
+    verl counts it in PPO steps, each of which has one learning rate; the harness counts optimizer steps.
+    """
     steps_key, ratio_key = f"{prefix}.optim.lr_warmup_steps", f"{prefix}.optim.lr_warmup_steps_ratio"
     steps, ratio = draft.get(steps_key), float(draft.get(ratio_key) or 0.0)
     steps = -1 if steps is None else steps
-    if steps > 0 or (steps == 0 and not since(draft, "0.8") and draft.verl.trainer == "fsdp"):
-        draft.irrelevant("lr_warmup_steps comes first", ratio_key)
+    # FSDP's optimizer takes 0 as "no warm-up" before 0.8, and as "not given" since.
+    if steps > 0 or (steps == 0 and not draft.since("0.8") and draft.verl.trainer == "fsdp"):
+        draft.ignore("lr_warmup_steps comes first", ratio_key)
         source = steps_key
     else:
-        draft.irrelevant("not above 0: lr_warmup_steps_ratio counts", steps_key)
+        draft.ignore("not above 0: lr_warmup_steps_ratio counts", steps_key)
         total, source = draft.get("trainer.total_training_steps"), ratio_key
         if total is None:
             draft.put(f"{section}.warmup_ratio", ratio, ratio_key)
             return ratio > 0
         steps = int(ratio * total)
-    sequences = number(draft, "data.train_batch_size") * number(draft, "@rollout.n")
-    each = sequences // draft.entries[f"{section}.minibatch_size"].value * number(draft, f"{prefix}.ppo_epochs")
+    sequences = draft.integer("data.train_batch_size") * draft.integer("@.rollout.n")
+    minibatches = sequences // draft.entries[f"{section}.minibatch_size"].value
+    each = minibatches * draft.integer(f"{prefix}.ppo_epochs")
     note = f"{steps} PPO steps x {each} optimizer steps" if steps else ""
     draft.put(f"{section}.warmup_steps", steps * each, source, note=note)
     return steps > 0
 
 
+def clipping(draft: Draft) -> None:
+    """Set the clipping of the policy loss. clip_ratio counts only if the two others are null, as they are before 0.4."""
+    for name in ("low", "high"):
+        key = f"@.actor.clip_ratio_{name}"
+        source = key if draft.get(key) is not None else "@.actor.clip_ratio"
+        draft.put(f"actor.clip_{name}", draft.get(source), source)
+    if full("@.actor.clip_ratio") not in draft.mapped:
+        draft.ignore("verl reads clip_ratio_low and clip_ratio_high, which have defaults", "@.actor.clip_ratio")
+    draft.put("actor.dual_clip", draft.get("@.actor.clip_ratio_c", 0.0), "@.actor.clip_ratio_c")
+
+
 def memory(draft: Draft) -> None:
-    """memory: what waits in host memory, of FSDP's and of Megatron's tables, under their names in all releases."""
+    """Set memory.offload_*, from the tables of FSDP and of Megatron under their names in all releases."""
     tables = {
-        "actor": ("@actor.fsdp_config", "@actor.megatron"),
+        "actor": ("@.actor.fsdp_config", "@.actor.megatron"),
         "critic": ("critic.model.fsdp_config", "critic.fsdp", "critic.megatron"),
-        "reference": ("@ref.fsdp_config", "@ref.megatron"),
+        "reference": ("@.ref.fsdp_config", "@.ref.megatron"),
     }
     if not has_critic(draft):
         del tables["critic"]
     if draft.entries["algorithm.kl_placement"].value == "none":
-        draft.irrelevant("no KL, so no reference", *(key for key in draft.verl.given if key.startswith(full("@ref."))))
+        draft.ignore("no KL, so there is no reference", "@.ref.*")
         del tables["reference"]
-    for name, own in {"parameters": "param", "gradients": "grad", "optimizer": "optimizer"}.items():
-        models, sources = [], []
-        for part, prefixes in tables.items():
-            if part == "reference" and name != "parameters":
+    for name, in_verl in {"parameters": "param", "optimizer": "optimizer"}.items():
+        offloaded, sources = [], []
+        for role, prefixes in tables.items():
+            if role == "reference" and name != "parameters":
                 continue
-            keys = [f"{prefix}.{each}" for prefix in prefixes for each in (f"{own}_offload", "offload_policy")]
+            keys = [f"{prefix}.{key}" for prefix in prefixes for key in (f"{in_verl}_offload", "offload_policy")]
             sources += keys
             if any(draft.get(key) for key in keys):
-                models.append(part)
-        draft.put(f"memory.offload_{name}", models, *sources)
+                offloaded.append(role)
+        draft.put(f"memory.offload_{name}", offloaded, *sources)
 
 
-def life(draft: Draft, environment: Mapping[str, str]) -> None:
-    """run, checkpoint, trackers: how long, and what is kept."""
+def length_of_run(draft: Draft) -> None:
+    """Set run.steps or run.epochs."""
     steps = draft.get("trainer.total_training_steps")
     if steps is not None:
         draft.put("run.steps", steps, "trainer.total_training_steps")
-        both = "trainer.total_training_steps counts; verl would also end with the last epoch"
-        draft.irrelevant(both, "trainer.total_epochs")
+        if draft.given("trainer.total_epochs"):
+            draft.lose("an end after this many epochs, if that comes before the last step", "trainer.total_epochs")
     else:
-        draft.put("run.epochs", number(draft, "trainer.total_epochs"), "trainer.total_epochs")
-        draft.irrelevant("null: trainer.total_epochs counts", "trainer.total_training_steps")
-    every = max(0, number(draft, "trainer.save_freq"))
+        draft.put("run.epochs", draft.get("trainer.total_epochs"), "trainer.total_epochs")
+        draft.ignore("null: trainer.total_epochs counts", "trainer.total_training_steps")
+
+
+def checkpoints(draft: Draft, environment: Mapping[str, str]) -> None:
+    """Set [checkpoint]. verl's own checkpoints cannot be read here."""
+    every = max(0, draft.integer("trainer.save_freq"))
     draft.put("checkpoint.every", every, "trainer.save_freq")
-    only_last = "trainer.remove_previous_ckpt_in_save"
-    keep = 1 if draft.get(only_last) else draft.get("trainer.max_actor_ckpt_to_keep") or 0
-    draft.put("checkpoint.keep", keep, "trainer.max_actor_ckpt_to_keep", only_last)
-    critics = "trainer.max_critic_ckpt_to_keep"
-    if draft.get(critics) == draft.get("trainer.max_actor_ckpt_to_keep"):
-        draft.irrelevant("actor and critic are in one checkpoint", critics)
+    only_last, most = "trainer.remove_previous_ckpt_in_save", "trainer.max_actor_ckpt_to_keep"
+    draft.put("checkpoint.keep", 1 if draft.get(only_last) else draft.get(most) or 0, most, only_last)
+    if draft.get("trainer.max_critic_ckpt_to_keep") == draft.get(most):
+        draft.ignore("actor and critic are in one checkpoint", "trainer.max_critic_ckpt_to_keep")
     folder, mode = "trainer.default_local_dir", "trainer.resume_mode"
-    if draft.given(folder) or every:
-        draft.put("checkpoint.folder", expanded(str(draft.get(folder) or "."), environment), folder)
-    if draft.get(mode) in ("auto", "disable"):
-        draft.irrelevant(f"{mode} is {draft.get(mode)}", "trainer.resume_from_path")
+    saves = draft.given(folder) or every > 0
+    if saves:
+        draft.put("checkpoint.folder", with_home(str(draft.get(folder) or "."), environment), folder)
     if draft.get(mode) not in ("auto", "disable"):
-        draft.unsupported("a checkpoint of verl, which this trainer cannot read; here from the model", mode)
-    elif draft.given(folder) or every:
+        draft.lose("a checkpoint of verl, which this trainer cannot read; training starts from the model", mode)
+        return
+    draft.ignore(f"{mode} is {draft.get(mode)}", "trainer.resume_from_path")
+    if saves:
         draft.put("checkpoint.resume", "latest" if draft.get(mode) == "auto" else "", mode)
     else:
-        draft.irrelevant("nothing is saved, so there is nothing to resume", mode)
+        draft.ignore("nothing is saved, so there is nothing to resume", mode)
+
+
+def trackers(draft: Draft) -> None:
+    """Set trackers.names. The console and metrics.jsonl are always written."""
     loggers = draft.get("trainer.logger")
     loggers = loggers if isinstance(loggers, list) else [loggers]
     draft.put("trackers.names", [name for name in TRACKERS if name in loggers], "trainer.logger")
-    others = [name for name in loggers if name not in (*TRACKERS, "console", "file")]
+    others = [str(name) for name in loggers if name not in (*TRACKERS, "console", "file")]
     if others:
-        draft.unsupported(
-            f"metrics sent to {', '.join(map(str, others))}; here to {' and '.join(TRACKERS)}", "trainer.logger"
-        )
-    draft.put("trackers.project", str(draft.get("trainer.project_name")), "trainer.project_name")
-    draft.put("trackers.experiment", str(draft.get("trainer.experiment_name")), "trainer.experiment_name")
+        draft.lose(f"metrics sent to {', '.join(others)}; here to {' and '.join(TRACKERS)}", "trainer.logger")

@@ -1,4 +1,4 @@
-"""Hydra's overrides: their grammar, verl's keys and defaults by release, and what a key has in the end."""
+"""Hydra's overrides: how they are written, verl's keys and defaults by release, and the value of a key in the end."""
 
 import difflib
 import json
@@ -14,19 +14,10 @@ from harness.config.layers import ConfigError
 
 Release = Literal["auto", "0.2", "0.3", "0.4", "0.4.1", "0.5", "0.6", "0.7", "0.8", "0.9"]
 RELEASES: tuple[str, ...] = get_args(Release)[1:]
-"""Releases of verl whose keys are known, oldest first."""
+"""The releases of verl in keys.toml, oldest first."""
 Trainer = Literal["fsdp", "megatron"]
 ABSENT = object()
-"""What a key has in a release that does not know it."""
-TREES = re.compile(
-    r"""(actor_rollout_ref\.\w+\.|critic\.|reward_model\.)?profiler\.|global_profiler\.|(trainer\.)?npu_profile\.
-    |trainer\.\w*nsight_options\.|trainer\.profile\w*|distillation\.|transfer_queue\.|skip\.|trainer\.v1\.
-    |(reward_model|reward\.reward_model)\.rollout\.|[\w.]*\bqat\.|[\w.]*router_replay\.|ray_(init|kwargs)\.
-    |[\w.]*\boverride_\w+\.|[\w.]*\.(veomni|torchtitan|automodel|mindspeed|engine)\.|[\w.]*engine_kwargs\.|critic\.model\.(lora|mtp)\.|data\.(apply_chat_template|mm_processor)_kwargs\.
-    |reward(_model)?(\.reward)?_kwargs\.|hydra\.""",
-    re.VERBOSE,
-)
-"""Keys below these are taken as known: tables of any content, and trees that are left out of keys.toml."""
+"""Stands for the value of a key in a release that does not have the key."""
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[\w.@/\-]+)(?P<equals>=)?(?P<value>.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?(?P<key>[\w.]+)(?:\s*,\s*(?P<default>[^{}]*))?\}")
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
@@ -34,7 +25,7 @@ _NUMBER = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?(inf|na
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Override:
-    """One override: `mark` is "", "+", "++" or "~"; `value` is None for null, and for a key that is deleted."""
+    """One override. `mark` is "", "+", "++" or "~"; `value` is None for null and for a deleted key."""
 
     text: str
     mark: str
@@ -43,10 +34,10 @@ class Override:
 
 
 def parse_override(word: str) -> Override:
-    """Read one word of a hydra command line. Raise ConfigError where it is none, or a sweep over several values."""
+    """Read one word of a hydra command line. Raise ConfigError if it is not an override, or gives several values."""
     match = _OVERRIDE.fullmatch(word)
     if not match or (not match["equals"] and match["mark"] != "~"):
-        raise ConfigError(f'"{word}" is not an override of hydra; write KEY=VALUE, +KEY=VALUE or ~KEY.')
+        raise ConfigError(f'"{word}" is not a hydra override; write KEY=VALUE, +KEY=VALUE or ~KEY.')
     value = None if match["mark"] == "~" else parse_value(match["value"], word)
     return Override(text=word, mark=match["mark"] or "", key=match["key"], value=value)
 
@@ -54,22 +45,22 @@ def parse_override(word: str) -> Override:
 def parse_value(text: str, word: str = "") -> Any:
     """Return the value that hydra reads: null, a boolean, a number, a quoted or bare text, a list or a table.
 
-    A reference ${key} stays text. Raise ConfigError for brackets or quotes that do not end, and for a sweep, a,b.
+    A reference ${key} stays text. Raise ConfigError for a bracket or quote that is not closed, and for a sweep (a,b).
     """
     value, rest = _value(text.strip(), word or text)
     if rest.strip():
         several = rest.lstrip().startswith(",")
-        what = "is a sweep over several values" if several else f"has {rest.strip()!r} after its value"
+        what = "gives several values (a sweep)" if several else f"has {rest.strip()!r} after its value"
         raise ConfigError(f'"{word or text}" {what}; give one value, a list as [a,b].')
     return value
 
 
 def _value(text: str, word: str) -> tuple[Any, str]:
-    """Return the value at the start of a text, and what is left of the text."""
+    """Return the value at the start of a text, and the rest of the text."""
     if text[:1] in "'\"" and text:
         match = re.match(r"""(['"])((?:\\.|(?!\1).)*)\1""", text, re.DOTALL)
         if not match:
-            raise ConfigError(f'"{word}" has a quote that does not end; close it.')
+            raise ConfigError(f'"{word}" has a quote that is not closed.')
         return re.sub(r"\\(.)", r"\1", match[2]), text[match.end() :]
     if text.startswith("["):
         return _sequence(text, word)
@@ -84,7 +75,7 @@ def _sequence(text: str, word: str) -> tuple[list[Any], str]:
     items, rest = [], text[1:].lstrip()
     while not rest.startswith("]"):
         if not rest:
-            raise ConfigError(f'"{word}" has a list that does not end; close it with ].')
+            raise ConfigError(f'"{word}" has a list that is not closed; end it with ].')
         item, rest = _value(rest, word)
         items.append(item)
         rest = rest.lstrip()
@@ -97,7 +88,7 @@ def _table(text: str, word: str) -> tuple[dict[str, Any], str]:
     while not rest.startswith("}"):
         match = re.match(r"""\s*(['"]?)((?:\\.|[^'":,{}\[\]\\])+)\1\s*:\s*""", rest)
         if not match:
-            raise ConfigError(f'"{word}" has a table that is not {{key: value, ...}}.')
+            raise ConfigError(f'"{word}" has a table that is not of the form {{key: value, ...}}.')
         table[re.sub(r"\\(.)", r"\1", match[2].strip())], rest = _value(rest[match.end() :], word)
         rest = rest.lstrip()
         rest = rest[1:].lstrip() if rest.startswith(",") else rest
@@ -137,14 +128,18 @@ def defaults(release: str, trainer: Trainer) -> Mapping[str, Any]:
 
 
 def is_known(key: str) -> bool:
-    """Return whether any release has this key, or the table that holds it."""
-    return bool(TREES.match(key)) or any(
-        key in keys or any(each.startswith(f"{key}.") for each in keys) for keys in _histories().values()
-    )
+    """Return whether any release has this key, or a table of this name."""
+    return any(key in keys or any(each.startswith(f"{key}.") for each in keys) for keys in _histories().values())
+
+
+def is_default_of_any_release(key: str, value: Any, trainer: Trainer) -> bool:
+    """Return whether a release's config has this value for the key."""
+    found = (defaults(release, trainer).get(key, ABSENT) for release in RELEASES)
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in found)
 
 
 def nearest_key(key: str) -> str:
-    """Return the known key that looks most like a key, or ends like it; "" where none does."""
+    """Return the known key that ends in the same name, or else looks most like this one; "" if none does."""
     keys = {each: None for table in _histories().values() for each in table}
     name = key.rsplit(".", 1)[-1]
     same = [each for each in keys if each.rsplit(".", 1)[-1] == name]
@@ -153,47 +148,50 @@ def nearest_key(key: str) -> str:
 
 
 def choose_release(overrides: Iterable[Override], trainer: Trainer) -> tuple[str, list[str]]:
-    """Return the newest release whose config takes all overrides as they are written, or most of them, and why not all.
+    """Return the newest release whose config takes the most of these overrides, and why it refuses the others.
 
-    Hydra takes KEY=VALUE only for a key that is there, and +KEY=VALUE only for one that is not, or is null.
+    Hydra takes KEY=VALUE only if the config has the key, and +KEY=VALUE only if it does not, or has null.
     """
-    misfits = {release: list(_misfits(overrides, release, trainer)) for release in RELEASES}
+    misfits = {release: _misfits(overrides, release, trainer) for release in RELEASES}
     best = min(reversed(RELEASES), key=lambda release: len(misfits[release]))
     return best, misfits[best]
 
 
-def _misfits(overrides: Iterable[Override], release: str, trainer: Trainer) -> Iterable[str]:
-    known, set_here = defaults(release, trainer), {each.key for each in overrides}
-    for key in (key for key, value in known.items() if value == "???" and key not in set_here):
-        if not TREES.match(key):
-            yield f"verl {release} has no default for {key}, and refuses to start without a value"
+def _misfits(overrides: Iterable[Override], release: str, trainer: Trainer) -> list[str]:
+    config, given = defaults(release, trainer), {each.key for each in overrides}
+    found = [
+        f"verl {release} has no default for {key}, and refuses to start without a value"
+        for key, value in config.items()
+        if value == "???" and key not in given
+    ]
     for each in overrides:
-        is_table = not isinstance(each.value, dict | list)
-        if TREES.match(each.key) or not is_known(each.key) or each.mark == "++":
+        if not is_known(each.key) or each.mark == "++":  # says nothing about the release
             continue
-        is_there = each.key in known or any(key.startswith(f"{each.key}.") for key in known)
+        is_there = each.key in config or any(key.startswith(f"{each.key}.") for key in config)
+        adds_to_table = isinstance(each.value, dict | list)
         if each.mark in ("", "~") and not is_there:
-            yield f"{each.text}: verl {release} has no {each.key}"
-        if each.mark == "+" and is_table and known.get(each.key) is not None:
-            yield f"{each.text}: verl {release} has this key already, and hydra refuses the plus"
+            found.append(f"{each.text}: verl {release} has no {each.key}")
+        if each.mark == "+" and not adds_to_table and config.get(each.key) is not None:
+            found.append(f"{each.text}: verl {release} has this key already, and hydra refuses the plus")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerlConfig:
-    """What verl's config has in the end: the overrides over the defaults of a release."""
+    """verl's config: the overrides over the defaults of a release."""
 
     release: str
     trainer: Trainer
     given: dict[str, Override]
-    """The last override of each key, a table's by its entries."""
+    """The last override of each key; a table counts by its entries."""
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """Return the value of a key, references resolved; `otherwise` where this release has none and none is given."""
+        """Return the value of a key, references resolved; `otherwise` if the key has no value in this release."""
         value = self.given[key].value if key in self.given else defaults(self.release, self.trainer).get(key, otherwise)
         return self.resolve(value, key)
 
     def resolve(self, value: Any, key: str, depth: int = 0) -> Any:
-        """Replace references, ${key} and ${oc.select:key,default}, by what they refer to; other resolvers stay text."""
+        """Replace the references ${key} and ${oc.select:key,default} by their values; other resolvers stay text."""
         if not isinstance(value, str) or "${" not in value or depth > 8:
             return value
 
@@ -210,17 +208,21 @@ class VerlConfig:
         new = target(whole) if whole else _REFERENCE.sub(lambda match: str(target(match)), value)
         return value if new == value else self.resolve(new, key, depth + 1)
 
+    def default(self, key: str) -> Any:
+        """Return the default of a key in this release, references resolved; None if it has none."""
+        return self.resolve(defaults(self.release, self.trainer).get(key), key)
+
     def is_default(self, key: str) -> bool:
-        """Return whether a key has its release's default."""
-        return self.get(key) == self.resolve(defaults(self.release, self.trainer).get(key, ABSENT), key)
+        """Return whether a key has the default of this release."""
+        return key in defaults(self.release, self.trainer) and self.get(key) == self.default(key)
 
     def after(self, prefix: str) -> dict[str, Any]:
-        """Return what is given below a table, by the rest of its key."""
+        """Return the given keys that begin with a prefix: the rest of the key, and the value."""
         return {key.removeprefix(prefix): self.get(key) for key in self.given if key.startswith(prefix)}
 
 
 def flatten(overrides: Sequence[Override]) -> dict[str, Override]:
-    """Return the last override of each key; a table counts as one override for each of its entries."""
+    """Return the last override of each key. A table counts as one override for each of its entries."""
     found: dict[str, Override] = {}
     for each in overrides:
         if isinstance(each.value, dict) and each.value:

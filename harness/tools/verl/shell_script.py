@@ -1,12 +1,16 @@
-"""The words of a verl command: from a shell script, which bash expands and in which nothing is started, or as given."""
+"""The words of a verl command: as given, or from a shell script that bash expands without starting anything in it."""
 
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.config.layers import ConfigError
 from harness.runtime import redact
@@ -14,27 +18,28 @@ from harness.runtime import redact
 MAIN = re.compile(r"(?:\S*/)?verl[./]trainer[./]main_ppo(?:\.py)?")
 OTHER_MAIN = re.compile(r"(?:verl|recipe)[./][\w./]*main_\w+(?:\.py)?|(?:verl|recipe)\.[\w.]*(?:trainer|main)[\w.]*")
 SECONDS = 20
+_PRELUDE = Path(__file__).with_name("expand.bash")
 
-# Restricted bash writes no file and starts nothing with a slash in its name; with an empty PATH no other name is found,
-# and bash hands the words of each command to this function, in a process of its own: its id before each word, which is one
-# write, so that the commands of a pipe do not mix; \1 after the last.
-_PRELUDE = (
-    # set -x of `python3 ... 2>&1 | tee LOG` writes into a pipe that nothing reads.
-    r"""trap '' PIPE; command_not_found_handle() { local w; for w; do builtin printf '%s:%s\0' "$BASHPID" "$w" >&FD; done; """
-    r"""builtin printf '%s:\1\0' "$BASHPID" >&FD; """
-    r"""[[ "$1 $*" != *python*' -c '* && $1 != which && $1 != npu-smi && $1 != rocm-smi ]]; }; """
-    r"""date() { case "${1-}" in +*) builtin printf "%(${1#+})T\n" -1 ;; *) builtin printf '%(%c)T\n' -1 ;; esac; }; """
-    r"""cd() { :; }; exec() { "$@"; }; kill() { :; }; hash() { return 1; }; """
-    r"""source() { command_not_found_handle source "$@"; }; .() { command_not_found_handle source "$@"; }"""
-    "\n"
-)
 _QUOTED_OR_REDIRECTION = re.compile(
     r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|\[\[\s.*?\]\]|\(\(.*?\)\)|(?P<comment>(?<![^\s;])\#[^\n]*)"""
     r"""|(?P<redirection>(?<![^\s;)])(?:(?:[0-9]|&)?>{1,2}[|]?[ \t]*(?![&(>])|[0-9]?<[ \t]*(?![&(<]))[^\s;|&)]+)""",
     re.DOTALL,
 )
-"""What hides a redirection, or is one; to a file, restricted bash would refuse it with the whole command."""
+"""A redirection to or from a file, or text that may look like one. Restricted bash would refuse the whole command."""
 _PATH = re.compile(r"(?<![\w$])PATH=")
+_HOLE = re.compile("\2([0-9]+)\3\n?")
+"""What expand.bash prints in place of a command's output: the id of its process."""
+_SET_UP = ("activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "set_env.sh")
+"""Files that a script sources to choose its Python or its drivers, and not to set variables of the command."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hole:
+    """A place of the command that cannot be known, because it depends on something that was not run or read."""
+
+    text: str
+    """The word of the command, with $(...) in place of what is missing; or the command that may have set anything."""
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,92 +48,137 @@ class VerlCommand:
 
     words: tuple[str, ...]
     not_run: tuple[str, ...] = ()
-    """Other commands of the script, and what bash said."""
+    """The other commands of the script, and the errors of bash."""
+    holes: tuple[Hole, ...] = ()
 
 
-def command_of_words(words: Sequence[str], not_run: Sequence[str] = ()) -> VerlCommand:
-    """Return the arguments of verl's main in a command's words; words that are all overrides are taken as they are.
+def command_of_words(words: Sequence[str]) -> VerlCommand:
+    """Return the arguments of verl.trainer.main_ppo among a command's words; words that are all overrides are returned as given.
 
-    Raise ConfigError where there is neither.
+    Raise ConfigError for other words.
     """
     for number, word in enumerate(words):
         if MAIN.fullmatch(word):
-            return VerlCommand(words=tuple(words[number + 1 :]), not_run=tuple(not_run))
+            return VerlCommand(words=tuple(words[number + 1 :]))
     other = next((word for word in words if OTHER_MAIN.fullmatch(word)), "")
     if other:
-        raise ConfigError(f"{other} is another trainer; only verl.trainer.main_ppo is translated.")
+        raise ConfigError(f"{other} is another trainer; only verl.trainer.main_ppo can be translated.")
     if words and all("=" in word or word.startswith(("~", "--config")) for word in words):
-        return VerlCommand(words=tuple(words), not_run=tuple(not_run))
-    what = "the command has" if words else "there are"
+        return VerlCommand(words=tuple(words))
+    what = "these are" if words else "there are"
     raise ConfigError(f"{what} no arguments of verl; give python3 -m verl.trainer.main_ppo KEY=VALUE ... after --.")
 
 
 def command_of_script(text: str, arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> VerlCommand:
-    """Return the command of verl's main in a shell script, expanded by bash as a run of `script.sh ARGUMENTS` would.
+    """Return verl's command in a shell script, with the words that `script.sh ARGUMENTS` would give it.
 
-    Nothing else that the script names is started, no file is written, redirections to files are left out. Raise ConfigError
-    where bash is missing, the script does not end, or it has no such command, or more than one.
+    Bash expands the script, but starts no command of it and writes no file; see expand.bash. Raise ConfigError if there is no
+    bash, the script does not end, or it does not have exactly one command of verl.trainer.main_ppo.
     """
     commands, said = _run_by_bash(_without_redirections(text), arguments, environment)
+    named = {process: _HOLE.sub("$(...)", " ".join(words)) for process, words in commands}
+
+    def with_commands(text: str) -> str:
+        return _HOLE.sub(lambda match: f"$({named.get(match[1], '...')})", text)
+
+    said = [with_commands(line) for line in said]
     found: list[list[str]] = []
     others: list[list[str]] = []
-    for words in commands:
+    for _, words in commands:
         (found if any(MAIN.fullmatch(word) for word in words) else others).append(words)
-    not_run = [*(" ".join(words) for words in others if _does_something(words)), *said]
+    not_run = [*(with_commands(" ".join(words)) for words in others if _does_something(words)), *said]
     if len(found) > 1:
         raise ConfigError(f"the script has {len(found)} commands of verl.trainer.main_ppo; give one of them after --.")
     if not found:
         other = next((word for words in others for word in words if OTHER_MAIN.fullmatch(word)), "")
         if other:
-            raise ConfigError(f"{other} is another trainer; only verl.trainer.main_ppo is translated.")
+            raise ConfigError(f"{other} is another trainer; only verl.trainer.main_ppo can be translated.")
         why = f" (it says: {' '.join(said[-2:])}); set what it asks for, or" if said else ";"
         raise ConfigError(
             f"no command of the script is python3 -m verl.trainer.main_ppo{why} give its command after --."
         )
-    return command_of_words(found[0], not_run)
+    command = command_of_words(found[0])
+    unknown = "is the output of a command that was not run; verl's default is used"
+    holes = [Hole(text=with_commands(word), why=unknown) for word in command.words if _HOLE.search(word)]
+    holes += [
+        Hole(text=with_commands(" ".join(words)), why="may set any variable of the script, and was not read")
+        for words in others
+        if _sets_variables(words)
+    ]
+    whole = tuple(word for word in command.words if not _HOLE.search(word))
+    return VerlCommand(words=whole, not_run=tuple(not_run), holes=tuple(holes))
 
 
 def _run_by_bash(
     text: str, arguments: Sequence[str], environment: Mapping[str, str]
-) -> tuple[list[list[str]], list[str]]:
-    """Return the words of every command that is not bash's own, and bash's complaints."""
+) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Return the process id and the words of every command that is not a builtin of bash, and the errors of bash."""
     bash = shutil.which("bash")
     if bash is None:
-        raise ConfigError("a script is expanded by bash, which is not on PATH; give the command after --.")
-    # A script may write what it is given into its command.
+        raise ConfigError("reading a script needs bash, which is not on PATH; give the command after --.")
+    # A script may copy a variable into its command, and so into the TOML.
     kept = {
         name: value if redact.variable(name, value) == value else "redacted"
         for name, value in environment.items()
         if not name.startswith("BASH_") and name != "ENV"
     }
-    with tempfile.TemporaryFile() as written:
-        prelude = _PRELUDE.replace("FD", str(written.fileno()))
+    with tempfile.TemporaryFile() as written, open(os.devnull, "wb") as trace, tempfile.TemporaryFile() as errors:
+        prelude = _PRELUDE.read_text(encoding="utf-8")
+        prelude = prelude.replace("&RECORD", f"&{written.fileno()}").replace("&TRACE", str(trace.fileno()))
+        process = subprocess.Popen(
+            [bash, "--norc", "--noprofile", "-r", "-c", prelude + text, "bash", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=kept | {"PATH": os.devnull},
+            pass_fds=(written.fileno(), trace.fileno()),
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                [bash, "--norc", "--noprofile", "-r", "-c", prelude + text, "bash", *arguments],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                env=kept | {"PATH": os.devnull},
-                pass_fds=(written.fileno(),),
-                timeout=SECONDS,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"the script has not ended after {SECONDS} s; give the command after --.") from error
+            has_ended = bool(select.select([os.pidfd_open(process.pid)], [], [], SECONDS)[0])
+        finally:
+            _kill_session(process.pid)  # before the wait: from then on the kernel may give the id to another process
+            process.wait()
+        if not has_ended:
+            raise ConfigError(f"the script did not end within {SECONDS} s; give the command after --.")
         written.seek(0)
-        record = written.read().decode(errors="replace")
-    commands: list[list[str]] = []
+        errors.seek(0)
+        record, said = written.read().decode(errors="replace"), errors.read().decode(errors="replace")
+    lines = filter(None, said.splitlines())
+    return _commands_in(record), [re.sub(r"^\S*bash: (line \d+: )?", "bash: ", line) for line in lines]
+
+
+def _commands_in(record: str) -> list[tuple[str, list[str]]]:
+    """Return the commands that expand.bash has recorded, in the order in which they ended."""
+    commands: list[tuple[str, list[str]]] = []
     unfinished: dict[str, list[str]] = {}
     for line in record.split("\0")[:-1]:
         process, _, word = line.partition(":")
         if word == "\1":
-            commands.append(unfinished.pop(process, []))
+            commands.append((process, unfinished.pop(process, [])))
         else:
             unfinished.setdefault(process, []).append(word)
-    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line and not line.startswith("+")]
-    return commands, [re.sub(r"^\S*bash: (line \d+: )?", "bash: ", line) for line in lines]
+    return commands
+
+
+def _kill_session(leader: int) -> None:
+    """Kill every process of a session. A script without commands of its own cannot leave its session."""
+    while True:
+        members = []
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getsid(pid) == leader and b") Z " not in Path(f"/proc/{pid}/stat").read_bytes():
+                    members.append(pid)
+        if not members:
+            return
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _without_redirections(text: str) -> str:
+    """Return a script without redirections and comments, and without changes of PATH, which restricted bash refuses."""
+
     def keep(match: re.Match[str]) -> str:
         return "" if match["redirection"] or match["comment"] else match[0]
 
@@ -136,8 +186,14 @@ def _without_redirections(text: str) -> str:
 
 
 def _does_something(words: Iterable[str]) -> bool:
-    """Whether a command is worth naming: not one that shows text, or asks for what is installed."""
+    """Return whether a command is worth naming: not one that shows text, or asks what is installed."""
     name, *rest = [*words, ""]
     return (
         name.rsplit("/", 1)[-1] not in ("", "tee", "cat", "mkdir", "sleep", "which", "nvidia-smi") and "-c" not in rest
     )
+
+
+def _sets_variables(words: Sequence[str]) -> bool:
+    """Return whether a command may set variables of the script: a sourced file, or a command that is itself unknown."""
+    name, *rest = [*words, ""]
+    return bool(_HOLE.match(name)) or (name in ("source", ".") and rest[0].rsplit("/", 1)[-1] not in _SET_UP)

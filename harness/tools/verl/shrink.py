@@ -1,9 +1,11 @@
 """--tiny: a small model of the same architecture and the built-in task, at the same parallel sizes."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from harness.config.layers import ConfigError
-from harness.tools.tiny_models import ARCHITECTURES, tiny_fields
+from harness.task.tiny_models import ARCHITECTURES, tiny_fields
 from harness.tools.verl.draft import Draft
 
 BY_PATH = (
@@ -19,7 +21,7 @@ BY_PATH = (
     (r"qwen(1[._]5|2([._]5)?)(?!.*moe)", "qwen2"),
     (r"llama-?[23]|llama", "llama"),
 )
-"""What a model's path has in it, in small letters -> the tiny model of its architecture, "" where there is none."""
+"""A part of a model's path, in small letters -> the tiny model of its architecture; "" if there is none. First match counts."""
 LARGEST = {
     "task.max_prompt_tokens": 256,
     "rollout.max_response_tokens": 16,
@@ -28,13 +30,51 @@ LARGEST = {
     "actor.warmup_steps": 2,
     "critic.warmup_steps": 2,
 }
+"""Keys that keep their values up to these."""
+LEFT_OUT = (
+    "run.epochs", "engine.args.max_running_requests", "model.attention", "checkpoint.folder", "checkpoint.resume",
+)  # fmt: skip
+"""Keys of the command that a tiny run does without."""
 MOST_MINIBATCHES = 2
 LARGEST_MICROBATCH = 4
 ROWS = 256
 
 
+def shrink(draft: Draft, asked: str) -> None:
+    """Swap model and data, and make batches, lengths and the run short.
+
+    Every parallel size stays, and so does the number of minibatches, up to MOST_MINIBATCHES. asked: a tiny model, or "auto" for
+    the one of the path's architecture. Raise ConfigError if there is none.
+    """
+    value = {key: entry.value for key, entry in draft.entries.items()}
+    name = tiny_model_for(str(value["model.name"]), asked)
+    ranks = value["parallel.dp"] * value["parallel.tp"] * value.get("parallel.pp", 1)
+    new: dict[str, Any] = {
+        "model.name": name,
+        "model.dtype": "float32",
+        "model.master_dtype": "float32",
+        **{f"model.overrides.{key}": number for key, number in overrides(name, value).items()},
+        "task.source": ["arithmetic"],
+        "task.rows": max(ROWS, 4 * ranks),
+        "task.reward": "gsm8k",
+        **({"validation.source": ["arithmetic"], "validation.rows": 8} if value.get("validation.source") else {}),
+        "run.steps": 3,
+        "engine.args.max_total_tokens": 16384,
+        "trackers.names": [],
+        **{key: min(most, value[key]) for key, most in LARGEST.items() if key in value},
+    }
+    new |= batches(value, new, ranks)
+    for key in LEFT_OUT:
+        draft.entries.pop(key, None)
+    # A value that stays as it was keeps its origin.
+    draft.entries = {key: entry for key, entry in draft.entries.items() if key not in new or entry.value == new[key]}
+    for key, each in new.items():
+        if key not in draft.entries:
+            draft.put(key, each, note="--tiny")
+
+
 def tiny_model_for(path: str, asked: str = "auto") -> str:
-    """Return the tiny model that is asked for, or that has the architecture of a path's name. Raise ConfigError."""
+    """Return the tiny model that is asked for, or the one of the architecture that a path names. Raise ConfigError."""
     if asked != "auto":
         return asked
     name = path.rstrip("/").lower()
@@ -47,49 +87,27 @@ def tiny_model_for(path: str, asked: str = "auto") -> str:
     return found
 
 
-def shrink(draft: Draft, asked: str) -> None:
-    """Swap model and data, scale batch, lengths and steps; keep every parallel size, and how the batches divide."""
-    value = {key: entry.value for key, entry in draft.entries.items()}
-    name = tiny_model_for(str(value["model.name"]), asked)
-    ranks = value["parallel.dp"] * value["parallel.tp"] * value.get("parallel.pp", 1)
-    new: dict[str, object] = {"model.name": name, "model.dtype": "float32", "model.master_dtype": "float32"}
-    new |= {f"model.overrides.{key}": each for key, each in overrides(name, value).items()}
-    new |= {"task.source": ["arithmetic"], "task.rows": max(ROWS, 4 * ranks), "task.reward": "gsm8k"}
-    if value.get("validation.source"):
-        new |= {"validation.source": ["arithmetic"], "validation.rows": 8}
-    new |= {key: min(most, value[key]) for key, most in LARGEST.items() if key in value}
-    new |= {"run.steps": 3, "engine.args.max_total_tokens": 16384, "trackers.names": []}
+def batches(value: Mapping[str, Any], new: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """Return the batch sizes: in each minibatch, every rank has the responses of one prompt."""
     sequences = value["rollout.prompts_per_step"] * value["rollout.responses_per_prompt"]
+    responses = new["rollout.responses_per_prompt"]
+    longest = new["task.max_prompt_tokens"] + new["rollout.max_response_tokens"]
     count = min(MOST_MINIBATCHES, max(1, sequences // value["actor.minibatch_size"]))
-    # Of each minibatch, every rank has as many sequences as a prompt has responses.
-    responses = int(str(new["rollout.responses_per_prompt"]))
-    new["rollout.prompts_per_step"] = ranks * count
-    longest = int(str(new["task.max_prompt_tokens"])) + int(str(new["rollout.max_response_tokens"]))
+    found = {"rollout.prompts_per_step": ranks * count}
     for section in ("actor", "critic"):
         if f"{section}.minibatch_size" not in value:
             continue
-        own = min(count, max(1, sequences // value[f"{section}.minibatch_size"]))
-        new[f"{section}.minibatch_size"] = ranks * responses * count // own
+        own_count = min(count, max(1, sequences // value[f"{section}.minibatch_size"]))
+        found[f"{section}.minibatch_size"] = ranks * responses * count // own_count
         if f"{section}.microbatch_size" in value:
-            new[f"{section}.microbatch_size"] = min(LARGEST_MICROBATCH, value[f"{section}.microbatch_size"])
+            found[f"{section}.microbatch_size"] = min(LARGEST_MICROBATCH, value[f"{section}.microbatch_size"])
         if value.get(f"{section}.tokens_per_microbatch"):
-            new[f"{section}.tokens_per_microbatch"] = min(4 * longest, value[f"{section}.tokens_per_microbatch"])
-    for gone in (
-        "run.epochs",
-        "engine.args.max_running_requests",
-        "model.attention",
-        "checkpoint.folder",
-        "checkpoint.resume",
-    ):
-        draft.entries.pop(gone, None)
-    draft.entries = {key: each for key, each in draft.entries.items() if key not in new or each.value == new[key]}
-    for key, each in new.items():
-        if key not in draft.entries:
-            draft.put(key, each, note="--tiny")
+            found[f"{section}.tokens_per_microbatch"] = min(4 * longest, value[f"{section}.tokens_per_microbatch"])
+    return found
 
 
-def overrides(name: str, value: dict[str, int]) -> dict[str, int]:
-    """Return the fields by which a tiny model's shards exist at these parallel sizes: heads by tp, layers by pp."""
+def overrides(name: str, value: Mapping[str, int]) -> dict[str, int]:
+    """Return the fields that a tiny model needs for these parallel sizes: as many heads as tp, as many layers as pp."""
     tp, fields = value["parallel.tp"], tiny_fields(name, "cuda")
     found: dict[str, int] = {}
     heads = fields["num_attention_heads"]

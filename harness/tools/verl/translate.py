@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.config.layers import ConfigError, toml_value
-from harness.config.rules import check
+from harness.config.resolve import resolve
 from harness.config.schema import Config
 from harness.runtime import redact
-from harness.tools.verl.draft import FATES, Draft, Verdict
-from harness.tools.verl.mapping import number, translate_all
+from harness.tools.verl.draft import FATES, Draft, Fate, Verdict
+from harness.tools.verl.mapping import translate_all
 from harness.tools.verl.overrides import Override, Trainer, VerlConfig, choose_release, flatten, parse_override
 from harness.tools.verl.shell_script import VerlCommand
 from harness.tools.verl.shrink import shrink
 
-MEGATRON = "Megatron's trainer: its parallel sizes, memory and speed; here FSDP2 over all ranks, with the same formulas"
-_CONFIG_OPTION = re.compile(r"(--config-(?:name|path|dir)|-cn|-cp|-cd)(?:=(.*))?", re.DOTALL)
+STRATEGIES = ("model_engine", "actor_rollout_ref.actor.strategy", "critic.strategy")
+OTHER_TRAINERS = ("megatron", "veomni", "torchtitan", "mindspeed", "automodel")
+CONFIG_OPTIONS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +34,9 @@ class Translation:
     nodes: int
     """trainer.nnodes."""
     refusal: str
-    """What the harness's own check says against the config; "" where it can run."""
+    """Why the harness cannot run the config; "" if it can."""
 
-    def of(self, fate: str) -> list[Verdict]:
+    def of(self, fate: Fate) -> list[Verdict]:
         """Return the verdicts of one fate."""
         return [each for each in self.verdicts if each.fate == fate]
 
@@ -48,109 +49,103 @@ class Translation:
 def translate(
     command: VerlCommand, release: str = "auto", tiny: str = "", environment: Mapping[str, str] = os.environ
 ) -> Translation:
-    """Translate. tiny: "" for the model as it is, "auto", or a tiny model's name. Raise ConfigError, one sentence."""
+    """Translate a command of verl.
+
+    release: whose keys and defaults count, or auto. tiny: the name of a tiny model, "auto" for the one of the path's
+    architecture, or "" for the model as it is. Raise ConfigError, with one sentence, for a command that cannot be read.
+    """
     overrides, options = read_words(command.words)
-    trainer, of_options = which_trainer(overrides, options)
+    trainer, verdicts = which_trainer(overrides, options)
+    verdicts += [Verdict(override=hole.text, fate="unsupported", text=hole.why) for hole in command.holes]
     given = flatten(overrides)
+    chosen = "as asked"
     if release == "auto":
         release, misfits = choose_release(given.values(), trainer)
-        chosen = "the newest whose config takes " + ("all overrides" if not misfits else "most overrides, not: ")
-        chosen += "; ".join(misfits)
-    else:
-        chosen = "as asked"
+        chosen = "the newest whose config takes most overrides, not: " + "; ".join(misfits)
+        if not misfits:
+            chosen = "the newest whose config takes all overrides"
     kept = {key: each for key, each in given.items() if each.mark != "~"}
-    draft = Draft(verl=VerlConfig(release=release, trainer=trainer, given=kept), of_command=of_options)
-    deleted = "the key is deleted, and verl's code falls back to a value of its own; taken: the config's default"
+    draft = Draft(verl=VerlConfig(release=release, trainer=trainer, given=kept), of_command=verdicts)
     for each in given.values():
         if each.mark == "~":
+            deleted = "verl's code falls back to a value when a key is deleted; here it has the config's default"
             draft.of_command.append(Verdict(override=each.text, fate="unsupported", text=deleted))
-        elif "@" in each.key or each.key == "model_engine":
-            is_said = any(each.text == verdict.override for verdict in of_options)
-            (draft.irrelevant if is_said or trainer == "megatron" else draft.unsupported)(
-                "another group of verl's config", each.key
-            )
+        elif is_config_group(each):
+            said = trainer == "megatron" or each.text in {verdict.override for verdict in verdicts}
+            (draft.ignore if said else draft.lose)("another group of verl's config", each.key)
     translate_all(draft, environment)
     if tiny:
         shrink(draft, tiny)
-    config, refusal = draft.config(), ""
+    config = draft.config()
+    refusal = ""
     try:
-        check(config)
+        resolve(config)
     except ConfigError as error:
         refusal = str(error)
-    verdicts = tuple(dict.fromkeys(draft.verdicts()))
-    lines = header(f"verl {release} ({chosen})", verdicts, command.not_run, refusal)
+    found = tuple(dict.fromkeys(draft.verdicts()))
     return Translation(
         release=release,
-        toml=to_text(draft, lines),
+        toml=to_text(draft, header(f"verl {release} ({chosen})", found, command.not_run, refusal)),
         config=config,
-        verdicts=verdicts,
-        nodes=number(draft, "trainer.nnodes"),
+        verdicts=found,
+        nodes=draft.integer("trainer.nnodes"),
         refusal=refusal,
     )
 
 
 def read_words(words: Sequence[str]) -> tuple[list[Override], dict[str, str]]:
-    """Return the overrides among verl's arguments, and hydra's options, by name. Raise ConfigError for another option."""
+    """Return the overrides among verl's arguments, and its --config options. Raise ConfigError for another option."""
     overrides, options, rest = [], {}, list(words)
-    names = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
     while rest:
         word = rest.pop(0)
-        match = _CONFIG_OPTION.fullmatch(word)
-        if match:
-            value = match[2] if match[2] is not None else rest.pop(0) if rest else ""
-            options[names.get(match[1], match[1])] = value.strip("'\"")
+        name, has_value, value = word.partition("=")
+        name = CONFIG_OPTIONS.get(name, name)
+        if name in CONFIG_OPTIONS.values():
+            options[name] = (value if has_value else rest.pop(0) if rest else "").strip("'\"")
         elif word.startswith("-"):
-            raise ConfigError(f"{word} is an option of hydra that is not translated; leave it out.")
+            raise ConfigError(f"{word} is an option of hydra that cannot be translated; leave it out.")
         elif word.strip():
             overrides.append(parse_override(word))
     return overrides, options
 
 
-def which_trainer(overrides: Sequence[Override], options: Mapping[str, str]) -> tuple[Trainer, list[Verdict]]:
-    """Return whose config it is, and what --config-name, --config-path or a strategy would change.
+def is_config_group(override: Override) -> bool:
+    """Return whether an override picks one of verl's config files, as in actor@actor_rollout_ref.actor=megatron_actor."""
+    return "@" in override.key or override.key == "model_engine"
 
-    Raise ConfigError for a config file of the user's, whose values are not known here.
+
+def which_trainer(overrides: Sequence[Override], options: Mapping[str, str]) -> tuple[Trainer, list[Verdict]]:
+    """Return whose keys and defaults count, and what the harness lacks of that trainer.
+
+    Raise ConfigError for a config file of the user, whose values are unknown.
     """
     name = options.get("--config-name", "ppo_trainer").removesuffix(".yaml")
     if name not in ("ppo_trainer", "ppo_megatron_trainer"):
         raise ConfigError(
-            f"--config-name={name} is not one of verl's PPO configs (ppo_trainer, ppo_megatron_trainer): its values are not"
-            " known here; write its differences as overrides, and leave the option out."
+            f"--config-name={name} is not one of verl's PPO configs (ppo_trainer, ppo_megatron_trainer), so its values are"
+            " unknown; write its differences as overrides, and leave the option out."
         )
-    folder = options.get("--config-path", options.get("--config-dir", "config"))
     verdicts = []
-    if folder not in ("config", "./config", "verl/trainer/config") and not folder.endswith("/verl/trainer/config"):
-        text = f"a {name}.yaml of that folder; taken: verl's own"
+    folder = options.get("--config-path", options.get("--config-dir", "config"))
+    if folder.removeprefix("./") != "config" and not f"/{folder}".endswith("/verl/trainer/config"):
+        text = f"a {name}.yaml of that folder; verl's own is used"
         verdicts.append(Verdict(override=f"--config-path={folder}", fate="unsupported", text=text))
-    strategies = {
-        each.text: str(each.value)
-        for each in overrides
-        if each.key in ("model_engine", "actor_rollout_ref.actor.strategy", "critic.strategy") or "@" in each.key
-    }
-    if name == "ppo_trainer":
-        other = next(
-            (
-                text
-                for text, value in strategies.items()
-                if re.search("megatron|veomni|torchtitan|mindspeed|automodel", value)
-            ),
-            "",
-        )
-        if not other:
-            return "fsdp", verdicts
-        what = MEGATRON if "megatron" in strategies[other] else MEGATRON.replace("Megatron's", f"{strategies[other]}'s")
-        is_megatron = "megatron" in strategies[other]
-        return "megatron" if is_megatron else "fsdp", [
-            *verdicts,
-            Verdict(override=other, fate="unsupported", text=what),
-        ]
-    return "megatron", [*verdicts, Verdict(override=f"--config-name={name}", fate="unsupported", text=MEGATRON)]
+    lacking = "{}'s parallel sizes, memory and speed; here FSDP2 over all ranks, with the same formulas"
+    if name == "ppo_megatron_trainer":
+        text = lacking.format("Megatron")
+        return "megatron", [*verdicts, Verdict(override=f"--config-name={name}", fate="unsupported", text=text)]
+    for each in overrides:
+        other = next((other for other in OTHER_TRAINERS if other in str(each.value)), "")
+        if other and (each.key in STRATEGIES or is_config_group(each)):
+            verdict = Verdict(override=each.text, fate="unsupported", text=lacking.format(other.capitalize()))
+            return "megatron" if other == "megatron" else "fsdp", [*verdicts, verdict]
+    return "fsdp", verdicts
 
 
 def header(whose: str, verdicts: Sequence[Verdict], not_run: Sequence[str], refusal: str) -> list[str]:
-    """Return the comment lines that say what became of the command."""
+    """Return the lines that say what became of the command."""
     counted = Counter(each.fate for each in verdicts)
-    lines = [f"Translated from a command of {whose}, whose defaults count where it is silent:"]
+    lines = [f"Translated from a command of {whose}. What it does not set has the defaults of that release."]
     lines.append(", ".join(f"{counted[fate]} {fate}" for fate in FATES) + ".")
     for fate in FATES[1:]:
         lines += [f"{fate}: {each.override}: {each.text}" for each in verdicts if each.fate == fate]
@@ -159,20 +154,21 @@ def header(whose: str, verdicts: Sequence[Verdict], not_run: Sequence[str], refu
 
 
 def to_text(draft: Draft, lines: Sequence[str]) -> str:
-    """Write the entries as TOML, each with its origin."""
+    """Return the TOML: these lines as comments, then every value with its origin."""
     written, sections = [f"# {one_line(line)}" for line in lines], dict[str, list[str]]()
     for key, entry in draft.entries.items():
         section, name, *inner = key.split(".", 2)
         title, name = (f"{section}.{name}", inner[0]) if inner else (section, name)
         name = name if re.fullmatch(r"[\w-]+", name) else json.dumps(name)
         sections.setdefault(title, []).append(f"{name} = {toml_value(entry.value)}  # {one_line(entry.origin)}")
-    for title in sorted(sections, key=lambda each: (list(Config.__dataclass_fields__).index(each.split(".")[0]), each)):
+    order = list(Config.__dataclass_fields__)
+    for title in sorted(sections, key=lambda title: (order.index(title.split(".")[0]), title)):
         written += ["", f"[{title}]", *sections[title]]
     return "\n".join(written) + "\n"
 
 
 def one_line(text: str) -> str:
-    """Return a text without what would end a comment, in ASCII, and without secrets."""
+    """Return a text in one line of ASCII, without secrets, so that it fits into a comment."""
     return redact.text(" ".join(text.split())).encode("ascii", "backslashreplace").decode()
 
 
@@ -188,8 +184,7 @@ def launch_lines(translation: Translation, file: str, hosts: int) -> list[str]:
     dry = ["python3", "launch/ppo.py", file, "--dry-run", "--nnodes", str(nodes)]
     lines = [shlex.join([*words, "launch/ppo.py", file]), shlex.join(dry)]
     if hosts:
-        each = str(ranks // hosts)
-        emulated = ["python3", "launch/hosts.py", "--hosts", str(hosts), "--ranks-per-host", each]
+        emulated = ["python3", "launch/hosts.py", "--hosts", str(hosts), "--ranks-per-host", str(ranks // hosts)]
         lines.append(shlex.join([*emulated, "--", "launch/ppo.py", file]))
     return lines
 

@@ -18,14 +18,14 @@ import msgspec
 
 from harness.tools.watchdog.failures import Node
 
-BASE = Path("/dev/shm")  # every host has it, and it is no disk that may be full
+BASE = Path("/dev/shm")  # every host has it, and it is not a disk that may be full
 FILE = "ranks"
 LONGEST_MESSAGE = 1 << 18  # bytes: more than what the kernel lets an unprivileged process send in one packet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchdogSettings:
-    """What a watchdog must know of the run; the same for all ranks of a torchrun."""
+    """What a watchdog must know about the run; the same for all ranks of a torchrun."""
 
     host: str  # name for people
     world_size: int
@@ -42,7 +42,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="say"):
 
 
 class Hello(Message, tag="hello"):
-    """The first message of a rank; handler: its descriptor of the memory into which its faulthandler writes."""
+    """The first message of a rank. handler: its descriptor for the memory into which its faulthandler writes."""
 
     rank: int
     handler: int | None
@@ -77,9 +77,7 @@ class Exits(Message, tag="bye"):
 
 
 class Flush(Message, tag="flush"):
-    """Ask for an answer once the other hosts have been sent a beat. injected: the fault that is then to happen, if any."""
-
-    injected: str = ""
+    """Ask for an answer once the other hosts have been sent a beat."""
 
 
 class Met(Message, tag="peers"):
@@ -113,7 +111,7 @@ def parse(packet: bytes) -> Message:
 def listen(name: str) -> tuple[socket.socket, Path]:
     """Return a listening socket, and its folder, which the caller removes. name: the same for all ranks that connect.
 
-    The name of the folder ends at random, so that nothing that another user made under a predictable name is in the way.
+    The folder's name has a random end, so that another user cannot block it by making a folder of the same name first.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=BASE))  # 0700
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

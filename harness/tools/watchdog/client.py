@@ -1,11 +1,13 @@
-"""A rank's observer, connected to the watchdog of its host: what the rank reports, and the order to exit that it obeys.
+"""A rank's observer: it reports phases and failures to the watchdog of its host, and obeys the order to exit.
 
-Without torch until a run launches: stand-ins of ranks start at once.
+If the watchdog itself dies, the ranks of its host end; the first of them prints the verdict and tells the other hosts.
+torch is imported only when a run launches, so that the tests' stand-ins for ranks start at once.
 """
 
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,16 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from harness.runtime.errors import launcher_pid, say
-from harness.runtime.observer import Observer, RunContext
+from harness.observer import Observer, RunContext
+from harness.runtime import scratch
+from harness.runtime.errors import launcher_pid, say, say_twice
 from harness.runtime.phases import RUN
-from harness.runtime.processes import descendants, end_processes
-from harness.tools.watchdog import channel, run_scratch
+from harness.runtime.processes import descendants, end_processes, is_resource_tracker
+from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings
-from harness.tools.watchdog.failures import ERROR_LENGTH, Node, is_echo, trace_end
-from harness.tools.watchdog.heartbeat import open_heartbeat_socket
+from harness.tools.watchdog.failures import ERROR_LENGTH, Node, Place, RunFailure, is_echo, trace_end
+from harness.tools.watchdog.heartbeat import LAST_BEAT, Heartbeats, open_heartbeat_socket
 from harness.tools.watchdog.host_processes import MARK, started_at
 from harness.tools.watchdog.stacks import offer_own_stack
+from harness.tools.watchdog.verdict import JobView, RunVerdict
 
 if TYPE_CHECKING:  # these import torch
     from harness.cluster.world import Launch
@@ -36,6 +40,8 @@ if TYPE_CHECKING:  # these import torch
 
 JOIN_SECONDS = 60.0  # a rank looks for so long for the watchdog that the first rank of its host starts
 ORDER_SECONDS = 15.0  # beyond heartbeat_timeout: a rank that failed waits for so long for the order to exit
+CLEANUP_SECONDS = 2.0  # how long the ranks of a host take, together, to end without a watchdog
+FAREWELLS = 5  # last beats, sent several times because UDP may lose one
 FAILED = 1
 FLIGHT_RECORDS = "2000"  # collectives that torch's flight recorder keeps
 _ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +55,7 @@ class WatchdogAddress:
     host: str  # name for people
     watchdog: str  # the same for all ranks of one watchdog
     port: int  # for heartbeats; known to the first rank of each host, and 0 on one host
-    secret: str = field(repr=False)  # that of the first rank is the key of the run's heartbeats
+    secret: str = field(repr=False)  # the first rank's secret is the key of the run's heartbeats
     address: str = ""  # of this host, as the other hosts reach it
 
 
@@ -62,12 +68,19 @@ class WatchdogObserver(Observer):
         self._order_seconds = ORDER_SECONDS
         self._run: RunContext | None = None
         self._line: socket.socket | None = None
+        self._is_first = False
+        """Whether this is the first rank of its torchrun, which starts the watchdog and speaks for it if it dies."""
+        self._world_size = 0
+        self._place = Place()
+        self._met: channel.Met | None = None
+        self._scratch: Path | None = None
+        """The folder of this rank's temporary files, which the watchdog removes."""
         self._finished = False
         self._answered = threading.Event()
         self._lock = threading.Lock()
 
     def launched(self, config: "Config", launch: "Launch") -> None:
-        """Connect to the watchdog, whose name is that of the run's temporary folder on this host."""
+        """Connect to the watchdog. The run's temporary folder on this host has the same name."""
         import torch
 
         from harness.cluster.placement import host_name
@@ -83,7 +96,7 @@ class WatchdogObserver(Observer):
         )
         timeouts, otherwise = limits.phase_timeouts, limits.timeout_seconds
         self.connect(launch.rank, launch.local_rank, lambda phase: deadline(phase, timeouts, otherwise), settings)
-        run_scratch.enter(self.own.watchdog)
+        self._scratch = scratch.enter_run_folder(self.own.watchdog)
         # Before any communicator; since 2.8 torch warns of the older name, on every rank.
         is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_RECORDS)
@@ -110,7 +123,8 @@ class WatchdogObserver(Observer):
         pids = os.stat("/proc/self/ns/pid").st_ino
         name = f"harness-{os.getuid()}-{pids}-{pid}-{started_at(pid)}-{restart}"
         settings = replace(settings, name=name, launcher=pid, is_torchrun=is_torchrun)
-        port = _start_watchdog(settings) if local_rank == 0 else 0
+        self._is_first, self._world_size = local_rank == 0, settings.world_size
+        port = _start_watchdog(settings) if self._is_first else 0
         os.environ[MARK] = name  # in the environment of the processes that this one starts
         self.own = WatchdogAddress(rank=rank, host=host, watchdog=name, port=port, secret=secrets.token_hex(32))
         given_up = time.monotonic() + JOIN_SECONDS
@@ -136,21 +150,22 @@ class WatchdogObserver(Observer):
             for (host, _), some in by_watchdog.items()
         )
         own = list(by_watchdog).index((self.own.host, self.own.watchdog))
-        self._ask(channel.Met(nodes, own, addresses[0].secret, str(folder)))
+        self._met = channel.Met(nodes, own, addresses[0].secret, str(folder))
+        self._ask(self._met)
 
     def flush(self) -> None:
         """Return once the watchdogs of the other hosts know this rank's phase."""
         self._ask(channel.Flush())
 
     def phase_begins(self, phase: str, step: int | None = None) -> None:
+        if phase != RUN:
+            self._place = Place(0, phase, step, inside=True)
         self._send(channel.PhaseBegins(phase, step, self._deadline(phase)))
 
     def phase_ends(self, phase: str, step: int | None = None) -> None:
+        if phase != RUN:
+            self._place = Place(0, phase, step, inside=False)
         self._send(channel.PhaseEnds(phase))
-
-    def injected(self, fault: str) -> None:
-        """Report a fault that is about to happen to this rank; return once the other hosts know its phase."""
-        self._ask(channel.Flush(fault))
 
     def interrupted(self, signal_name: str) -> None:
         self._send(channel.Failed("told", f"got {signal_name}, as from Ctrl-C or a job scheduler,"))
@@ -199,13 +214,47 @@ class WatchdogObserver(Observer):
         if self._finished:
             return
         if code is None:
-            # Without a watchdog nothing notices that this run hangs, and the other hosts hear nothing from this one.
-            say(f"rank {self.own.rank} FAILED: the watchdog of {self.own.host} is gone, so this rank exits too\n")
-            end_processes(descendants(), patience_seconds=0)
+            self._end_without_watchdog(line)
         if self._run:
             with suppress(OSError):  # a full disk, which may be the failure
                 self._run.events.close()
         os._exit(FAILED if code is None else code)
+
+    def _end_without_watchdog(self, line: socket.socket) -> None:
+        """End what this rank has started: without a watchdog nothing would notice that the run hangs.
+
+        Ranks then wait for each other, because torchrun ends all of them as soon as one exits.
+        """
+        until = time.monotonic() + CLEANUP_SECONDS
+        end_processes({pid: each for pid, each in descendants().items() if not is_resource_tracker(each)})
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        # Only now, because a full pipe or a dead disk may block from here on.
+        say(f"rank {self.own.rank} FAILED: the watchdog of {self.own.host} is gone, so this rank exits too\n")
+        if self._is_first:
+            self._report_watchdog_gone(channel.peer_of(line)[0])
+        time.sleep(max(0.0, until - time.monotonic()))
+
+    def _report_watchdog_gone(self, pid: int) -> None:
+        """Report the failure in the place of the watchdog: to the other hosts, on the screen, in the run directory."""
+        host, rank, now = self.own.host, self.own.rank, time.time()
+        failure = RunFailure(
+            kind="watchdog", time=now, host=host, ranks=(rank,), place=self._place, detail=f"(pid {pid}) is gone"
+        )
+        met = self._met
+        if met and len(met.nodes) > 1:
+            key, lost_seconds = bytes.fromhex(met.key), self._order_seconds
+            beats = Heartbeats(
+                open_heartbeat_socket(), met.nodes, met.own, key, lost_seconds, time.time, count=LAST_BEAT
+            )
+            for _ in range(FAREWELLS):
+                beats.beat({rank: self._place}, [failure])
+        view = JobView(now=now, world_size=self._world_size, places={rank: self._place}, hosts={rank: host})
+        verdict = RunVerdict(host, Path(met.folder) if met else None, [failure], view)
+        say_twice(
+            "\n".join([*verdict.lines(), f"  reported by rank {rank}; terminating the remaining processes"]) + "\n"
+        )
+        verdict.keep()
 
 
 def deadline(phase: str, phase_timeouts: dict[str, float], otherwise: float) -> float | None:
@@ -224,7 +273,7 @@ def dump_flight_records(folder: Path, rank: int) -> None:
 
 
 def _start_watchdog(settings: WatchdogSettings) -> int:
-    """Start the watchdog and its standby, with their sockets; return the port for heartbeats, 0 on one host."""
+    """Start the watchdog with its sockets; return the port for heartbeats, 0 on one host."""
     listener, folder = channel.listen(settings.name)
     hosts = [open_heartbeat_socket()] if settings.world_size > settings.local_world_size else []
     passed = [each.fileno() for each in (listener, *hosts)]
@@ -232,8 +281,8 @@ def _start_watchdog(settings: WatchdogSettings) -> int:
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [json.dumps(asdict(settings)), str(folder), *map(str, passed)]
     subprocess.run(
-        # The shell leaves it behind at once: it is no child of this rank, which ends its children when it exits.
-        ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", "harness.tools.watchdog.standby", *words],
+        # The shell detaches it at once: a child of this rank would be ended together with the rank's other children.
+        ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", "harness.tools.watchdog.watchdog", *words],
         env=os.environ | {"PYTHONPATH": path},
         pass_fds=passed,
         stdin=subprocess.DEVNULL,

@@ -25,7 +25,8 @@ Kind = Literal[
     "mistake",  # a rank ended with the exit code of a user error, which it has printed
 ]
 
-# Errors of a rank that lost its peer, as gloo, NCCL, torch's store, Python's sockets and pipes word them: no cause.
+# Errors of a rank that lost a peer, in the words of gloo, NCCL, torch's store, and Python's sockets and pipes. They cannot be
+# the cause.
 _ECHO = re.compile(
     r"connection (?:closed|reset|refused|aborted|timed out|was lost)|closed by peer|broken ?pipe|connect timeout|"
     r"socket ?(?:closed|timeout)|no route to host|network is unreachable|host is down|timed out (?:waiting|after)|"
@@ -97,11 +98,10 @@ class RunFailure:
     seconds: float = 0.0  # the length of a deadline
     code: int = 1  # exit code of the run
     trace: tuple[str, ...] = ()  # last lines of the traceback, if any
-    asked: str = ""  # the fault of run.inject that caused it, if any
 
 
 def trace_end(trace: str) -> tuple[str, ...]:
-    """Return the last lines of a traceback without lines of markers; of chained exceptions, those of the first one."""
+    """Return the last lines of a traceback without the lines of markers. Of chained exceptions, take the first one."""
     while _RAISED_FROM in trace:
         trace = trace[: trace.rindex(_RAISED_FROM)].rstrip()
     lines = [line for line in trace.splitlines() if line.strip(" ~^|")]
@@ -109,15 +109,15 @@ def trace_end(trace: str) -> tuple[str, ...]:
 
 
 def names_no_cause(failure: RunFailure) -> bool:
-    """Return whether something else, not known yet, may have caused it."""
+    """Return whether it may be the consequence of something that is not known yet."""
     return failure.kind in ("echo", "ended", "vanished")
 
 
 def first_failure(failures: Iterable[RunFailure]) -> RunFailure:
     """Return the earliest failure that can be a cause; if there is none, the earliest.
 
-    Among failures that happen together, a stopped rank comes before those that wait for it; a rank of whose end only
-    torchrun knows before one that torchrun then terminated, and that before one that lost a peer.
+    Among failures that happen together: a stopped rank comes before the ranks that wait for it. A rank that died in a way
+    that only torchrun knows comes before one that torchrun then terminated, which comes before one that lost a peer.
     """
     return min(failures, key=lambda each: (names_no_cause(each), each.time - _AHEAD.get(each.kind, 0.0)))
 

@@ -1,12 +1,12 @@
-"""Heartbeats between the hosts of a job over UDP: which host is silent, where its ranks were, and its clock's offset.
+"""Heartbeats between the hosts of a job: which host is silent, where its ranks are, and what failed there.
 
-Any process on the network can send a datagram here: one is heard only if it carries the HMAC of the run's key, names this
-host as its receiver, and is newer than the last one of its sender.
+UDP, because a lost host must not block the others, and because torchrun's store is gone when its own host is. Any process
+on the network can send a datagram here. A beat counts only if it carries the HMAC of the run's key, is addressed to this
+host, and is newer than the last one of its sender.
 """
 
 import hmac
 import socket
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,8 +17,9 @@ from harness.tools.watchdog.failures import Node, Place, RunFailure
 
 BEAT_SECONDS = 1.0
 LARGEST_BEAT = 60_000
-FAILURES_IN_BEAT = 4  # of one host, so that they fit; the first ones count
+FAILURES_IN_BEAT = 4  # the first ones of a host; more might not fit into a datagram
 MOST_AT_ONCE = 10_000  # datagrams read in one go: a flood must not keep the watchdog from its other work
+LAST_BEAT = 1 << 40  # a number above every beat that a watchdog sends
 _DIGEST, _DIGEST_BYTES = "sha256", 32
 
 
@@ -28,9 +29,8 @@ class Beat(msgspec.Struct, frozen=True):
     to: int  # index of the receiver
     node: int  # index of the sender
     count: int
-    sent: float  # UNIX seconds on the sender's clock
     places: dict[int, Place]
-    failures: tuple[RunFailure, ...]
+    failures: tuple[RunFailure, ...]  # their times are relative to the moment of sending: clocks of hosts differ
     left: bool
 
 
@@ -48,18 +48,15 @@ class Peer:
     places: dict[int, Place] = field(default_factory=dict)
     failures: list[RunFailure] = field(default_factory=list)
     count: int = 0  # number of its last beat
-    ahead: deque[float] = field(default_factory=lambda: deque(maxlen=16))
-    """Seconds by which its clock was ahead of ours, less the way here, at each of its last beats."""
 
     def hear(self, beat: Beat, now: float) -> None:
         """Process its beat, unless it is older than the last one or repeats it."""
         if beat.count <= self.count:
             return
         self.heard, self.count = now, beat.count
-        self.ahead.append(beat.sent - now)
         self.places, self.left = beat.places, self.left or beat.left
         if len(beat.failures) > len(self.failures):
-            self.failures = [replace(each, time=each.time - max(self.ahead)) for each in beat.failures]
+            self.failures = [replace(each, time=now + each.time) for each in beat.failures]
 
 
 @dataclass(slots=True)
@@ -69,23 +66,22 @@ class Heartbeats:
     socket: socket.socket
     nodes: Sequence[Node]
     own: int  # index of this host in nodes, which is the same on all hosts
-    key: bytes  # of this run, known to its ranks alone
+    key: bytes  # of this run; only its ranks and watchdogs know it
     lost_seconds: float
     now: Callable[[], float]
     peers: dict[int, Peer] = field(init=False)
-    _count: int = 0
+    count: int = 0
 
     def __post_init__(self) -> None:
         self.peers = {index: Peer(node) for index, node in enumerate(self.nodes) if index != self.own}
 
     def beat(self, places: Mapping[int, Place], failures: Sequence[RunFailure], left: bool = False) -> None:
         """Send where our ranks are, and what failed here, to every host that still listens."""
-        self._count += 1
-        shown = tuple(failures[:FAILURES_IN_BEAT])
+        self.count += 1
+        relative = tuple(replace(each, time=each.time - self.now()) for each in failures[:FAILURES_IN_BEAT])
         for index, peer in self.peers.items():
             if not peer.left and (target := peer.node.address):
-                beat = Beat(index, self.own, self._count, self.now(), dict(places), shown, left)
-                data = msgspec.json.encode(beat)
+                data = msgspec.json.encode(Beat(index, self.own, self.count, dict(places), relative, left))
                 if self.socket.family == socket.AF_INET6 and ":" not in target:
                     target = f"::ffff:{target}"
                 with suppress(OSError):  # a cut link or no route: the receiver notices that the beat is missing

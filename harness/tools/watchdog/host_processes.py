@@ -1,9 +1,7 @@
-"""Processes of this host that are not our children: who started whom, how each ended, which the kernel killed."""
+"""Processes of this host that are not our children: who started them, how they ended, and which the kernel killed."""
 
-import fcntl
 import os
 import select
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -15,30 +13,17 @@ from signal import Signals
 import psutil
 
 from harness.runtime.errors import SPEAKS_LAST
-from harness.runtime.processes import is_alive
+from harness.runtime.processes import is_alive, stat_fields, wait_status, with_variable
 
 MARK = "HARNESS_WATCHDOG"
-"""Variable that every process which a rank starts inherits: the name of its watchdog."""
-STOPPED = "is stopped (SIGSTOP, or a debugger)"
-NO_MESSAGE = ", without an error message"
+"""Variable with the name of the watchdog, inherited by every process that a rank starts."""
 COUNTS = 4  # how many looks, one a second, before a death was noticed its cgroup may have counted it
 
-_STATE, _PARENT, _EXIT_CODE = 0, 1, 49  # fields of /proc/PID/stat, counted from 0 after the name
-# Of struct pidfd_info, 64 bytes in its first version: a mask, and last the exit code.
-_PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
-_PIDFD_INFO_EXIT = 1 << 3
-
-
-def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat that follow the name, state first; none once the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+_PARENT = 1  # a field of /proc/PID/stat, counted from 0 after the name
 
 
 def started_at(pid: int) -> int:
-    """Return the start time in clock ticks since boot: with its pid, no other process's."""
+    """Return the start time in clock ticks since boot, which together with the pid names one process."""
     return int(stat_fields(pid)[19])
 
 
@@ -49,7 +34,7 @@ def is_stopped(pid: int) -> bool:
 
 @dataclass(slots=True)
 class Descendants:
-    """All that the ranks started, noted while its parents are alive: an orphan has another parent."""
+    """Everything that the ranks started, noted while the parents live: an orphan has another parent."""
 
     known: dict[int, psutil.Process] = field(default_factory=dict)
     rank_of: dict[int, int] = field(default_factory=dict)  # pid of each -> pid of the rank that it descends from
@@ -74,14 +59,9 @@ class Descendants:
 
     def look_for_orphans(self, name: str) -> None:
         """Note what a rank of this watchdog started just before it died; forget what outlives the run on purpose."""
-        mark, outlives = f"{MARK}={name}".encode(), f"{SPEAKS_LAST}=1".encode()
-        for pid in psutil.pids():
-            with suppress(OSError, psutil.NoSuchProcess):  # it has just ended, or is another user's
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if outlives in variables:
-                    self.known.pop(pid, None)
-                elif mark in variables:
-                    self.known[pid] = psutil.Process(pid)
+        self.known |= with_variable(MARK, name)
+        for pid in with_variable(SPEAKS_LAST, "1"):
+            self.known.pop(pid, None)
 
 
 class ExitWatch:
@@ -96,63 +76,75 @@ class ExitWatch:
     def _wait(self) -> None:
         with suppress(OSError):  # it has ended, or this kernel has no pidfd
             descriptor = os.pidfd_open(self.pid)
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            poll.poll()
-            self.how = how_it_ended(self.pid) or _how_by_kernel(descriptor)
+            select.select([descriptor], [], [])
+            self.how = how_it_ended(self.pid)
             os.close(descriptor)
         self.over.set()
 
 
-def _how_by_kernel(descriptor: int) -> str | None:
-    """Return how a process ended that has been reaped already, which Linux reports since 6.15; else None."""
-    info = bytearray(struct.pack("Q56x", _PIDFD_INFO_EXIT))
-    with suppress(OSError):
-        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
-        mask, status = struct.unpack_from("Q52xi", info)
-        return describe_status(status) if mask & _PIDFD_INFO_EXIT else None
-    return None
-
-
 def how_it_ended(pid: int) -> str | None:
     """Return "was killed by SIGKILL" or the like for a zombie; None if it is alive, or has been reaped."""
-    fields = stat_fields(pid)
-    return describe_status(int(fields[_EXIT_CODE])) if fields and fields[_STATE] == "Z" else None
+    status = wait_status(pid)
+    return None if status is None else describe_status(status)
 
 
 def describe_status(status: int) -> str:
     number = status & 0x7F
     if number in list(Signals):
         return f"was killed by {Signals(number).name}"
-    return f"was killed by signal {number}" if number else f"ended with exit code {status >> 8}{NO_MESSAGE}"
+    return (
+        f"was killed by signal {number}" if number else f"ended with exit code {status >> 8}, without an error message"
+    )
 
 
 @dataclass(slots=True)
 class MemoryKills:
     """Evidence that the kernel's out-of-memory killer sent a process SIGKILL, as any process may.
 
-    That is: the count of the process's cgroup, which must be found while it is alive, rose at its death.
+    That is: the count of the process's cgroup, which must be found while it is alive, rose at its death. A rank may report
+    the death of its engine's process much later, at its next call, so the counts are kept as they were at the death.
     """
 
     root: Path = Path("/")
-    _files: dict[int, Path] = field(default_factory=dict)  # pid -> where its cgroup's count is
+    _files: dict[int, Path] = field(default_factory=dict)  # pid, alive at the last look -> where its cgroup's count is
     _counts: dict[Path, deque[int]] = field(default_factory=dict)  # the last ones
+    # pid -> the file of its cgroup, its count before the death, and the count at the death
+    _at_death: dict[int, tuple[Path, int, int]] = field(default_factory=dict)
+    _explained: dict[Path, int] = field(default_factory=dict)  # the count up to which each kill has explained a death
+    _evidence: dict[int, str] = field(
+        default_factory=dict
+    )  # pid -> what killed() found; several ranks may report a death
 
-    def look(self, pids: Iterable[int]) -> None:
-        """Note the cgroups of these processes, and what they count."""
-        for pid in pids:
-            if file := _count_file(self.root, pid):
-                self._files[pid] = file
-        for file in set(self._files.values()):
+    def look(self, alive: Iterable[int]) -> None:
+        """Note the cgroups of these processes, what they count, and which processes are gone since the last look."""
+        found = {pid: file for pid in alive if (file := self._file_of(pid))}
+        for pid in self._files.keys() - found.keys():
+            self._note_death(pid)
+        self._files = found
+        for file in set(found.values()):
             self._counts.setdefault(file, deque(maxlen=COUNTS)).append(_count(file))
 
     def killed(self, pid: int) -> str:
-        """Return the evidence, in words, that the kernel killed this process, which has just died; "" if none."""
-        file = self._files.get(pid)
-        if file is None or _count(file) <= self._counts[file][0]:
+        """Return the evidence, in words, that the kernel killed this process, which is dead; "" if none."""
+        if pid in self._files:
+            self._note_death(pid)
+        if pid not in self._at_death:
             return ""
-        self._counts[file] = deque([self._counts[file][0] + 1], maxlen=COUNTS)  # each kill explains one death
+        file, before, at_death = self._at_death.pop(pid)
+        before = max(before, self._explained.get(file, 0))
+        if at_death <= before:
+            return ""
+        self._explained[file] = before + 1  # each kill explains one death
         return f"the out-of-memory killer has just struck in its cgroup (see {file})"
+
+    def _file_of(self, pid: int) -> Path | None:
+        """Return where its cgroup counts kills. Linux shows a process that is exiting in the top group: keep the earlier one."""
+        file, known = _count_file(self.root, pid), self._files.get(pid)
+        return known if known and file and known.is_relative_to(file.parent) else file
+
+    def _note_death(self, pid: int) -> None:
+        file = self._files.pop(pid)
+        self._at_death[pid] = (file, self._counts[file][0], _count(file))
 
 
 def _count_file(root: Path, pid: int) -> Path | None:

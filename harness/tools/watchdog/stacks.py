@@ -1,4 +1,4 @@
-"""What each process of a host does when a deadline has passed: Python and native stacks, GPU memory.
+"""What the processes of a host are doing when a deadline has passed: Python and native stacks, GPU memory.
 
 py-spy reads all threads of any process of this user, stopped or not. If it is missing, or the kernel does not permit it,
 a rank's own faulthandler writes what it can, on a signal, into memory that the watchdog reads.

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from harness.rollout.engine_processes import ENDING_SIGNALS, log_errors
+from harness.rollout.engine_processes import ENDING_SIGNALS
 from harness.runtime.background import in_background
+from harness.runtime.tracebacks import first_cause, log_lines, tracebacks_in
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
 from harness.tools.watchdog.failures import Kind, Place, RunFailure, first_failure, format_ranks, format_time, trace_end
@@ -28,7 +29,7 @@ Explanation = tuple[list[str], str | None]
 """Lines, and the slug of the catalogue entry, if any."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobView:
     """What a host knows of the whole job when it reports a failure."""
 
@@ -82,11 +83,11 @@ class RunVerdict:
     def lines(self) -> list[str]:
         """Return the verdict without its last line."""
         ranks = {int(stack.name[4:]): stack for stack in self.stacks if re.fullmatch(r"rank\d+", stack.name)}
-        self.view.waiting = {rank: stack.waits for rank, stack in ranks.items() if stack.frames}
+        view = replace(self.view, waiting={rank: stack.waits for rank, stack in ranks.items() if stack.frames})
         explanation = describe_stacks(ranks)
         if self.stacks and self.folder:
             explanation.append(f"all stacks: {self.folder}/stacks-{self.host}-*.txt")
-        lines = report_lines(self.failures, self.view, [*explanation, *self._explained()[0]])
+        lines = report_lines(self.failures, view, [*explanation, *self._explained()[0]])
         return [*lines, f"  run directory: {self.folder}"] if self.folder else lines
 
     def keep(self) -> None:
@@ -110,7 +111,7 @@ class RunVerdict:
 
 
 def explain(failure: RunFailure, folder: Path | None) -> Explanation:
-    """Return the traceback of the scheduler that raised it, and its catalogue entry with cause and fix. Raise OSError."""
+    """Return the scheduler's traceback if a scheduler raised it, and the catalogue's cause and fix. Raise OSError."""
     logs = sorted(folder.glob("engines/*.log")) if folder else []
     lines = []
     if "engine process" in failure.detail or "EngineFailed" in failure.detail:
@@ -138,11 +139,11 @@ def _scheduler_trace(failure: RunFailure, logs: Sequence[Path]) -> list[str]:
     for log in [log for log in logs if log.name in failure.detail] or logs:
         with log.open("rb") as stream:
             text = stream.read(READ_BYTES).decode(errors="replace")
-        found = [each for each in log_errors(text) if each[0]]
-        if found:
-            lines, _ = next((each for each in found if each[1] in failure.detail), found[0])
+        found = [each for each in tracebacks_in(log_lines(text)) if not (each.is_crash or each.is_ignored)]
+        named = (each for each in found if each.exception and each.exception in failure.detail)
+        if shown := next(named, first_cause(found)):
             title = f"{log.name}{', what followed' if ended else ''}:"
-            return [title, *(f"| {line}" for line in trace_end("\n".join(lines)))]
+            return [title, *(f"| {line}" for line in trace_end("\n".join(shown.lines)))]
     return []
 
 
@@ -163,7 +164,7 @@ _CAUSES: Mapping[Kind, str] = {
     "echo": "{lost_peer}; {who} lost a peer {place} at {time}: {detail}",
     "ended": "{who} {detail} {place} at {time}: terminated from outside (job scheduler, time limit or kill)",
     "told": "{who} {detail} {place} at {time}",
-    "vanished": "{who} {detail} {place} at {time}: how is unknown here; torchrun's report may have its exit code",
+    "vanished": "{who} {detail} {place} at {time}; why is not known here, but torchrun's report may have its exit code",
     "died": "{who} {detail} {place} at {time}",
     "launcher": "torchrun of {who} {detail} at {time}, when {where}",
     "watchdog": "the watchdog of {host} {detail} at {time}{when}",
@@ -184,10 +185,10 @@ _CONSEQUENCES: Mapping[Kind, str] = {
 
 
 def sentence(failure: RunFailure, view: JobView) -> str:
-    """Return what happened, to which rank or host, where and when, and whether fault injection caused it."""
+    """Return what happened, to which rank or host, where and when."""
     ranks = format_ranks(failure.ranks)
     who, where = f"{ranks} on {failure.host}", _where(failure.ranks, view)
-    text = _CAUSES[failure.kind].format(
+    return _CAUSES[failure.kind].format(
         who=who,
         what=f"{failure.detail} of {who}" if failure.detail else who,
         host=failure.host,
@@ -202,8 +203,6 @@ def sentence(failure: RunFailure, view: JobView) -> str:
         lost_peer=_lost_peer(failure, view),
         waited_for=_waited_for(failure, view),
     )
-    injected = failure.asked and failure.asked not in failure.detail
-    return f"{text}, as asked: --inject {failure.asked}" if injected else text
 
 
 def _consequences(same: Sequence[RunFailure], cause: RunFailure) -> str:

@@ -1,8 +1,10 @@
-"""The watchdog of one host, in a process of its own, which a rank that is stopped, hung or killed cannot stop.
+"""The watchdog of one host: a separate process, so that a rank that is stopped, hung or killed cannot stop it.
 
-It hears from the ranks of its host which phase they are in, and once a second from the watchdogs of the other hosts. At the
-first failure anywhere it waits until it can know the cause, reports it, and ends the ranks of its host, what they started,
-and torchrun if that hangs. It reports again below torchrun's own report, and exits.
+The ranks of its host tell it which phase they are in; the watchdogs of the other hosts send a beat each second. At the first
+failure anywhere it waits until it can know the cause, reports it, and ends the ranks of its host, what they started, and
+torchrun if that hangs. It reports again below torchrun's own report, and exits.
+
+Started by the first rank of a torchrun: `python -m harness.tools.watchdog.watchdog SETTINGS ...` (see client.py).
 """
 
 import json
@@ -10,7 +12,9 @@ import math
 import os
 import re
 import selectors
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,14 +24,15 @@ from typing import Any
 
 import psutil
 
+from harness.runtime.errors import screen_of
 from harness.runtime.phases import RUN, phase_of_step
 from harness.runtime.processes import is_alive, name_and_pid
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, MalformedError, PhaseBegins, WatchdogSettings, parse
-from harness.tools.watchdog.ending import HostCleanup, stderr_of
+from harness.tools.watchdog.ending import HostCleanup
 from harness.tools.watchdog.failures import Kind, Node, Place, RunFailure, first_failure, names_no_cause
 from harness.tools.watchdog.heartbeat import BEAT_SECONDS, Heartbeats
-from harness.tools.watchdog.host_processes import STOPPED, ExitWatch, MemoryKills, how_it_ended, is_stopped
+from harness.tools.watchdog.host_processes import ExitWatch, MemoryKills, how_it_ended, is_stopped
 from harness.tools.watchdog.stacks import Stack
 from harness.tools.watchdog.verdict import JobView, RunVerdict
 
@@ -40,7 +45,6 @@ JOIN_SECONDS = 60.0  # a rank of this host may come so long after the one before
 MEET_SECONDS = 3.0  # ranks that have met wait so long for the first beats of all hosts
 COLLECT_SECONDS = 8.0  # ranks stay so long after a deadline, at most, for their stacks to be taken
 LATE_SECONDS = 3.0  # a rank that comes so long after all others of its host to a phase of a step is reported
-STOPPED_BEATS = 10  # seconds for which a process is seen stopped before that is reported
 FAREWELLS = 5  # last beats, of which one must arrive, or the other hosts take this one for lost
 EXPLANATION_SECONDS = 3.0  # how long the verdict waits for its explanation
 TIMED_OUT = 124
@@ -59,7 +63,6 @@ class LocalRank:
     process: psutil.Process | None = None
     handler: int | None = None  # its descriptor of the memory into which its faulthandler writes; see stacks.py
     left: int | None = None  # the exit code with which it reported that it exits
-    injected: str = ""  # the fault of run.inject that happens to it in its present phase
     failed: Kind | None = None  # the kind of its failure; what it does after that is a consequence
     closed: bool = False  # its connection is closed: it has died, or is about to
     gone: bool = False
@@ -88,7 +91,7 @@ class LocalRank:
         inside = next((begun for begun, _ in reversed(self.open) if begun.phase != RUN), None)
         name, step = (inside.phase, inside.step) if inside else (self.place.phase, self.place.step)
         self.place = Place(self.place.progress + 1, name, step, inside is not None)
-        self.moved, self.injected = now, ""
+        self.moved = now
 
     def overdue(self, now: float, idle_seconds: float) -> float | None:
         """Return the length of the deadline that it has passed; None if none."""
@@ -120,14 +123,12 @@ class Watchdog:
     listener: socket.socket
     socket_folder: Path  # of the listener; removed once all ranks of this host have come
     hosts_socket: socket.socket | None
-    standby: socket.socket
     ranks: list[LocalRank] = field(default_factory=list)
     beats: Heartbeats | None = None
     folder: Path | None = None  # the run directory
     own: list[RunFailure] = field(default_factory=list)  # failures that were noticed on this host
     ending: HostCleanup = field(init=False)
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
-    _stopped: dict[int, int] = field(default_factory=dict)  # pid -> seconds for which it has been seen stopped
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _started: float = field(default_factory=lambda: time.time() - time.monotonic())
     _last_came: float = field(default_factory=time.monotonic)  # when a rank connected last
@@ -144,7 +145,7 @@ class Watchdog:
 
     def watch(self) -> None:
         """Watch from the first rank's arrival until nothing of this host's run is left."""
-        screen = stderr_of(self.launcher.pid)
+        screen = screen_of(self.launcher.pid)
         self.serve(lambda: bool(self._failures()) or self._is_over())
         has_failed = bool(self._failures()) and self._end_run(screen)
         self.ending.remove_files()
@@ -194,7 +195,7 @@ class Watchdog:
                     self.beats.listen()
                 elif key.data is not None:
                     self._hear(key.data)
-            self._look()
+            self.look()
 
     def _say(self, text: str) -> None:
         self.ending.say(f"{text}\n")
@@ -291,8 +292,7 @@ class Watchdog:
                 rank.left = code
                 if code:
                     self._fail(rank, "mistake", f"ended with exit code {code}", code=code)
-            case channel.Flush(injected):
-                rank.injected = injected
+            case channel.Flush():
                 if self.beats:
                     self._beat()
                 rank.send(done=True)
@@ -329,11 +329,13 @@ class Watchdog:
                 others_there = f"the others on {self.settings.host} to {place}"
                 self._say(f"slow: rank {rank.rank} came {late:.1f} s after {others_there}")
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """See which rank died or hangs and which host is silent; send beats."""
         now = time.monotonic()
         for rank in [each for each in self.ranks if not each.gone]:
             if (how := rank.ended()) is not None:
+                if not rank.closed:
+                    self._hear(rank)  # it may have said goodbye since we last listened
                 self._note_end(rank, how)
             elif (seconds := rank.overdue(now, self.settings.idle_seconds)) is not None:
                 self._pass_deadline(rank, seconds)
@@ -345,8 +347,6 @@ class Watchdog:
             self._looked = now
             self._look_at_processes()
             self._look_at_launcher()
-            ranks = {each.rank: (each.pid, each.place) for each in self.ranks if not each.gone and each.left is None}
-            self.ending.send_snapshot(self.standby, self.folder, ranks, self.own)
         silent = self.beats.silent() if self.beats else []
         if silent and now > self._warn_at:
             self._warn_at = math.inf
@@ -382,7 +382,7 @@ class Watchdog:
         rank.gone = True
         if rank.left is None and not rank.failed:
             from_outside = any(name in how for name in ("SIGTERM", "SIGINT", "SIGHUP"))
-            if not rank.injected and (kill := self._memory_kill(how, rank.pid)):
+            if kill := self._memory_kill(how, rank.pid):
                 how += f"{kill},"
             self._fail(rank, "ended" if from_outside else "died" if how else "vanished", how or "died")
 
@@ -395,9 +395,7 @@ class Watchdog:
         """Note a failure of a rank, unless it follows from an earlier one. details: other fields of RunFailure."""
         if rank.failed is None or (rank.failed == "echo" and kind == "exception"):
             rank.failed = kind
-            injected = [rank.injected, *(each.injected for each in self.ranks if "seconds" in details)]
-            asked = next(filter(None, injected), "")
-            self._note(kind, (rank.rank,), rank.place, detail=detail, asked=asked, **details)
+            self._note(kind, (rank.rank,), rank.place, detail=detail, **details)
 
     def _note(self, kind: Kind, ranks: tuple[int, ...], place: Place, **details: Any) -> None:
         values: dict[str, Any] = {"time": self._now(), "host": self.settings.host} | details
@@ -414,16 +412,26 @@ class Watchdog:
     def _look_at_processes(self) -> None:
         ranks = [each.process for each in self.ranks if each.process and not each.gone]
         self.ending.descendants.look(each.pid for each in ranks)
-        everything = [*ranks, *self.ending.descendants.known.values()]
-        self.memory_kills.look(each.pid for each in everything)
-        stopped = [each for each in everything if is_stopped(each.pid)]
-        self._stopped = {each.pid: self._stopped.get(each.pid, 0) + 1 for each in stopped}
-        for each in stopped:
-            if self._stopped[each.pid] == STOPPED_BEATS:
-                self._say(f"slow: {name_and_pid(each)} on {self.settings.host} {STOPPED}")
+        self.memory_kills.look([*(each.pid for each in ranks), *self.ending.descendants.known])
 
     def _warn_of_silence(self, silent: list[Node]) -> None:
         there = ", ".join(f"{node} at {node.address} port {node.port}" for node in silent)
-        silence = f"{self.settings.host} has not heard {there} in {self.settings.heartbeat_timeout:g} s"
-        advice = "UDP between the hosts may be blocked; a lost host will only show by errors of the others"
+        silence = f"{self.settings.host} got no heartbeat from {there} in {self.settings.heartbeat_timeout:g} s"
+        advice = "UDP between the hosts may be blocked; a lost host will then only show as errors of the other ranks"
         self._say(f"warning: {silence}; {advice}")
+
+
+def main(words: list[str]) -> None:
+    """Watch one run on this host. words: the settings as JSON, the folder of the listener, descriptors of the sockets."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the run, whose end is noticed
+    settings = WatchdogSettings(**json.loads(words[0]))
+    listener, *hosts = (socket.socket(fileno=int(each)) for each in words[2:])
+    launcher, folder = psutil.Process(settings.launcher), Path(words[1])
+    Watchdog(settings, launcher, listener, folder, hosts[0] if hosts else None).watch()
+    channel.remove(folder)
+    os._exit(0)  # without waiting for threads
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,12 +1,12 @@
-"""The copies of a plan, ready to run again and again: tile tables for one GPU kernel, or pairs of CPU tensors."""
+"""The copies of a plan, ready to run again and again: tables of tiles for one GPU kernel, or pairs of CPU tensors."""
 
 import ctypes
 from collections.abc import Sequence
 
 import torch
 
-from harness.weights.names import span
 from harness.weights.pull.tiles import Move, in_pairs, tile_tables
+from harness.weights.tensor_view import span
 
 
 class CpuCopies:
@@ -25,7 +25,7 @@ class CpuCopies:
 
 
 class GpuCopies:
-    """Tables of tiles, in an order in which no peer is read by all at once; run() does not wait for the GPU."""
+    """Tables of tiles, shuffled so that not all GPUs read from the same peer at once. run() does not wait for the GPU."""
 
     def __init__(self, moves: Sequence[Move], device: torch.device) -> None:
         generator = torch.Generator().manual_seed(device.index or 0)

@@ -1,22 +1,26 @@
-"""What crosses the network before a pull: elements that no trainer rank beside the scheduler's GPU can show it.
+"""Plan which shard elements each host must receive over the network before its schedulers can copy them, and send them.
 
-A scheduler opens the memory of all trainer ranks of its island (a host, or one rank alone). What other ranks own is sent
-to a staging buffer of one rank of the island first, each element box once, in batches of a bounded size; the schedulers of
-the island then copy it from there.
+A scheduler opens the memory of all trainer ranks of its island: a host, or one rank alone if the host's schedulers cannot
+open each other's trainers' memory. What other ranks own is first sent to a staging buffer of one rank of the island:
+
+    rank 5's shard  --network-->  staging buffer of rank 1  --copy-->  schedulers of ranks 0, 1, 2, 3
+
+Each box of elements is sent once to an island, in batches of a bounded size.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from math import gcd, prod
+from math import gcd
 
 import torch
 import torch.distributed as dist
 
 from harness.trainer.offload import local
-from harness.weights.groups import aligned
+from harness.weights.gather import aligned
 from harness.weights.pull.regions import Region, merged
+from harness.weights.tensor_view import TensorView
 
 SEGMENT_ALIGNMENT = 16
 """Bytes: where the parcels of one owner may begin in a staging buffer."""
@@ -26,38 +30,26 @@ _Pairs = Sequence[tuple[int, "Need"]]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Elements of a trainer rank's shard that a scheduler reads and cannot open: a strided box."""
+    """Elements of a trainer rank's shard that a scheduler reads and cannot open."""
 
     owner: int
     """The trainer rank that holds them."""
-    live_name: str
     group: int
     """Number of the fusing group that they are needed with."""
-    source: int
-    """Elements from the first of the owner's shard."""
-    axes: tuple[tuple[int, int], ...]
-    """(size, source stride), by stride, largest first; sizes of 1 are left out."""
-    dtype: torch.dtype
-    """As they are sent: what the owner holds wider is cast before."""
+    elements: TensorView
+    """Where they lie in the owner's shard. Its dtype is that in which they are sent: wider values are cast before."""
 
     @classmethod
-    def of(cls, region: Region, live_name: str, group: int, dtype: torch.dtype) -> "Need":
+    def of(cls, region: Region, name: str, group: int, dtype: torch.dtype) -> "Need":
         """Return what the region reads; equal for regions that read the same box, however they write it."""
         axes = merged((size, step, step) for size, step, _ in region.axes if step)
-        return cls(region.owner, live_name, group, region.source, tuple(axis[:2] for axis in axes), dtype)
-
-    @property
-    def numel(self) -> int:
-        return prod(size for size, _ in self.axes)
+        shape, stride = tuple(size for size, _, _ in axes), tuple(step for _, step, _ in axes)
+        view = TensorView(name="", of=name, dtype=dtype, shape=shape, stride=stride, offset=region.source)
+        return cls(region.owner, group, view)
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def view(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the elements, in the shape of the axes, as a view of the owner's contiguous shard."""
-        sizes, strides = [size for size, _ in self.axes], [stride for _, stride in self.axes]
-        return shard.as_strided(sizes, strides, shard.storage_offset() + self.source)
+        return self.elements.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +59,17 @@ class Parcel:
     need: Need
     receiver: int
     """Trainer rank."""
-    offset: int
-    """Bytes from the first of the staging buffer; a multiple of the element size."""
+    offset_bytes: int
+    """From the first byte of the staging buffer; a multiple of the element size."""
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.need.nbytes
 
     def view(self, staging: torch.Tensor) -> torch.Tensor:
         """Return its elements, in the shape of the need's axes, in a staging buffer, uint8 [bytes]."""
-        found = staging[self.offset : self.offset + self.need.nbytes].view(self.need.dtype)
-        return found.view([size for size, _ in self.need.axes])
+        elements = self.need.elements
+        return staging[self.offset_bytes : self.end_bytes].view(elements.dtype).view(elements.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ class PullBatch:
     start: int
     stop: int
     parcels: tuple[Parcel, ...]
-    """By receiver, owner and offset: what one owner sends to one receiver lies side by side there, without gaps."""
+    """By receiver, owner and offset: what one owner sends to one receiver lies there side by side, without gaps."""
 
 
 def packed(region: Region) -> Region:
@@ -124,35 +120,42 @@ def plan_exchange(
 
 
 def _largest_first(need: Need) -> tuple[object, ...]:
-    """Order distinct needs in one way on every rank: by group, and within one by bytes, so that receivers balance."""
-    return need.group, -need.nbytes, need.owner, need.live_name, need.source, need.axes, str(need.dtype)
+    """Order distinct needs the same way on every rank: by group, then largest first, so that receivers balance."""
+    view = need.elements
+    return need.group, -need.nbytes, need.owner, view.of, view.offset, view.shape, view.stride, str(view.dtype)
+
+
+@dataclass(slots=True)
+class _Filled:
+    """How full the staging buffers of the open batch are."""
+
+    segments: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """(receiver, owner) -> bytes; what one owner sends to one receiver is a segment, and begins aligned."""
+    buffers: Counter[int] = field(default_factory=Counter)
+    """Receiver -> bytes, with the gaps between segments."""
+
+    def add(self, pairs: _Pairs) -> None:
+        for receiver, need in pairs:
+            before = self.segments[receiver, need.owner]
+            after = self.segments[receiver, need.owner] = before + need.nbytes
+            self.buffers[receiver] += aligned(after, SEGMENT_ALIGNMENT) - aligned(before, SEGMENT_ALIGNMENT)
 
 
 def _batches(by_group: Sequence[_Pairs], limit_bytes: int) -> Iterator[PullBatch]:
-    segments: Counter[tuple[int, int]] = Counter()
-    filled: Counter[int] = Counter()
-
-    def grow(pairs: _Pairs) -> None:
-        for receiver, need in pairs:
-            before = segments[receiver, need.owner]
-            segments[receiver, need.owner] += need.nbytes
-            filled[receiver] += aligned(before + need.nbytes, SEGMENT_ALIGNMENT) - aligned(before, SEGMENT_ALIGNMENT)
-
-    start = 0
+    """Yield batches of consecutive groups; a group that would overfill a buffer begins the next batch."""
+    start, filled = 0, _Filled()
     for group, pairs in enumerate(by_group):
-        growing = filled.keys() & {receiver for receiver, _ in pairs}
-        grow(pairs)
-        if any(filled[receiver] > limit_bytes for receiver in growing):
+        begun = {receiver for receiver, _ in pairs if filled.buffers[receiver]}
+        filled.add(pairs)
+        if any(filled.buffers[receiver] > limit_bytes for receiver in begun):
             yield _batch(start, group, by_group)
-            start = group
-            segments.clear()
-            filled.clear()
-            grow(pairs)
+            start, filled = group, _Filled()
+            filled.add(pairs)
     yield _batch(start, len(by_group), by_group)
 
 
 def _batch(start: int, stop: int, by_group: Sequence[_Pairs]) -> PullBatch:
-    """Lay out the parcels. Those of sizes that more powers of two divide come first, so that none needs padding."""
+    """Lay out the parcels. Sizes that larger powers of two divide come first, so that no parcel needs padding."""
     pairs = sorted(
         (pair for pairs in by_group[start:stop] for pair in pairs),
         key=lambda pair: (pair[0], pair[1].owner, -gcd(pair[1].nbytes, SEGMENT_ALIGNMENT)),
@@ -169,17 +172,16 @@ def _batch(start: int, stop: int, by_group: Sequence[_Pairs]) -> PullBatch:
 
 def staging_bytes(batches: Iterable[PullBatch]) -> int:
     """Return the size of the staging buffer that holds any batch on any receiver."""
-    return max((each.offset + each.need.nbytes for batch in batches for each in batch.parcels), default=0)
+    return max((each.end_bytes for batch in batches for each in batch.parcels), default=0)
 
 
 @torch.no_grad()
-def exchange(batch: PullBatch, live: Mapping[str, torch.Tensor], staging: torch.Tensor) -> int:
+def exchange(batch: PullBatch, tensors: Mapping[str, torch.Tensor], staging: torch.Tensor) -> int:
     """Send what this rank owns of the batch and receive its parcels; return the bytes sent over the network.
 
-    live: this rank's live tensors, by name. staging: uint8, of at least staging_bytes(batches), on the device of the
-    live tensors; no scheduler may still read the batch before. On a GPU what has arrived is ordered on the current
-    stream, not waited for. Only ranks with parcels in the batch take part, so that on NCCL a collective call of all ranks
-    must have come before.
+    tensors: the tensors to send, by name. staging: uint8, of at least staging_bytes(batches), on their device; no scheduler
+    may still read the previous batch from it. On a GPU the current stream waits for what arrives; the caller does not.
+    Only ranks with parcels in the batch take part, so with NCCL a collective call of all ranks must have come before.
     """
     rank = dist.get_rank()
     outgoing: dict[int, list[Parcel]] = defaultdict(list)
@@ -189,21 +191,22 @@ def exchange(batch: PullBatch, live: Mapping[str, torch.Tensor], staging: torch.
             outgoing[each.receiver].append(each)
         elif each.receiver == rank:
             incoming[each.need.owner].append(each)
-    sent = {receiver: _pack(parcels, live, staging.device) for receiver, parcels in outgoing.items()}
+    sent = {receiver: _pack(parcels, tensors, staging.device) for receiver, parcels in outgoing.items()}
     operations = [dist.P2POp(dist.isend, sent[peer], peer) for peer in sent]
     for owner, parcels in incoming.items():
-        segment = staging[parcels[0].offset : parcels[-1].offset + parcels[-1].need.nbytes]
+        segment = staging[parcels[0].offset_bytes : parcels[-1].end_bytes]
         operations.append(dist.P2POp(dist.irecv, segment, owner))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     return sum(message.numel() for message in sent.values())
 
 
-def _pack(parcels: Sequence[Parcel], live: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+def _pack(parcels: Sequence[Parcel], tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return one message, uint8: the parcels as they lie in the receiver's staging buffer."""
-    first = parcels[0].offset
-    message = torch.empty(parcels[-1].offset + parcels[-1].need.nbytes - first, dtype=torch.uint8, device=device)
+    first = parcels[0].offset_bytes
+    message = torch.empty(parcels[-1].end_bytes - first, dtype=torch.uint8, device=device)
     for each in parcels:
-        shard = local(live[each.need.live_name]).contiguous()
-        replace(each, offset=each.offset - first).view(message).copy_(each.need.view(shard))
+        view, shard = each.need.elements, local(tensors[each.need.elements.of]).contiguous()
+        held = shard.as_strided(view.shape, view.stride, shard.storage_offset() + view.offset)
+        replace(each, offset_bytes=each.offset_bytes - first).view(message).copy_(held)
     return message

@@ -1,7 +1,8 @@
 """CUDA IPC by the driver's own calls: whole allocations, opened under the device that reads them.
 
-torch's own sharing would hold the allocation until the reader gives it back, which an offload of the trainer's parameters
-must not wait for, and opens it under the owner's device, which costs a CUDA context there.
+torch's own sharing is of no use here. It holds the allocation until the reader gives it back, and an offload of the
+trainer's parameters must not wait for that. It also opens the memory under the owner's device, which costs a CUDA context
+there.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ LAZY_PEER_ACCESS = 1
 
 
 class CudaCallFailed(RuntimeError):
-    """A call of the CUDA driver did not succeed."""
+    """A call of the CUDA driver failed."""
 
 
 class _Handle(ctypes.Structure):

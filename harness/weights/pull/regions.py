@@ -1,11 +1,23 @@
 """The plan of a pull: which elements of which trainer rank's shard go where in a scheduler's parameter.
 
-A loader's copy reads elements of one live tensor, in strides, and writes them, in strides, into one tensor of the engine.
-FSDP2 has cut the live tensor into runs of rows. A region is what such a copy reads of one rank's run.
+A loader's copy reads elements of one of the trainer's tensors, in strides, and writes them, in strides, into one tensor of
+the engine. FSDP2 has cut the trainer's tensor into runs of rows. A region is what such a copy reads of one rank's run.
+
+Here a copy reads columns 2 to 4 of a tensor of 6 rows and 5 columns, whose rows are on three ranks. It becomes three
+regions, each with the axes (rows: size 2, step 5) and (columns: size 3, step 1):
+
+    rank 0   . . x x x      region of rank 0: begins at element 2 of its shard
+             . . x x x
+    rank 1   . . x x x      region of rank 1
+             . . x x x
+    rank 2   . . x x x      region of rank 2
+             . . x x x
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from harness.trainer.rows import RowShards
 
 Axis = tuple[int, int, int]
 """(size, source stride, target stride)."""
@@ -13,32 +25,35 @@ Axis = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements that lie in strides on both sides; offsets and strides in elements of the side's own dtype."""
+    """Elements that lie in strides on both sides, counted in elements of each side's own dtype."""
 
     owner: int
     """The trainer rank that holds the source."""
     source: int
-    """From the first element of the owner's shard."""
+    """Where it begins, from the first element of the owner's shard."""
     target: int
-    """From the first element of the engine's tensor that the copy writes."""
+    """Where it begins, from the first element that the copy writes."""
     axes: tuple[Axis, ...]
     """As `merged` gives them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A run of elements of a live tensor, counted as it lies whole and contiguous, on one trainer rank."""
+    """The run of a tensor's elements, from start to before stop, that one trainer rank holds."""
 
     owner: int
     start: int
     stop: int
 
 
-def cut_by_rows(rows: int, row_elements: int, ranks: int) -> tuple[Cut, ...]:
-    """Return the cuts of FSDP2's Shard(0): chunks of ceil(rows / ranks) rows, the last ones shorter or empty."""
-    chunk = -(-rows // ranks)
-    edges = [min(rank * chunk, rows) * row_elements for rank in range(ranks + 1)]
-    return tuple(Cut(rank, edges[rank], edges[rank + 1]) for rank in range(ranks) if edges[rank] < edges[rank + 1])
+def cut_by_rows(shards: RowShards, owners: Sequence[int]) -> tuple[Cut, ...]:
+    """Return the cuts of a tensor's rows, without empty ones. owners: the trainer rank of each rank of its mesh."""
+    found = []
+    for rank, owner in enumerate(owners):
+        rows = shards.rows_of(rank)
+        if rows and shards.row_elements:
+            found.append(Cut(owner, rows.start * shards.row_elements, rows.stop * shards.row_elements))
+    return tuple(found)
 
 
 def regions(
@@ -46,8 +61,8 @@ def regions(
 ) -> Iterator[Region]:
     """Yield what a copy reads of each cut: together every element of it, each once.
 
-    offset, stride: of the source inside the whole live tensor; target_stride: of the tensor that is written. cuts: of the
-    live tensor, in order. Raise ValueError where an element is in no cut.
+    offset, stride: of the source inside the whole tensor; target_stride: of the tensor that is written. cuts: of the whole
+    tensor, in order. Raise ValueError if an element is in no cut.
     """
     if 0 in shape:
         return
@@ -55,38 +70,48 @@ def regions(
 
 
 def _split(offset: int, target: int, axes: tuple[Axis, ...], cuts: Sequence[Cut]) -> Iterator[Region]:
+    """Yield the regions of a box that begins at `offset` of the source and at `target` of the engine's tensor.
+
+    If the box reaches beyond the cut that it begins in, it is divided along its longest source step, into
+
+        slices that lie wholly inside the cut                   one region
+        or else the first slice, which crosses the cut's end    split by itself, along its other axes
+        the remaining slices                                    split by themselves: they begin in this cut or a later one
+    """
     cut = next((each for each in cuts if each.start <= offset < each.stop), None)
     if cut is None:
-        raise ValueError(
-            f"the source must lie within the live tensor of {cuts[-1].stop} elements, got element {offset}"
-        )
-    if offset + _span(axes) < cut.stop:
+        raise ValueError(f"the source must lie within the tensor of {cuts[-1].stop} elements, got element {offset}")
+    if offset + _reach(axes) < cut.stop:
         yield Region(cut.owner, offset - cut.start, target, axes)
         return
-    # Along the longest step: the slices that end before the cut does, the one that crosses its end, and the rest.
-    at = max(range(len(axes)), key=lambda place: axes[place][1])
-    size, step, target_step = axes[at]
-    others = (*axes[:at], *axes[at + 1 :])
-    inside = max(0, (cut.stop - 1 - offset - _span(others)) // step + 1)
+    longest = max(range(len(axes)), key=lambda place: axes[place][1])
+    size, step, target_step = axes[longest]
+    before, behind = axes[:longest], axes[longest + 1 :]
+    slice_axes = (*before, *behind)
+
+    def slices(count: int) -> tuple[Axis, ...]:
+        return merged([*before, (count, step, target_step), *behind])
+
+    inside = max(0, (cut.stop - 1 - offset - _reach(slice_axes)) // step + 1)
+    done = max(inside, 1)
     if inside:
-        yield Region(
-            cut.owner, offset - cut.start, target, merged([*axes[:at], (inside, step, target_step), *axes[at + 1 :]])
-        )
+        yield Region(cut.owner, offset - cut.start, target, slices(inside))
     else:
-        inside = 1
-        yield from _split(offset, target, others, cuts)
-    if inside < size:
-        rest = merged([*axes[:at], (size - inside, step, target_step), *axes[at + 1 :]])
-        yield from _split(offset + inside * step, target + inside * target_step, rest, cuts)
+        yield from _split(offset, target, slice_axes, cuts)
+    if done < size:
+        yield from _split(offset + done * step, target + done * target_step, slices(size - done), cuts)
 
 
-def _span(axes: Sequence[Axis]) -> int:
-    """Return how far behind the first element the last one lies in the source."""
+def _reach(axes: Sequence[Axis]) -> int:
+    """Return how many elements behind the first one of the source the last one lies."""
     return sum((size - 1) * step for size, step, _ in axes)
 
 
 def merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Return the axes by target stride, largest first; without sizes of 1, and neighbours that one can stand for as one."""
+    """Return the axes by target stride, largest first, without axes of size 1.
+
+    Neighbours that are one run on both sides become one axis: (2, 4, 4) and (4, 1, 1) are (8, 1, 1).
+    """
     found: list[Axis] = []
     for size, step, target_step in sorted(axes, key=lambda axis: -axis[2]):
         if size == 1:

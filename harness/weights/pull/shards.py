@@ -1,4 +1,4 @@
-"""What each trainer rank holds of the live tensors, and where another process of its host finds it."""
+"""What each trainer rank holds of the tensors that are sent, and where another process of its host finds it."""
 
 import mmap
 import os
@@ -10,23 +10,23 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from harness.trainer.offload import local
-from harness.weights.gather import Chunks
+from harness.trainer.rows import RowShards
 from harness.weights.pull.gpu_memory import close_allocation, export_allocation, open_allocation
 from harness.weights.pull.regions import Cut, cut_by_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlace:
-    """Where a rank's part of one live tensor begins."""
+    """Where a rank's part of one tensor begins."""
 
     memory: int
-    """Which of the rank's memories."""
-    offset: int
-    """Bytes from its beginning."""
+    """Index of the memory among those of the rank."""
+    offset_bytes: int
+    """From the first byte of that memory."""
     address: int
-    """In the rank's own process: another one means that the shard has moved."""
+    """In the rank's own process; if it is another one later, the shard has moved."""
     dtype: torch.dtype
-    """As it is held, which may be wider than it is sent."""
+    """As the rank holds it, which may be wider than it is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,36 +36,31 @@ class RankShards:
     rank: int
     host: str
     gpu: str | None
-    """Of its host, as CUDA_VISIBLE_DEVICES names it; None on the CPU."""
+    """The rank's GPU, as CUDA_VISIBLE_DEVICES of its host names it; None on the CPU."""
     memories: tuple[bytes | str, ...]
-    """Handles of GPU allocations; paths of the CPU's shared memory."""
+    """Handles of GPU allocations, or paths of shared memory of the CPU."""
     sizes: tuple[int, ...]
     """Bytes of each memory."""
     places: dict[str, ShardPlace]
-    """By live name, without those of which the rank holds no element."""
+    """By tensor name, without those of which the rank holds no element."""
 
 
-def cuts_of(live: Mapping[str, torch.Tensor], rank: int) -> dict[str, tuple[Cut, ...]]:
-    """Return who holds which elements of each live tensor: FSDP2's rows, or this rank all of what is not sharded."""
-    return {name: _cuts(tensor, rank) for name, tensor in live.items()}
+def cuts_of(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, tuple[Cut, ...]]:
+    """Return who holds which elements of each tensor: FSDP2's rows, or this rank all of one that is not sharded."""
+    return {
+        name: cut_by_rows(
+            RowShards.of(tensor), tensor.device_mesh.mesh.flatten().tolist() if isinstance(tensor, DTensor) else [rank]
+        )
+        for name, tensor in tensors.items()
+    }
 
 
-def _cuts(tensor: torch.Tensor, rank: int) -> tuple[Cut, ...]:
-    if not isinstance(tensor, DTensor):
-        return (Cut(rank, 0, tensor.numel()),)
-    chunks = Chunks.of(tensor, tensor.dtype)
-    world = tensor.device_mesh.mesh.flatten().tolist()
-    rows = tensor.numel() // max(chunks.row_elements, 1)
-    found = cut_by_rows(rows, chunks.row_elements, chunks.ranks)
-    return tuple(Cut(world[cut.owner], cut.start, cut.stop) for cut in found)
+def export_shards(tensors: Mapping[str, torch.Tensor], rank: int, host: str, gpu: str | None) -> RankShards:
+    """Return this rank's parts. CPU tensors that are not in shared memory yet are moved there, in place.
 
-
-def export_shards(live: Mapping[str, torch.Tensor], rank: int, host: str, gpu: str | None) -> RankShards:
-    """Return this rank's parts. CPU tensors are moved into shared memory, in place, where they are not there yet.
-
-    Raise MemoryError where that has no room for them, CudaCallFailed where an allocation cannot be exported.
+    Raise MemoryError if shared memory has no room for them, CudaCallFailed if an allocation cannot be exported.
     """
-    parts = {name: local(tensor) for name, tensor in live.items()}
+    parts = {name: local(tensor) for name, tensor in tensors.items()}
     _check_room(parts.values())
     memories: dict[int, tuple[bytes | str, int]] = {}
     places: dict[str, ShardPlace] = {}
@@ -75,7 +70,7 @@ def export_shards(live: Mapping[str, torch.Tensor], rank: int, host: str, gpu: s
         base = _share(tensor, memories)
         places[name] = ShardPlace(
             memory=list(memories).index(base),
-            offset=tensor.data_ptr() - base,
+            offset_bytes=tensor.data_ptr() - base,
             address=tensor.data_ptr(),
             dtype=tensor.dtype,
         )
@@ -108,37 +103,37 @@ class OpenShards:
             self._maps.append(torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8))
         return self._maps[-1].data_ptr()
 
-    def find(self, rank: int, live_name: str) -> tuple[int, torch.dtype]:
-        """Return the address of a rank's part of a live tensor, and the dtype in which it is held."""
-        place = self.places[rank][live_name]
-        return self._bases[rank][place.memory] + place.offset, place.dtype
+    def find(self, rank: int, name: str) -> tuple[int, torch.dtype]:
+        """Return the address of a rank's part of a tensor, and the dtype in which it is held."""
+        place = self.places[rank][name]
+        return self._bases[rank][place.memory] + place.offset_bytes, place.dtype
 
     def close(self) -> None:
-        """Close it all; no address that was found may be used any more."""
+        """Close all of it; no address that was found may be used any more."""
         for base in self._on_gpu:
             close_allocation(base)
         self.places, self._maps, self._on_gpu = {}, [], []
 
 
-def have_moved(live: Mapping[str, torch.Tensor], exported: RankShards) -> bool:
-    """Return whether a shard lies elsewhere than where it was exported."""
-    return any(local(live[name]).data_ptr() != place.address for name, place in exported.places.items())
+def have_moved(tensors: Mapping[str, torch.Tensor], exported: RankShards) -> bool:
+    """Return whether a shard is not where it was exported any more."""
+    return any(local(tensors[name]).data_ptr() != place.address for name, place in exported.places.items())
 
 
 def _check_room(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise MemoryError where the host's shared memory has no room: the kernel would kill this rank as it is filled."""
+    """Raise MemoryError if the host's shared memory has no room: the kernel would kill this rank when it is filled."""
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if not each.is_cuda}
     missing = sum(each.nbytes() for each in storages.values() if not each.is_shared())
     free = shutil.disk_usage("/dev/shm").free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if missing else 0
     if missing > free:
         raise MemoryError(
             f"/dev/shm must have room for the shards of each rank, {missing >> 20} MiB, got {free >> 20} MiB: in a"
-            ' container, give it more (--shm-size), or use weights.transport "bucket" and weights.verify "log_probs".'
+            ' container, give it more (--shm-size), or use weights.transport "bucket".'
         )
 
 
 def _share(tensor: torch.Tensor, memories: dict[int, tuple[bytes | str, int]]) -> int:
-    """Return the address of the memory that holds the tensor, and enter it where it is new."""
+    """Return the address of the memory that holds the tensor; add that memory if it is new."""
     if tensor.is_cuda:
         address = tensor.data_ptr()
         for base, (_, nbytes) in memories.items():

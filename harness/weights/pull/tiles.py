@@ -1,7 +1,12 @@
-"""Regions cut into tiles of a table that one kernel works through; numpy alone, addresses in bytes.
+"""Cut regions into tiles of a table that one kernel works through. Addresses are in bytes; only numpy is used.
 
-A tile is a matrix of at most tile rows x tile columns, whose columns lie side by side on both sides. Where both sides have
-one dtype, elements are moved in words as wide as all addresses and strides allow.
+A tile is a matrix of at most tile rows x tile columns, whose columns lie side by side on both sides:
+
+    source   . . a a a a . . .         target   a a a a . .
+             . . b b b b . . .    ->            b b b b . .
+             . . c c c c . . .                  c c c c . .
+
+If both sides have the same dtype, elements are moved in words as wide as all addresses and strides allow.
 """
 
 from collections import defaultdict
@@ -14,10 +19,10 @@ import torch
 from harness.weights.pull.regions import Region
 
 FIELDS = ("source", "target", "rows", "columns", "source_step", "target_step", "source_stride", "target_stride")
-"""Of a tile: two addresses, its size, then elements from row to row and from column to column."""
+"""Columns of a table: two addresses, the tile's size, then elements from row to row and from column to column."""
 WIDE, NARROW = (16, 512), (64, 128)
 WORDS = (16, 8, 4, 2, 1)
-"""Bytes; 16 is moved as two words of 8, but tells the compiler that vectors are aligned."""
+"""Bytes. A word of 16 is moved as two of 8, but tells the compiler that vectors are aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class TileKind:
 
     source_dtype: torch.dtype
     sent_dtype: torch.dtype
-    """Between the two: what the trainer holds wider than it is sent is rounded to it."""
+    """Between the two: wider values of the trainer are rounded to it."""
     target_dtype: torch.dtype
     shape: tuple[int, int]
     """Rows and columns of a full tile."""
@@ -58,8 +63,8 @@ def tile_tables(moves: Iterable[Move]) -> dict[TileKind, np.ndarray]:
 def in_pairs(kind: TileKind, tiles: np.ndarray) -> np.ndarray:
     """Return int64 [tiles, 5]: the two addresses, and the other fields in pairs, the first of each in the lower 32 bits.
 
-    Of aligned tiles [tiles, 4]: the strides of their columns are 1, and a table of a large model is tens of MiB. Raise
-    ValueError for a field of more than 31 bits.
+    Aligned tiles make [tiles, 4], without the strides of columns, which are 1: the table of a large model is tens of MiB.
+    Raise ValueError for a field of more than 31 bits.
     """
     pairs = tiles[:, 2:].reshape(-1, 3, 2)
     if pairs.max(initial=0) >= 1 << 31:
@@ -69,7 +74,7 @@ def in_pairs(kind: TileKind, tiles: np.ndarray) -> np.ndarray:
 
 
 def _matrices(move: Move) -> tuple[TileKind, np.ndarray]:
-    """Return the kind and the matrices [n, len(FIELDS)] of one move: its two inner axes, once for each of the outer ones."""
+    """Return the kind and the matrices [n, len(FIELDS)] of one move: its two innermost axes, for each place of the others."""
     source_size, target_size = move.source_dtype.itemsize, move.target_dtype.itemsize
     axes = list(move.region.axes)
     if not axes or axes[-1][1:] != (1, 1):
@@ -94,9 +99,11 @@ def _matrices(move: Move) -> tuple[TileKind, np.ndarray]:
         steps = [step for _, *pair in axes[:-1] for step in pair]
         aligned = source % 16 == target % 16 == 0 and all(step % 8 == 0 for step in steps)
     columns = axes.pop()
-    if columns[0] == 1 and axes:  # no neighbours: the innermost axis, whatever its strides, makes the columns
+    if (
+        columns[0] == 1 and axes
+    ):  # no elements lie side by side: the innermost axis, whatever its strides, makes the columns
         columns, aligned = axes.pop(), False
-    if not axes and columns[1:] == (1, 1) and columns[0] > WIDE[1]:  # one run: rows of full tiles, and the rest
+    if not axes and columns[1:] == (1, 1) and columns[0] > WIDE[1]:  # one long run: full rows of tiles, and the rest
         full, rest = divmod(columns[0], WIDE[1])
         axes = [(full, WIDE[1], WIDE[1])]
         runs = [(source, target, full, WIDE[1])]

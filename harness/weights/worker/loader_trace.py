@@ -1,13 +1,13 @@
 """Dry-run a model's load_weights under a TorchDispatchMode and record what it copies where.
 
-The loader runs on views of a buffer, and each copy from the buffer into the model, and each zero of a padding, is recorded
-instead of made. So the engine itself says which of its elements a tensor fills, which names it ignores, and which tensors it
-does more with than copy.
+The loader gets views of memory that is never touched. Each copy from there into the model, and each zero of a padding, is
+recorded instead of made. So the engine itself says which of its elements a tensor fills, which names it ignores, and with
+which tensors it does more than copy.
 """
 
 import concurrent.futures
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -16,27 +16,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.weights.groups import PlacedTensor, SourceView
-from harness.weights.names import span
+from harness.weights.tensor_view import TensorView, span
 
 aten = torch.ops.aten
 Pieces = list[tuple[Any, torch.Tensor]]
-"""(subscript of a part of a tensor, view of the buffer that the part is a copy of)."""
+"""(subscript of a part of a tensor, view of the memory that the part is a copy of)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy from the buffer into the model; it keeps no buffer alive."""
+    """One copy that the loader makes into the model."""
 
     target: torch.Tensor
-    source: SourceView
+    source: TensorView
+    """What it reads of one of the tensors that are sent."""
 
 
 @dataclass(slots=True)
 class GroupTrace:
-    """What the loader did with the entries of one group."""
+    """What the loader did with the tensors of one group."""
 
-    entries: tuple[PlacedTensor, ...]
+    views: tuple[TensorView, ...]
     copies: list[Copy] = field(default_factory=list)
     zeros: list[torch.Tensor] = field(default_factory=list)
     """Parts of the model that are zero before the copies, such as the padding of a vocabulary."""
@@ -45,7 +45,7 @@ class GroupTrace:
     opaque: set[str] = field(default_factory=set)
     """Names that went through an operation that is not followed."""
     does_more: bool = False
-    """The loader computed something beside copying: it must run itself."""
+    """The loader computed something besides copying: it must run itself."""
     error: str = ""
 
     @property
@@ -55,19 +55,22 @@ class GroupTrace:
 
 
 def trace_loader(
-    load: Callable[[list[tuple[str, torch.Tensor]]], Any], entries: Sequence[PlacedTensor], buffer: torch.Tensor
+    load: Callable[[list[tuple[str, torch.Tensor]]], Any],
+    views: Sequence[TensorView],
+    memory: Mapping[str, torch.Tensor],
 ) -> GroupTrace:
-    """Run `load`, the load_weights of a model, on the entries of one group without changing what they fill.
+    """Run `load`, the load_weights of a model, on the tensors of one group without changing what they fill.
 
-    What a loader derives from weights that it holds, such as DeepSeek's absorbed projections, it derives anew.
+    memory: a contiguous tensor for each `of` of the views. What a loader derives from weights that it holds, such as
+    DeepSeek's absorbed projections, it derives anew.
     """
-    traced = GroupTrace(tuple(entries))
-    recorder = _Recorder(buffer, traced)
-    # A dispatch mode sees its own thread alone.
+    traced = GroupTrace(tuple(views))
+    recorder = _Recorder(memory, traced)
+    # A dispatch mode only sees its own thread.
     inline = patch.object(concurrent.futures, "ThreadPoolExecutor", _InlineExecutor)
     try:
         with torch.no_grad(), inline, recorder:
-            load([(entry.name, entry.view(buffer)) for entry in entries])
+            load([(view.name, view.in_memory(memory[view.of])) for view in views])
     except Exception as error:  # asserts, shape errors, KeyErrors: whatever the loader of an architecture raises
         traced.error = f"{type(error).__name__}: {error}".strip()
     with torch.no_grad():
@@ -77,30 +80,32 @@ def trace_loader(
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies out of the buffer, and zeros, instead of making them; all other operations run."""
+    """Record copies out of the memory, and zeros, instead of making them. All other operations run."""
 
-    def __init__(self, buffer: torch.Tensor, traced: GroupTrace) -> None:
+    def __init__(self, memory: Mapping[str, torch.Tensor], traced: GroupTrace) -> None:
         super().__init__()
-        self.buffer_at = storage(buffer)
+        self.sent = {storage(tensor): of for of, tensor in memory.items()}
+        """Address of the memory -> the tensor that it stands for."""
         self.traced = traced
-        self.by_offset = sorted(traced.entries, key=lambda entry: entry.offset)
+        in_order = sorted(traced.views, key=lambda view: view.offset)
+        self.views = {of: [view for view in in_order if view.of == of] for of in memory}
         self.moved: dict[int, tuple[torch.Tensor, Pieces]] = {}
-        """Tensors made of buffer elements, such as the cat of two halves, by address of the storage."""
+        """Tensors made of elements of the memory, such as the cat of two halves, by address of their storage."""
         self.made: dict[int, torch.Tensor] = {}
-        """What the loader made itself, by address of the storage; kept, so that no address is used again."""
+        """Tensors that the loader made itself, by address of their storage; kept so that no address is used again."""
         self.tainted: dict[int, set[str]] = {}
-        """Names whose elements went, in a way that is not followed, into a storage."""
+        """Address of a storage -> names whose elements went into it in a way that is not followed."""
         self.escaped = False
         """A value became a Python number: whatever is written afterwards may come from it."""
         self.undone: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What was written over by something that came from the buffer, and a copy of what it was."""
+        """Tensors that were overwritten with something that came from the memory, and a copy of what they held."""
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
         tensors = _tensors((arguments, keywords))
-        sources = [each for each in tensors if storage(each) == self.buffer_at or storage(each) in self.moved]
+        sources = [each for each in tensors if storage(each) in self.sent or storage(each) in self.moved]
         if function is aten.copy_.default and sources and sources[0] is arguments[1]:
             self._record(arguments[0], arguments[1])
             return arguments[0]
@@ -123,7 +128,7 @@ class _Recorder(TorchDispatchMode):
             return result
         self.traced.used |= names
         pieces = _pieces(function, arguments, keywords, result)
-        if pieces and all(storage(source) == self.buffer_at for _, source in pieces):
+        if pieces and all(storage(source) in self.sent for _, source in pieces):
             self.moved[storage(result)] = result, pieces
         else:
             self.traced.opaque |= names
@@ -133,10 +138,10 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _of_the_model(self, tensor: torch.Tensor) -> bool:
-        return storage(tensor) != self.buffer_at and storage(tensor) not in self.made
+        return storage(tensor) not in self.sent and storage(tensor) not in self.made
 
     def _record_zeros(self, target: torch.Tensor) -> None:
-        """Note a part that is set to zero; over what was copied, that is left to the loader itself."""
+        """Note a part that is set to zero. Zeros on top of a copy are left to the loader itself."""
         if any(_overlap(copy.target, target) for copy in self.traced.copies):
             self.traced.does_more = True
         elif target.numel():
@@ -147,34 +152,44 @@ class _Recorder(TorchDispatchMode):
             self.tainted.setdefault(storage(tensor), set()).update(names)
 
     def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Note one copy; of what was moved, only the whole is followed, not a view of it."""
+        """Note one copy. If its source was made by cat or clone, only the whole of it is followed, not a view of it."""
         names = self._names(source)
         self.traced.used |= names
-        self._taint(target, names)  # not filled, so what it goes into next must not be kept
+        self._taint(target, names)  # it was not filled, so a tensor that it goes into next must not be kept
         moved = self.moved.get(storage(source))
         if moved and (_geometry(source), target.shape) != (_geometry(moved[0]), source.shape):
             self.traced.opaque |= names
             return
         pieces = moved[1] if moved else [(..., source.expand(target.shape))]
         for where, piece in pieces:
-            stride, offset = tuple(piece.stride()), int(piece.storage_offset())
-            part, name = target[where], self._name(offset * piece.dtype.itemsize)
-            view = SourceView(name, piece.dtype, tuple(part.shape), stride, offset, target.dtype)
-            self.traced.copies.append(Copy(part, view))
+            part = target[where]
+            read = TensorView(
+                name=self._name(piece),
+                of=self.sent[storage(piece)],
+                dtype=piece.dtype,
+                shape=tuple(part.shape),
+                stride=tuple(piece.stride()),
+                offset=int(piece.storage_offset()),
+            )
+            self.traced.copies.append(Copy(part, read))
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
         _, pieces = self.moved.get(storage(tensor), (tensor, [(..., tensor)]))
-        return {self._name(int(piece.storage_offset()) * piece.dtype.itemsize) for _, piece in pieces}
+        return {self._name(piece) for _, piece in pieces}
 
-    def _name(self, offset: int) -> str:
-        """Return whose element begins at that byte; tensors may lie side by side, row by row."""
-        last = bisect_right(self.by_offset, offset, key=lambda entry: entry.offset) - 1
-        holding = (entry for entry in reversed(self.by_offset[: last + 1]) if entry.holds(offset))
-        return next(holding, self.by_offset[last]).name
+    def _name(self, piece: torch.Tensor) -> str:
+        """Return the checkpoint tensor that the first element of a piece belongs to.
+
+        Checkpoint tensors may lie side by side in one tensor, row by row, so the nearest one that begins before the
+        element need not hold it.
+        """
+        views, element = self.views[self.sent[storage(piece)]], int(piece.storage_offset())
+        last = bisect_right(views, element, key=lambda view: view.offset) - 1
+        return next((view for view in reversed(views[: last + 1]) if view.holds(element)), views[last]).name
 
 
 class _InlineExecutor(concurrent.futures.Executor):
-    """Runs what is submitted in the thread of its caller."""
+    """Run what is submitted in the thread of its caller."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         pass
@@ -189,7 +204,7 @@ class _InlineExecutor(concurrent.futures.Executor):
 
 
 def _pieces(function: Any, arguments: Any, keywords: Any, result: Any) -> Pieces | None:
-    """Return what the result of an operation that only moves elements holds; None for any other."""
+    """Return the pieces that the result of cat, stack or clone is made of; None for any other operation."""
     if function is aten.clone.default or (function is aten._to_copy.default and arguments[0].dtype == result.dtype):
         return [(..., arguments[0])]
     if function not in (aten.cat.default, aten.stack.default):
@@ -218,7 +233,7 @@ def _zeroes(function: Any, arguments: Any) -> bool:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the memory between the first and the last element of each has bytes in common."""
+    """Return whether the ranges from first to last element overlap in memory."""
     if not one.numel() or not other.numel():
         return False
     (start, end), (other_start, other_end) = (
@@ -228,7 +243,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return the address of the memory that a tensor is a view of; -1 where it has none."""
+    """Return the address of the memory that a tensor is a view of; -1 for a meta tensor."""
     return -1 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
 
 
@@ -244,7 +259,7 @@ def _written(function: Any, arguments: Any, keywords: Any) -> list[torch.Tensor]
 
 
 def _is_view(function: Any) -> bool:
-    """Return whether the operation returns aliases of what it was given, and writes nothing."""
+    """Return whether the operation returns views of its arguments, and writes nothing."""
     schema = function._schema
     aliases = schema.returns and all(value.alias_info is not None for value in schema.returns)
     return bool(aliases) and not schema.is_mutable

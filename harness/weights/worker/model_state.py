@@ -1,9 +1,9 @@
 """The tensors of a scheduler's model: which there are, 64-bit fingerprints of what they hold, and a sentinel fill.
 
-A fingerprint is computed where the weights are. An element at place p counts bits * BASE**p, modulo 2**64. Such sums add
-up: those of the ranks of an engine, each over its part of a checkpoint tensor, are that of the whole one, and the trainer's
-ranks get the same from their shards without gathering anything. One element that differs always shows, since BASE is odd;
-of many that differ, 2**-60 are missed.
+A fingerprint is computed where the weights are. The element at place p of a tensor counts bits * BASE**p, modulo 2**64.
+Such sums add up: the sums of an engine's ranks, each over its part of a tensor, make the sum of the whole tensor, and the
+trainer's ranks get the same number from their shards without gathering anything. A single element that differs always
+shows, because BASE is odd. If many differ, the chance that they cancel is 2**-60.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ import torch
 
 from harness.weights.worker.loader_trace import Copy
 
-# Plain attributes that SGLang derives as it loads a weight, and of which: MLA computes with these alone.
+# Plain attributes that SGLang derives while it loads a weight -> the module of that weight. MLA computes with these alone.
 DERIVED = {"w_kc": "kv_b_proj", "w_vc": "kv_b_proj"}
 BASE = 6364136223846793005
-"""Its powers repeat after 2**62: it is 5 modulo 8."""
+"""5 modulo 8, so its powers repeat only after 2**62 places."""
 WRAP = 1 << 64
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22
@@ -26,9 +26,10 @@ CHUNK = 1 << 22
 
 @torch.no_grad()
 def fill_model(model: Any, seed: str) -> None:
-    """Fill all that a sync must bring with values uniform in (-0.5, 0.5), drawn from the seed.
+    """Fill everything that a sync must bring with values uniform in (-0.5, 0.5), drawn from the seed.
 
-    Finite, since a NaN in the logits would kill the sampler before anything is compared. Integers and 8-bit floats stay.
+    The values are finite because a NaN in the logits would kill the sampler before anything is compared. Integers and 8-bit
+    floats stay as they are.
     """
     for name, tensor in synced_tensors(model):
         if tensor.is_floating_point() and tensor.itemsize > 1:
@@ -38,7 +39,7 @@ def fill_model(model: Any, seed: str) -> None:
 
 
 def synced_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, persistent buffers and what is derived from them; others, such as rotary caches, are not sent."""
+    """Yield parameters, persistent buffers and tensors derived from them; other buffers, such as rotary caches, are not sent."""
     yield from model.named_parameters()
     for path, module in model.named_modules():
         found = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
@@ -66,8 +67,8 @@ def model_tensors(model: Any) -> dict[str, torch.Tensor]:
 def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> torch.Tensor:
     """Return int64 []: the sum of bits * BASE**place modulo 2**64, place = offset + the sum of index * stride.
 
-    values: of any dtype and strides; an element that a stride of 0 stands for is counted once, and changes the sum
-    where its copies are not all equal to it.
+    values: of any dtype and strides. Along a stride of 0 all values must be the same element: it is counted once, and the
+    sum changes if they are not equal.
     """
     bits = values.view(INTEGER[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -93,11 +94,11 @@ def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> to
 
 
 def fingerprint(copy: Copy) -> torch.Tensor:
-    """Return int64 []: the sum of what a copy filled, as it was sent."""
+    """Return int64 []: the sum of what a copy filled, in the dtype in which it was sent."""
     target, source = copy.target, copy.source
     values = target.to(source.dtype)
     found = weighted_sum(values, source.stride, source.offset)
-    # What an engine holds wider than it was sent must be what it was sent, and not something between.
+    # A wider value that the engine holds must be exactly one that was sent, not something that rounds to it.
     return found if values is target else found + (values.to(target.dtype) != target).sum()
 
 

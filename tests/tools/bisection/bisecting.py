@@ -68,23 +68,10 @@ class Bench:
         )
 
     def over_sites(self, codes: Sequence[str], script: str, *words: str) -> subprocess.CompletedProcess[str]:
-        """From the first to the last of the sites; --find-fix swaps the ends."""
-        sites = self.sites(codes)
-        old, new = "1.0", f"1.{len(codes) - 1}"
-        ends = ["--good", new, "--bad", old] if "--find-fix" in words else ["--good", old, "--bad", new]
-        asked = [
-            "--python",
-            bare_python(),
-            "--package",
-            "moving",
-            "--environments",
-            str(sites),
-            "--dir",
-            "found",
-            *ends,
-            *words,
-        ]
-        return self.bisect(*asked, "--", self.script(script))
+        """Bisect from the first to the last of the sites."""
+        sites, ends = self.sites(codes), ["--good", "1.0", "--bad", f"1.{len(codes) - 1}"]
+        asked = ["--python", bare_python(), "--package", "moving", "--environments", str(sites), "--dir", "found"]
+        return self.bisect(*asked, *ends, *words, "--", self.script(script))
 
     def state(self, folder: str = "found") -> dict[str, Any]:
         state: dict[str, Any] = json.loads((self.folder / folder / "state.json").read_text())

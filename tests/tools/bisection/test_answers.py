@@ -1,123 +1,105 @@
-"""What verdicts amount to, in process: the project's own Bisection over candidates whose runs are planned."""
+"""What verdicts amount to."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.tools.bisection import bisection as module
-from harness.tools.bisection.answer import EXIT_CODES, sentences
-from harness.tools.bisection.bisect_report import write_reports
-from harness.tools.bisection.bisection import Bisection
-from harness.tools.bisection.installation import Environment
-from harness.tools.bisection.question import Options, WrongQuestion
+from harness.tools.bisection.answer import EXIT_CODES, Answer, sentences
+from harness.tools.bisection.bisect_report import write_report
+from harness.tools.bisection.question import WrongQuestion
 from harness.tools.bisection.state import Attempt, State
-from tests.tools.bisection.test_confidence import Anything, Silent, state_of
+from tests.tools.bisection.planned import answer, failed, new_state, passed
+
+MISSING = "KeyError: weight {} of the layer is missing"
+LETTERS = {
+    "g": passed(),
+    "s": replace(failed("cannot run here"), verdict="skip"),
+    "o": replace(failed("RuntimeError: out of memory"), verdict="other"),
+    "b": failed(MISSING.format(1), "moving/core.py:work"),
+    "c": failed(MISSING.format(2), "moving/core.py:work"),  # other numbers: the same cause
+    "i": failed(MISSING.format(1), "moving/core.py:inner"),
+    "v": failed("ValueError: off"),
+}
 
 
-class Planned(Bisection):
-    """Gives each candidate the outcome of its letter: good, bad, skip, other, a port that is taken once.
-
-    B fails with other words, m with the message of b from another function.
-    """
-
-    outcomes: str
-    taken: bool = False
-
-    def _run_once(self, index: int, environment: Environment, number: int) -> Attempt:
-        letter = self.outcomes[index]
-        taken = letter == "p" and not self.taken
-        self.taken |= taken
-        missing = f"KeyError: weight {index} of the layer is missing"
-        failure = {"b": missing, "m": missing, "B": "KeyError: weight 9 of this layer is missing"}.get(letter, "")
-        verdict = {"b": "bad", "m": "bad", "B": "bad", "s": "skip", "o": "other"}.get(letter, "good")
-        return Attempt(
-            code=int(verdict != "good"),
-            timed_out=False,
-            seconds=1.0,
-            verdict=verdict,  # type: ignore[arg-type]
-            log="log",
-            failure=failure,
-            reason=failure or verdict,
-            may_pass=taken,
-            place=f"moving/__init__.py:{'inner' if letter == 'm' else 'work'}",
-        )
-
-    def _save(self) -> None:
-        """Write nothing."""
-
-
-def bisected(outcomes: str, **options: object) -> tuple[State, int, str]:
-    last = f"1.{len(outcomes) - 1}"
-    ends = {"good": last, "bad": "1.0"} if options.get("find_fix") else {"good": "1.0", "bad": last}
-    asked = Options(package="moving", probe="none", **ends, **options)  # type: ignore[arg-type]
-    state = state_of(asked, len(outcomes))
-    state.resolved = True
-    planned = Planned(state, Path("/nowhere"), Anything(), Silent(), 0, True)
-    planned.outcomes = outcomes
-    answer = planned.run()
-    return state, EXIT_CODES[answer.kind], " ".join(sentences(state, answer))
+def bisected(outcomes: str, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[State, Answer, str]:
+    """Give each candidate the outcome of its letter."""
+    state = new_state(len(outcomes), **options)
+    found = answer(state, lambda index: LETTERS[outcomes[index]], monkeypatch)
+    return state, found, " ".join(sentences(state, found))
 
 
 CASES: Sequence[tuple[str, dict[str, object], int, Sequence[str]]] = [
     ("bbbbbggggggg", {"find_fix": True}, 0, ["The first good release is 1.5; the last bad one is 1.4."]),
     ("gggggsssbbbb", {}, 1, ["The first bad release is one of 4: 1.5, 1.6, 1.7, 1.8."]),
-    ("ggggggoooooooooobbbbb", {"match": "weight"}, 1, ["one of 11: 1.6, 1.7", "masks it in 10: 1.6, 1.7"]),
     (
-        "gggbbbggggggggbbbbbb",
-        {"second_look": 20, "match": "weight"},
-        3,
-        ["3 places", "first bad release is 1.3", "first good release is 1.6", "first bad release is 1.14"],
+        "ggggggoooooooooobbbbb",
+        {"match": "weight"},
+        1,
+        ["one of 11: 1.6, 1.7", "masks it in 10: 1.6, 1.7", "RuntimeError: out of memory"],
     ),
+    ("ggbbcc", {}, 0, ["The first bad release is 1.2;"]),
+    ("ggbbbiii", {}, 3, ["There are two causes", "bad release is 1.2", "(in moving/core.py:inner)"]),
     (
-        "ggbbBB",
-        {},
-        0,
-        ["The first bad release is 1.2;", "The bad end 1.5 fails with other words", "weight 9 of this layer"],
-    ),
-    (
-        "ggbbbmmm",
+        "gggggbbbbbbvvvvvvv",
         {},
         3,
-        ["There are two causes", "bad release is 1.2", "(in moving/__init__.py:inner)"],
+        ["first seen at 1.11", "may hide it: 1.5, ", "--match 'ValueError: off' looks"],
     ),
-    ("sssggggbbbbbss", {}, 0, ["The first bad release is 1.7"]),
+    ("gsssggggbbbbbssb", {}, 0, ["The first bad release is 1.8"]),
 ]
 
 
 @pytest.mark.parametrize(("outcomes", "options", "code", "expected"), CASES)
-def test_the_answer_to_a_pattern(outcomes: str, options: dict[str, object], code: int, expected: Sequence[str]) -> None:
-    _, found, text = bisected(outcomes, **options)
-    assert found == code, text
+def test_the_answer_to_a_pattern(
+    monkeypatch: pytest.MonkeyPatch, outcomes: str, options: dict[str, object], code: int, expected: Sequence[str]
+) -> None:
+    _, found, text = bisected(outcomes, monkeypatch, **options)
+    assert EXIT_CODES[found.kind] == code, text
     assert all(part in text for part in expected), text
 
 
-def test_a_port_that_is_taken_for_a_moment_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_PAUSE_SECONDS", 0.0)
-    _, code, text = bisected("ggpbb")
-    assert code == 0 and "The first bad release is 1.3; the last good one is 1.2." in text
+def test_a_port_that_is_in_use_for_a_moment_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_use = replace(failed("OSError: Address already in use"), may_pass=True)
+    outcomes = {index: [passed()] * 2 for index in range(3)} | {index: [failed("ValueError: off")] for index in (3, 4)}
+    outcomes[2] = [in_use, passed()]
+
+    def outcome(index: int) -> Attempt:
+        return outcomes[index].pop(0)
+
+    state = new_state(5)
+    assert answer(state, outcome, monkeypatch).kind == "found" and state.verdicts[2] == "good"
 
 
 @pytest.mark.parametrize(
     ("outcomes", "sentence"),
-    [("gg", "the bad end 1.1 is good as well"), ("bb", "the good end 1.0 is bad already"), ("go", "another failure")],
+    [
+        ("gg", "the bad end 1.1 is not bad: it passed; if it fails rarely, give more than --repeat 1"),
+        ("bb", "the good end 1.0 is bad already"),
+        ("go", "fails, but not with the failure looked for"),
+        ("sggb", "the good end 1.0 could not be classified: cannot run here; give another end"),
+    ],
 )
-def test_ends_between_which_there_is_nothing_to_find(outcomes: str, sentence: str) -> None:
+def test_ends_between_which_there_is_nothing_to_find(
+    monkeypatch: pytest.MonkeyPatch, outcomes: str, sentence: str
+) -> None:
     with pytest.raises(WrongQuestion, match=sentence):
-        bisected(outcomes)
+        bisected(outcomes, monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("outcomes", "expected"),
     [
         ("gggggsssbbbb", ["one of 4", "What changed from 1.4 to 1.8"]),
-        ("ggbbbmmm", ["There are two causes", "First failure of 1.2", "First failure of 1.5"]),
+        ("ggbbbiii", ["There are two causes", "First failure of 1.2", "First failure of 1.5"]),
     ],
 )
-def test_the_report_of_a_pattern(tmp_path: Path, outcomes: str, expected: Sequence[str]) -> None:
-    state, _, _ = bisected(outcomes)
-    planned = Planned(state, tmp_path, Anything(), Silent(), 0, True)
-    planned.outcomes = outcomes
-    write_reports(state, planned.run(), tmp_path)
+def test_the_report_of_a_pattern(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcomes: str, expected: Sequence[str]
+) -> None:
+    state, found, _ = bisected(outcomes, monkeypatch)
+    write_report(state, found, tmp_path)
     report = (tmp_path / "report.md").read_text()
     assert all(part in report for part in expected), report

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.tools.bisection.bisect_report import changed_api
+from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.state import Record
 
 
@@ -25,7 +26,7 @@ def site(folder: Path, argument: str) -> Record:
     (folder / "sglang" / "srt" / "server_args.py").write_text(
         re.sub(r"(?m)^(class ServerArgs\b.*:)$", rf"\1\n    {argument}: int = 0", text)
     )
-    return Record(name="1.0", verdict="bad", reason="", paths=(str(folder),))
+    return Record(name="1.0", verdict="bad", reason="", environment=Environment(python="", paths=(str(folder),)))
 
 
 def test_a_renamed_engine_argument_is_listed(tmp_path: Path) -> None:

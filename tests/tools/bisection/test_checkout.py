@@ -27,6 +27,20 @@ def test_a_script_of_this_checkout_imports_harness_in_a_bare_environment(
 def test_no_other_script_sees_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     environment = Environment(python="/opt/python", paths=("/site",))
-    assert environment.variables(no_gpu=True)["PYTHONPATH"] == "/site:/mine"
-    paths = environment.variables(no_gpu=True, imports_harness=True)["PYTHONPATH"].split(os.pathsep)
+    assert environment.variables(cpu_mode=False)["PYTHONPATH"] == "/site:/mine"
+    paths = environment.variables(cpu_mode=False, imports_harness=True)["PYTHONPATH"].split(os.pathsep)
     assert paths == ["/site", "/mine", str(REPOSITORY)]
+
+
+def test_a_package_that_is_not_sglang_is_tested_in_the_users_own_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang is installed here, and there may be no GPU, but the question is not about it."""
+    bench = Bench(tmp_path)
+    code = "import os, sys\nsys.exit('TORCHDYNAMO_DISABLE' in os.environ or 'SGLANG_USE_CPU_ENGINE' in os.environ)"
+    sites = bench.sites(["", "x = 1"])
+    asked = ["--package", "moving", "--environments", str(sites), "--dir", "found", "--good", "1.0", "--bad", "1.1"]
+    for name in ("TORCHDYNAMO_DISABLE", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
+    run = bench.bisect(*asked, "--", bench.script(code + "\n" + "import moving"))
+    assert run.returncode == 2 and "the bad end 1.1 is not bad" in run.stderr, run.stdout + run.stderr

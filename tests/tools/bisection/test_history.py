@@ -1,7 +1,6 @@
 """Real releases of sglang, really installed, on a machine without a GPU: bisects whose answers are known."""
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def bench(tmp_path: Path) -> Bench:
 
 @pytest.mark.long
 def test_a_small_one(bench: Bench) -> None:
-    run = bisect(bench, "0.5.15", "0.5.17", "--probe", "none", "--", bench.script(MOVED_IN_SOURCE), timeout=300)
+    run = bisect(bench, "0.5.15", "0.5.17", "--match", "has moved", "--", bench.script(MOVED_IN_SOURCE), timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "The first bad release is 0.5.16; the last good one is 0.5.15.post1." in run.stdout
     report = bench.report()
@@ -61,7 +60,6 @@ def test_known_history(bench: Bench, script: str, good: str, first_bad: str) -> 
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"The first bad release is {first_bad}; the last good one is {good}." in run.stdout
     assert 5 <= len(bench.ran()) <= 8
-    assert re.search(r"runs, after [\d.]+ s of resolving", run.stdout)
 
 
 @pytest.mark.long

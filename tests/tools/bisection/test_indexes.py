@@ -1,5 +1,6 @@
 import json
 
+import pytest
 from packaging.version import Version
 
 from harness.tools.bisection.candidates import Candidate, between, files_of_page, releases_of
@@ -41,11 +42,14 @@ def test_a_page_in_json() -> None:
     assert releases_of("A.b", whole[:1])[Version("1.0")].yanked
 
 
-def test_release_candidates_by_flag_or_as_an_end() -> None:
-    def names(older: str, newer: str, pre: bool) -> list[str]:
-        return [each.name for each in between(found(), older, newer, pre_releases=pre, source="sglang")]
-
-    assert names("0.5.9", "0.5.11", False) == ["0.5.9", "0.5.10.post1", "0.5.11"]
-    assert names("0.5.9", "0.5.11", True) == ["0.5.9", "0.5.10rc0", "0.5.10.post1", "0.5.11"]
-    assert names("0.5.10", "0.5.11", False) == ["0.5.10", "0.5.10.post1", "0.5.11"]  # yanked, and asked for
-    assert names("0.5.10rc0", "0.5.11", False) == ["0.5.10rc0", "0.5.10.post1", "0.5.11"]
+@pytest.mark.parametrize(
+    ("older", "newer", "names"),
+    [
+        ("0.5.9", "0.5.11", ["0.5.9", "0.5.10.post1", "0.5.11"]),
+        ("0.5.10", "0.5.11", ["0.5.10", "0.5.10.post1", "0.5.11"]),
+        ("0.5.10rc0", "0.5.11", ["0.5.10rc0", "0.5.10.post1", "0.5.11"]),
+    ],
+    ids=["plain", "a yanked end", "a release candidate as an end"],
+)
+def test_what_is_between_two_ends(older: str, newer: str, names: list[str]) -> None:
+    assert [each.name for each in between(found(), older, newer, "sglang")] == names

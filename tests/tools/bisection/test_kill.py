@@ -25,7 +25,9 @@ def wheels(folder: Path) -> None:
         make_wheel(folder, "moving", f"1.{minor}", files)
 
 
-def killed_at_random(tmp_path: Path, kills: int, seed: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(("kills", "seed"), [(3, 1), (20, 2)])
+def test_killed_at_random_moments(tmp_path: Path, kills: int, seed: int) -> None:
     bench, chance = Bench(tmp_path), random.Random(seed)
     wheels(tmp_path / "wheels")
     bench.environment["UV_CACHE_DIR"] = str(tmp_path / "uv")
@@ -60,16 +62,6 @@ def killed_at_random(tmp_path: Path, kills: int, seed: int) -> None:
     assert done >= kills // 2
 
 
-@pytest.mark.long
-def test_killed_three_times(tmp_path: Path) -> None:
-    killed_at_random(tmp_path, 3, seed=1)
-
-
-@pytest.mark.long
-def test_killed_twenty_times(tmp_path: Path) -> None:
-    killed_at_random(tmp_path, 20, seed=2)
-
-
 @pytest.mark.slow
 def test_interrupted_it_says_how_to_go_on_and_leaves_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
@@ -77,18 +69,7 @@ def test_interrupted_it_says_how_to_go_on_and_leaves_nothing(tmp_path: Path) -> 
     script = bench.script(
         "import moving, subprocess, sys, time\nif not __import__('os').path.exists('calm'): subprocess.run(['sleep', '1234.5'])\nsys.exit(moving.code)"
     )
-    words = [
-        "--package",
-        "moving",
-        "--environments",
-        str(sites),
-        "--python",
-        bare_python(),
-        "--probe",
-        "none",
-        "--dir",
-        "found",
-    ]
+    words = ["--package", "moving", "--environments", str(sites), "--python", bare_python(), "--dir", "found"]
     process = subprocess.Popen(
         bench.command(*words, "--good", "1.0", "--bad", "1.2", "--", script),
         cwd=tmp_path,

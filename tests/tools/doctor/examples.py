@@ -13,7 +13,7 @@ from harness.config.schema import Config, Parallel
 from harness.runtime.units import GIB
 from harness.tools.doctor.checks import Examination
 from harness.tools.doctor.facts import Gpu, RankFacts
-from harness.tools.doctor.links import ClockOffset, Collective, Ipc, RankLinks, Reach, groups_of
+from harness.tools.doctor.links import Collective, RankLinks, Reach, groups_of
 
 Change = Callable[[RankFacts], RankFacts]
 
@@ -37,7 +37,6 @@ def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
             total=140 * GIB,
             free=139 * GIB,
             processes=(),
-            nvlink={uuid: True for uuid in uuids if uuid != uuids[local]},
         )
         if gpus
         else None,
@@ -45,14 +44,13 @@ def facts_of(rank: int, per_host: int, gpus: bool) -> RankFacts:
         gpu_devices=per_host if gpus else 0,
         route=f"10.0.0.{host + 1}",
         master="10.0.0.1",
-        interfaces={"lo": ("127.0.0.1", "::1"), "eth0": (f"10.0.0.{host + 1}",), "eth1": (f"10.1.0.{host + 1}",)},
         shared_memory=60 * GIB,
         folders={"TMPDIR = /tmp": 60 * GIB, "run.dir = /runs": 60 * GIB},
-        limits={"nofile": 65536, "memlock": -1},
-        infiniband=True,
+        open_files=65536,
         versions={"python": "3.11.9", "torch": "2.9.1", "sglang": "0.5.8", "transformers": "4.57.1",
                   "torch_memory_saver": "0.0.9", "nccl": "2.27.5"},
-        environment={"NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"},
+        environment={"NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "1"},
+        preload="",
         absent=("task.source = openai/gsm8k",),
     )  # fmt: skip
 
@@ -76,20 +74,18 @@ def healthy(dp: int = 1, tp: int = 4, pp: int = 1, per_host: int = 2, gpus: bool
                 rank=each.rank,
                 address=HostAddress("eth0", f"10.0.0.{host + 1}", "it routes to MASTER_ADDR"),
                 ports=30000 if first else None,
-                clock=ClockOffset(offset=0.002 * host, uncertainty=0.001) if first else None,
                 reaches=tuple(
                     Reach(to=other, address=f"10.0.0.{other // per_host + 1}", port=30008) for other in others
                 )
                 if first
                 else (),
                 collectives=tuple(
-                    Collective(backend=backend, group=kind, ranks=group, latency=1e-4, bandwidth=2e10)  # type: ignore[arg-type]
+                    Collective(backend=backend, group=kind, ranks=group, bandwidth=2e10)  # type: ignore[arg-type]
                     for backend in backends
                     for kind, found in groups.items()
                     for group in found
                     if each.rank in group
                 ),
-                ipc=Ipc(visible="0,1", uuid=each.gpu.uuid) if each.gpu else None,
             )
         )
     return replace_dataclass(bare, links=tuple(links))

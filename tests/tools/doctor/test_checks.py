@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from harness.cluster.network import HostAddress
 from harness.runtime.units import GIB, MIB
-from harness.tools.doctor.checks import LONGEST, Examination, host_labels, missing, problems_of, rank_spans
+from harness.tools.doctor.checks import Examination, missing, problems_of
 from harness.tools.doctor.facts import GpuProcess
-from harness.tools.doctor.links import ClockOffset, Ipc, Reach, groups_of
+from harness.tools.doctor.links import Reach, groups_of
 from tests.tools.doctor.examples import healthy, with_facts, with_gpu, with_links, with_variable
 
 Plant = Callable[[Examination], Examination]
@@ -40,8 +40,6 @@ FAULTS: list[tuple[str, Plant, tuple[int, ...], str]] = [
     ("routes", lambda v: lo(v, 2), (2, 3), "its address for 1 other hosts is 127.0.1.1"),
     ("routes", lambda v: with_facts(v, 2, route=None, master="Name or service not known"), (2, 3), "no route to MASTER_ADDR: Name or"),
     ("routes", lambda v: with_links(v, 2, address=None, address_error="network.interface = ib0 is neither"), (2, 3), "ib0 is neither"),
-    ("socket_interfaces", lambda v: every_variable(v, "NCCL_SOCKET_IFNAME", "=ib0,ib1"), (0, 1, 2, 3), "NCCL_SOCKET_IFNAME=ib0,ib1 names no interface that is up and has an address; there are lo, eth0, eth1"),
-    ("clocks", lambda v: with_links(v, 2, clock=ClockOffset(offset=-90.0, uncertainty=0.001)), (2, 3), "90.0 s behind rank 0's"),
     ("needed_packages", lambda v: every(v, versions={**v.facts[0].versions, "torch_memory_saver": "not installed"}), (0, 1, 2, 3), "torch_memory_saver is not installed"),
     ("versions", lambda v: with_facts(v, 3, versions={**v.facts[3].versions, "torch": "2.8.0"}), (3,), "torch differs: 2.9.1 on ranks 0-2; 2.8.0 on rank 3"),
     ("environment", lambda v: with_variable(v, 1, "NCCL_CUMEM_ENABLE", "1"), (1,), "NCCL_CUMEM_ENABLE differs: 0 on ranks 0, 2, 3; 1 on rank 1"),
@@ -49,17 +47,13 @@ FAULTS: list[tuple[str, Plant, tuple[int, ...], str]] = [
     ("environment", lambda v: with_variable(v, 1, "NCCL_IB_HCA", "mlx5_0"), (1,), "NCCL_IB_HCA differs: unset on rank 0; mlx5_0 on rank 1"),
     ("expandable_segments", lambda v: every_variable(v, "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"), (0, 1, 2, 3), "expandable_segments:True"),
     ("expandable_segments", lambda v: every_variable(v, "PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True"), (0, 1, 2, 3), "PYTORCH_ALLOC_CONF"),
-    ("preload", lambda v: every_variable(v, "LD_PRELOAD", "/x/torch_memory_saver_cpp.abi3.so"), (0, 1, 2, 3), "and in the engine alone"),
-    ("own_gpus", lambda v: with_links(with_gpu(v, 3, uuid="GPU-10"), 3, ipc=Ipc(visible="0,1", uuid="GPU-10")), (2, 3), "ranks 2, 3 are all on GPU GPU-10"),
+    ("preload", lambda v: every(v, preload="/x/torch_memory_saver_cpp.abi3.so"), (0, 1, 2, 3), "in the engine alone"),
+    ("own_gpus", lambda v: with_gpu(v, 3, uuid="GPU-10"), (2, 3), "ranks 2, 3 are all on GPU GPU-10"),
     ("locations", lambda v: with_facts(v, 3, location=None, problem="rank 3 has local rank 1 but sees 1 GPUs; give"), (3,), "rank 3 has local rank 1 but sees 1 GPUs"),
-    ("occupied", lambda v: with_gpu(v, 1, processes=(GpuProcess(pid=7, name="python", used=3 * GIB),)), (1,), "process 7 (python) holds 3.0 GiB"),
-    ("occupied", lambda v: with_gpu(v, 1, processes=(GpuProcess(pid=7, name="sglang::scheduler", used=0),)), (1,), "process 7 (sglang::scheduler)"),
-    ("occupied", lambda v: with_gpu(v, 1, free=130 * GIB), (1,), "10.0 GiB of this rank's GPU are used by processes that cannot be seen"),
+    ("occupied", lambda v: with_gpu(v, 1, free=137 * GIB, processes=(GpuProcess(pid=7, name="python", used=2 * GIB),)), (1,), "3.0 GiB of this rank's GPU are used by process 7 (python)"),
+    ("occupied", lambda v: with_gpu(v, 1, free=130 * GIB), (1,), "10.0 GiB of this rank's GPU are used by processes that this one cannot see"),
     ("balance", lambda v: with_gpu(v, 2, total=121 * GIB, free=120 * GIB), (2,), "engine 0: from 120.0 to 139.0 GiB are free"),
-    ("ipc", lambda v: with_links(v, 0, ipc=Ipc(visible="0,1", error="pidfd_getfd: Operation not permitted")), (0,), "cannot open this rank's memory: pidfd_getfd"),
-    ("ipc", lambda v: with_links(v, 0, ipc=Ipc(visible="1,0", uuid="GPU-01")), (0,), "would be on GPU GPU-01, its trainer on GPU-00"),
-    ("limits", lambda v: with_facts(v, 0, limits={**v.facts[0].limits, "nofile": 256}), (0,), "256 open files are allowed (ulimit -n); 4 ranks need 288"),
-    ("limits", lambda v: with_facts(v, 0, limits={**v.facts[0].limits, "memlock": 65536}), (0,), "only 64 KiB can be locked"),
+    ("limits", lambda v: with_facts(v, 0, open_files=256), (0,), "256 open files are allowed (ulimit -n); 4 ranks need 288"),
     ("shared_memory", lambda v: with_facts(v, 2, shared_memory=64 * MIB), (2, 3), "64 MiB can be written to /dev/shm; 2 ranks need 320"),
     ("folders", lambda v: with_facts(v, 3, folders={"TMPDIR = /tmp": 0}), (3,), "TMPDIR = /tmp: 0 MiB can be written there"),
     ("ports", lambda v: with_links(v, 2, ports=None, ports_error="no block of 32 free ports"), (2,), "no block of 32 free ports"),
@@ -71,11 +65,7 @@ FAULTS: list[tuple[str, Plant, tuple[int, ...], str]] = [
 ]  # fmt: skip
 
 WARNINGS: list[tuple[str, Plant, tuple[int, ...], str]] = [
-    ("environment", lambda v: with_variable(v, 1, "LD_LIBRARY_PATH", "/x"), (1,), "LD_LIBRARY_PATH differs"),
-    ("environment", lambda v: with_variable(v, 1, "NCCL_DEBUG", "INFO"), (1,), "NCCL_DEBUG differs"),
-    ("preload", lambda v: every_variable(v, "LD_PRELOAD", "/x/libfaketime.so.1"), (0, 1, 2, 3), "libfaketime"),
-    ("slow", lambda v: slowed(v, "hosts", bandwidth=1e6), (0, 2), "gloo all-reduce of hosts is slow: 0.1 ms for 8 bytes, 1.0 MB/s"),
-    ("slow", lambda v: slowed(v, "hosts", latency=0.06), (0, 2), "60.0 ms for 8 bytes"),
+    ("slow", lambda v: slowed(v, "hosts", bandwidth=1e6), (0, 2), "gloo all-reduce of hosts is slow: 1.0 MB/s"),
 ]  # fmt: skip
 
 
@@ -129,14 +119,9 @@ HARMLESS: list[Plant] = [
     lambda v: with_variable(v, 2, "CUDA_VISIBLE_DEVICES", "2,3"),
     lambda v: with_variable(v, 2, "OMP_NUM_THREADS", "4"),
     lambda v: with_variable(with_variable(v, 2, "NCCL_SOCKET_IFNAME", "=eth0"), 3, "NCCL_SOCKET_IFNAME", "=eth0"),
-    lambda v: with_links(v, 2, clock=ClockOffset(offset=0.9, uncertainty=0.001)),
-    lambda v: with_links(
-        v, 2, clock=ClockOffset(offset=5.0, uncertainty=4.5)
-    ),  # a slow link tells nothing of the clock
     lambda v: with_gpu(v, 2, total=127 * GIB, free=126 * GIB),
-    lambda v: with_gpu(v, 1, processes=(GpuProcess(pid=100, name="python", used=3 * GIB),)),  # rank 0 of this job
-    lambda v: with_variable(with_variable(v, 2, "TMPDIR", "/x"), 3, "TMPDIR", "/x"),
-    lambda v: every_variable(v, "NCCL_SOCKET_IFNAME", "^docker,lo"),
+    lambda v: with_gpu(v, 1, free=136 * GIB, processes=(GpuProcess(pid=100, name="python", used=3 * GIB),)),  # rank 0
+    lambda v: with_variable(v, 1, "NCCL_DEBUG", "INFO"),
     lambda v: every_variable(v, "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False"),
 ]
 
@@ -149,7 +134,7 @@ def test_what_differs_by_design_is_no_finding(plant: Plant) -> None:
 def test_on_the_cpu_what_only_gpus_mind_is_no_finding() -> None:
     view = every_variable(healthy(gpus=False), "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     view = every(view, versions={**view.facts[0].versions, "torch_memory_saver": "not installed"})
-    assert problems_of(every_variable(view, "LD_PRELOAD", "/x/libfaketime.so.1")) == []
+    assert problems_of(every(view, preload="/x/torch_memory_saver_cpp.abi3.so")) == []
 
 
 def test_hosts_emulated_on_loopback_share_it_rightly() -> None:
@@ -183,20 +168,8 @@ def test_pipeline_stages_that_sglang_cannot_place_are_a_fault() -> None:
     assert found.check == "locations" and found.what.endswith('set parallel.rank_order = "dp,pp,tp"')
 
 
-def test_long_values_that_differ_at_their_end_are_told_apart() -> None:
-    view = every_variable(healthy(), "PATH", "x" * LONGEST + "a")
-    (found,) = problems_of(with_variable(view, 3, "PATH", "x" * LONGEST + "b"))
-    assert found.ranks == (3,) and len(found.what) < 3 * LONGEST
-
-
 def test_one_fault_of_many_ranks_is_said_once() -> None:
-    (found,) = problems_of(
-        every(
-            healthy(dp=8, tp=16, per_host=8),
-            infiniband=True,
-            limits={**healthy().facts[0].limits, "nofile": 1024},
-        )
-    )
+    (found,) = problems_of(every(healthy(dp=8, tp=16, per_host=8), open_files=1024))
     assert found.ranks == tuple(range(128)) and "128 ranks need 1280" in found.what
 
 
@@ -224,22 +197,10 @@ def test_ranks_that_never_came() -> None:
         ({}, ["engine", "hosts"]),
         ({"dp": 2, "tp": 2}, ["engine", "hosts", "world"]),
         ({"dp": 4, "tp": 1}, ["hosts", "world"]),
-        ({"tp": 4, "pp": 2, "per_host": 4}, ["engine", "tp", "pp", "hosts"]),
+        ({"tp": 4, "pp": 2, "per_host": 4}, ["engine", "hosts"]),
         ({"tp": 1, "per_host": 1}, []),
     ],
 )
 def test_groups_that_a_mesh_uses(job: dict[str, int], kinds: list[str]) -> None:
     view = healthy(**job)
     assert list(groups_of(view.dims, view.hosts.values())) == kinds
-
-
-def test_groups_follow_the_mesh() -> None:
-    view = healthy(dp=1, tp=2, pp=2, per_host=4)
-    groups = groups_of(view.dims, view.hosts.values())
-    assert groups == {"engine": ((0, 2, 1, 3),), "tp": ((0, 2), (1, 3)), "pp": ((0, 1), (2, 3))}
-
-
-def test_names_of_ranks_and_hosts() -> None:
-    assert rank_spans((0, 1, 2, 3, 8)) == "0-3, 8" and rank_spans((2, 3)) == "2, 3"
-    view = with_facts(with_facts(healthy(), 2, host="host0/other/net:[2]"), 3, host="host0/other/net:[2]")
-    assert list(host_labels(view).values()) == ["host0/boot0/net:[0]", "host0/other/net:[2]"]

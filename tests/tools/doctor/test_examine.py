@@ -1,7 +1,6 @@
 """The doctor as a user starts it, on real ranks of this machine's CPU."""
 
 import importlib.util
-import json
 import os
 import socket
 import subprocess
@@ -47,21 +46,12 @@ def test_two_healthy_ranks_are_ok() -> None:
 
 
 @on_cpu
-def test_a_variable_that_differs_on_another_host_is_a_fault_in_json_too() -> None:
-    run = torchrun(2, "tests/tools/doctor/doctor_with_an_odd_rank.py", "NCCL_CUMEM_ENABLE=0,HARNESS_HOST=odd", "--json")
+def test_a_variable_that_differs_on_another_host_is_a_fault() -> None:
+    run = torchrun(2, "tests/tools/doctor/doctor_with_an_odd_rank.py", "NCCL_CUMEM_ENABLE=0,HARNESS_HOST=odd")
     assert run.returncode == 1
-    found = json.loads(run.stdout)
-    assert found["verdict"] == "faults" and len(found["ranks"]) == len(found["links"]) == 2
-    (fault,) = [each for each in found["findings"] if each["fault"]]
-    assert fault["check"] == "environment" and fault["ranks"] == [1]
-    assert fault["what"] == "NCCL_CUMEM_ENABLE differs: unset on rank 0; 0 on rank 1"
-    assert found["links"][0]["collectives"][0]["bandwidth"] > 1e6
-    assert found["hosts"] == {socket.gethostname(): [0], "odd": [1]}
-    assert [[(reach["to"], reach["error"]) for reach in each["reaches"]] for each in found["links"]] == [
-        [(1, "")],
-        [(0, "")],
-    ]
-    assert abs(found["links"][1]["clock"]["offset"]) < 0.5
+    assert "2 ranks on 2 hosts" in run.stdout
+    assert "1. FAULT environment on odd (rank 1): NCCL_CUMEM_ENABLE differs: unset on rank 0; 0 on rank 1" in run.stdout
+    assert "does not reach" not in run.stdout and "gloo all-reduce, " in run.stdout
 
 
 @pytest.fixture
@@ -168,11 +158,11 @@ def test_a_rank_that_dies_in_the_measurements_does_not_hang_the_others(
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces take root")
 @on_cpu
-def test_two_emulated_hosts_with_one_clock_wrong() -> None:
+def test_two_emulated_hosts() -> None:
     """IPv6, a Debian /etc/hosts and torchrun given the name of host0: the addresses are right all the same."""
     options = ["--hosts", "2", "--ranks-per-host", "2", "--network", "ipv6", "--debian-hosts", "--master", "hostname"]
     run = subprocess.run(
-        [sys.executable, "launch/hosts.py", *options, "--skew", "host1=+90s", "--", "launch/doctor.py"],
+        [sys.executable, "launch/hosts.py", *options, "--", "launch/doctor.py"],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -183,8 +173,7 @@ def test_two_emulated_hosts_with_one_clock_wrong() -> None:
         pytest.skip(run.stderr.strip())
     lines = [line.partition("| ")[2] for line in run.stdout.splitlines() if line.startswith("host0 | ")]
     found = "\n".join(lines)
-    assert run.returncode == 1, run.stdout + run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     assert "4 ranks on 2 hosts, mesh dp=1 tp=4 pp=1" in found
-    assert "1. FAULT clocks on host1 (ranks 2, 3): this clock is 90.0 s ahead of rank 0's" in found
     assert "gloo all-reduce, hosts  1 group (ranks 0, 2): " in found
-    assert "1 fault" in found and not [line for line in lines if "FAULT" in line and "clocks" not in line]
+    assert "FAULT" not in found

@@ -21,15 +21,15 @@ def test_a_rank_tells_everything_of_itself(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     found = collect(Config(), LAUNCH, os.environ)
     assert found.pid == os.getpid() and found.problem == "" and found.location and found.location.rank == 0
-    assert found.route == "127.0.0.1" and any("127.0.0.1" in each for each in found.interfaces.values())
+    assert found.route == "127.0.0.1"
     assert found.versions["torch"] and found.versions["python"].startswith("3.")
-    assert found.shared_memory > 0 and all(found.folders.values()) and found.limits["nofile"] != 0
+    assert found.shared_memory > 0 and all(found.folders.values()) and found.open_files != 0
     assert (found.gpu is None) == bool(found.gpu_reason)
 
 
 def test_secrets_leave_the_host_redacted() -> None:
-    seen = collect(Config(), LAUNCH, TORCHRUN | {"HF_TOKEN": "hf_abc", "HF_HOME": "/x", "HOME": "/y"}).environment
-    assert "hf_abc" not in seen["HF_TOKEN"] and seen["HF_HOME"] == "/x" and "HOME" not in seen
+    seen = collect(Config(), LAUNCH, TORCHRUN | {"SGLANG_API_KEY": "abc", "SGLANG_X": "/x", "HOME": "/y"}).environment
+    assert "abc" not in seen["SGLANG_API_KEY"] and seen["SGLANG_X"] == "/x" and "HOME" not in seen
 
 
 def test_a_folder_that_is_not_there_has_no_room() -> None:
@@ -54,7 +54,6 @@ class Nvml:
     class NVMLError(Exception):
         pass
 
-    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
     opened = 0
 
     def nvmlInit(self) -> None:
@@ -62,15 +61,6 @@ class Nvml:
 
     def nvmlShutdown(self) -> None:
         self.opened -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return f"GPU-{handle}"
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
         return 7
@@ -84,21 +74,17 @@ class Nvml:
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=None), SimpleNamespace(pid=2**30, usedGpuMemory=9)]
 
-    def nvmlDeviceGetP2PStatus(self, one: int, other: int, capability: int) -> int:
-        return self.NVML_P2P_STATUS_OK if other == 1 else 3
-
     def nvmlSystemGetDriverVersion(self) -> str:
         return "570.1"
 
 
-@pytest.mark.parametrize(("uuid", "linked"), [("GPU-0", {"GPU-1": True}), ("MIG-x", {"GPU-0": False, "GPU-1": True})])
-def test_a_gpu_is_read_through_nvml(monkeypatch: pytest.MonkeyPatch, uuid: str, linked: dict[str, bool]) -> None:
+def test_a_gpu_is_read_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr(facts, "gpu_uuid", lambda index: uuid)
+    monkeypatch.setattr(facts, "gpu_uuid", lambda index: "GPU-0")
     gpu, reason = facts.look_at_gpu(torch.device("cuda", 0))
     assert gpu and reason == "" and library.opened == 0
-    assert (gpu.uuid, gpu.name, gpu.total, gpu.free, gpu.nvlink) == (uuid, "NVIDIA H200", 100, 60, linked)
+    assert (gpu.uuid, gpu.name, gpu.total, gpu.free) == ("GPU-0", "NVIDIA H200", 100, 60)
     assert [(each.used, each.name == "not visible from here") for each in gpu.processes] == [(0, False), (9, True)]
     assert facts.versions()["driver"] == "570.1"
 
@@ -111,4 +97,4 @@ def test_without_nvml_torch_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     gpu, reason = facts.look_at_gpu(torch.device("cuda", 0))
-    assert gpu and (gpu.free, gpu.total, gpu.nvlink) == (60, 100, None) and reason == "NVML: no driver"
+    assert gpu and (gpu.free, gpu.total) == (60, 100) and reason == "NVML: no driver"

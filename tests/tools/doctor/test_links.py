@@ -1,11 +1,10 @@
 import socket
-import threading
 import time
 
 import torch.distributed as dist
 
 from harness.tools.doctor.job_store import JobStore
-from harness.tools.doctor.links import all_reduces, clock_of_host, open_port, reach_all
+from harness.tools.doctor.links import all_reduces, open_port, reach_all
 
 
 def test_a_leased_port_is_reached_and_says_whose_it_is() -> None:
@@ -31,20 +30,6 @@ def test_a_port_that_never_answers_ends_in_time() -> None:
 def test_two_engines_of_a_host_never_have_one_block() -> None:
     with open_port(31000, "a") as one, open_port(31000, "b") as two:
         assert one.port != two.port
-
-
-def test_a_host_without_its_peer_gives_up_on_the_clock() -> None:
-    store = dist.HashStore()
-    assert clock_of_host(JobStore(store, 2, 4), [0, 2], time.monotonic() + 0.3) is None
-
-
-def test_clocks_of_one_machine_agree() -> None:
-    store = dist.HashStore()
-    serve = threading.Thread(target=clock_of_host, args=(JobStore(store, 0, 4), [0, 2], time.monotonic() + 10))
-    serve.start()
-    clock = clock_of_host(JobStore(store, 2, 4), [0, 2], time.monotonic() + 10)
-    serve.join()
-    assert clock and abs(clock.offset) <= clock.uncertainty + 0.005
 
 
 def test_an_all_reduce_without_the_other_rank_is_an_error_and_no_hang() -> None:

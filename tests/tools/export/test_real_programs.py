@@ -42,8 +42,8 @@ def export(folder: Path, *words: str) -> Path:
     return file
 
 
-def run_repro(file: Path, seconds: float = 500) -> tuple[int, Path]:
-    """By its own first line, with no way to this package; the exit code, and the output."""
+def run_repro(file: Path, *more: str, seconds: float = 500) -> tuple[int, Path]:
+    """Run it by its own first line, without a way to this package; return exit code and output."""
     hidden = file.parent / "hidden"  # before the checkout that the environment knows of
     hidden.mkdir(exist_ok=True)
     (hidden / "harness.py").write_text("raise ImportError('a repro imports nothing of the harness')")
@@ -53,6 +53,7 @@ def run_repro(file: Path, seconds: float = 500) -> tuple[int, Path]:
     ).returncode
     words = file.read_text().splitlines()[0].removeprefix("# torchrun ").split()
     log = file.with_suffix(".log")
+    words += more
     with log.open("w") as output:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *words],
@@ -70,6 +71,7 @@ def make(case: str, folder: Path) -> tuple[Path, int, Path]:
     words: dict[str, Sequence[str]] = {
         "missing": ("--weights.transport", "tensor"),
         "deadline": ("--run.phase_timeouts.start_engine", "1"),
+        "killed": ("--run.inject", "kill@sync:1:1"),
         "deepseek_v3": ("--model.name", "deepseek_v3"),
     }
     job = run(folder, 2, QUICKSTART, *words.get(case, ()), script=script)
@@ -84,10 +86,13 @@ def test_an_unknown_engine_argument_ends_a_repro_as_it_ends_a_run(tmp_path: Path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["healthy", "deepseek_v3", "missing", "bad_rank", "deadline"])
+@pytest.mark.parametrize("case", ["healthy", "deepseek_v3", "missing", "bad_rank", "deadline", "killed"])
 def test_a_repro_ends_as_its_run_did(case: str, tmp_path: Path) -> None:
     folder, code, log = make(case, tmp_path / "run")
     repro_code, repro_log = run_repro(export(tmp_path / "elsewhere", str(folder)))
     assert repro_code == code, repro_log.read_text()[-4000:]
     assert slug_of(repro_log) == slug_of(log) == SLUG.get(case), repro_log.read_text()[-4000:]
     assert ("PASSED: 4 of 4 steps" in repro_log.read_text()) == (code == 0)
+    if case == "killed":
+        control_code, control_log = run_repro(repro_log.with_suffix(".py"), "--arm", "control")
+        assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text()

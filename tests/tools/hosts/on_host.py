@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -70,18 +71,6 @@ def ping(index: int, name: str) -> None:
             say(trips=trips, peer=peer.getpeername()[0], own=peer.getsockname()[0])
 
 
-def stream(index: int, name: str, size: str) -> None:
-    """So many bytes from host1 to host0, and the seconds between the first and the last."""
-    with connection(index, name) as peer:
-        if index:
-            peer.sendall(bytes(int(size)))
-            return
-        count, started = len(peer.recv(1)), time.monotonic()
-        while data := peer.recv(1 << 16):
-            count += len(data)
-        say(bytes=count, seconds=time.monotonic() - started)
-
-
 def datagrams(index: int, name: str, count: str, pause: str) -> None:
     """Numbered datagrams from host1 to host0, which says which came."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
@@ -139,11 +128,23 @@ def fail(index: int) -> None:
     time.sleep(600)
 
 
-def clock(index: int) -> None:
-    """Both clocks around a sleep."""
-    started = time.time(), time.monotonic()
-    time.sleep(0.3)
-    say(time=started[0], real=time.time() - started[0], monotonic=time.monotonic() - started[1])
+def quit_parent(index: int) -> None:
+    """Leave an orphan that sends SIGQUIT to its parent, as a scheduler of SGLang does; end once it has."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        first = os.getpid()
+        if os.fork() == 0:
+            while os.getppid() == first:
+                time.sleep(0.01)
+            os.kill(os.getppid(), signal.SIGQUIT)
+            os.write(writer, b"done")
+        os._exit(0)
+    os.wait()
+    assert os.read(reader, 4) == b"done"
+
+
+def nothing(index: int) -> None:
+    """End at once."""
 
 
 if __name__ == "__main__":

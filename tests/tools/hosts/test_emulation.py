@@ -112,7 +112,7 @@ def test_when_one_fails_the_others_end_after_their_patience(isolation: str) -> N
 def test_what_outlives_torchrun_is_named_and_ended(isolation: str) -> None:
     answer = run("--isolation", isolation, "--", ON_HOST, "leave", "x")
     assert answer.code == 0
-    assert "host1 | outlived torchrun and were ended: sleep (pid " in answer.output
+    assert "host1 | ended what outlived torchrun: sleep (pid " in answer.output
 
 
 def test_a_host_without_namespaces_can_be_killed(tmp_path: Path) -> None:
@@ -125,8 +125,14 @@ def test_a_host_without_namespaces_can_be_killed(tmp_path: Path) -> None:
     assert not processes_with(marker)
 
 
+@pytest.mark.parametrize("isolation", MAINLY_NAMESPACES)
+def test_a_scheduler_that_lost_its_parent_cannot_end_its_host(isolation: str) -> None:
+    answer = run("--isolation", isolation, "--", ON_HOST, "quit_parent")
+    assert answer.code == 0, answer.output
+
+
 def test_a_time_that_never_came_is_a_mistake() -> None:
-    answer = run("--isolation", "processes", "--kill", "host1@600s", "--", ON_HOST, "clock")
+    answer = run("--isolation", "processes", "--kill", "host1@600s", "--", ON_HOST, "nothing")
     assert answer.code == 2
     assert "kill host1 600 s after the start never happened" in answer.console[-1]
 
@@ -135,7 +141,7 @@ def test_a_time_that_never_came_is_a_mistake() -> None:
     ("words", "code", "sentence"),
     [
         (("--cut", "host7@sync"), 2, "error: --cut must name one of the hosts host0, host1"),
-        (("--isolation", "processes", "--latency", "1ms"), 2, "error: --latency needs hosts in namespaces"),
+        (("--isolation", "processes", "--cut", "host1@sync"), 2, "error: --cut needs hosts in namespaces"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_anything_starts(words: tuple[str, ...], code: int, sentence: str) -> None:

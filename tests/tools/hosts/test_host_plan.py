@@ -22,24 +22,9 @@ def plan(options: HostsOptions, refusal: str = "", visible: tuple[str, ...] = ()
     return make_plan(options, SCRIPT, refusal, visible)
 
 
-def test_ranks_of_a_host_are_as_many_as_the_gpus_of_the_host_with_fewest() -> None:
-    assert plan(HostsOptions()).ranks_per_host == 1
-    assert plan(HostsOptions(gpus_per_host=2), visible=("0", "1", "2", "3")).ranks_per_host == 2
-    lists = HostsOptions(cuda_visible_devices=("0,1,2", "4,5"))
-    assert plan(lists, visible=tuple("012345")).ranks_per_host == 2
-
-
-@pytest.mark.parametrize(
-    ("lists", "facts"),
-    [
-        (("0,1", "2,9"), ('"9"', "0, 1, 2, 3")),
-        (("0,1", "2,1"), ('"1"', "at most once")),
-    ],
-)
-def test_a_mistake_in_the_lists_of_gpus_is_named(lists: tuple[str, ...], facts: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError) as raised:
-        plan(HostsOptions(gpus_per_host=2, cuda_visible_devices=lists), visible=("0", "1", "2", "3"))
-    assert all(fact in str(raised.value) for fact in facts)
+def test_a_host_has_a_rank_for_each_of_its_gpus_or_one() -> None:
+    assert plan(HostsOptions()).ranks_per_host == plan(HostsOptions(), visible=("0",)).ranks_per_host == 1
+    assert plan(HostsOptions(), visible=("0", "1", "2", "3")).ranks_per_host == 2
 
 
 def test_torchrun_over_a_rendezvous() -> None:
@@ -62,7 +47,7 @@ def test_torchrun_with_a_master_and_ranks_of_nodes() -> None:
 
 
 def test_without_namespaces_hosts_differ_by_variables_and_loopback_addresses() -> None:
-    made = plan(HostsOptions(gpus_per_host=2), refusal="no", visible=("0", "1", "2", "3"))
+    made = plan(HostsOptions(), refusal="no", visible=("0", "1", "2", "3"))
     assert not made.namespaces
     assert made.ranks_per_host == 2
     changes = environment(made, made.hosts[1], Path("folder"), {})
@@ -103,25 +88,17 @@ def test_hosts_file_names_every_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "visible", "split"),
-    [
-        (HostsOptions(gpus_per_host=1), ("4", "5", "6"), ("4", "5")),
-        (HostsOptions(), (), (None, None)),
-        (HostsOptions(), ("0", "1"), ("", "")),
-        (HostsOptions(gpus_per_host=2, cuda_visible_devices=("0,1", "3,2")), ("0", "1", "2", "3"), ("0,1", "3,2")),
-        (HostsOptions(cuda_visible_devices=("3", "1,0")), ("0", "1", "2", "3"), ("3", "1,0")),
-    ],
+    ("visible", "split"),
+    [((), (None, None)), (("0", "1", "3", "2"), ("0,1", "3,2")), (("4", "5", "6"), ("4", "5")), (("0",), ("", ""))],
 )
-def test_gpus_are_split(options: HostsOptions, visible: tuple[str, ...], split: tuple[str | None, ...]) -> None:
-    assert split_gpus(options, visible) == split
+def test_gpus_are_split_evenly_and_in_order(visible: tuple[str, ...], split: tuple[str | None, ...]) -> None:
+    assert split_gpus(2, visible) == split
 
 
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
         (HostsOptions(hosts=0), ("--hosts", "1 to 250", "got 0")),
-        (HostsOptions(gpus_per_host=1), ("2 hosts of 1 GPUs need 2", "0 are visible")),
-        (HostsOptions(gpus_per_host=1, cuda_visible_devices=("0",)), ("2 hosts", "1 lists")),
         (HostsOptions(interfaces=9), ("--interfaces", "1 to 8", "9")),
         (HostsOptions(ranks_per_host=-1), ("--ranks-per-host", "0 to 1024", "-1")),
         (HostsOptions(isolation="processes", cut=("host1@sync",)), ("--cut needs hosts in namespaces",)),
@@ -136,7 +113,7 @@ def test_a_mistake_is_named(options: HostsOptions, facts: tuple[str, ...]) -> No
 
 
 def test_a_missing_script_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="there is nothing to run; give a script after --"):
+    with pytest.raises(ValueError, match="there is no script to run; give one after --"):
         make_plan(HostsOptions(), (), "", ())
     with pytest.raises(ValueError, match="launch/none.py"):
         make_plan(HostsOptions(), ("launch/none.py",), "", ())
@@ -146,7 +123,7 @@ def test_a_missing_script_is_a_mistake() -> None:
     ("options", "facts"),
     [
         (HostsOptions(isolation="namespaces"), ("--isolation namespaces", "(no rights)")),
-        (HostsOptions(latency="1ms"), ("--latency needs hosts in namespaces", "(no rights)")),
+        (HostsOptions(cut=("host1@sync",)), ("--cut needs hosts in namespaces", "(no rights)")),
     ],
 )
 def test_what_this_machine_refuses_is_no_mistake(options: HostsOptions, facts: tuple[str, ...]) -> None:

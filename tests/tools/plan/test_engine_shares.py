@@ -1,9 +1,15 @@
-"""An engine rank's share, against SGLang's own rules and by hand."""
+"""What an engine rank and a trainer rank hold, against SGLang's own rule for stages and against plain arithmetic."""
+
+from pathlib import Path
 
 import pytest
 
-from harness.tools.plan.memory_estimate import engine_shares, kv_element_bytes, stage_layers
-from harness.tools.plan.model_shapes import ModelShape, model_fields, model_shape
+from harness.config.layers import build_config, read_layer
+from harness.config.model_fields import model_fields
+from harness.tools.plan.memory_estimate import engine_shares, largest_bucket, stage_layers, trainer_share
+from harness.tools.plan.model_shapes import ModelShape, model_shape
+
+DEEPSEEK = Path(__file__).parents[3] / "configs/multinode/deepseek_v3_671b.toml"
 
 
 def shape_of(name: str, **changed: object) -> ModelShape:
@@ -25,39 +31,42 @@ def test_one_rank_holds_the_whole_model(name: str) -> None:
     model = shape_of(name)
     [share] = engine_shares(model, 1, 1, 2, 2)
     assert share.weights == 2 * model.parameters
+    assert trainer_share(model, 1, 4, 2).parameters == 4 * model.parameters
 
 
-def test_mla_keeps_kv_b_proj_twice_and_the_bias_in_float32() -> None:
+def test_mla_keeps_kv_b_proj_twice() -> None:
     model = shape_of("deepseek_v3")
     [share] = engine_shares(model, 1, 1, 2, 2)
-    absorbed = sum(tensor.numel for tensor in model.tensors if "kv_b_proj" in tensor.name)
-    assert share.weights == 2 * (model.parameters + absorbed) + 4 * model.buffers
+    assert share.weights == 2 * (model.parameters + sum(layer.absorbed for layer in model.layers))
 
 
-def test_tp_cuts_heads_width_and_vocabulary_but_not_norms() -> None:
-    model = shape_of("qwen2", vocab_size=1000, num_hidden_layers=1)
-    hidden, width, heads, kv_heads, head_dim, tp = 512, 512, 8, 4, 64, 8
-    [share] = engine_shares(model, tp, 1, 2, 2)
-    vocabulary = 2 * (1024 // tp) * hidden  # padded to 64s
-    queries = (heads // tp * head_dim) * (hidden + 1) + hidden * heads * head_dim // tp
-    keys_values = 2 * head_dim * (hidden + 1)  # fewer key-value heads than ranks: one on each
-    assert kv_heads < tp
-    assert share.weights == 2 * (vocabulary + queries + keys_values + 3 * hidden * width // tp + 3 * hidden)
-    assert share.kv_token == 2 * head_dim * 2
-
-
-def test_kv_cache_of_a_token() -> None:
-    deepseek = shape_of("deepseek_v3", num_hidden_layers=61)
-    shares = engine_shares(deepseek, 4, 2, 2, 2)
-    assert [share.kv_token for share in shares] == [(512 + 64) * 2 * layers for layers in (30, 31)]
-    [fp8] = engine_shares(deepseek, 4, 1, 2, kv_element_bytes(2, {"kv_cache_dtype": "fp8_e5m2"}))
-    assert fp8.kv_token == 576 * 61
+def test_fewer_key_value_heads_than_ranks_are_repeated() -> None:
+    model = shape_of("qwen2", num_hidden_layers=1)  # 8 heads and 4 key-value heads of 64, hidden and width 512
+    one, two = (engine_shares(model, tp, 1, 2, 2)[0] for tp in (4, 8))
+    assert one.kv_token == two.kv_token == 2 * 64 * 2
+    key_value = 2 * 512 * 64
+    assert one.weights // 2 - key_value == 2 * (two.weights // 2 - key_value)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_stages_together_hold_the_model_once_but_for_a_tied_embedding(tied: bool) -> None:
+def test_stages_together_hold_the_model_once_and_a_tied_embedding_twice(tied: bool) -> None:
     model = shape_of("qwen2", num_hidden_layers=7, tie_word_embeddings=tied)
     shares = engine_shares(model, 1, 3, 2, 2)
     again = 512 * 512 if tied else 0
     assert sum(share.weights for share in shares) == 2 * (model.parameters + again)
     assert [(share.first_layer, share.last_layer) for share in shares] == [(0, 1), (2, 3), (4, 6)]
+
+
+def test_256_experts_on_512_ranks_take_twice_their_bytes() -> None:
+    config = build_config([read_layer(str(DEEPSEEK))])
+    model = model_shape(model_fields(config.model.name, config.model.overrides, "cuda"))
+    experts = sum(layer.experts for layer in model.layers)
+    assert trainer_share(model, 512, 2, 2).parameters == pytest.approx((model.parameters + experts) / 512 * 2)
+    assert trainer_share(model, 256, 2, 2).parameters == pytest.approx(model.parameters / 256 * 2)
+
+
+def test_a_bucket_is_as_large_as_its_limit_or_what_cannot_be_split() -> None:
+    model = shape_of("qwen2")
+    assert largest_bucket(model, 2, 2, 10**6) == 10**6
+    assert largest_bucket(model, 2, 2, 1) == 512 * 512 * 2, "the embedding"
+    assert largest_bucket(model, 2, 2, 10**12) == model.parameters * 2

@@ -1,6 +1,5 @@
 """The estimate against what was measured, and what each setting does to it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -119,36 +118,32 @@ def test_weights_that_leave_no_room_keep_the_engine_from_starting() -> None:
     assert found.kv_tokens == 0
     assert found.problems[0].startswith("the engine has room for 0 tokens")
     assert (
-        "of each GPU its weights take 3.5 GiB" in found.problems[0] and "at least 0.026 is needed" in found.problems[0]
+        "its weights take 3.5 GiB of each GPU" in found.problems[0] and "set it to 0.026 or more" in found.problems[0]
     )
     few = of(MEMORY_7B, "--engine.args.max_total_tokens", "100")
     assert few.kv_tokens == 100
-    assert "room for 100 tokens, and one prompt with its response may take 288:" in few.problems[0]
+    assert "room for 100 tokens, but a prompt with its response may take 288:" in few.problems[0]
 
 
 def test_deepseek_v3_on_512_gpus() -> None:
     found = of(DEEPSEEK)
-    assert found.model.parameters + found.model.buffers == 671_026_419_200
+    assert found.model.parameters == pytest.approx(671.026e9, rel=1e-4)
     assert found.engine[0].weights / GIB == pytest.approx(671.03e9 * 2 / 16 / GIB, rel=0.03)
     assert found.engine[0].kv_token == 576 * 61 * 2
     assert not found.fits
     assert any("the largest part is FSDP2: layers gathered" in problem for problem in found.problems)
     small = of(DEEPSEEK, gib=80)
-    assert "no share of it is enough" in small.problems[0]
+    assert "no value is enough" in small.problems[0]
 
 
 @pytest.mark.parametrize("words", [(MEMORY_7B,), (DEEPSEEK,), (MEMORY_7B, "--parallel.pp", "2", "--parallel.tp", "2")])
-def test_text_and_json_say_the_same(words: tuple[str, ...]) -> None:
+def test_the_text_is_narrow_and_has_the_verdict(words: tuple[str, ...]) -> None:
     found = of(*words)
     lines = found.as_lines("a test")
     assert max(map(len, lines)) <= 120
     assert all(line.isascii() for line in lines)
     verdict = "it fits" if found.fits else "it does NOT fit"
     assert any(f"VERDICT: {verdict}" in line for line in lines)
-    read = json.loads(json.dumps(found.as_dict()))
-    assert read["fits"] is found.fits
-    assert [each["total"] for each in read["stages"]] == [sum(each["parts"].values()) for each in read["stages"]]
-    assert len(read["engine"]) == len(found.engine)
 
 
 def test_more_stages_than_layers_are_a_problem_and_no_crash() -> None:

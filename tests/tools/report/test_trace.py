@@ -1,7 +1,6 @@
 """trace.json: valid as Chrome's trace event format says, from events of phases, engine calls and memory."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,7 @@ import pytest
 
 from harness.runtime.events import EventLog
 from harness.tools.export.subject import read_events
-from harness.tools.observers import EngineCalls
-from harness.tools.report.trace import trace_events, write_trace
+from harness.tools.report.trace import spans, trace_events, write_trace
 from tests.tools.report.fake_run import fake_run
 
 REQUIRED = {
@@ -64,33 +62,18 @@ def test_every_rank_is_a_process_with_its_phases_and_its_memory(passed: bool, tm
     assert counters["GPU memory"].keys() == {"used MiB", "reserved MiB", "engine MiB"}
 
 
-class Engine:
-    """Stands in for an engine, and for the sglang.Engine in it."""
-
-    def __init__(self) -> None:
-        self.is_head, self.inner = True, self
-
-    def generate(self, length: int) -> list[int]:
-        time.sleep(0.02)
-        return [0] * length
-
-    def update_weights_from_tensor(self) -> None:
-        raise RuntimeError("no")
-
-    def ask(self, function: Any) -> Any:
-        return function()
+def engine_call(log: EventLog, name: str, ok: bool = True) -> None:
+    """Announce a call as train.py does when it returns."""
+    log.fact("engine_call", call=name, seconds=0.0, ok=ok)
 
 
 def test_calls_of_the_engine_are_inside_their_phases(tmp_path: Path) -> None:
-    log, calls, engine = EventLog(tmp_path / "events" / "rank1.jsonl", 1, "host0/x/y"), EngineCalls(), Engine()
-    calls.met(type("Run", (), {"events": log})())  # type: ignore[arg-type]
-    calls.built("engine", engine)
+    log = EventLog(tmp_path / "events" / "rank1.jsonl", 1, "host0/x/y")
     with log.phase("generate", 0):
-        assert engine.generate(3) == [0, 0, 0]
+        engine_call(log, "generate")
     with log.phase("sync", 1):
-        assert engine.ask(lambda: 7) == 7
-        with pytest.raises(RuntimeError, match="no"):
-            engine.update_weights_from_tensor()
+        engine_call(log, "ask")
+        engine_call(log, "update_weights_from_tensor", ok=False)
     log.fail("RuntimeError: api_key=abcdefghijklmnop")
     log.close()
     events = check_trace(write_trace(tmp_path, read_events(tmp_path)))
@@ -107,3 +90,25 @@ def test_calls_of_the_engine_are_inside_their_phases(tmp_path: Path) -> None:
 
 def test_a_run_without_events_has_an_empty_trace(tmp_path: Path) -> None:
     assert check_trace(write_trace(tmp_path, [])) == [] and list(trace_events([])) == []
+
+
+def event(time: float, name: str, phase: str, step: int | None = None, rank: int = 0) -> dict[str, Any]:
+    return {"time": time, "rank": rank, "event": name, "phase": phase, "step": step}
+
+
+def test_phases_nest_fail_and_stay_open_until_the_run_ended() -> None:
+    events = [
+        event(10.0, "phase_start", "run"),
+        event(11.0, "phase_start", "sync", 0),
+        event(11.5, "phase_start", "verify_push", 0),
+        event(12.0, "phase_end", "verify_push", 0),
+        event(13.0, "phase_failed", "sync", 0),
+        event(14.0, "phase_start", "sync", 0, rank=1),
+        event(15.0, "phase_failed", "run"),
+    ]
+    found = [(each.rank, each.phase, each.start, each.end, each.outcome) for each in spans(events, 40.0)]
+    assert found == [
+        (0, "sync", 1.0, 3.0, "failed"),
+        (0, "verify_push", 1.5, 2.0, "ended"),
+        (1, "sync", 4.0, 30.0, "open"),
+    ]

@@ -1,123 +1,138 @@
 """Reports of run directories; those of fake_run.py are fake, and say so."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from harness.config.layers import ConfigError
-from harness.tools.report.write_reports import write_reports
+from harness.tools.report.issue_text import MOST_ROWS
+from harness.tools.report.write_reports import page, write_reports
 from tests.tools.report.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def page_of(folder: Path) -> str:
-    return write_reports(folder)[1].read_text()
+def reports_of(folder: Path) -> tuple[str, str]:
+    """Return report.md and report.html."""
+    markdown, html, _ = write_reports(folder)
+    return markdown.read_text(), html.read_text()
 
 
-def drawings(page: str) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(each) for each in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+def sections(markdown: str) -> list[str]:
+    return re.findall(r"(?m)^## (.*)$", markdown)
 
 
-@pytest.mark.parametrize("ranks", [1, 16])
-def test_a_page_has_a_row_and_a_memory_plot_for_every_rank_and_needs_no_other_file(ranks: int, tmp_path: Path) -> None:
-    page = page_of(fake_run(tmp_path / "run", ranks, passed=True))
-    assert (
-        ">PASSED</span>" in page
-        and ">allowed for the mean<" in page
-        and not re.search(r"(?:src|href)=|@import|url\(", page)
-    )
-    whole, steps, large, *others = drawings(page)
-    for timeline in (whole, steps):
-        told = {each.text.split(":")[0] for each in timeline.iter("{http://www.w3.org/2000/svg}title") if each.text}
-        assert told == {f"rank {rank}" for rank in range(ranks)}
-    assert large.attrib["aria-label"].startswith("rank ")
-    assert sum(each.attrib["aria-label"].startswith("rank ") for each in others) == ranks
-    # Nothing is drawn outside of its drawing.
-    for drawing in drawings(page):
-        wide, tall = float(drawing.attrib["width"]), float(drawing.attrib["height"])
-        for each in drawing.iter("{http://www.w3.org/2000/svg}rect"):
-            x, y, w, h = (float(each.attrib[name]) for name in ("x", "y", "width", "height"))
-            assert x >= 0 and y >= 0 and x + w <= wide + 1 and y + h <= tall + 1
-
-
-def test_validations_have_a_curve_over_updates_and_a_table(tmp_path: Path) -> None:
+def test_a_passed_run_has_its_sections_and_is_written_alike_every_time(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 1, passed=True)
-    page = page_of(folder)
-    assert "Validation" not in page and "Validation" not in (folder / "report.md").read_text()
+    once, html = reports_of(folder)
+    assert reports_of(folder) == (once, html)
+    assert sections(once) == [
+        "Result",
+        "What ran",
+        "Steps",
+        "Verification",
+        "Start-up",
+        "Environment",
+        "Reproduce with",
+    ]
+    assert once.startswith("# PASSED: PPO on sglang, qwen3_moe, dp 1 tp 1 pp 1\n")
+    assert "| 3 | 0.5 | " in once and "- engine: 31.0 s" in once
+    assert "every tensor by fingerprint (fake)" in once
+
+
+def test_a_hang_is_told_first_with_the_rank_that_is_behind(tmp_path: Path) -> None:
+    markdown, html = reports_of(fake_run(tmp_path / "run", 64))
+    assert sections(markdown) == ["First failure", "What ran", "Steps", "Start-up", "Environment", "Reproduce with"]
+    for text in (markdown, html):
+        assert "a deadline passed, with rank 60 behind in update_critic of step 1" in text
+        assert "NCCL_CUMEM_ENABLE" in text and "24-31" in text, "what differs, and on which ranks"
+        assert "Exit code 124, a deadline passed." in text and "failure-host0.json" in text
+    assert '<body class="FAILED">' in html
+
+
+def test_the_page_needs_no_other_file_and_has_what_the_text_has(tmp_path: Path) -> None:
+    markdown, html = reports_of(fake_run(tmp_path / "run", 2, passed=True))
+    assert not re.search(r"(?:src|href)=|@import|url\(", html)
+    assert re.findall("<h2>(.*?)</h2>", html) == sections(markdown)
+    assert html.count("<table>") == 2 and "[engine]" in html.split("Reproduce with")[1]
+    assert "<details>" in markdown and "details" not in html
+
+
+def test_what_a_program_printed_is_text_on_the_page() -> None:
+    markdown = "# <script>x</script>\n\n![a](http://x/y.png) [b](javascript:x) __init__ https://a.example/issue\n\n<img src=x>\n"
+    html = page(markdown, "FAILED")
+    assert "<script" not in html and "<img" not in html and "__init__" in html
+    assert re.findall(r'href="([^"]*)"', html) == ["http://x/y.png", "https://a.example/issue"]
+
+
+def test_a_fence_in_a_log_does_not_end_the_block(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1)
+    file = folder / "failure-host0.json"
+    verdict = json.loads(file.read_text())
+    verdict["said"] += ["```", "## not a heading", "a | b"]
+    file.write_text(json.dumps(verdict))
+    assert "<h2>not a heading</h2>" not in reports_of(folder)[1]
+
+
+def test_validations_have_a_table(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1, passed=True)
+    assert "Validation" not in reports_of(folder)[0]
     with (folder / "metrics.jsonl").open("a") as file:
-        for updates, accuracy in ((0, 0.25), (3, 0.5), (4, 0.75)):
+        for updates, accuracy in ((0, 0.25), (3, 0.5)):
             values = {"step": updates, "accuracy": accuracy, "accuracy/gsm8k": accuracy, "rows": 8}
             row = {"kind": "validation"} | {f"validation/{name}": value for name, value in values.items()}
             file.write(json.dumps(row) + "\n")
-    (curve,) = [each for each in drawings(page_of(folder)) if each.attrib["aria-label"].startswith("accuracy")]
-    first, second, third = [float(each.attrib["cx"]) for each in curve.iter("{http://www.w3.org/2000/svg}circle")][:3]
-    assert second - first == pytest.approx(3 * (third - second), abs=0.2), "three updates lie between the first two"
-    markdown = (folder / "report.md").read_text()
+    markdown, _ = reports_of(folder)
     assert "| updates | accuracy | accuracy/gsm8k | rows |" in markdown and "| 3 | 0.5 | 0.5 | 8 |" in markdown
 
 
-def test_the_reports_of_a_long_run_take_seconds(tmp_path: Path) -> None:
+def test_a_long_run_has_its_last_steps_and_takes_seconds(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 2, passed=True, steps=400)
     began = time.process_time()
-    write_reports(folder)
+    markdown, _ = reports_of(folder)
     assert time.process_time() - began < 5, "CPU seconds; a pass over all events for each of them takes a minute"
+    assert f"The first {400 - MOST_ROWS} rows are left out" in markdown and "| 399 | " in markdown
 
 
-def test_a_hang_is_told_with_the_rank_that_is_behind(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", 64)
-    page = page_of(folder)
-    markdown = (folder / "report.md").read_text()
-    for text in (page, markdown):
-        assert "a deadline passed, with rank 60 behind in update_critic of step 1" in text
-        assert "NCCL_CUMEM_ENABLE" in text and "24-31" in text, "what differs, and on which ranks"
-    assert ">FAILED</span>" in page and "Exit code 124" in page and "Exit code 124" in markdown
-    assert 'font-weight="700">rank 60<' in page
-
-
-def test_an_issue_has_all_its_parts_and_no_secret(tmp_path: Path) -> None:
+def test_an_issue_has_no_secret(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 8)
     facts = json.loads((folder / "environment.json").read_text())
     for each in facts:
         each["environment"]["SGLANG_API_KEY"] = "hunter2"
     (folder / "environment.json").write_text(json.dumps(facts))
-    page = page_of(folder)
-    markdown = (folder / "report.md").read_text()
-    sections = re.findall(r"(?m)^## (.*)$", markdown)
-    assert sections == ["What", "Expected", "Seen", "Environment", "Reproduce with"]
-    assert "hunter2" not in markdown + page and "SGLANG_API_KEY=[redacted " in markdown
+    markdown, html = reports_of(folder)
+    assert "hunter2" not in markdown + html and "SGLANG_API_KEY=[redacted " in markdown
     assert "torchrun --standalone --nproc-per-node=8 launch/ppo.py config.toml" in markdown
-
-
-def test_a_passed_run_has_its_sections_and_is_written_alike_every_time(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", 1, passed=True)
-    write_reports(folder)
-    once = (folder / "report.md").read_text()
-    write_reports(folder)
-    assert (folder / "report.md").read_text() == once
-    sections = re.findall(r"(?m)^## (.*)$", once)
-    assert sections == [
-        "What", "Expected", "Seen", "Steps", "Verification", "Start-up", "Environment", "Reproduce with",
-    ]  # fmt: skip
-    assert "| 3 | 0.5 | " in once and "- engine: 31.0 s" in once
-    assert "every tensor by fingerprint (fake)" in once
 
 
 def test_a_run_that_began_no_phase_has_a_report(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 1, passed=True)
     for name in ("metrics.jsonl", "events/rank0.jsonl"):
         (folder / name).unlink()
-    assert "DID NOT END" in page_of(folder)
+    assert reports_of(folder)[0].startswith("# DID NOT END: ")
 
 
-def test_a_folder_that_is_no_run_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is no run directory: it has no config\.toml"):
+def test_keys_of_another_version_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1, passed=True)
+    file = folder / "config.toml"
+    text = file.read_text().replace("[weights]", "[weights]\ntolerance_mean = 0.1") + "\n[later]\nkey = 1\n"
+    file.write_text(text)
+    markdown, _ = reports_of(folder)
+    assert "does not know: `weights.tolerance_mean`, `later`." in markdown and "qwen3_moe" in markdown
+    done = subprocess.run(
+        [sys.executable, "launch/export.py", str(folder)], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "weights.tolerance_mean, later" in done.stderr
+
+
+def test_a_folder_that_is_not_a_run_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.toml"):
         write_reports(tmp_path)
     done = subprocess.run(
         [sys.executable, "launch/report.py", str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True
@@ -127,40 +142,34 @@ def test_a_folder_that_is_no_run_is_a_mistake(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "foreign",
-    [
-        "[1, 2]",
-        "{",
-        '{"first": 3, "code": 1, "said": []}',
-        '{"message": "mine"}',
-        "[" * 20_000,
-        '{"first": {}, "code": 1, "said": []}',
-    ],
+    ["", "[1, 2]", "{", '{"first": 3, "code": 1, "said": []}', '{"message": "mine"}', "[" * 20_000],
+    ids=["empty", "list", "cut", "types", "other", "deep"],
 )
-def test_a_failure_file_of_another_program_is_a_mistake(foreign: str, tmp_path: Path) -> None:
+def test_a_torn_or_foreign_file_keeps_nobody_from_the_rest_of_a_run(foreign: str, tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 1, passed=True)
+    before, _ = reports_of(folder)
     (folder / "failure-mine.json").write_text(foreign)
-    with pytest.raises(ConfigError, match=r"failure-mine\.json is not what a watchdog writes"):
-        write_reports(folder)
+    for name in ("metrics.jsonl", "events/rank0.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write(foreign + "\n" + '{"step": "x", "phase": {"y": 1}}\n')
+    with (folder / "events" / "rank0.jsonl").open("a") as file:
+        file.write(
+            '{"time": 1e9, "rank": 0, "host": "h", "event": "phase_start", "phase": 7, "step": "\\"; import os"}\n'
+        )
+    assert reports_of(folder)[0] == before
 
 
-def test_a_failed_page_shows_its_traceback_once_and_links_what_to_read_next(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", 2)
-    page = page_of(folder)
-    assert re.findall(r'href="([^"]*)"', page) == ["failure-host0.json", "events", "config.toml"]
-    assert "RUN_DIR" not in page
-    assert "prefers-color-scheme: dark" in page
-    assert "[engine]" in page.split("Reproduce with")[1]
-    frames = re.findall(r"File &#34;[^&]*&#34;, line \d+, in \w+", page)
-    assert len(frames) == len(set(frames))
-
-
-def test_the_sync_after_the_last_update_is_no_step_more(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", 1, passed=True, steps=3)
-    file = folder / "events" / "rank0.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    lines[-2:-2] = [
-        {**lines[-3], "event": f"phase_{half}", "phase": "sync", "step": 3, "seconds": 0.0} for half in ("start", "end")
-    ]
-    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    page = page_of(folder)
-    assert "Steps 0 to 2, and what followed" in page and "sync 0 to 2" in page
+def test_links_pipes_and_devices_in_a_run_directory_are_neither_read_nor_written_through(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1, passed=True)
+    before, _ = reports_of(folder)
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("report.md", "report.html", "trace.json"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(precious)
+        (folder / f".{name}.part").symlink_to(precious)
+    (folder / "events" / "rank9.jsonl").symlink_to("/dev/zero")
+    os.mkfifo(folder / "events" / "rank8.jsonl")
+    os.mkfifo(folder / "failure-mine.json")
+    assert reports_of(folder)[0] == before and precious.read_text() == "mine"
+    assert not (folder / "report.md").is_symlink()

@@ -1,5 +1,6 @@
 """What a tiny engine's answers are compared with; the engine is a stand-in that answers as a model would."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from harness.tools.repro import tiny_engine
-from harness.tools.repro.tiny_engine import LOG_PROBS, TinyEngine, checkpoint_tensors
+from harness.tools.repro.tiny_engine import OTHER_WEIGHTS, TinyEngine, checkpoint_tensors
 
 
 class GreedyEngine:
@@ -31,14 +32,17 @@ def test_the_difference_is_small_with_the_same_weights_only(
     monkeypatch.setattr(tiny_engine, "NEW_TOKENS", 4)
     engine = TinyEngine(api=None, engine=GreedyEngine(), folder=Path(), name="qwen2", device="cpu")  # type: ignore[arg-type]
     engine.engine.model = trainer = engine.trainer(seed=0)
-    engine.print_difference(trainer)
-    assert LOG_PROBS.read(capsys.readouterr().out) < 1e-5
-    engine.print_difference(engine.trainer(seed=1))
-    assert LOG_PROBS.read(capsys.readouterr().out) > LOG_PROBS.broken_above
+    engine.compare(trainer)
+    assert "(same weights)" in capsys.readouterr().out
+    engine.compare(engine.trainer(seed=1))
+    assert re.search(OTHER_WEIGHTS, capsys.readouterr().out)
+    monkeypatch.setattr(tiny_engine, "OTHER_ABOVE", 1e6)
+    with pytest.raises(RuntimeError, match="neither"):
+        engine.compare(engine.trainer(seed=1))
     with torch.no_grad():
         trainer.model.norm.weight.fill_(torch.nan)
-    engine.print_difference(engine.trainer(seed=1))
-    assert LOG_PROBS.read(capsys.readouterr().out) == torch.inf
+    engine.compare(engine.trainer(seed=1))
+    assert re.search(OTHER_WEIGHTS, capsys.readouterr().out)
 
 
 def test_tensors_have_the_names_of_a_checkpoint() -> None:

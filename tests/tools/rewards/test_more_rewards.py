@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from harness.task.data import Row
-from harness.task.rewards import REWARDS
+from harness.task.rewards import HANDED_IN, REWARDS
 from harness.tools.rewards.more_rewards import (
     DATA_SOURCES,
     RewardFailed,
@@ -20,15 +20,19 @@ ROW = Row("How many?", "7", "rows.jsonl line 3", "openai/gsm8k", {"index": 2})
 
 def test_a_data_source_picks():
     assert [make_reward("data_source", [ROW])(text, ROW) for text in ("#### 7.0", "#### 7")] == [0.0, 1.0]
-    assert set(DATA_SOURCES.values()) <= {*REWARDS, "math"}
+    assert set(DATA_SOURCES.values()) <= {*REWARDS, *HANDED_IN}
+    row = replace(ROW, data_source="lighteval/MATH", ground_truth="\\frac{1}{2}")
+    assert make_reward("data_source", [row])("so \\boxed{1/2}", row) == 1.0
 
 
 def test_a_row_that_cannot_be_scored_is_named_before_the_run():
     check_reward("gsm8k", [ROW])
     check_reward("data_source", [ROW])
-    with pytest.raises(ValueError, match='rows.jsonl line 3 has the ground truth "seven", which is no number'):
+    with pytest.raises(
+        ValueError, match='rows.jsonl line 3 has the ground truth "seven", but task.reward = "gsm8k" needs a number'
+    ):
         check_reward("gsm8k", [replace(ROW, ground_truth="seven")])
-    with pytest.raises(ValueError, match=r'rows.jsonl line 3 has data_source "geo3k", .* scores openai/gsm8k'):
+    with pytest.raises(ValueError, match=r'rows.jsonl line 3 has data_source "geo3k", .* can score openai/gsm8k'):
         check_reward("data_source", [ROW, replace(ROW, data_source="geo3k")])
 
 
@@ -88,29 +92,24 @@ def test_an_own_reward_that_fails_is_named_with_the_row(own, function, message):
 def test_an_own_reward_that_is_not_there_is_found_without_importing_anything(own):
     check_reward("some_package.inner:length", [])
     for name, message in (
-        (f"{own}/none.py:length", "none.py is no file"),
+        (f"{own}/none.py:length", "there is no file .*none.py"),
         (f"{own}/own.py:width", "own.py has no function width"),
-        (f"{own}/broken.py:length", "broken.py is not Python"),
-        ("no_such_module_here:length", "is no module that Python finds"),
-        ("some_package.missing:length", "is no module that Python finds"),
+        ("no_such_module_here:length", "Python does not find no_such_module_here"),
     ):
         with pytest.raises(ValueError, match=message):
             check_reward(name, [])
     assert "some_package" not in sys.modules
     for name, message in (
         ("some_package.inner:length", "cannot be imported: RuntimeError: imported"),
-        (f"{own}/own.py:later", "has no function later"),
+        (f"{own}/broken.py:length", "cannot be imported: SyntaxError"),
         (f"{own}/own.py:constant", "must be a plain function, got a int"),
     ):
         with pytest.raises(ValueError, match=message):
             make_reward(name, [])
 
 
-def test_math_needs_math_verify_where_it_is_used(monkeypatch):
+def test_math_needs_math_verify(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    check_math_verify("data_source", [ROW])
-    check_math_verify("gsm8k", [])
-    math = replace(ROW, data_source="DigitalLearningGmbH/MATH-lighteval")
-    for name, rows in (("math", []), ("data_source", [ROW, math])):
-        with pytest.raises(ValueError, match=f'task.reward = "{name}" .* is not installed: .*pip install math-verify'):
-            check_math_verify(name, rows)
+    check_math_verify("data_source")
+    with pytest.raises(ValueError, match='task.reward = "math" .* is not installed: .*pip install math-verify'):
+        check_math_verify("math")

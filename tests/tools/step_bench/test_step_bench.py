@@ -33,7 +33,7 @@ def test_each_part_stands_beside_its_limit_and_the_rest_is_what_no_part_took() -
     said = verdict(TABLE)
     assert "generation 100 tokens/s, 0.90 of" in said
     assert "learner 0.5 of 700 TFLOP/s" in said
-    assert "all else 5.0%" in said  # 10 - 5 - 4 - 0.5, of 10
+    assert "everything else 5.0%" in said  # 10 - 5 - 4 - 0.5, of 10
 
 
 def test_the_table_begins_with_the_longest_phase_and_leaves_blank_what_has_no_limit() -> None:
@@ -98,7 +98,7 @@ def test_sglangs_bench_takes_token_ids_and_its_answers_are_counted() -> None:
     command = [sys.executable, "-c", SGLANGS_BENCH]  # importing sglang takes a process of its own
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["True"]
-    assert "SGLang's bench made 7 tokens in place of 9" in done.stderr
+    assert "SGLang's bench made 7 tokens instead of 9" in done.stderr
 
 
 @pytest.mark.parametrize(

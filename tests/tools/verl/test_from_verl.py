@@ -49,7 +49,7 @@ def test_standard_input_and_tiny(tiny: list[str]) -> None:
     [
         ([], "there are no arguments of verl"),
         (["/no/such.sh"], "/no/such.sh cannot be read"),
-        ([SCRIPT, "--", "data.x=1"], "give one"),
+        ([SCRIPT, "--", "data.x=1"], "not both"),
         (["--tiny", "gemma"], "gemma cannot be read"),
         (["--releas", "0.4", "--", *WORDS], "--releas is not an option"),
         (["--", *WORDS, "data.train_batch_size=1,2"], "sweep"),

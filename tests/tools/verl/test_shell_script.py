@@ -1,5 +1,7 @@
 """A script's command, as bash expands it, with nothing started and nothing written."""
 
+import contextlib
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,63 @@ def test_date_is_the_only_command_that_has_a_result() -> None:
     )
     [found] = words(script)
     assert found.startswith("name=20") and found.endswith("-gpu")
+
+
+def test_what_a_command_would_have_printed_is_a_hole() -> None:
+    script = f"""
+MODEL=$(cat model.txt)
+LENGTH=$(awk '{{print $1}}' lengths)
+BATCH=$(echo "1024*24" | bc)
+RATE=$(python3 -c "print(1e-6 * 2)")
+HERE=$(dirname "$0")/data; NAME=$(basename /a/run.sh .sh)
+GPUS=$(nvidia-smi -L | wc -l); if [ "$GPUS" -gt 4 ]; then BIG=1; fi
+{MAIN} model=$MODEL tokens=$BATCH ${{LENGTH:+length=$LENGTH}} lr=${{RATE:-1e-6}} files=$HERE name=$NAME a=1 $(cat more)
+"""
+    found = command_of_script(script, [], {"HOME": "/h"})
+    assert found.words == ("files=./data", "name=run", "a=1")
+    assert [hole.text for hole in found.holes] == [
+        "model=$(cat model.txt)",
+        "tokens=$(bc)",
+        "length=$(awk {print $1} lengths)",
+        "lr=$(python3 -c print(1e-6 * 2))",
+        "$(cat more)",
+    ]
+
+
+def test_a_file_that_is_not_read_may_set_anything() -> None:
+    script = (
+        f"source ~/.bashrc\nsource /opt/conda/bin/activate verl\nsource ./env.sh\neval $(cat env)\n{MAIN} a=${{BS:-64}}"
+    )
+    found = command_of_script(script, [], {"HOME": "/h"})
+    assert found.words == ("a=64",) and [hole.text for hole in found.holes] == ["source ./env.sh", "$(cat env)"]
+
+
+def test_a_trace_over_several_lines_is_no_error_of_bash() -> None:
+    script = f'set -x\nA="one=1\ntwo=2"\n{MAIN} a=1'
+    assert command_of_script(script, [], {"HOME": "/h"}).not_run == ()
+
+
+def test_a_script_cannot_write_a_file_reach_a_process_or_leave_one(tmp_path: Path) -> None:
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine")
+    with subprocess.Popen(["sleep", "600"]) as other:
+        script = f"""
+history -c; history -s gone; history -w {precious}; builtin history -w {precious}; enable history kill
+builtin history -w {precious}; command history -w {precious}; HISTFILE={precious}
+builtin kill -9 {other.pid}; command kill -9 {other.pid}; kill -9 {other.pid}
+set -m; (while :; do :; done) & read -t 600 < <(while :; do :; done) &
+{MAIN} a=$BASHPID
+"""
+        [word] = words(script)
+        assert precious.read_text() == "mine" and other.poll() is None
+        other.kill()
+    of_bash = int(word.removeprefix("a="))
+    sessions = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, session, *_ = status.read_text().rpartition(")")[2].split()
+            sessions += [int(session)] if state != "Z" else []
+    assert of_bash not in sessions
 
 
 def test_the_command_of_a_pipe_whose_reader_ends_first_is_whole() -> None:

@@ -1,4 +1,4 @@
-"""verl's commands as harness configs: the seven of an SGLang guide, the keys of all releases, and what is said of the rest."""
+"""verl's commands as harness configs: the seven of an SGLang guide, the keys of all releases, and the verdicts on the rest."""
 
 import json
 import tomllib
@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from harness.config.layers import ConfigError, Layer, build_config
-from harness.config.rules import check
+from harness.config.resolve import resolve
 from harness.config.schema import Config
+from harness.tools.environments import REPOSITORY
 from harness.tools.preflight import check_plan
-from harness.tools.verl.overrides import RELEASES, TREES, _histories, parse_override
+from harness.tools.verl.draft import row_of
+from harness.tools.verl.overrides import RELEASES, Trainer, defaults, parse_override
 from harness.tools.verl.shell_script import VerlCommand, command_of_script
 from harness.tools.verl.translate import Translation, launch_lines, translate
 
+KEYS = REPOSITORY / "harness" / "tools" / "verl" / "keys.toml"
 COMMANDS = sorted(Path(__file__).with_name("commands").glob("*.sh"))
 ENVIRONMENT = {"HOME": "/h"}
 NEEDED = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.actor.use_dynamic_bsz=True")
@@ -132,7 +135,7 @@ def test_each_command_translates_with_nothing_unexplained(path: Path) -> None:
     assert all(each.text for each in found.verdicts)
     config = loaded(found)
     assert config == found.config
-    check(config)
+    resolve(config)
     assert (config.parallel.dp, config.parallel.tp) == wanted.pop("parallel")
     assert {key: value(config, key) for key in wanted} == wanted
     assert config.engine.defaults == "sglang" and config.task.reward == "data_source"
@@ -186,8 +189,8 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     ("actor_rollout_ref.model.path=~/models/m", {"model.name": "/h/models/m"}),
     ("algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.normalize_by_std": False}),
     (
-        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.2",
-        {"algorithm.kl_placement": "reward", "algorithm.kl_estimator": "k1", "algorithm.kl_target": 0.2},
+        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.2",
+        {"algorithm.kl_placement": "reward", "algorithm.kl_estimator": "k1", "algorithm.kl_coefficient": 0.2},
     ),
     (
         "actor_rollout_ref.actor.clip_ratio_low=0.1 actor_rollout_ref.actor.clip_ratio_high=0.28",
@@ -234,7 +237,10 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=0.6",
         {"validation.temperature": 0.6},
     ),
-    ("actor_rollout_ref.rollout.val_kwargs.temperature=0.6", {"validation.temperature": 0.0}),
+    ("actor_rollout_ref.rollout.val_kwargs.temperature=0.6", {"validation.temperature": 0.6}),
+    ("actor_rollout_ref.rollout.val_kwargs.top_p=0.7", {"validation.temperature": 0.0}),
+    ("data.train_max_samples=100", {"task.rows": 100, "task.rows_seed": 0}),
+    ("data.val_max_samples=100", {"validation.rows": 100, "validation.rows_seed": 0, "task.rows": 0}),
     (
         "+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton",
         {"engine.args.attention_backend": "triton"},
@@ -275,13 +281,40 @@ def test_keys_have_their_counterparts(words: str, wanted: dict[str, Any]) -> Non
 SAID: list[tuple[str, str, str]] = [
     ("actor_rollout_ref.rollout.temprature=1", "unknown", "actor_rollout_ref.rollout.temperature"),
     ("ray_init.num_cpus=4", "irrelevant", "Ray"),
+    ("+actor_rollout_ref.rollout.repetition_penalty=1.0", "irrelevant", "changes nothing"),
+    ("+actor_rollout_ref.rollout.repetition_penalty=1.1", "unsupported", "penalty"),
+    ("trainer.npu_profile.options.level=level1", "irrelevant", "profilers"),
+    ("critic.enable=False", "unsupported", "GAE without a critic"),
+    ("trainer.v1.trainer_mode=async", "unsupported", "same time"),
+    ("++data.apply_chat_template_kwargs.enable_thinking=False", "unsupported", "chat template"),
     ("algorithm.adv_estimator=remax", "unsupported", "remax"),
     ("reward_model.enable=True", "unsupported", "rule"),
     ("reward_model.micro_batch_size=4", "irrelevant", "no reward model"),
     ("actor_rollout_ref.model.lora_rank=32", "unsupported", "LoRA"),
     ("actor_rollout_ref.model.lora_rank=0", "irrelevant", "LoRA"),
-    ("actor_rollout_ref.rollout.multi_turn.enable=True", "unsupported", "turns"),
-    ("data.shuffle=False", "unsupported", "shuffled"),
+    ("actor_rollout_ref.rollout.multi_turn.enable=True", "unsupported", "multi-turn"),
+    ("data.shuffle=False", "unsupported", "shuffles"),
+    ("data.image_key=images", "unsupported", "text"),
+    ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "unsupported", "float16"),
+    ("actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "irrelevant", "model.dtype"),
+    ("actor_rollout_ref.actor.megatron.dtype=float16", "unsupported", "float16"),
+    ("+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32", "unsupported", "fp32"),
+    ("actor_rollout_ref.rollout.max_model_len=1024", "unsupported", "1024 tokens"),
+    ("actor_rollout_ref.rollout.max_model_len=1025", "irrelevant", "long enough"),
+    ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "unsupported", "agent's loop"),
+    ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent", "irrelevant", "changes nothing"),
+    ("actor_rollout_ref.actor.optim.zero_indexed_step=False", "unsupported", "one step later"),
+    (
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01",
+        "unsupported",
+        "terms of the loss",
+    ),
+    (
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full",
+        "irrelevant",
+        "memory",
+    ),
+    ("critic.cliprange_value=0", "unsupported", "clamped"),
     ("actor_rollout_ref.actor.clip_ratio=0.1", "irrelevant", "clip_ratio_low"),
     ("algorithm.kl_ctrl.kl_coef=0.1", "irrelevant", "no KL"),
     ("+actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=4", "unsupported", "parallel.tp"),
@@ -306,6 +339,33 @@ def test_what_has_no_counterpart_is_said(word: str, fate: str, reason: str) -> N
     assert (f"{fate}: {word}: {verdict.text}" in found.toml) and found.is_whole == (fate == "irrelevant")
 
 
+@pytest.mark.parametrize(
+    ("release", "words", "temperature"),
+    [
+        ("0.3", "", 0.0),
+        ("0.6", "", 0.0),
+        ("0.6", "actor_rollout_ref.rollout.mode=async", 0.6),
+        ("0.6", "actor_rollout_ref.rollout.val_kwargs.do_sample=True", 0.6),
+        ("0.7", "actor_rollout_ref.rollout.val_kwargs.do_sample=False", 0.6),
+    ],
+)
+def test_the_agent_loop_does_not_read_do_sample(release: str, words: str, temperature: float) -> None:
+    found = of("actor_rollout_ref.rollout.val_kwargs.temperature=0.6", *words.split(), release=release)
+    assert found.config.validation.temperature == temperature
+
+
+def test_rows_are_drawn_as_verl_draws_them() -> None:
+    found = of("data.train_max_samples=100", "data.seed=7")
+    assert (found.config.task.rows, found.config.task.rows_seed) == (100, 7)
+    assert [each.override for each in found.of("unsupported")] == ["data.seed=7"]  # the order of the prompts
+    assert of("data.train_max_samples=100", "data.shuffle=False").config.task.rows_seed == -1
+
+
+def test_the_end_of_the_epochs_is_said_beside_a_number_of_steps() -> None:
+    words = ("trainer.total_epochs=2", "trainer.total_training_steps=100")
+    assert [each.override for each in of(*words).of("unsupported")] == [words[0]]
+
+
 def test_a_critic_is_not_said_to_be_mapped_where_there_is_none() -> None:
     found = of(*GRPO, "critic.optim.lr=1")
     [verdict] = [each for each in found.verdicts if each.override == "critic.optim.lr=1"]
@@ -327,8 +387,13 @@ def test_a_penalty_for_long_responses_is_said() -> None:
 def test_weights_bounded_on_both_sides_are_said() -> None:
     words = [f"algorithm.rollout_correction.rollout_is{each}" for each in ("=token", "_threshold=0.5_4.0")]
     assert {(each.override, each.text.split(";")[0]) for each in of(*words).of("unsupported")} == {
-        (word, "weights bounded on both sides") for word in words
+        (word, "importance weights with two bounds") for word in words
     }
+
+
+def test_a_kl_coefficient_that_adapts_is_said() -> None:
+    [verdict] = of("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive").of("unsupported")
+    assert verdict.override == "algorithm.kl_ctrl.type=adaptive" and "stays as it is" in verdict.text
 
 
 def test_steps_without_any_update_are_said() -> None:
@@ -356,14 +421,16 @@ def test_an_engine_that_is_not_sglang_is_said() -> None:
 
 
 @pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
-def test_every_key_of_every_release_has_a_verdict_and_a_default_that_changes_nothing(trainer: str) -> None:
+def test_every_key_of_every_release_has_a_verdict_and_a_default_that_changes_nothing(trainer: Trainer) -> None:
     """Give each release's keys their own defaults: none may be unknown; what is unsupported would be so unsaid."""
     options = ("--config-name=ppo_megatron_trainer",) if trainer == "megatron" else ()
     for release in RELEASES:
         silent = of(*options, release=release)
         words = []
-        for key, default in defaults_of(release, trainer).items():
-            if isinstance(default, dict) or "${" in json.dumps(default) or default == "???" or TREES.match(key):
+        for key, default in defaults(release, trainer).items():
+            if isinstance(default, dict) or "${" in json.dumps(default) or default == "???":
+                continue
+            if (row_of(key) or {}).get("default_counts"):
                 continue
             text = (
                 "null" if default is None else json.dumps(default) if isinstance(default, list | str) else str(default)
@@ -376,19 +443,6 @@ def test_every_key_of_every_release_has_a_verdict_and_a_default_that_changes_not
             each.override for each in silent.of("unsupported")
         }
         assert not extra, (release, extra)
-
-
-def defaults_of(release: str, trainer: str) -> dict[str, Any]:
-    from harness.tools.verl.overrides import defaults
-
-    return dict(defaults(release, "megatron" if trainer == "megatron" else "fsdp"))
-
-
-def test_keys_are_written_oldest_release_first() -> None:
-    for keys in _histories().values():
-        for key, history in keys.items():
-            since = [RELEASES.index(part.split(" ", 1)[0]) for part in history.split("; ") if history != "-"]
-            assert since == sorted(since), key
 
 
 @pytest.mark.parametrize(("release", "size"), [("0.3", 256), ("0.4", 1280)])

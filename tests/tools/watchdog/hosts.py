@@ -85,20 +85,19 @@ class Hosts:
         return found
 
     def _kind(self, process: psutil.Process) -> str:
-        """Its script; "watchdog" or "standby" for these two, of which the first is the other's child."""
+        """Its script, or "watchdog"."""
         words = process.cmdline()
-        if "harness.tools.watchdog.standby" not in words:
-            return Path(words[1]).stem if len(words) > 1 else ""
-        parent = process.parent()
-        return "watchdog" if parent and parent.cmdline() == words else "standby"
+        if "harness.tools.watchdog.watchdog" in words:
+            return "watchdog"
+        return Path(words[1]).stem if len(words) > 1 else ""
 
     def harm(self, number: signal.Signals, host: str, kind: str = "") -> None:
-        if not kind:
-            time.sleep(1.2)  # a host that goes in mid-phase has told where it is: hosts beat once a second
-        # The watchdog first: a host that goes tells nobody of its ranks.
-        for process in sorted(self.processes(host, kind), key=lambda each: self._kind(each) != "watchdog"):
-            with suppress(psutil.NoSuchProcess):  # it may end with what was killed before it
-                process.send_signal(number)
+        found = self.processes(host, kind)
+        # A host that goes tells nobody: all of its processes stop before the first one ends.
+        for each in (signal.SIGSTOP, number) if not kind else (number,):
+            for process in found:
+                with suppress(psutil.NoSuchProcess):  # it may end with what was killed before it
+                    process.send_signal(each)
 
     def wait(self, *hosts: str, seconds: float = 40) -> float:
         """Until nothing of these hosts, or of any, is left; how long that took."""

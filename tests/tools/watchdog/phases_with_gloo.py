@@ -1,11 +1,13 @@
-"""All phases of a PPO run with an all-reduce in each, under the product's own harness.run, without SGLang: a job that
-starts in seconds and can be hurt at any phase. Arguments as for launch/ppo.py, and RANK@PHASE after --hang: that rank
-hangs where it should have left the phase, alone."""
+"""Run all phases of a PPO run with an all-reduce in each, under harness.run, without SGLang.
+
+It starts in seconds, and a test can harm it in any phase. Arguments: those of launch/ppo.py, and --hang RANK@PHASE: that
+rank hangs at the end of the phase.
+"""
 
 import sys
 import time
 
-from harness.runtime.observer import RunContext
+from harness.observer import RunContext
 from harness.runtime.phases import MEET, PHASES, RUN
 from harness.tools.command_line import parse
 
@@ -40,4 +42,4 @@ if __name__ == "__main__":
     from harness.tools.observers import standard_observers
 
     config = parse(words).config
-    sys.exit(run(config, standard_observers(config), lambda: phases_only))
+    sys.exit(run(config, standard_observers(config), phases_only))

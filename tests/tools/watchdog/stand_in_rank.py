@@ -1,7 +1,8 @@
 """A stand-in for a rank, without torch: speaks to its watchdog through the real WatchdogObserver, and does as it is told.
 
 Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, meet (all ranks), child (start a
-process that would outlive us, and so would its file in /dev/shm), raise:TEXT, injected:FAULT (as the injector says it), kill:SIGNAL, exit:CODE, mistake, wait:SECONDS, hang, bye.
+process that would outlive us, and so would its file in /dev/shm), raise:TEXT, kill:SIGNAL, exit:CODE, mistake, wait:SECONDS,
+flush (until the other hosts have been told where we are), hang, bye.
 """
 
 import dataclasses
@@ -65,12 +66,12 @@ def main() -> None:
         elif name == "raise":
             client.failed(argument.replace("_", " "))
             os._exit(1)
-        elif name == "injected":
-            client.injected(argument)
         elif name == "kill":
             os.kill(os.getpid(), int(argument))
         elif name == "exit":
             os._exit(int(argument))
+        elif name == "flush":
+            client.flush()
         elif name == "wait":
             time.sleep(float(argument))
         elif name == "hang":

@@ -52,21 +52,17 @@ def as_other_user(path: Path) -> str:
 
 
 @pytest.fixture
-def watched(listener: tuple[socket.socket, Path, str]) -> Iterator[Callable[[int], Watchdog]]:
+def watched(listener: tuple[socket.socket, Path, str]) -> Callable[[int], Watchdog]:
     """Return a watchdog of two ranks that this process, or another one, has started; it hears when it serves."""
     made, folder, name = listener
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
     settings = WatchdogSettings(
         host="host0", world_size=2, local_world_size=2, idle_seconds=600.0, heartbeat_timeout=10.0, name=name
     )
 
     def make(launcher: int) -> Watchdog:
-        return Watchdog(settings, psutil.Process(launcher), made, folder, None, ours)
+        return Watchdog(settings, psutil.Process(launcher), made, folder, None)
 
-    yield make
-    ours.close()
-    theirs.close()
+    return make
 
 
 def hello(rank: int) -> bytes:
@@ -74,14 +70,14 @@ def hello(rank: int) -> bytes:
 
 
 @as_root
-def test_another_user_does_not_reach_the_socket(listener: tuple[socket.socket, Path, str]) -> None:
+def test_the_socket_is_closed_to_other_users(listener: tuple[socket.socket, Path, str]) -> None:
     _, folder, _ = listener
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert as_other_user(folder / channel.FILE) == "PermissionError"
 
 
 @as_root
-def test_another_user_who_reaches_it_all_the_same_is_not_heard(
+def test_a_connection_of_another_user_is_closed(
     listener: tuple[socket.socket, Path, str], watched: Callable[[int], Watchdog]
 ) -> None:
     _, folder, _ = listener
@@ -94,7 +90,7 @@ def test_another_user_who_reaches_it_all_the_same_is_not_heard(
 
 
 @as_root
-def test_a_folder_of_another_user_under_our_name_is_not_taken(listener: tuple[socket.socket, Path, str]) -> None:
+def test_a_folder_of_another_user_is_not_used(listener: tuple[socket.socket, Path, str]) -> None:
     _, folder, name = listener
     trap = folder.with_name(f"{name}-00000000")
     trap.mkdir(mode=0o700)
@@ -109,7 +105,7 @@ def test_a_folder_of_another_user_under_our_name_is_not_taken(listener: tuple[so
         trap.rmdir()
 
 
-def test_no_process_of_another_torchrun_and_no_rank_that_is_none(
+def test_a_process_of_another_torchrun_and_a_wrong_rank_are_refused(
     listener: tuple[socket.socket, Path, str], watched: Callable[[int], Watchdog]
 ) -> None:
     stranger = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
@@ -122,6 +118,29 @@ def test_no_process_of_another_torchrun_and_no_rank_that_is_none(
         assert watchdog.ranks == []
         line.close()
     stranger.communicate()
+
+
+LEAVER = """
+import sys
+from harness.tools.watchdog import channel
+line = channel.connect(sys.argv[1])
+line.send(b'{"say": "hello", "rank": 0, "handler": null}')
+sys.stdin.read()
+line.send(b'{"say": "bye", "code": 0}')
+"""
+
+
+def test_a_rank_that_said_goodbye_has_not_failed(
+    listener: tuple[socket.socket, Path, str], watched: Callable[[int], Watchdog]
+) -> None:
+    watchdog = watched(os.getpid())
+    rank = subprocess.Popen([sys.executable, "-c", LEAVER, listener[2]], stdin=subprocess.PIPE)
+    watchdog.serve(lambda: bool(watchdog.ranks), 20)
+    rank.communicate()
+    exit_watch = watchdog.ranks[0].exit
+    assert exit_watch and exit_watch.over.wait(10)
+    watchdog.look()
+    assert watchdog.ranks[0].gone and watchdog.own == []
 
 
 def ended(line: socket.socket) -> bool:
@@ -142,7 +161,7 @@ GARBAGE = [
 ]
 
 
-def test_a_rank_is_known_by_its_kernel_pid_and_what_is_malformed_costs_its_own_packet_alone(
+def test_malformed_packets_of_others_do_not_disturb_a_rank(
     listener: tuple[socket.socket, Path, str], watched: Callable[[int], Watchdog]
 ) -> None:
     name, watchdog = listener[2], watched(os.getppid())
@@ -188,7 +207,6 @@ NAMES = (
     "phase",
     "step",
     "deadline",
-    "injected",
     "error",
     "kind",
     "trace",
@@ -203,7 +221,7 @@ MESSAGES = st.builds(
 
 
 @given(st.binary() | JSON.map(lambda each: json.dumps(each).encode()) | MESSAGES.map(lambda m: json.dumps(m).encode()))
-def test_whatever_comes_is_a_message_or_malformed(line: bytes) -> None:
+def test_any_packet_is_a_message_or_malformed(line: bytes) -> None:
     with suppress(MalformedError):
         assert isinstance(parse(line), Message)
 
@@ -216,11 +234,11 @@ def test_whatever_comes_is_a_message_or_malformed(line: bytes) -> None:
     ],
     ids=range(7),
 )
-def test_these_are_malformed(line: bytes) -> None:
+def test_malformed_packets(line: bytes) -> None:
     with pytest.raises(MalformedError):
         parse(line)
 
 
-def test_that_all_have_met_is_a_message() -> None:
+def test_the_message_that_all_ranks_have_met() -> None:
     message = parse(peers())
     assert isinstance(message, Met) and message.nodes[0].host == "host0"

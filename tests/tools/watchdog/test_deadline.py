@@ -4,7 +4,7 @@ from harness.runtime.phases import RUN
 from harness.tools.watchdog.client import deadline
 
 
-def test_phases_that_are_not_named_have_the_common_deadline_and_the_whole_job_none() -> None:
+def test_the_deadline_of_a_phase() -> None:
     assert deadline("sync", {"sync": 7}, 600) == 7
     assert deadline("generate", {"sync": 7}, 600) == 600
     assert deadline(RUN, {}, 600) is None

@@ -2,6 +2,7 @@
 
 import hmac
 import json
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -38,8 +39,12 @@ def exchange(
     speaker: Heartbeats, hearer: Heartbeats, failures: list[RunFailure] | None = None, left: bool = False
 ) -> None:
     speaker.beat({speaker.own: PLACE}, failures or [], left)
-    time.sleep(0.02)
+    wait_for_datagram(hearer.socket)
     hearer.listen()
+
+
+def wait_for_datagram(door: socket.socket) -> None:
+    assert select.select([door], [], [], 10)[0]
 
 
 def test_a_beat_tells_where_ranks_are_over_ipv4_and_ipv6(doors: list[socket.socket]) -> None:
@@ -52,14 +57,9 @@ def test_a_beat_tells_where_ranks_are_over_ipv4_and_ipv6(doors: list[socket.sock
     assert first.silent() == []
 
 
-def test_times_are_compared_on_one_clock(doors: list[socket.socket]) -> None:
+def test_clocks_of_hosts_may_differ(doors: list[socket.socket]) -> None:
     ahead = 137.0
     first, second = pair(doors, [time.time, lambda: time.time() + ahead])
-    for _ in range(3):
-        exchange(first, second)
-        exchange(second, first)
-    assert max(first.peers[1].ahead) == pytest.approx(ahead, abs=0.05)
-    assert max(second.peers[0].ahead) == pytest.approx(-ahead, abs=0.05)
     happened = time.time()
     failure = RunFailure(kind="died", time=happened + ahead, host="host1", ranks=(1,), place=PLACE)
     exchange(second, first, [failure])
@@ -82,7 +82,7 @@ def test_only_a_host_that_was_heard_can_be_lost_and_only_once(doors: list[socket
     assert first.all_heard_since(200.5)
 
 
-def test_a_host_that_says_it_leaves_is_not_lost(doors: list[socket.socket]) -> None:
+def test_a_host_that_announced_its_exit_is_not_lost(doors: list[socket.socket]) -> None:
     now = [100.0]
     first, second = pair(doors, [lambda: now[0], time.time])
     exchange(second, first, left=True)
@@ -93,7 +93,7 @@ def test_a_host_that_says_it_leaves_is_not_lost(doors: list[socket.socket]) -> N
 def send(door: socket.socket, data: bytes) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         stranger.sendto(data, ("127.0.0.1", door.getsockname()[1]))
-    time.sleep(0.01)
+    wait_for_datagram(door)
 
 
 def signed(beat: object, key: bytes = KEY) -> bytes:
@@ -102,7 +102,7 @@ def signed(beat: object, key: bytes = KEY) -> bytes:
 
 
 BEAT = {
-    **{"node": 1, "to": 0, "count": 1, "sent": 1.0, "places": {}, "failures": []},
+    **{"node": 1, "to": 0, "count": 1, "places": {}, "failures": []},
     **{"left": True},
 }
 
@@ -116,7 +116,7 @@ BEAT = {
     ],
     ids=range(14),
 )
-def test_what_is_no_beat_of_this_run_is_not_heard(doors: list[socket.socket], data: bytes) -> None:
+def test_a_datagram_that_is_not_a_beat_of_this_run_is_ignored(doors: list[socket.socket], data: bytes) -> None:
     first, second = pair(doors, [time.time, time.time])
     send(doors[0], data)
     first.listen()
@@ -126,11 +126,11 @@ def test_what_is_no_beat_of_this_run_is_not_heard(doors: list[socket.socket], da
     assert first.peers[1].places == {1: PLACE}
 
 
-def test_a_beat_that_is_sent_again_is_not_heard_again(doors: list[socket.socket]) -> None:
+def test_a_repeated_beat_is_ignored(doors: list[socket.socket]) -> None:
     now = [100.0]
     first, second = pair(doors, [lambda: now[0], time.time])
     second.beat({1: PLACE}, [])
-    time.sleep(0.02)
+    wait_for_datagram(doors[0])
     recorded = doors[0].recv(60_000)
     send(doors[0], recorded)
     first.listen()

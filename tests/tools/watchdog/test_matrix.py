@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,116 +13,71 @@ from harness.runtime.processes import shared_memory_files
 from harness.tools.fault_spec import ANYWHERE
 from harness.tools.hosts import kernel
 from harness.tools.inject import SLOW_SECONDS
-from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
+from tests.end_to_end.launching import QUICKSTART, Job
 
 pytestmark = pytest.mark.slow
 
+ALL_REDUCES = "tests/tools/watchdog/phases_with_gloo.py"
+SMALL_DISK = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=16m,mode=700 none "$0" && exec "$@"']
+"""Runs a command with a small disk mounted at a folder, for the command alone."""
 DEADLINE_SECONDS = 3
 END_SECONDS = 15
 """From the fault, or the deadline that it makes others pass, to the end of everything."""
-START_SECONDS = 25
-"""From the start to the fault, on a busy machine."""
 SOME_PHASES = (
     *(MEET, RUN, "inputs", "start_engine", "build_trainer", "resume_weights", "sync", "generate", "old_log_probs"),
     *("update_actor", "verify_push", "shutdown"),
 )
-BY_DEFAULT = {
-    "exception": "sync",
-    "kill": "generate",
-    "stop": "resume_weights",
-    "hang": "old_log_probs",
-    "slow": "generate",
-    "oom": "update_actor",
-    "full-disk": "old_log_probs",
-}
-"""Cells that every run of the tests has, one of each kind; the others are marked long."""
+BY_DEFAULT = {"kill": "generate", "stop": "resume_weights", "slow": "generate", "full-disk": "old_log_probs"}
+"""Cells that every run of the tests has; the others are marked long."""
 
 
 def cells() -> list[Any]:
     every = [(kind, phase) for kind in ANYWHERE for phase in SOME_PHASES if (kind, phase) != ("full-disk", MEET)]
-    every.remove(("slow", RUN))  # which is no phase of a step, and meet has nobody who could wait
+    every.remove(("slow", RUN))  # not a phase of a step; and nobody waits in meet
     every.remove(("slow", MEET))
-    marks = {cell: [] if cell[1] == BY_DEFAULT[cell[0]] else [pytest.mark.long] for cell in every}
+    marks = {cell: [] if BY_DEFAULT.get(cell[0]) == cell[1] else [pytest.mark.long] for cell in every}
     return [pytest.param(*cell, id="@".join(cell), marks=marks[cell]) for cell in every]
 
 
-def words_of(kind: str, phase: str) -> list[str]:
-    step = ":1" if phase in STEP_PHASES else ""
-    deadline = ["--run.phase_timeouts", f"{{{phase} = {DEADLINE_SECONDS}}}"] if kind in ("hang", "stop") else []
-    return ["--run.steps", "2", "--inject", f"{kind}@{phase}:1{step}", *deadline]
-
-
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all cells that were asked for, run side by side: most of the time each of them waits."""
-    folder = tmp_path_factory.mktemp("cells")
-    cells = []
-    for item in request.session.items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.path == request.path and "kind" in params:
-            kind, phase = params["kind"], params["phase"]
-            name = f"{kind}@{phase}"
-            if kind == "full-disk" and kernel.refusal():
-                continue
-            disk = "size=16m" if kind == "full-disk" else ""
-            cells.append({"name": name, "folder": str(folder / name), "words": words_of(kind, phase), "disk": disk})
-    (folder / "cells.json").write_text(json.dumps(cells))
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.tools.watchdog.run_cells",
-            str(folder / "cells.json"),
-            str(folder / "results.json"),
-        ],
-        cwd=REPOSITORY,
-        check=True,
-        timeout=60 + 12 * len(cells),
-    )
-    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return found
-
-
 @pytest.mark.parametrize(("kind", "phase"), cells())
-def test_a_fault_ends_the_run_in_time_and_is_named(results: dict[str, Any], kind: str, phase: str) -> None:
-    if f"{kind}@{phase}" not in results:
-        pytest.skip(f"no disk of its own here: {kernel.refusal()}")
-    cell = results[f"{kind}@{phase}"]
-    said = cell["said"]
-    # Of the whole job's start: a file that a rank made a moment before it was killed may have been seen by nobody.
-    assert [each for each in cell["left"] if phase != RUN or "harness-test" not in each] == [], said
+def test_a_fault_ends_the_run_in_time_and_is_named(tmp_path: Path, kind: str, phase: str) -> None:
+    deadline = DEADLINE_SECONDS if kind in ("hang", "stop") else 0
+    step = ":1" if phase in STEP_PHASES else ""
+    arguments = [QUICKSTART, "--run.steps", "2", "--inject", f"{kind}@{phase}:1{step}"]
+    arguments += ["--run.phase_timeouts", f"{{{phase} = {deadline}}}"] if deadline else []
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments, script=ALL_REDUCES)
+    if kind == "full-disk":
+        if kernel.refusal():
+            pytest.skip(f"no namespaces here: {kernel.refusal()}")
+        job.folder.mkdir(0o700)
+        job.prefix = [*SMALL_DISK, str(job.folder)]
+    job.start()
     at = expected_place(phase)
     if kind == "slow":
-        assert cell["code"] == 0, said
-        if phase in STEP_PHASES:
-            assert re.search(
-                rf"^slow: rank 1 came [3-9]\.\d s after the others on \S+ to {phase} of step 1$", said, re.M
-            ), said
+        assert job.wait(90) == 0, job.output()
+        late = rf"^slow: rank 1 came [3-9]\.\d s after the others on \S+ to {phase} of step 1$"
+        assert phase not in STEP_PHASES or re.search(late, job.output(), re.M), job.output()
         return
-    deadline = kind in ("hang", "stop")
-    assert cell["seconds"] < START_SECONDS + END_SECONDS + (DEADLINE_SECONDS if deadline else 0)
-    assert cell["code"] == (124 if deadline else 0xF7 if kind == "kill" else 1), said
-    verdicts = {line for line in said.splitlines() if line.startswith("FIRST FAILURE: ")}
-    assert len(verdicts) == 1, said
-    (verdict,) = verdicts
     named = {
         "exception": rf"rank 1 on \S+ failed {at} at .*: InjectedFault: ",
         "kill": rf"rank 1 on \S+ (was killed by SIGKILL|died) {at} at ",
-        "stop": rf"rank 1 on \S+ (was|is) stopped {at} \(SIGSTOP",
+        "stop": rf"rank 1 on \S+ was stopped {at} \(SIGSTOP",
         # The whole job's deadline passes on both ranks at once; rank 0 is one phase further then.
-        "hang": rf"deadline of 3 s passed ({at}{'|in inputs' * (phase == RUN)}): rank 1 on \S+ (was|is) ",
+        "hang": rf"deadline of 3 s passed ({at}{'|in inputs of step 0' * (phase == RUN)}): rank 1 on \S+ (was|is) ",
         "oom": rf"rank 1 on \S+ failed {at} at .*: MemoryError: ",
         "full-disk": rf"rank [01] on \S+ failed {at} at .*: OSError: \[Errno 28\] No space left on device",
     }
-    assert re.match(f"FIRST FAILURE: {named[kind]}", verdict), said
-    assert said.rstrip().splitlines()[-1].startswith("  reported by the watchdog on ")
+    ended = check_end(job, verdict=named[kind])
+    assert set(kept_codes(job)) <= {124 if deadline else 1}
+    for fault in (event for event in job.events(1) if event["event"] == "injected"):
+        assert ended - fault["time"] < deadline + END_SECONDS
 
 
 def expected_place(phase: str) -> str:
-    """As a verdict says it; of the whole job the phase is not known, but which one ended last."""
+    """As a verdict says it. It does not name the phase that is the whole job, but the one that ended last."""
     if phase == RUN:
         return "after meet"
-    return f"in {phase} of step 1" if phase in STEP_PHASES else f"in {phase}"
+    return "in meet" if phase == MEET else f"in {phase} of step {1 if phase in STEP_PHASES else 0}"
 
 
 REAL = {
@@ -153,11 +106,12 @@ def test_the_same_with_real_engines(tmp_path: Path, fault: str, transport: str) 
     arguments = [QUICKSTART, "--run.steps", "2", "--run.phase_timeouts", REAL_DEADLINE, "--inject", fault]
     arguments += ["--weights.transport", "pull" if fault.startswith("lost-message") else transport]
     job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments).start()
-    check_end(job, code=124 if fault.startswith(("hang", "stop", "lost")) else 1, verdict=REAL[fault])
+    check_end(job, verdict=REAL[fault])
+    assert kept_codes(job) == [124 if fault.startswith(("hang", "stop", "lost")) else 1]
 
 
-def check_end(job: Job, code: int, verdict: str) -> None:
-    """Wait for the end of a job, which must report this first failure last, and leave nothing behind."""
+def check_end(job: Job, verdict: str) -> float:
+    """Wait for the end of a job, which must report this first failure last, and leave nothing behind. Return its time."""
     memory: set[Path] = set()
     end = time.monotonic() + 500
     while job.process.poll() is None:
@@ -166,13 +120,19 @@ def check_end(job: Job, code: int, verdict: str) -> None:
         memory |= shared_memory_files(process.pid for process in job.seen)
         time.sleep(0.5)
     assert job.left_behind() == []
+    ended = time.time()
     said = job.output().splitlines()
     first = max(index for index, line in enumerate(said) if line.startswith("FIRST FAILURE: "))
     assert re.match(f"FIRST FAILURE: {verdict}", said[first]), job.output()
     assert said[-1].startswith("  reported by the watchdog on ")
     assert not any("ChildFailedError" in line for line in said[first:])
     assert [file for file in memory if file.exists()] == []
-    assert json.loads(next(job.folder.glob("failure-*.json")).read_text())["code"] == code
+    return ended
+
+
+def kept_codes(job: Job) -> list[int]:
+    """Return the exit codes in the verdicts that the run directory has."""
+    return [json.loads(file.read_text())["code"] for file in job.folder.glob("failure-*.json")]
 
 
 SCHEDULER = r"engine process sglang::scheduler\S* \(pid \d+\)"
@@ -198,5 +158,7 @@ def test_an_end_in_the_middle_of_a_pull(tmp_path: Path, end: str) -> None:
         scheduler.kill()
     elif end == "trainer killed":
         next(each for each in job.processes() if each.environ().get("RANK") == "1").kill()
-    check_end(job, *IN_A_PULL[end])
+    code, verdict = IN_A_PULL[end]
+    check_end(job, verdict)
+    assert kept_codes(job) == [code]
     assert time.monotonic() - began < END_SECONDS + (20 if end == "scheduler stopped" else 0)

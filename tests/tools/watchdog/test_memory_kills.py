@@ -16,7 +16,7 @@ def write(file: Path, text: str) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A machine on which rank 555 runs in one cgroup, and 777 in that of another job."""
+    """A machine on which rank 555 runs in one cgroup, and 777 in the cgroup of another job."""
     write(tmp_path / f"proc/{RANK}/cgroup", "0::/slurm/job7\n")
     write(tmp_path / f"proc/{OTHER}/cgroup", "0::/slurm/job8\n")
     for group in ("job7", "job8"):
@@ -28,13 +28,34 @@ def count(root: Path, group: str, kills: int) -> None:
     write(root / f"sys/fs/cgroup/slurm/{group}/memory.events", f"low 0\nmax 12\noom 1\noom_kill {kills}\n")
 
 
-def test_a_kill_in_the_cgroup_explains_one_death_of_it(job: Path) -> None:
+def test_a_kill_in_the_cgroup_explains_one_death(job: Path) -> None:
+    write(job / f"proc/{OTHER}/cgroup", "0::/slurm/job7\n")
     kills = MemoryKills(job)
-    kills.look([RANK])
-    assert kills.killed(RANK) == ""
+    kills.look([RANK, OTHER])
     count(job, "job7", 1)
     assert "the out-of-memory killer has just struck" in kills.killed(RANK)
     assert kills.killed(RANK) == ""
+    assert kills.killed(OTHER) == ""
+
+
+def test_a_death_that_a_rank_reports_late_still_has_its_evidence(job: Path) -> None:
+    """As when a scheduler is killed while the trainer computes: its rank sees that at its next call of the engine."""
+    kills = MemoryKills(job)
+    kills.look([RANK, OTHER])
+    count(job, "job7", 1)
+    for _ in range(3 * COUNTS):
+        kills.look([OTHER])
+    assert "the out-of-memory killer has just struck" in kills.killed(RANK)
+
+
+def test_a_process_that_is_exiting_has_left_its_cgroup_but_not_its_evidence(job: Path) -> None:
+    write(job / "sys/fs/cgroup/memory.events", "oom_kill 9\n")
+    kills = MemoryKills(job)
+    kills.look([RANK])
+    count(job, "job7", 1)
+    write(job / f"proc/{RANK}/cgroup", "0::/\n")
+    kills.look([RANK])
+    assert "the out-of-memory killer has just struck" in kills.killed(RANK)
 
 
 def test_a_kill_elsewhere_on_the_machine_explains_nothing(job: Path) -> None:
@@ -46,7 +67,7 @@ def test_a_kill_elsewhere_on_the_machine_explains_nothing(job: Path) -> None:
     assert kills.killed(RANK) == ""
 
 
-def test_a_kill_of_long_ago_explains_nothing(job: Path) -> None:
+def test_an_old_kill_explains_nothing(job: Path) -> None:
     kills = MemoryKills(job)
     kills.look([RANK])
     count(job, "job7", 1)

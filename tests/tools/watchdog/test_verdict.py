@@ -42,11 +42,6 @@ def failed(**values: object) -> RunFailure:
             "rank 3 on host1 was killed by SIGKILL in sync of step 1 at 12:00:00 UTC",
         ),
         (
-            failed(kind="died", ranks=(1,), detail="was killed by SIGKILL", asked="kill@sync:1:1"),
-            [IN_SYNC] * 4,
-            "rank 1 on host0 was killed by SIGKILL in sync of step 1 at 12:00:00 UTC, as asked: --inject kill@sync:1:1",
-        ),
-        (
             failed(kind="told", ranks=(1,), detail="got SIGINT, as from Ctrl-C,"),
             [IN_SYNC] * 4,
             "rank 1 on host0 got SIGINT, as from Ctrl-C, in sync of step 1 at 12:00:00 UTC",
@@ -94,7 +89,7 @@ def test_a_failure_is_one_sentence(failure: RunFailure, places: list[Place], sai
     assert sentence(failure, view(*places)) == said
 
 
-def test_a_lost_peer_is_the_cause_only_as_a_peer_that_vanished() -> None:
+def test_a_lost_peer_is_reported_as_a_peer_that_vanished() -> None:
     echo = failed(kind="echo", ranks=(0,), detail="Connection closed by peer")
     first, *_ = report_lines([echo], view(IN_SYNC, IN_SYNC, IN_SYNC, EARLIER))
     assert first == (
@@ -135,7 +130,7 @@ def failure(detail: str, **values: object) -> RunFailure:
     return failed(**{"kind": "exception", "detail": detail} | values)
 
 
-def test_a_schedulers_traceback_is_told_without_the_lines_of_others(tmp_path: Path) -> None:
+def test_a_schedulers_traceback_is_shown_without_lines_of_other_processes(tmp_path: Path) -> None:
     (tmp_path / "engines").mkdir()
     (tmp_path / "engines" / "engine-rank0.log").write_text(SCHEDULER)
     (tmp_path / "engines" / "engine-rank2.log").write_text(SCHEDULER.replace("thing", "other"))
@@ -148,7 +143,7 @@ def test_a_schedulers_traceback_is_told_without_the_lines_of_others(tmp_path: Pa
     assert len([line for line in lines if line.startswith("| ")]) <= TRACE_LINES
 
 
-def test_the_traceback_of_one_who_lost_a_killed_scheduler_is_told_as_what_followed(tmp_path: Path) -> None:
+def test_a_traceback_after_a_killed_scheduler_is_labelled_as_what_followed(tmp_path: Path) -> None:
     (tmp_path / "engines").mkdir()
     (tmp_path / "engines" / "engine-rank0.log").write_text(SCHEDULER)
     detail = "engine process sglang::scheduler_TP0 (pid 7) died of SIGKILL (whole log: /x/engine-rank0.log)"
@@ -166,9 +161,9 @@ def test_a_known_failure_is_named_with_cause_fix_and_versions(tmp_path: Path) ->
         assert any(line.startswith(f"  {name}:") for line in lines)
 
 
-def test_an_unknown_failure_is_given_no_name(tmp_path: Path) -> None:
+def test_an_unknown_failure_gets_no_name(tmp_path: Path) -> None:
     assert explained(failure("ArithmeticError: planted on rank 1"), tmp_path) == ["no known failure of the catalogue"]
 
 
-def test_a_lost_host_has_no_text_to_look_at() -> None:
+def test_a_lost_host_needs_no_explanation() -> None:
     assert explained(failure("", kind="lost"), None) == []

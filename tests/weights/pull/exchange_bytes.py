@@ -2,10 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
 from harness.weights.pull.exchange import Need, PullBatch
+from harness.weights.tensor_view import span
 
 
 def sent_bytes(batches: Iterable[PullBatch]) -> Counter[int]:
@@ -26,13 +28,13 @@ def least_bytes(needs: Mapping[int, Iterable[Need]], islands: Mapping[int, Hasha
     boxes: dict[tuple[Hashable, int, str, torch.dtype], set[Need]] = defaultdict(set)
     for rank, each in needs.items():
         for need in each:
-            boxes[islands[rank], need.owner, need.live_name, need.dtype].add(need)
+            boxes[islands[rank], need.owner, need.elements.of, need.elements.dtype].add(need)
 
     def marked(box: set[Need]) -> int:
-        stop = 1 + max(need.source + sum((size - 1) * step for size, step in need.axes) for need in box)
-        mask = torch.zeros(stop, dtype=torch.bool)
-        for need in box:
-            need.view(mask).fill_(True)
+        views = [replace(need.elements, dtype=torch.bool) for need in box]
+        mask = torch.zeros(max(view.offset + span(view.shape, view.stride) for view in views), dtype=torch.bool)
+        for view in views:
+            view.in_memory(mask).fill_(True)
         return int(mask.sum())
 
     return _total((island, marked(box) * dtype.itemsize) for (island, _, _, dtype), box in boxes.items())

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from harness.trainer.rows import RowShards
 from harness.weights.pull.exchange import (
     SEGMENT_ALIGNMENT,
     Need,
@@ -28,6 +29,7 @@ from harness.weights.pull.exchange import (
     staging_bytes,
 )
 from harness.weights.pull.regions import Region, cut_by_rows, regions
+from harness.weights.tensor_view import TensorView
 from tests.cluster.gloo import on_ranks
 from tests.weights.pull.exchange_bytes import least_bytes, received_bytes, sent_bytes
 
@@ -37,7 +39,7 @@ Slice = tuple[str, np.ndarray]
 
 @dataclass
 class Model:
-    """Live tensors cut over all ranks, and what the scheduler beside each rank copies of them."""
+    """The trainer's tensors, sharded over all ranks, and which elements each rank's scheduler copies."""
 
     islands: dict[int, int]
     shapes: dict[str, tuple[int, ...]]
@@ -55,11 +57,12 @@ class Model:
         return Counter(each for each in elements if self.islands[self.owner(*each)] != island)
 
     def regions(self, rank: int) -> list[tuple[Region, Need]]:
-        """What the scheduler beside the rank cannot open."""
+        """Return the regions that the rank's scheduler cannot open."""
         found = []
         for name, view in self.slices[rank]:
             rows, columns = self.shapes[name][0], int(np.prod(self.shapes[name][1:]))
-            cuts = cut_by_rows(rows, columns, len(self.islands))
+            ranks = len(self.islands)
+            cuts = cut_by_rows(RowShards(rows, columns, ranks), range(ranks))
             stride, target_stride = [s // 8 for s in view.strides], [s // 8 for s in np.empty(view.shape).strides]
             for region in regions(int(view.flat[0]), view.shape, stride, target_stride, cuts):
                 if self.islands[region.owner] != self.islands[rank]:
@@ -172,15 +175,15 @@ def test_parcels_do_not_overlap_and_those_of_one_owner_are_one_message(model: Mo
         ends: dict[tuple[int, int], int] = {}
         taken: set[tuple[int, int]] = set()
         for each in batch.parcels:
-            bytes_of_it = {(each.receiver, each.offset + byte) for byte in range(each.need.nbytes)}
+            bytes_of_it = {(each.receiver, each.offset_bytes + byte) for byte in range(each.need.nbytes)}
             assert len(bytes_of_it) == each.need.nbytes > 0 and not bytes_of_it & taken
             taken |= bytes_of_it
-            assert each.offset % each.need.dtype.itemsize == 0
+            assert each.offset_bytes % each.need.elements.dtype.itemsize == 0
             sender = each.receiver, each.need.owner
-            assert each.offset == ends.get(sender, -(-each.offset // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT)
-            ends[sender] = each.offset + each.need.nbytes
+            assert each.offset_bytes == ends.get(sender, -(-each.offset_bytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT)
+            ends[sender] = each.offset_bytes + each.need.nbytes
             if each.need.nbytes % SEGMENT_ALIGNMENT == 0:
-                assert each.offset % SEGMENT_ALIGNMENT == 0
+                assert each.offset_bytes % SEGMENT_ALIGNMENT == 0
 
 
 @settings(max_examples=200, deadline=None)
@@ -214,19 +217,24 @@ def test_a_region_reads_in_its_parcel_what_it_would_read_in_the_shard(model: Mod
         staging = {rank: torch.full((staging_bytes(batches),), 255, dtype=torch.uint8) for rank in model.islands}
         place = {}
         for each in batch.parcels:
-            each.view(staging[each.receiver]).copy_(each.need.view(model.shard(each.need.live_name, each.need.owner)))
+            wanted = each.need.elements
+            each.view(staging[each.receiver]).copy_(elements_of(model.shard(wanted.of, each.need.owner), wanted))
             place[model.islands[each.receiver], each.need] = each
         for rank, island in model.islands.items():
             for region, need in model.regions(rank):
                 if batch.start <= need.group < batch.stop:
                     parcel, inside = place[island, need], packed(region)
                     assert [axis[::2] for axis in inside.axes] == [axis[::2] for axis in region.axes]
-                    found = staging[parcel.receiver][parcel.offset :][: need.nbytes].view(need.dtype)
-                    expected = box(model.shard(need.live_name, region.owner).reshape(-1), region)
+                    found = staging[parcel.receiver][parcel.offset_bytes :][: need.nbytes].view(need.elements.dtype)
+                    expected = box(model.shard(need.elements.of, region.owner).reshape(-1), region)
                     assert torch.equal(box(found, inside).to(expected.dtype), expected)
                     read[rank] += expected.numel()
     for rank, island in model.islands.items():
         assert read[rank] == model.foreign(island, model.slices[rank]).total()
+
+
+def elements_of(shard: torch.Tensor, wanted: TensorView) -> torch.Tensor:
+    return shard.as_strided(wanted.shape, wanted.stride, shard.storage_offset() + wanted.offset)
 
 
 def box(flat: torch.Tensor, region: Region) -> torch.Tensor:
@@ -260,31 +268,12 @@ def test_the_ranks_of_an_island_receive_the_same_to_within_one_need(model: Model
 
 
 def need_of(owner: int, axes: tuple[tuple[int, int], ...] = ((8, 1),), group: int = 0) -> Need:
-    return Need(owner, "live", group, 0, axes, torch.float32)
+    return need(owner, "live", group, 0, axes, torch.float32)
 
 
-def test_the_largest_needs_are_dealt_first_and_equal_ones_by_owner_name_and_place() -> None:
-    sizes = {(size, 1): receiver for size, receiver in ((6, 0), (5, 1), (4, 1), (3, 0), (2, 0))}
-    equal = [Need(owner, name, 1, place, (), torch.uint8) for owner in (2, 3) for name in "ab" for place in range(9)]
-    plan = plan_exchange({0: [*equal, *(need_of(2, (axis,)) for axis in sizes)]}, {0: 0, 1: 0, 2: 1, 3: 1}, 2, 10**6)
-    found = {each.need: each.receiver for each in plan[0].parcels}
-    assert {need.axes[0]: receiver for need, receiver in found.items() if need.group == 0} == sizes
-    assert [found[need] for need in equal] == [1] * 8 + [0, 1] * 14  # rank 1 had 8 bytes fewer
-
-
-def test_groups_share_a_batch_while_its_staging_just_fits() -> None:
-    needs = [need_of(1, ((2, 1),), group) for group in range(6)]  # 8 bytes each, of one owner
-    assert [each.stop for each in plan_exchange({0: needs}, {0: 0, 1: 1}, 6, 16)] == [2, 4, 6]
-
-
-def test_parcels_of_all_sizes_lie_aligned_in_one_message() -> None:
-    dtypes = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
-    needs = [Need(1, f"{size} {dtype}", 0, 0, ((size, 1),), dtype) for size in (3, 16, 2, 9) for dtype in dtypes]
-    (batch,) = plan_exchange({0: needs}, {0: 0, 1: 1}, 1, 10**6)
-    for each in batch.parcels:
-        assert each.offset % each.need.dtype.itemsize == 0
-        assert each.offset % 16 == 0 or each.need.nbytes % 16
-    assert staging_bytes([batch]) == sum(need.nbytes for need in needs)
+def need(owner: int, name: str, group: int, offset: int, axes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Need:
+    shape, stride = tuple(size for size, _ in axes), tuple(step for _, step in axes)
+    return Need(owner, group, TensorView(name="", of=name, dtype=dtype, shape=shape, stride=stride, offset=offset))
 
 
 def test_without_needs_one_batch_has_all_groups() -> None:
@@ -302,18 +291,10 @@ def test_a_rank_without_an_island_is_refused() -> None:
         plan_exchange({2: [need_of(0)]}, {0: 0, 1: 1}, 1, 100)
 
 
-def test_boxes_that_overlap_are_sent_whole_and_the_least_says_what_that_costs() -> None:
-    needs = {0: [need_of(2, ((4, 8), (4, 1)))], 1: [need_of(2, ((2, 8), (6, 1)))]}
-    islands = {0: "left", 1: "left", 2: "right"}
-    plan = plan_exchange(needs, islands, 1, 1000)
-    assert received_bytes(plan, islands) == {"left": (16 + 12) * 4}
-    assert least_bytes(needs, islands) == {"left": (16 + 4) * 4}
-
-
 def test_one_box_is_one_need_however_its_axes_were_written() -> None:
     runs = [((6, 8, 8), (8, 1, 1)), ((6, 8, 100), (8, 1, 1)), ((8, 1, 6), (6, 8, 1)), ((48, 1, 1), (5, 0, 48))]
     needs = {Need.of(Region(0, 3, 7, axes), "live", 0, torch.float32) for axes in runs}
-    assert needs == {Need(0, "live", 0, 3, ((48, 1),), torch.float32)}
+    assert needs == {need(0, "live", 0, 3, ((48, 1),), torch.float32)}
 
 
 EXCHANGED = {"large": (4096, 1024), "uneven": (5, 7), "few": (2, 3, 2), "one_row": (1, 6), "bias": (9,)}
@@ -351,9 +332,12 @@ def _exchange(rank: int, islands: dict[int, int]) -> tuple[int, list[str]]:
         expected = staging.clone()
         for each in batch.parcels:
             if each.receiver == rank:
-                shard = (model.shard(each.need.live_name, each.need.owner).float() + 2**-12).reshape(-1)
-                elements = each.need.view(shard).to(each.need.dtype).reshape(-1)
-                expected[each.offset : each.offset + each.need.nbytes] = elements.contiguous().view(torch.uint8)
+                wanted = each.need.elements
+                shard = (model.shard(wanted.of, each.need.owner).float() + 2**-12).reshape(-1)
+                elements = elements_of(shard, wanted).to(wanted.dtype).reshape(-1)
+                expected[each.offset_bytes : each.offset_bytes + each.need.nbytes] = elements.contiguous().view(
+                    torch.uint8
+                )
         sent += exchange(batch, live, staging)
         if not torch.equal(staging, expected):
             wrong.append(f"groups {batch.start} to {batch.stop}")

@@ -50,6 +50,7 @@ def test_the_kernel_copies_and_casts_as_torch_does(
 
 def _read(line: Connection) -> None:
     """In another process: what the first of the exported tensors holds, and what an unknown handle does."""
+    torch.zeros(1, device="cuda")  # opening memory of another process takes a CUDA context, as every scheduler has one
     shards = OpenShards([line.recv()])
     address, dtype = shards.find(0, "b")
     found = torch.zeros(1000, dtype=dtype, device="cuda")
@@ -60,7 +61,7 @@ def _read(line: Connection) -> None:
         refused = ""
     except CudaCallFailed as error:
         refused = str(error)
-    line.send((found.cpu(), refused))
+    line.send((found.tolist(), refused))
     shards.close()
 
 
@@ -69,8 +70,9 @@ def test_another_process_reads_what_was_exported_and_an_unknown_handle_is_named(
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_read, args=(theirs,))
     process.start()
+    theirs.close()  # so that recv() ends if the process does
     ours.send(export_shards(live, 0, "here", "0"))
     found, refused = ours.recv()
     process.join()
-    assert torch.equal(found, live["b"].cpu())
+    assert found == live["b"].tolist()
     assert refused.startswith("cuIpcOpenMemHandle failed: CUDA_ERROR_INVALID")

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.trainer.rows import RowShards
 from harness.weights.pull.regions import Cut, cut_by_rows, regions
 
 
@@ -31,7 +32,7 @@ def test_each_element_is_filled_once_from_its_place(drawn: tuple[np.ndarray, np.
         live = live.base
     whole = live.reshape(-1)
     rows = max(size for size in range(1, 8) if whole.size % size == 0)
-    cuts = cut_by_rows(rows, whole.size // rows, ranks)
+    cuts = cut_by_rows(RowShards(rows, whole.size // rows, ranks), range(ranks))
     offset = int(source.reshape(-1)[0])
     found = list(
         regions(offset, source.shape, [s // 8 for s in source.strides], [s // 8 for s in target.strides], cuts)
@@ -56,20 +57,21 @@ def test_each_element_is_filled_once_from_its_place(drawn: tuple[np.ndarray, np.
 
 
 def test_a_shard_of_rows_that_one_rank_holds_is_one_run() -> None:
-    (only,) = regions(0, (4, 8), (8, 1), (8, 1), cut_by_rows(16, 8, 4))
+    (only,) = regions(0, (4, 8), (8, 1), (8, 1), cut_by_rows(RowShards(16, 8, 4), range(4)))
     assert only.axes == ((32, 1, 1),) and (only.owner, only.source, only.target) == (0, 0, 0)
 
 
 def test_columns_stay_one_box_a_rank() -> None:
-    found = list(regions(2, (6, 2), (8, 1), (2, 1), cut_by_rows(6, 8, 3)))
+    found = list(regions(2, (6, 2), (8, 1), (2, 1), cut_by_rows(RowShards(6, 8, 3), range(3))))
     assert [(each.owner, each.source, each.target) for each in found] == [(0, 2, 0), (1, 2, 4), (2, 2, 8)]
     assert {each.axes for each in found} == {((2, 8, 2), (2, 1, 1))}
 
 
-def test_the_last_ranks_of_uneven_rows_hold_fewer_or_none() -> None:
-    assert cut_by_rows(5, 2, 4) == (Cut(0, 0, 4), Cut(1, 4, 8), Cut(2, 8, 10))
+def test_cuts_name_the_owners_of_rows_and_leave_out_ranks_without_any() -> None:
+    cuts = cut_by_rows(RowShards(5, 2, 4), [4, 5, 6, 7])
+    assert cuts == (Cut(4, 0, 4), Cut(5, 4, 8), Cut(6, 8, 10))
 
 
 def test_an_element_behind_the_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="element 12"):
-        list(regions(0, (13,), (1,), (1,), cut_by_rows(6, 2, 2)))
+        list(regions(0, (13,), (1,), (1,), cut_by_rows(RowShards(6, 2, 2), range(2))))

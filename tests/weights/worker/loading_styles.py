@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from harness.weights.groups import PlacedTensor, aligned
+from harness.weights.tensor_view import TensorView
+from tests.weights.toy_model import view_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Loader = Callable[["Model", Weights], None]
@@ -55,26 +56,10 @@ class Sizes:
         return Model({name: self.random(*shape) for name, shape in shapes.items()}, loader, self.rank)
 
 
-def memory_of(
-    sent: Mapping[str, torch.Tensor],
-) -> tuple[torch.Tensor, list[PlacedTensor]]:
-    """Memory that holds the tensors one after the other, each 256-aligned."""
-    entries, at = [], 0
-    for name, tensor in sent.items():
-        entries.append(
-            PlacedTensor(
-                name=name,
-                dtype=tensor.dtype,
-                shape=tuple(tensor.shape),
-                stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
-                offset=at,
-            )
-        )
-        at += aligned(tensor.nbytes)
-    memory = torch.zeros(at, dtype=torch.uint8)
-    for entry in entries:
-        entry.view(memory).copy_(sent[entry.name])
-    return memory, entries
+def memory_of(sent: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[TensorView]]:
+    """Return the memory that each tensor lies in, and its view of it."""
+    views = [view_of(name, tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in sent.items()]
+    return {name: tensor.clone().contiguous() for name, tensor in sent.items()}, views
 
 
 # Loaders, as SGLang writes them.

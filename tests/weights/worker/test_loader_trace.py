@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from harness.weights.groups import PlacedTensor
+from harness.weights.tensor_view import TensorView
 from harness.weights.worker.loader_trace import GroupTrace, trace_loader
 from tests.weights.worker.loading_styles import STYLES, Loader, Model, Sizes, Weights, memory_of, sizes
 
@@ -16,12 +16,12 @@ def same(one: Model, other: Model) -> bool:
     return all(torch.equal(one.held[name], other.held[name]) for name in one.held)
 
 
-def replay(traced: GroupTrace, memory: torch.Tensor) -> None:
+def replay(traced: GroupTrace, memory: dict[str, torch.Tensor]) -> None:
     """Set to zero and copy what was noted."""
     for zeros in traced.zeros:
         zeros.zero_()
     for copy in traced.copies:
-        source = copy.source.view(memory)
+        source = copy.source.in_memory(memory[copy.source.of])
         assert source.shape == copy.target.shape and source.dtype == copy.source.dtype
         copy.target.copy_(source)
 
@@ -31,11 +31,11 @@ def replay(traced: GroupTrace, memory: torch.Tensor) -> None:
 @settings(max_examples=15, deadline=None)
 def test_tracing_changes_nothing_and_the_copies_are_the_load(style: str, s: Sizes) -> None:
     case = STYLES[style](s)
-    memory, entries = memory_of(case.sent)
+    memory, views = memory_of(case.sent)
     loaded, traced_model = case.model.fresh(), case.model.fresh()
-    loaded.load_weights([(entry.name, entry.view(memory).clone()) for entry in entries])
+    loaded.load_weights([(view.name, memory[view.of].clone()) for view in views])
 
-    traced = trace_loader(traced_model.load_weights, entries, memory)
+    traced = trace_loader(traced_model.load_weights, views, memory)
     assert not traced.error
     assert same(traced_model, case.model)
     assert traced.used == set(case.sent)
@@ -53,8 +53,8 @@ def test_tracing_changes_nothing_and_the_copies_are_the_load(style: str, s: Size
 def only(name: str, load: Loader) -> tuple[Model, GroupTrace]:
     """A model of one tensor of ones, sent twos under `name`, after the trace."""
     model = Model({"a": torch.ones(3, 2)}, load)
-    memory, entries = memory_of({name: torch.full((3, 2), 2.0)})
-    return model, trace_loader(model.load_weights, entries, memory)
+    memory, views = memory_of({name: torch.full((3, 2), 2.0)})
+    return model, trace_loader(model.load_weights, views, memory)
 
 
 def test_a_name_that_the_loader_ignores_is_not_used() -> None:
@@ -169,9 +169,9 @@ def test_of_tensors_that_lie_side_by_side_the_right_one_is_named() -> None:
             model.held["a"].copy_(loaded[1:])
 
     left, right = (
-        PlacedTensor(name=name, dtype=torch.float32, shape=(4, 2), stride=(4, 1), offset=offset)
-        for name, offset in (("left", 0), ("right", 8))
+        TensorView(name=name, of="both", dtype=torch.float32, shape=(4, 2), stride=(4, 1), offset=offset)
+        for name, offset in (("left", 0), ("right", 2))
     )
-    memory = torch.zeros(512, dtype=torch.uint8)
+    memory = {"both": torch.zeros(16)}
     traced = trace_loader(Model({"a": torch.ones(3, 2)}, load).load_weights, [left, right], memory)
     assert [copy.source.name for copy in traced.copies] == ["left", "right"]

@@ -3,11 +3,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.tools.verification.in_scheduler import held_tensors
-from harness.weights.worker.model_state import (
-    fill_model,
-    synced_tensors,
-)
+from harness.weights.worker.model_state import fill_model, synced_tensors
+from harness.weights.worker.readback import held_tensors
 
 
 def held_by(rank: int) -> dict[str, int]:

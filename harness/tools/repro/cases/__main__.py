@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
-from harness.tools.repro.case import CANNOT, all_cases, load
+from harness.tools.repro.case import CANNOT, all_cases
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}")
@@ -12,7 +12,7 @@ if __name__ == "__main__":
     parser.add_argument("variant", choices=("broken", "healthy"))
     chosen, _ = parser.parse_known_args()  # what follows is for the processes that a program starts
     try:
-        load(chosen.slug).program(chosen.variant == "broken")
+        all_cases()[chosen.slug].program(chosen.variant == "broken")
     except UnsupportedEnvironment as error:
         print(f"{CANNOT}{error}", flush=True)
         sys.exit(CANNOT_RUN_HERE)

@@ -71,7 +71,7 @@ def nccl_cumem_skew(broken: bool) -> None:
     signature=(r"Connection closed by peer|Connection reset by peer",),
 )
 def peer_vanished(broken: bool) -> None:
-    """A rank that is killed shows on the others as a closed connection only, whatever killed it."""
+    """The other ranks see only a closed connection when a rank is killed, whatever killed it."""
 
     def work(rank: int) -> None:
         import torch.distributed as dist

@@ -30,7 +30,7 @@ def debian_hosts_file(broken: bool) -> None:
     failure="multinode-tp-init-timeout",
 )
 def gloo_wrong_interface(broken: bool) -> None:
-    """GLOO_SOCKET_IFNAME names an interface that this host lacks, as one value for all hosts does."""
+    """GLOO_SOCKET_IFNAME names an interface that this host does not have."""
     os.environ["GLOO_SOCKET_IFNAME"] = "absent0" if broken else "lo"
     run_ranks(lambda rank: join_group())
 
@@ -41,7 +41,7 @@ def gloo_wrong_interface(broken: bool) -> None:
     signature=(r"Port could not be cast to integer value as ':1:\d+'",),
 )
 def ipv6_dist_init_addr(broken: bool) -> None:
-    """An IPv6 address without brackets is no address for torch.distributed, nor as dist_init_addr for SGLang."""
+    """torch.distributed and SGLang's dist_init_addr cannot read an IPv6 address without brackets."""
     host = "::1" if broken else "[::1]"
     join_group(init_method=f"tcp://{host}:{free_port()}", rank=0, world_size=1)
 
@@ -53,7 +53,7 @@ def ipv6_dist_init_addr(broken: bool) -> None:
     failure="multinode-tp-init-timeout",
 )
 def master_unreachable(broken: bool) -> None:
-    """Nothing listens at the master's address that a rank has: a closed port stands for a firewall that rejects."""
+    """Nothing listens at the master's address; a closed port stands for a firewall."""
     closed = free_port()
 
     def work(rank: int) -> None:
@@ -66,11 +66,11 @@ def master_unreachable(broken: bool) -> None:
 
 @Case(
     broken="random.seed(42) on every rank, as the trainer wants it",
-    healthy="each engine draws from a generator of its own",
+    healthy="each engine draws from its own generator",
     signature=(r"EADDRINUSE|address already in use|WRONG GROUP",),
 )
 def port_collision_same_seed(broken: bool) -> None:
-    """Two engines that draw their port from one seed meet on one port: one fails, or its ranks join the other's group."""
+    """Two engines that draw their port from the same seed get the same port."""
     base = random.SystemRandom().randrange(20000, 28000)
 
     def work(rank: int) -> None:
@@ -96,7 +96,7 @@ def port_collision_same_seed(broken: bool) -> None:
     signature=(r"client socket has timed out after \d+ ?ms while trying to connect",),
 )
 def torchelastic_agent_store_hang(broken: bool) -> None:
-    """Under torchrun an engine's own process group waits for a store that no process serves."""
+    """Under torchrun the engine's process group waits for a store that nobody serves."""
     if "RANK" not in os.environ:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
         command = [*torchrun, "--rdzv-endpoint=localhost:0", *sys.argv, str(free_port())]

@@ -14,7 +14,7 @@ from harness.tools.repro.tiny_engine import PROMPT, checkpoint_tensors, prepare_
 
 
 @Case(
-    broken="each rank has an authkey of its own, as processes of torchrun do",
+    broken="each rank has a different authkey, as processes of torchrun do",
     healthy="all ranks have one authkey",
     signature=(r"AuthenticationError: digest (sent|received) was",),
 )
@@ -43,7 +43,7 @@ def cpu_payload_authkey(broken: bool) -> None:
     signature=(r"rank 1: RuntimeError: unable to open shared memory object",),
 )
 def cross_node_ipc(broken: bool) -> None:
-    """A payload of rank 0 does not open on another host: each must give its own to the engine's ranks on it."""
+    """A payload of rank 0 does not open on another host; each host needs its own."""
     if "RANK" not in os.environ:
         run_on_two_hosts()
     import torch
@@ -103,7 +103,7 @@ def _hand_over(sender: list[int], receiver: list[int], by_uuid: bool) -> None:
             return str(torch.cuda.get_device_properties(tensor.device).uuid)
 
         if by_uuid:
-            sglang_api.patch_reductions(sglang_api.probe())
+            sglang_api.patch_reductions()
         dist.init_process_group("gloo")
         weight = torch.arange(6.0, device="cuda:0")
         handles: list[Any] = [None, None]
@@ -127,7 +127,7 @@ def _hand_over(sender: list[int], receiver: list[int], by_uuid: bool) -> None:
     engine=True,
 )
 def pp_payload_opened_twice(broken: bool) -> None:
-    """On CPU two pipeline stages open one payload, and the second dies a moment after the update answered success."""
+    """On CPU two pipeline stages open one payload, and the second stage dies after the update answered success."""
     with tiny_engine(pp_size=2) as engine:
         if engine.device == "cuda":
             raise UnsupportedEnvironment("a payload in GPU memory opens any number of times; hide the GPUs.")
@@ -150,7 +150,7 @@ class Weights(list[str]):
     signature=(r"unsafe class|not allowed|[Bb]locked",),
 )
 def safe_unpickler(broken: bool) -> None:
-    """SGLang's unpickler refuses a payload that holds a class of your own."""
+    """SGLang's unpickler refuses a payload with a class of your own."""
     prepare_process()
     names = ["lm_head.weight"]
     payload = base64.b64encode(sglang_api.serialize(Weights(names) if broken else names)).decode()

@@ -46,7 +46,7 @@ def start():
     ),
 )
 def illegal_cuda_visible_devices(broken: bool) -> None:
-    """CUDA_VISIBLE_DEVICES joined from those of the ranks is illegal, out of order, or another engine's."""
+    """The ranks' CUDA_VISIBLE_DEVICES, joined, are illegal, out of order, or another engine's."""
 
     def engines(lists: list[str], tp: int, hosts: int = 1, unique: bool = True) -> list[list[list[str]]]:
         """Return the devices that each engine sees on each of its hosts."""
@@ -78,7 +78,7 @@ def illegal_cuda_visible_devices(broken: bool) -> None:
     signature=(r"An attempt has been made to start a new process before the", r"the scheduler died: exit code [1-9]"),
 )
 def missing_main_guard(broken: bool) -> None:
-    """A script without `if __name__ == "__main__":` dies in the child that it starts, as sglang.Engine starts schedulers."""
+    """A script without `if __name__ == "__main__":` dies in the child that it spawns, as SGLang spawns schedulers."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT + ("start()\n" if broken else 'if __name__ == "__main__":\n    start()\n'))
@@ -119,7 +119,6 @@ def nonzero_node_engine_blocks(broken: bool) -> None:
     signature=(r"still there after \d+ s: \d+ of 2",),
     failure="teardown-orphans",
     engine=True,
-    on_gpu=True,
 )
 def orphans_of_a_start(broken: bool) -> None:
     """An engine's processes outlive a trainer that was killed while it was starting."""
@@ -133,7 +132,6 @@ def orphans_of_a_start(broken: bool) -> None:
     healthy="it shuts the engine down",
     signature=(r"still there after \d+ s: .*scheduler",),
     engine=True,
-    on_gpu=True,
 )
 def teardown_orphans(broken: bool) -> None:
     """Schedulers outlive a trainer that was killed, and hold their memory."""
@@ -221,7 +219,7 @@ def signal_outside_main_thread(broken: bool) -> None:
     signature=(r"[Uu]nexpected keyword argument|[Uu]nknown (argument|field)|no attribute 'disable_piece",),
 )
 def unknown_engine_argument(broken: bool) -> None:
-    """An engine argument of another release is a TypeError, or an error of its own, deep inside SGLang."""
+    """An engine argument of another release fails deep inside SGLang."""
     prepare_process()
     unknown = {"disable_piecewise_cuda_graph_of_0_5_13": True}  # of no release, to fail alike with all
     if broken:
@@ -238,7 +236,7 @@ def unknown_engine_argument(broken: bool) -> None:
     signature=(r"No module named 'sglang.srt.entrypoints.verl_engine'",),
 )
 def verl_engine_removed(broken: bool) -> None:
-    """sglang ships no VerlEngine any more, which every script of spring 2025 imports."""
+    """sglang no longer has VerlEngine, which scripts of spring 2025 import."""
     prepare_process()
     if broken:
         print(sglang_api.source.load("srt/entrypoints/verl_engine.py", "VerlEngine"))

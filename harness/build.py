@@ -1,0 +1,249 @@
+"""Build the parts of a run: the engine, the trainer's models, the weight sync and its checks."""
+
+import faulthandler
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.cluster.mesh import build_meshes
+from harness.cluster.world import hard_exit
+from harness.inputs import Inputs
+from harness.observer import RunContext
+from harness.ppo import Ppo
+from harness.rollout import sglang_api
+from harness.rollout.engine import RolloutEngine
+from harness.rollout.engine_gpus import check_gpus
+from harness.rollout.memory_stages import MemoryStages, gpu_free_bytes
+from harness.rollout.verl_engine import VerlEngine
+from harness.runtime.background import in_background
+from harness.runtime.errors import say, tell_torchrun
+from harness.runtime.events import EventLog
+from harness.runtime.processes import descendants, end_processes
+from harness.runtime.run_record import RunRecord
+from harness.trainer.actor import Actor, Reference
+from harness.trainer.critic import Critic
+from harness.trainer.model import load_causal_lm
+from harness.weights.sync import WeightSync
+from harness.weights.verification.verification import Verification
+
+CHECKED_PROMPTS = 4
+"""How many prompts the verification generates greedily from, before and after a reload."""
+
+
+def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
+    """Return every part of the run on this rank. A collective call of all ranks.
+
+    With rollout.load there is no engine, with rollout.only no trainer; a sync needs both.
+    """
+    config = run.config
+    has_engine, has_trainer = not config.rollout.load, not config.rollout.only
+    meshes = build_meshes(run.dims, run.world.device.type)
+    build_models = partial(build_trainer, run, meshes.fsdp, inputs, record)
+    if has_engine:
+        with record.timed("sglang_import"):
+            import_sglang(run.events)
+    # On a CPU the models are built while the engine's processes start. On a GPU they wait for it: SGLang sizes its KV cache by
+    # the memory that is free, and must release it before there is room for the trainer.
+    at_once = has_engine and has_trainer and run.world.device.type == "cpu" and run.engine_class is None
+    if at_once:
+        # DTensor uses fake tensors. In torch 2.11 built for CUDA, the first thread that does so on a machine without a GPU
+        # must outlive all others that do: their device guard is a thread-local variable of the first one. Without this line
+        # that is the thread below, and the next operation on a DTensor is a SIGSEGV.
+        with FakeTensorMode():
+            pass
+    background = in_background(build_models, "build-trainer") if at_once else None
+    engine = memory = sync = verification = None
+    actor = critic = reference = None
+    if has_engine:
+        with record.timed("engine"):
+            engine = start_engine(run, meshes.engines, inputs.model_folder)
+        run.observer.built("engine", engine)
+        memory = start_memory_stages(run, engine)
+    if has_trainer:
+        with run.events.phase("build_trainer", waiting_for="actor, critic and reference"):
+            actor, critic, reference = background.result() if background else build_models()
+    if engine and memory and actor:
+        sync = build_sync(run, engine, actor.model, offloaded="actor" in config.memory.offload_parameters)
+        run.observer.built("sync", sync)
+        verification = Verification(
+            config=config,
+            world=run.world,
+            events=run.events,
+            memory=memory,
+            sync=sync,
+            source=inputs.model_folder,
+            prompts=[prompt.input_ids for prompt in inputs.prompts.prompts[:CHECKED_PROMPTS]],
+        )
+    for learner in (actor, critic):
+        if learner:
+            run.observer.built(learner.role, learner)
+    return Ppo(
+        config=config,
+        world=run.world,
+        dims=run.dims,
+        events=run.events,
+        prompts=inputs.prompts,
+        validation_prompts=inputs.validation_prompts,
+        tokenizer=inputs.tokenizer,
+        reward=inputs.reward,
+        engine=engine,
+        memory=memory,
+        sync=sync,
+        verification=verification,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        saved=inputs.saved,
+    )
+
+
+def import_sglang(events: EventLog) -> None:
+    """Import SGLang, which takes as long as to start an engine. No other thread may import anything meanwhile."""
+    with events.phase("import_sglang", waiting_for="SGLang's import"):
+        sglang_api.import_engine()
+    faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python frames
+
+
+def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> RolloutEngine:
+    """Return this rank's engine, serving. mesh: over dp, tp and pp. A collective call of all ranks.
+
+    Raise EngineFailed if it does not start.
+    """
+    config, world, events, parallel = run.config, run.world, run.events, run.config.parallel
+    arguments = {
+        "device": world.device_type,
+        "dtype": config.model.dtype,
+        # Engines of one run must not sample alike.
+        "random_seed": config.run.seed * 1009 + world.rank // (parallel.tp * parallel.pp),
+        "load_format": "dummy" if config.engine.initial_weights == "dummy" else "auto",
+        # Prompts leave and responses arrive as token ids, so that no tokenizer or detokenizer of SGLang can differ or fail. Only
+        # to find stop strings does SGLang need its tokenizer.
+        "skip_tokenizer_init": not config.rollout.stop,
+    }
+    if config.engine.initial_weights == "dummy" and config.model.weights == "checkpoint":
+        events.say("the engine starts with dummy weights, so that a tensor missing from the first sync shows")
+    waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
+    with events.phase("start_engine", waiting_for=waiting), _main_module_hidden():
+        engine: RolloutEngine = (run.engine_class or VerlEngine)(
+            mesh["tp", "pp"] if parallel.pp > 1 else mesh["tp"],
+            log_dir=run.folder / "engines",
+            base_port=config.engine.base_port,
+            colocate=parallel.colocate,
+            defaults=config.engine.defaults,
+            on_death=lambda message: _end_with(message, events),
+            record_call=partial(_record_call, events),
+            model_path=str(model_folder),
+            **arguments | config.engine.args,
+        )
+    events.say(
+        f"engine up: sglang {engine.version} in {type(engine).__name__}, {parallel.dp} engine(s) of tp {parallel.tp},"
+        f" pp {parallel.pp}, {engine.nnodes} host(s) each"
+    )
+    # VerlEngine merges the harness's defaults into the arguments. Another engine has its own way with them.
+    events.fact(
+        "engine",
+        version=engine.version,
+        device=world.device_type,
+        defaults=config.engine.defaults,
+        dropped_defaults=engine.dropped_defaults if isinstance(engine, VerlEngine) else (),
+        arguments=engine.engine_args if isinstance(engine, VerlEngine) else arguments | config.engine.args,
+    )
+    check_gpus(world, engine, parallel.colocate)
+    return engine
+
+
+def start_memory_stages(run: RunContext, engine: RolloutEngine) -> MemoryStages:
+    """Return what releases and resumes the engine's memory. Release it at once, if there is nothing in it to keep."""
+    config, events, gpu = run.config, run.events, run.world.engine_gpu
+    free_bytes = gpu_free_bytes(gpu) if engine.has_memory_saver and gpu is not None else None
+    memory = MemoryStages(engine, free_bytes, config.memory.resume, events.say, events.fact)
+    if engine.has_memory_saver and config.engine.initial_weights == "dummy":
+        with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):
+            memory.release_all()
+    return memory
+
+
+def build_trainer(
+    run: RunContext, mesh: DeviceMesh, inputs: Inputs, record: RunRecord
+) -> tuple[Actor, Critic | None, Reference | None]:
+    """Return the actor, the critic if advantages are GAE's, the reference if the KL counts. A collective call of all ranks."""
+    config, device = run.config, run.world.device
+    compute, master = getattr(torch, config.model.dtype), getattr(torch, config.model.master_dtype)
+
+    def load(dtype: torch.dtype, **how: bool) -> torch.nn.Module:
+        return load_causal_lm(
+            str(inputs.model_folder),
+            dtype,
+            device,
+            mesh,
+            weights=config.model.weights,
+            seed=config.run.seed,
+            attention=inputs.attention,
+            compute_dtype=compute,
+            **how,
+        )
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own current device
+    critic = reference = None
+    with record.timed("models"):
+        actor = Actor(load(master, gradient_checkpointing=config.actor.gradient_checkpointing), config, mesh, device)
+        if config.algorithm.has_critic:
+            value_model = load(master, gradient_checkpointing=config.critic.gradient_checkpointing, value_head=True)
+            critic = Critic(value_model, config, mesh, device)
+        if config.algorithm.kl_placement != "none":
+            # It is never updated, so it can be kept in the dtype in which it computes.
+            reference = Reference(load(compute), config, mesh, device)
+    return actor, critic, reference
+
+
+def build_sync(run: RunContext, engine: RolloutEngine, model: nn.Module, *, offloaded: bool = False) -> WeightSync:
+    """Return what brings the model's weights to the engine, by weights.transport. A collective call of all ranks.
+
+    offloaded: the model's memory is given up between syncs.
+    """
+    config = run.config
+    return WeightSync(
+        engine,
+        model,
+        transport=config.weights.transport,
+        folder=config.weights.folder or run.folder,
+        bucket_size_mib=config.weights.bucket_size_mib,
+        check=config.weights.verify != "off",
+        dtype=getattr(torch, config.model.dtype),
+        offloaded=offloaded,
+    )
+
+
+@contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep processes that are spawned in this block from importing the program's main module.
+
+    multiprocessing has each spawned process import it first. A script that calls harness.run.run without
+    `if __name__ == "__main__":` would start a second run there. SGLang's processes need nothing of it.
+    """
+    with patch.multiple(sys.modules["__main__"], __file__=None, __spec__=None, create=True):
+        yield
+
+
+def _record_call(events: EventLog, name: str, seconds: float, succeeded: bool) -> None:
+    with suppress(OSError):  # on a full disk the call's own failure must be raised
+        events.fact("engine_call", call=name, seconds=seconds, ok=succeeded)
+
+
+def _end_with(message: str, events: EventLog) -> NoReturn:
+    """End this rank from the thread that watches the engine; the main thread may be in a collective for minutes."""
+    say(message + "\n")
+    tell_torchrun(message)
+    events.fail(message)
+    end_processes(descendants())
+    hard_exit(1)

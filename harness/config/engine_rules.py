@@ -1,0 +1,105 @@
+"""Rules that need the installed sglang, the device or the environment; and the choice behind weights.transport = "auto"."""
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from harness.config.facts import Device, EngineArgument, Facts, SGLangFacts
+from harness.config.rules import Wrong
+from harness.config.schema import Config, TransportName
+
+KINDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "None": ""}
+"""The types that are checked; arguments of other types are left to SGLang."""
+CPU_ARGUMENTS = {
+    "speculative_algorithm": ("", "SGLang's draft workers wait for CUDA streams"),
+    "kv_cache_dtype": (
+        "fp8",
+        "SGLang's FP8 KV cache needs CPU kernels that the import-only stand-in for sgl_kernel does not have",
+    ),
+}
+"""Engine argument -> the beginning of values that CPU mode cannot serve, and why."""
+
+
+def engine_rules(config: Config, facts: Facts, device: Device | None) -> Iterator[Wrong]:
+    """Yield what is wrong with the engine's arguments, with the device, and with the way the weights travel on it."""
+    if facts.sglang:
+        for name, value in config.engine.args.items():
+            if problem := argument_problem(facts.sglang, name, value):
+                yield Wrong(f"engine.args.{name}", problem)
+    if device == "cpu":
+        yield from _on_cpu(config)
+    if device == "cuda":
+        yield from _on_cuda(config, expandable_segments(facts.environment or {}))
+    if config.engine.device == "cuda" and facts.why_no_gpu:
+        yield Wrong("engine.device", f'{facts.why_no_gpu}; use "cpu"')
+
+
+def choose_transport(config: Config) -> tuple[TransportName, str]:
+    """Return the transport that weights.transport means, and why, as part of a sentence."""
+    asked = config.weights.transport
+    if asked != "auto":
+        return asked, "set in the config"
+    if not config.parallel.colocate:
+        return "distributed", "auto: parallel.colocate is false"
+    return "bucket", "auto: SGLang's own update call"
+
+
+def argument_problem(sglang: SGLangFacts, name: str, value: Any) -> str:
+    """Return why sglang.Engine refuses this argument with this value, or "" if it seems fine."""
+    if name not in sglang.arguments:
+        return unknown_argument(name, sglang.arguments, sglang.version)
+    argument = sglang.arguments[name]
+    if not _fits(argument, value):
+        kinds = " or ".join(KINDS[kind] for kind in argument.kinds if kind != "None")
+        return f"sglang {sglang.version} takes {kinds} there"
+    # Plugins add choices, so a value is refused only if it looks like a misspelt choice.
+    near = difflib.get_close_matches(value, argument.choices, n=1, cutoff=0.7) if isinstance(value, str) else []
+    return f"sglang {sglang.version} has no such choice; the nearest is {near[0]}" if near and value != near[0] else ""
+
+
+def unknown_argument(name: str, known: Collection[str], version: str) -> str:
+    """Return the sentence about an engine argument that this sglang does not know."""
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
+    return f"sglang {version} has no such engine argument" + (f"; the nearest it has is {near[0]}" if near else "")
+
+
+def expandable_segments(environment: Mapping[str, str]) -> str:
+    """Return the setting, NAME=VALUE, that makes torch allocate memory that CUDA IPC cannot share, or ""."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = environment.get(name, "")
+        if "expandable_segments:true" in value.lower().replace(" ", ""):
+            return f"{name}={value}"
+    return ""
+
+
+def _fits(argument: EngineArgument, value: Any) -> bool:
+    if not set(argument.kinds) <= KINDS.keys():
+        return True
+    kind = type(value).__name__
+    return value is None or kind in argument.kinds or (kind == "int" and "float" in argument.kinds)
+
+
+def _on_cpu(config: Config) -> Iterator[Wrong]:
+    if not config.parallel.colocate:
+        yield Wrong("parallel.colocate", "on the CPU there are no GPUs to separate; use true")
+    for name, (beginning, reason) in CPU_ARGUMENTS.items():
+        value = config.engine.args.get(name)
+        if value and str(value).startswith(beginning):
+            why = f"SGLang's CPU mode cannot serve it: {reason}; use a GPU, or remove it"
+            yield Wrong(f"engine.args.{name}", why, unsupported=True)
+
+
+def _on_cuda(config: Config, expandable: str) -> Iterator[Wrong]:
+    transport, colocate = config.weights.transport, config.parallel.colocate
+    if transport == "distributed" and colocate:
+        why = "NCCL refuses two ranks on one GPU"
+        yield Wrong("weights.transport", f"{why}; use parallel.colocate = false, or another transport")
+    if transport not in ("auto", "distributed", "disk") and not colocate:
+        why = "with parallel.colocate = false the engine cannot open the trainer's memory"
+        yield Wrong("weights.transport", f'{why}; use "distributed" or "disk"')
+    if expandable:
+        why = f"{expandable} makes memory that no scheduler can open (CUDA IPC); remove expandable_segments from it"
+        if transport == "pull":
+            yield Wrong("weights.transport", why)
+        if config.weights.verify in ("bytes", "full"):
+            yield Wrong("weights.verify", why)

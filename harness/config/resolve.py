@@ -1,0 +1,97 @@
+"""The one place that decides whether a config can work, and what it becomes: resolve()."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+
+from harness.config.engine_rules import choose_transport, engine_rules
+from harness.config.facts import Device, Facts
+from harness.config.layers import ConfigError, shown
+from harness.config.model_rules import model_rules, padding_warnings
+from harness.config.rules import Wrong, config_rules, config_warnings
+from harness.config.schema import Config
+from harness.runtime.errors import UnsupportedEnvironment
+
+SECTIONS = tuple(each.name for each in fields(Config))
+SYNC_SECTIONS = ("run", "parallel", "network", "model", "engine", "weights", "memory")
+"""The sections that launch/sync.py uses: it does not generate or train."""
+NOTHING_KNOWN = Facts()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """A config that the known facts do not rule out."""
+
+    config: Config
+    """As it will run: values that are "auto" are replaced, and run.epochs has become run.steps, where the facts tell how."""
+    reasons: tuple[str, ...]
+    """A line for each value that was replaced: what it became, and why."""
+    warnings: tuple[str, ...]
+    """A sentence for each setting that works, but not as its name suggests."""
+    not_checked: tuple[str, ...]
+    """A line for each thing that could not be checked, and why."""
+
+
+def resolve(config: Config, facts: Facts = NOTHING_KNOWN, sections: Collection[str] = SECTIONS) -> Resolved:
+    """Return the config as it will run. Raise ConfigError, or UnsupportedEnvironment, one sentence, for what cannot work.
+
+    sections: those that the job uses. Rules about keys of other sections do not apply.
+    """
+    device: Device | None = facts.device if config.engine.device == "auto" else config.engine.device
+    found = chain(config_rules(config), engine_rules(config, facts, device), model_rules(config, facts, device))
+    for wrong in chain(found, _prompt_rules(config, facts)):
+        if wrong.key.partition(".")[0] in sections:
+            raise (UnsupportedEnvironment if wrong.unsupported else ConfigError)(sentence(config, wrong))
+    reasons = []
+    resolved = replace(config, engine=replace(config.engine, device=device or config.engine.device))
+    if config.rollout.has_both:
+        transport, why = choose_transport(config)
+        reasons.append(f'weights.transport = "{transport}" ({why})')
+        resolved = replace(resolved, weights=replace(config.weights, transport=transport))
+    else:  # nothing is synced, so there is nothing to verify, and the engine needs weights that it can generate with
+        resolved = replace(resolved, weights=replace(config.weights, verify="off"))
+        if config.rollout.only:
+            resolved = replace(resolved, engine=replace(resolved.engine, initial_weights="checkpoint"))
+    if config.run.epochs and facts.prompts is not None and "task" in sections:
+        steps = config.run.epochs * (facts.prompts // config.rollout.prompts_per_step)
+        reasons.append(f"run.steps = {steps} (run.epochs = {config.run.epochs} over {facts.prompts} prompts)")
+        resolved = replace(resolved, run=replace(config.run, steps=steps))
+    padded = padding_warnings(config, facts) if device == "cpu" else ()
+    return Resolved(
+        config=resolved,
+        reasons=tuple(reasons),
+        warnings=(*config_warnings(config), *padded),
+        not_checked=tuple(_not_checked(config, facts, device, sections)),
+    )
+
+
+def sentence(config: Config, wrong: Wrong) -> str:
+    """Return the sentence for the user: the key, its value, why it cannot work and what to do."""
+    section, name, *inner = wrong.key.split(".", 2)
+    value = getattr(getattr(config, section), name)
+    given = shown(value[inner[0]] if inner else value)
+    if wrong.text.startswith("must "):
+        return f"{wrong.key} {wrong.text}, got {given}."
+    return f"{wrong.key} = {given} cannot work: {wrong.text}."
+
+
+def _prompt_rules(config: Config, facts: Facts) -> Iterator[Wrong]:
+    known, what = facts.rows, "rows"
+    if facts.prompts is not None:
+        known, what = facts.prompts, "prompts of at most task.max_prompt_tokens"
+    if known is not None and known < config.rollout.prompts_per_step:
+        source = f"the {known} {what} that task.source = {shown(config.task.source)} has"
+        yield Wrong("rollout.prompts_per_step", f"must be at most {source}, since a step takes no prompt twice")
+
+
+def _not_checked(config: Config, facts: Facts, device: Device | None, sections: Collection[str]) -> Iterator[str]:
+    looked_at = {
+        "device": (device, 'what engine.device = "auto" means, and what depends on it'),
+        "sglang": (facts.sglang, "whether sglang has the arguments in engine.args" if config.engine.args else ""),
+        "model": (facts.model, f'the config.json of model.name = "{config.model.name}"'),
+        "model_types": (facts.model_types, f'whether transformers has the architecture of "{config.model.name}"'),
+        "rows": (facts.rows if facts.prompts is None else facts.prompts, "the rows of task.source"),
+    }
+    for name, (known, what) in looked_at.items():
+        if known is None and what and (name != "rows" or "task" in sections):
+            yield f"{what}: {facts.unknown.get(name, 'unknown')}"

@@ -1,0 +1,190 @@
+"""Inputs: what a run reads before it builds anything. The rows, the model's folder, the tokenizer, saved rollouts.
+
+With them the config can be resolved: what "auto" became, how many steps run.epochs is.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import AutoConfig, AutoTokenizer
+
+from harness.cluster.world import all_gather
+from harness.config.facts import Facts
+from harness.config.layers import ConfigError
+from harness.config.model_fields import model_fields
+from harness.config.resolve import resolve
+from harness.config.run_folder import checkpoint_to_resume, step_of, write_config
+from harness.config.schema import TINY_MODELS, Config
+from harness.observer import RunContext
+from harness.rollout import sglang_api
+from harness.rollout.sglang_api.engine_facts import engine_facts
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.task.data import Prompt, PromptSampler, Row, load_rows, tokenize_prompts
+from harness.task.rewards import Reward, load_reward
+from harness.task.tiny_models import is_tiny, save_tiny_model
+from harness.trainer.model import Attention, choose_attention
+from harness.trainer.saved_rollouts import SavedRollouts
+from harness.weights.transports import check_shared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What a run reads before its parts are built."""
+
+    model_folder: Path
+    tokenizer: Any
+    attention: Attention
+    """The trainer's."""
+    reward: Reward
+    prompts: PromptSampler
+    validation_prompts: list[Prompt]
+    saved: SavedRollouts | None
+
+
+def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
+    """Read the task's rows, the model's folder and the tokenizer. Return the run with its resolved config, and the inputs.
+
+    A collective call. Raise ConfigError for what is missing or wrong, UnsupportedEnvironment for what cannot run here.
+    """
+    with as_config_error():
+        check_weights_folder(run)
+        saved = open_saved_rollouts(run)
+    config, task, held_out = run.config, run.config.task, run.config.validation
+    with (
+        as_config_error(),
+        run.events.phase("inputs", waiting_for="the task's rows, the model's folder and the tokenizer"),
+    ):
+        rows, validation_rows = load_rows(task.source, task.split, task.rows, task.rows_seed), []
+        if held_out.source:
+            validation_rows = load_rows(held_out.source, held_out.split, held_out.rows, held_out.rows_seed)
+        reward = load_reward(task.reward, [*rows, *validation_rows], run.rewards)
+        model_folder = make_model_folder(run, rows)
+        tokenizer = load_tokenizer(model_folder)
+        attention = trainer_attention(config, model_folder, run.world.device_type, run.events.say)
+        limits = task.max_prompt_tokens, task.long_prompts
+        usable = tokenize_prompts(rows, tokenizer, task.template, *limits)
+        prompts = PromptSampler(usable, config.rollout.prompts_per_step, config.run.seed)
+        validated = tokenize_prompts(validation_rows, tokenizer, task.template, *limits) if validation_rows else []
+        check_vocabulary([*usable, *validated], model_folder)
+    run.events.say(f"{len(usable)} prompts of {len(rows)} rows ({', '.join(task.source)})")
+    return resolved(run, len(usable), model_folder), Inputs(
+        model_folder=model_folder,
+        tokenizer=tokenizer,
+        attention=attention,
+        reward=reward,
+        prompts=prompts,
+        validation_prompts=validated,
+        saved=saved,
+    )
+
+
+def resolved(run: RunContext, prompts: int, model_folder: Path) -> RunContext:
+    """Return the run with its config as it will run, which rank 0 writes; say what it became, and why.
+
+    prompts: how many there are. Raise ConfigError or UnsupportedEnvironment for what cannot work.
+    """
+    facts = Facts(
+        device=run.world.device_type,
+        environment=os.environ,
+        sglang=engine_facts(sglang_api.probe()),
+        model=model_fields(str(model_folder), {}, run.world.device_type),
+        prompts=prompts,
+    )
+    found = resolve(run.config, facts)
+    for sentence in (*found.reasons, *(f"warning: {each}" for each in found.warnings)):
+        run.events.say(sentence)
+    if run.world.rank == 0:
+        write_config(run.folder, found.config, run.world.device_type)
+    return replace(run, config=found.config)
+
+
+def open_saved_rollouts(run: RunContext) -> SavedRollouts | None:
+    """Return the folder that rollout.save or rollout.load names. Raise ValueError on every rank if it cannot be used."""
+    config, problem = run.config, ""
+    saved = SavedRollouts.of(config, run.world.rank)
+    if saved:
+        resumed = checkpoint_to_resume(config)
+        try:
+            saved.check(config.rollout, config.run.steps, step_of(resumed) if resumed else 0)
+        except ValueError as error:
+            problem = str(error)
+    if problem := next(filter(None, all_gather(problem)), ""):
+        raise ValueError(problem)
+    return saved
+
+
+def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
+    """Return the folder that trainer and engine load: the configured one, or that of a tiny model, made once on each host."""
+    model, world = run.config.model, run.world
+    if not is_tiny(model.name):
+        return Path(model.name)
+    folder = run.folder / f"model-host{world.hosts.index(world.host)}"
+    if world.rank == next(location.rank for location in world.locations if location.host == world.host):
+        texts, has_weights = [row.text for row in rows], model.weights == "checkpoint"
+        arguments = model.name, folder, run.config.run.seed, model.dtype, world.device_type, model.overrides
+        save_tiny_model(*arguments, texts=texts, weights=has_weights)
+    dist.barrier()
+    return folder
+
+
+def check_vocabulary(prompts: Iterable[Prompt], model_folder: Path) -> None:
+    """Raise ValueError for a token that the model has no embedding for: on a GPU it would end the engine in an assertion."""
+    size = AutoConfig.from_pretrained(str(model_folder)).get_text_config().vocab_size
+    for prompt in prompts:
+        if (token := max(prompt.input_ids, default=0)) >= size:
+            raise ValueError(
+                f"the prompt of {prompt.row.where} has token {token}, but model.name's vocab_size is {size}: use the model"
+                " that the tokenizer in its folder was made for"
+            )
+
+
+def trainer_attention(config: Config, model_folder: Path, device: str, say: Callable[[str], None]) -> Attention:
+    """Return the trainer's attention, by transformers' name; say why, if it is not sdpa.
+
+    Raise ValueError if the model does not have the attention that was asked for, UnsupportedEnvironment if SGLang's CPU mode
+    does not compute the model's attention.
+    """
+    attention, why = choose_attention(
+        AutoConfig.from_pretrained(str(model_folder)), config.model.attention, config.model.packed
+    )
+    if why:
+        say(f'model.attention = "{attention}": {why}')
+    if "attn_logit_softcapping" in why and device == "cpu" and "attention_backend" not in config.engine.args:
+        raise UnsupportedEnvironment(
+            f"{why}; so does SGLang's torch_native attention on the CPU, which would compute another model."
+        )
+    return attention
+
+
+def load_tokenizer(model_folder: Path) -> Any:
+    """Return the tokenizer in the model's folder. Raise ConfigError if there is no such model."""
+    try:
+        return AutoTokenizer.from_pretrained(str(model_folder))
+    except (OSError, ValueError) as error:
+        cause = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f'model.name = "{model_folder}" is not a local folder, a hub id that can be loaded here, or one of the built-in tiny'
+            f" models ({', '.join(TINY_MODELS)}): {cause}"
+        ) from error
+
+
+def check_weights_folder(run: RunContext) -> None:
+    """Raise ConfigError if engines are to load checkpoints from a folder that some host does not see. Collective."""
+    weights = run.config.weights
+    folder = Path(weights.folder).resolve() if weights.folder else run.folder
+    if weights.verify == "full" or weights.transport == "disk":
+        check_shared(folder, run.world, "weights.folder" if weights.folder else "run.dir")
+
+
+@contextmanager
+def as_config_error() -> Iterator[None]:
+    """Raise ValueErrors of this block as ConfigError: data, a model or engine arguments that are missing or wrong."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,105 @@
+"""RolloutEngine: all that a PPO step and a weight sync need of an inference engine.
+
+VerlEngine drives an sglang.Engine in the trainer's own processes. Another implementation needs no change in the trainer,
+in PPO or in the sync: tests/rollout/http_engine.py reaches a server over HTTP.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from harness.rollout.engine_ranks import Group
+
+T = TypeVar("T")
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
+class RolloutEngine(Protocol):
+    """One inference engine, used by the trainer ranks of one group.
+
+    Every rank of the group makes the same calls in the same order, so each method is a collective call: it returns the
+    same value, or raises, on every rank. A failure of the engine raises EngineFailed.
+    """
+
+    @property
+    def group(self) -> Group:
+        """The trainer ranks that use this engine."""
+
+    @property
+    def nnodes(self) -> int:
+        """The number of hosts that the engine runs on."""
+
+    @property
+    def version(self) -> str:
+        """The version of the engine's software, for messages."""
+
+    @property
+    def has_memory_saver(self) -> bool:
+        """Whether release and resume move memory; if not, they do nothing."""
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether `ask` works. Without it weights cannot be read back, and only log-probs show whether they arrived."""
+
+    def generate(
+        self,
+        *,
+        input_ids: Sequence[Sequence[int]],
+        sampling_params: Mapping[str, Any],
+        return_logprob: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Return one answer for each prompt, in SGLang's form: output_ids, and meta_info with the log-probs."""
+
+    def seed(self, number: int) -> None:
+        """Make the responses from here on depend on this number alone. Does nothing if the engine cannot be seeded."""
+
+    def weight_update(self) -> AbstractContextManager[None]:
+        """Group the updates made in this block into one update session of the engine (no-op when nested)."""
+
+    def update_weights_from_tensor(
+        self, named_tensors: NamedTensors, load_format: str | None = None, flush_cache: bool = True
+    ) -> None:
+        """Load full tensors under their checkpoint names. Every rank passes the same names and its own copy.
+
+        load_format: None for one handle each, "flattened_bucket" for all tensors in one buffer.
+        """
+
+    def update_weights_from_disk(self, path: str) -> None:
+        """Load a checkpoint folder that every host of the engine can read. It may be deleted when this returns."""
+
+    def update_weights_from_distributed(self, named_tensors: NamedTensors, flush_cache: bool = True) -> None:
+        """Broadcast contiguous tensors from the group's first rank to the engine, which may be on other GPUs and hosts."""
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes: their keys and values were computed with the old weights."""
+
+    def release_memory_occupation(self, tags: Sequence[str]) -> None:
+        """Free the GPU memory of "kv_cache", "weights" or both. Their contents are lost."""
+
+    def resume_memory_occupation(self, tags: Sequence[str]) -> None:
+        """Take the memory back. Update the weights before the engine generates again."""
+
+    def ask(self, function: Callable[[Any, Any], T], argument: object = None) -> T:
+        """Run function(model, argument) in the scheduler next to each rank, and return its answer. Needs can_ask."""
+
+    def shutdown(self) -> None:
+        """End the engine. Return on every rank when its processes are gone; a second call does nothing."""
+
+
+class PullableEngine(RolloutEngine, Protocol):
+    """An engine whose schedulers share hosts with the trainer ranks: what transport "pull" needs in addition."""
+
+    @property
+    def host(self) -> str:
+        """The host of this rank, as the run numbers its hosts."""
+
+    @property
+    def trainer_gpu(self) -> str | None:
+        """The GPU of this rank's trainer, written as in visible_gpus; None on CPU."""
+
+    @property
+    def visible_gpus(self) -> tuple[str, ...] | None:
+        """The GPUs of this host whose CUDA IPC handles the schedulers here can open; None on CPU."""

@@ -1,0 +1,42 @@
+"""What resolve() wants to know of an sglang, read from its source."""
+
+import ast
+import re
+
+from harness.config.facts import EngineArgument, SGLangFacts
+from harness.rollout.sglang_api.probe import SGLangApi, engine_argument_annotations
+
+CHOICES = "srt/arg_groups/choices.py"
+ABSORBED_MLA = ("srt/plugins/__init__.py", "srt/models/deepseek_common/attention_backend_handler.py")
+"""Files without which the stand-ins cannot register the absorbed method of MLA for the CPU: plugins, and the registry."""
+
+
+def engine_facts(api: SGLangApi) -> SGLangFacts:
+    """Return the facts of this sglang that decide whether a config can work."""
+    return SGLangFacts(
+        version=api.version,
+        arguments={name: _argument(api, each) for name, each in engine_argument_annotations(api.tree).items()},
+        serves_mla_on_cpu=all(map(api.tree.has, ABSORBED_MLA)),
+    )
+
+
+def _argument(api: SGLangApi, annotation: ast.expr) -> EngineArgument:
+    """Read an annotation: T, or since 0.5.20 A[T, Arg(choices=...)]."""
+    kind, details = annotation, list[ast.expr]()
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("A", "Annotated"):
+        assert isinstance(annotation.slice, ast.Tuple)
+        kind, *details = annotation.slice.elts
+    words = re.findall(r"\w+", ast.unparse(kind))
+    is_optional = "Optional" in words
+    kinds = [word for word in words if word not in ("typing", "Optional", "Union")] + ["None"] * is_optional
+    return EngineArgument(kinds=tuple(kinds), choices=_choices(api, details))
+
+
+def _choices(api: SGLangApi, details: list[ast.expr]) -> tuple[str, ...]:
+    """Return the choices of Arg(choices=...): a list, or the name of one."""
+    given = [
+        key.value for each in details if isinstance(each, ast.Call) for key in each.keywords if key.arg == "choices"
+    ]
+    lists = [api.tree.assigned(CHOICES).get(ast.unparse(each), each) for each in given]
+    constants = [node for each in lists for node in ast.walk(each) if isinstance(node, ast.Constant)]
+    return tuple(node.value for node in constants if isinstance(node.value, str))

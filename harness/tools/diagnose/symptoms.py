@@ -1,0 +1,301 @@
+"""What a log shows of failures: its tracebacks, crashes and error lines, and lines that the catalogue knows.
+
+A log may have gigabytes and a failure may have a million consequences. So lines are searched only if they have a word of
+failure or all words of a known line, and of symptoms that differ in numbers only the first and the last are kept.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cache
+from typing import Literal
+
+from harness.runtime.tracebacks import LogLine, Traceback, TracebackReader, log_line
+from harness.tools.diagnose.entries import TABLE, Pattern, catalogue, surroundings
+from harness.tools.diagnose.log_lines import raw_lines
+
+Kind = Literal["exception", "crash", "complaint", "line"]
+"""How a symptom looks: an exception, a death below Python, an error line, or a line that only the catalogue knows."""
+
+NEAR_LINES = 200
+"""Failures so many lines apart are not of one burst: what failed first was survived."""
+MESSAGE_LINES = 12
+"""So many lines after an exception may be of its message."""
+CODE_LINES = 3
+"""So many lines after a line of code its exception may stand: the markers of Python stand between."""
+KEPT_LINES = 100  # of one pattern in one file
+
+WORDS = frozenset(
+    b"traceback error fatal failed killed oom segmentation terminate dumped panic panicked sigkill sigsegv sigabrt sigbus"
+    b" signal crit alert emerg critical assert exited exception failure aborted bus unable invalid cannot refused warn recent".split()
+)
+"""Each line that looks like a failure has one of these words (in any case), or a part that _may_fail looks for."""
+
+_EXCEPTION = re.compile(
+    r"(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:(?:Error|Exception)(?:_\w+)?|Failure|Expired|Interrupt|Refused|Failed|Arrive|Died)|Exception|SystemExit)\b(?:\(|:|$)"
+)
+_CRASH = re.compile(
+    r"Fatal Python error|Segmentation fault|terminate called|core dumped|^Killed$|Out of memory: Killed|oom-?kill"
+    r"|CUDA error:|\bpanic: |panicked at|\bSIG(?:KILL|SEGV|ABRT|BUS)\b|signal 9\b|INTERNAL ASSERT FAILED|FIRST FAILURE:"
+    r"|^Aborted$|^Bus error|line \d+: +\d+ (?:Aborted|Killed|Bus error|Terminated)\b"
+)
+_COMPLAINT = re.compile(
+    r"\b(?:ERROR|FATAL|CRITICAL|FAILED)\b|\[(?:error|crit|alert|emerg|fatal)\]|(?:^|\s)[Ee]rror:|\bfatal: |exited with code [1-9]"
+    r"|\b[A-Z]\w*(?:Error|Exception): |\bWatchdog caught collective operation timeout|\bException raised from throw\w*Error"
+    r"|\bNCCL WARN .*(?:closed|fail|error|refused|timed? ?out)|^(?:Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)"
+)
+_MAY_BE_COMPLAINT = re.compile(r"(?:^|[:\]] )(?:(?:Failed|Unable|Cannot) to |Invalid \w+[:=])")
+_IS_HANDLED = re.compile(r"expected|fall(?:ing)? ?back|ignor|skipp|retry|instead|disabled|optional", re.IGNORECASE)
+_TORCH_ERROR = re.compile(r"\[E\d{3,4} \d\d:\d\d:\d\d|\[E [^\]]*?\w\.(?:cpp|cc|cu|hpp|h):\d+\]")
+# A logger says that the line is no failure: healthy runs print such lines too.
+MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b|\b[A-Z]?\w*Warning: |\[[WI]\d{3,4} \d\d:")
+_RANKS = re.compile(r"(?:^| )(?:TP|DP|PP|EP)\d+(?: |$)")  # in the prefix of SGLang's schedulers
+_STAMP = re.compile(r"(\d{4}[-/]\d\d[-/]\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?")
+
+
+@dataclass(slots=True)
+class Symptom:
+    """One thing that a log shows: a traceback with its message, a crash, an error line, or a line of the catalogue."""
+
+    line: LogLine
+    """The line that says it; of a traceback the one with the exception."""
+    kind: Kind
+    file: int
+    """Which of the files that are read, from 0."""
+    traceback: Traceback | None = None
+    matched: dict[Pattern, LogLine] = field(default_factory=dict)
+    """Patterns of the catalogue that its lines match, each with the first such line."""
+    own: frozenset[Pattern] = frozenset()
+    """The patterns that `line` itself matches."""
+    burst: int = 0
+    """Number of the line with which its burst of failures begins: of those without a pause of NEAR_LINES."""
+
+    @property
+    def is_error(self) -> bool:
+        return self.kind in ("exception", "crash")
+
+    @property
+    def begins(self) -> int:
+        return self.traceback.begins if self.traceback else self.line.number
+
+    @property
+    def ends(self) -> int:
+        """The number of the last line that may be of its message."""
+        return self.line.number + (MESSAGE_LINES if self.is_error else 0)
+
+    @property
+    def packages(self) -> set[str]:
+        """The folders in the paths of its frames."""
+        frames = self.traceback.frames if self.traceback else []
+        return {part for frame in frames for part in frame.file.replace("\\", "/").split("/")}
+
+    @property
+    def has_whole_traceback(self) -> bool:
+        found = self.traceback
+        return found is not None and found.has_header and found.last is not None and bool(found.frames)
+
+    def has(self, line: LogLine) -> bool:
+        """Return whether the line is of its traceback or of its message."""
+        is_inside = line.file == self.line.file and self.begins <= line.number <= self.line.number
+        return is_inside or line in self.matched.values() or self.may_have_in_message(line)
+
+    def may_have_in_message(self, line: LogLine) -> bool:
+        """Return whether a line after its own may be of its message."""
+        if line.file != self.line.file or not self.line.number < line.number <= self.ends:
+            return False
+        has_prefix, own_prefix = line.text != line.whole, self.line.text != self.line.whole
+        return line.process == self.line.process and has_prefix == own_prefix
+
+
+@dataclass(slots=True)
+class LogFacts:
+    """What several files show together."""
+
+    symptoms: list[Symptom] = field(default_factory=list)
+    """File by file, in the order of their lines."""
+    lines: dict[Pattern, list[LogLine]] = field(default_factory=dict)
+    """The first lines that match each pattern of the catalogue, also those that are in no symptom."""
+    contexts: set[str] = field(default_factory=set)
+    """The contexts of surroundings.toml that the files show."""
+    last: tuple[str, int, bytes] | None = None
+    """File, number and bytes of the last line that is not empty."""
+
+
+def read_facts(files: Sequence[str]) -> LogFacts:
+    """Read the files. Raise OSError."""
+    facts, index, seen = LogFacts(), _index(), set[Pattern]()
+    for position, file in enumerate(files):
+        scanner, kept = _Scanner(position), Counter[Pattern]()
+        for number, raw in raw_lines(file):
+            words = set(raw.translate(TABLE).split())
+            facts.last = (file, number, raw) if words else facts.last
+            patterns = [
+                each
+                for word in words & index.by_word.keys()
+                for each in index.by_word[word]
+                if each.words <= words and each not in seen
+            ]
+            if not (patterns or _may_fail(raw, words) or scanner.awaits(number)):
+                continue
+            line = log_line(number, raw.decode("utf-8", errors="replace"), file)
+            matched = frozenset(
+                each for each in patterns if each.regex.search(line.whole if each in index.in_prefixes else line.text)
+            )
+            for pattern in matched:
+                kept[pattern] += 1
+                if kept[pattern] <= KEPT_LINES:
+                    facts.lines.setdefault(pattern, []).append(line)
+            seen |= matched & index.once
+            if _RANKS.search(line.process):
+                facts.contexts.add("engine")
+            scanner.read(line, matched)
+        facts.symptoms += scanner.symptoms()
+    shown = {
+        name for name, patterns in surroundings().contexts.items() if any(each in facts.lines for each in patterns)
+    }
+    facts.contexts |= shown
+    return facts
+
+
+def _may_fail(raw: bytes, words: Set[bytes]) -> bool:
+    """Return quickly whether a line of these words, in lower case, may look like a failure or be of a traceback."""
+    return not WORDS.isdisjoint(words) or b"Error" in raw or b"Exception" in raw or b"[E" in raw or b'File "' in raw
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """All patterns of the catalogue, arranged for the search."""
+
+    by_word: Mapping[bytes, Sequence[Pattern]]
+    in_prefixes: Set[Pattern]  # those that prefixes may show as well
+    once: Set[Pattern]  # those of which one line is enough; some of them match every line
+
+
+@cache
+def _index() -> _Index:
+    around, entries = surroundings(), catalogue().values()
+    placed = {each for entry in entries for s in entry.signatures for each in (s.pattern, s.near) if each}
+    contexts = {each for patterns in around.contexts.values() for each in patterns}
+    in_prefixes = contexts.union(around.other_engines, *(entry.conditions or () for entry in entries))
+    by_word: dict[bytes, list[Pattern]] = {}
+    for pattern in placed.union(in_prefixes, around.harmless, around.wrappers):
+        by_word.setdefault(pattern.word, []).append(pattern)
+    return _Index(by_word, in_prefixes, in_prefixes - placed)
+
+
+@cache
+def _signature_patterns() -> Set[Pattern]:
+    return {signature.pattern for entry in catalogue().values() for signature in entry.signatures}
+
+
+class _Scanner:
+    """Collects the symptoms of one file."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._reader = TracebackReader()
+        self._inside: dict[int, dict[Pattern, LogLine]] = {}  # what the lines of open tracebacks match, by id()
+        self._first: dict[tuple[object, ...], Symptom] = {}
+        self._last: dict[tuple[object, ...], Symptom] = {}
+        self._pending: list[Symptom] = []  # the latest ones, whose messages may go on
+        self._burst = 0  # number of the first line of the latest burst of failures
+        self._failed_until = -NEAR_LINES  # number of its last line
+
+    def awaits(self, number: int) -> bool:
+        """Return whether the line of this number may be of a traceback, or of an exception's message."""
+        return self._reader.is_waiting or any(number <= each.ends for each in self._pending)
+
+    def read(self, line: LogLine, matched: frozenset[Pattern]) -> None:
+        """Look at one line, and at the patterns that match it."""
+        self._keep(before=line.number)
+        ended = self._reader.read(line)
+        for each in ended:
+            self._add_traceback(each, line, matched)
+        owner = self._reader.owner
+        if owner and owner not in ended:
+            place = self._inside.setdefault(id(owner), {})
+            for pattern in matched:
+                place.setdefault(pattern, line)
+        elif not owner and matched.isdisjoint(surroundings().harmless):
+            self._look(line, matched)
+
+    def symptoms(self) -> list[Symptom]:
+        """Return them in the order of their lines, at the end of the file."""
+        for ended in self._reader.close():
+            self._add_traceback(ended, None, frozenset())
+        self._keep()
+        found: dict[LogLine, Symptom] = {}  # a line may be known as an exception's only after it was looked at
+        for each in sorted((*self._first.values(), *self._last.values()), key=lambda each: each.traceback is None):
+            same = found.setdefault(each.line, each)
+            same.matched |= each.matched
+            same.own |= each.own
+        return sorted(found.values(), key=lambda each: each.line.number)
+
+    def _look(self, line: LogLine, matched: frozenset[Pattern]) -> None:
+        kind = _kind(line)
+        earlier = next((each for each in reversed(self._pending) if each.may_have_in_message(line)), None)
+        if kind is None and earlier:
+            for pattern in matched:
+                earlier.matched.setdefault(pattern, line)
+        elif kind or not matched.isdisjoint(_signature_patterns()):
+            self._add(Symptom(line, kind or "line", self._file, matched=dict.fromkeys(matched, line), own=matched))
+
+    def _add_traceback(self, found: Traceback, line: LogLine | None, matched: frozenset[Pattern]) -> None:
+        inside = self._inside.pop(id(found), {})
+        last = found.last or found.first
+        own = matched if last is line else frozenset(each for each, at in inside.items() if at is last)
+        if found.is_ignored or not own.isdisjoint(surroundings().harmless):
+            return
+        if not (found.last or found.has_header):
+            return
+        kind: Kind = "crash" if found.is_crash else "exception" if found.last else "complaint"
+        self._add(Symptom(last, kind, self._file, found, dict.fromkeys(own, last) | inside, own))
+
+    def _add(self, symptom: Symptom) -> None:
+        if self._pending and _is_code_of(self._pending[-1], symptom):
+            symptom.matched = self._pending.pop().matched | symptom.matched
+        symptom.burst = self._burst if symptom.begins - self._failed_until <= NEAR_LINES else symptom.begins
+        if symptom.kind != "line":
+            self._burst = symptom.burst
+            self._failed_until = max(self._failed_until, symptom.line.number)
+        self._pending.append(symptom)
+
+    def _keep(self, before: int | None = None) -> None:
+        """Keep the pending symptoms whose messages end before this line; all of them by default."""
+        while self._pending and (before is None or self._pending[0].ends + CODE_LINES < before):
+            each = self._pending.pop(0)
+            text = re.sub(r"\d+", "#", each.line.text)
+            key = (each.burst, each.kind, text, frozenset(each.matched), frozenset(each.packages))
+            self._first.setdefault(key, each)
+            self._last[key] = each
+
+
+def _is_code_of(earlier: Symptom, symptom: Symptom) -> bool:
+    """Return whether the earlier line is the code that raised an exception, in a quotation without the frames."""
+    is_bare = symptom.kind == "exception" and symptom.traceback is None
+    is_code = earlier.kind == "line" and earlier.line.text[:1] in (" ", "\t")
+    return is_bare and is_code and symptom.line.number - earlier.line.number <= CODE_LINES
+
+
+def _kind(line: LogLine) -> Kind | None:
+    """Return how a line outside of tracebacks looks; None if not like a failure."""
+    if _EXCEPTION.match(line.text):
+        return "exception"
+    if _CRASH.search(line.text):
+        return "crash"
+    may = _MAY_BE_COMPLAINT.search(line.text) and not (MILD.search(line.whole) or _IS_HANDLED.search(line.text))
+    return "complaint" if may or _COMPLAINT.search(line.text) or _TORCH_ERROR.search(line.whole) else None
+
+
+def seconds_of(line: LogLine) -> float | None:
+    """Return the time of the line's stamp, if that has a date."""
+    stamp = _STAMP.search(line.whole[:200])
+    if stamp is None:
+        return None
+    day, clock, fraction = stamp.groups()
+    try:
+        return datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}").timestamp() + float(f"0.{fraction or 0}")
+    except ValueError:  # a stamp of a day that there is not
+        return None

@@ -1,0 +1,39 @@
+# shell_script.py runs this before a user's script, in a restricted bash with an empty PATH: restricted bash writes no file and
+# starts nothing that has a slash in its name, and with an empty PATH no other command is found. For a command that it does not
+# find, bash calls command_not_found_handle with the expanded words. It records them to the file descriptor RECORD: before each
+# word the id of the process that bash forks for a command, so that the commands of a pipe do not mix; \1 ends a command.
+# What the command would have printed is unknown. It prints a hole in its place, that id between \2 and \3, which ends up in
+# the words that depend on the output.
+
+# set -x writes here, where nobody reads. Errors of bash stay apart.
+BASH_XTRACEFD=&TRACE
+
+# Builtins that write files or reach other processes. Restricted bash does not let a script enable them again.
+enable -n history fc kill
+
+# `set -x` in `python3 ... 2>&1 | tee LOG` writes into a pipe that nothing reads.
+trap '' PIPE
+
+command_not_found_handle() {
+    local word
+    for word; do builtin printf '%s:%s\0' "$BASHPID" "$word" >&RECORD; done
+    builtin printf '%s:\1\0' "$BASHPID" >&RECORD
+    # These ask what the machine has. They print nothing and fail, as they do on a machine that does not have it.
+    case "$1 $*" in *python*' -c '*print*) ;; *python*' -c '* | 'which '* | 'npu-smi '* | 'rocm-smi '*) return 1 ;; esac
+    builtin printf '\2%s\3' "$BASHPID"
+}
+
+# The commands that have a result: experiments are named by the date, and files by the folder of the script.
+dirname() { case "${1%/}" in */*) builtin printf '%s\n' "${1%/*}" ;; *) builtin printf '.\n' ;; esac; }
+basename() { local name=${1%/}; name=${name##*/}; builtin printf '%s\n' "${name%"${2-}"}"; }
+date() { case "${1-}" in +*) builtin printf "%(${1#+})T\n" -1 ;; *) builtin printf '%(%c)T\n' -1 ;; esac; }
+
+# Builtins that restricted bash refuses, or that would end the script before its command.
+cd() { :; }
+exec() { "$@"; }
+kill() { :; }
+history() { :; }
+hash() { return 1; }
+source() { command_not_found_handle source "$@"; }
+.() { command_not_found_handle source "$@"; }
+

@@ -1,0 +1,59 @@
+"""The trainer's view of an engine's loader: what each scheduler would do with the tensors that are sent."""
+
+from dataclasses import dataclass
+
+from harness.rollout.engine import RolloutEngine
+from harness.weights.fusing import FusingGroup
+from harness.weights.worker import coverage
+from harness.weights.worker.coverage import LoadCoverage
+
+
+@dataclass(slots=True)
+class EngineLoader:
+    """The traced loaders of one engine's schedulers. Every method is a collective call of all ranks, and needs can_ask."""
+
+    engine: RolloutEngine
+    groups: tuple[FusingGroup, ...]
+    coverage: tuple[LoadCoverage, ...] = ()
+    """For each scheduler, in engine order; empty before `trace`."""
+
+    def trace(self) -> None:
+        """Learn what each scheduler's loader would fill. Those whose last trace still holds do not trace again."""
+        with self.engine.weight_update():
+            found = self.engine.group.all_gather(self.engine.ask(coverage.cover, self.groups))
+        self.coverage = tuple(found[rank] for rank in self.engine.group.ranks)
+
+    def trace_once(self) -> None:
+        """Trace, unless this was done before."""
+        if not self.coverage:
+            self.trace()
+
+    def fingerprints(self) -> dict[int, dict[str, int]]:
+        """Return engine rank -> "<group>/<copy>" -> fingerprint of what that copy filled.
+
+        Trace anew if SGLang has replaced a tensor that was traced. Raise RuntimeError if that does not help.
+        """
+        self.trace_once()
+        found = self._ask_fingerprints()
+        if not self._complete(found):
+            self.trace()
+            found = self._ask_fingerprints()
+        if not self._complete(found):
+            raise RuntimeError(
+                f"the schedulers of ranks {list(found)} must report a fingerprint for each copy they traced"
+            )
+        return found
+
+    def _ask_fingerprints(self) -> dict[int, dict[str, int]]:
+        with self.engine.weight_update():
+            by_rank = self.engine.group.all_gather(self.engine.ask(coverage.fingerprints))
+        return {place: by_rank[rank] for place, rank in enumerate(self.engine.group.ranks)}
+
+    def _complete(self, found: dict[int, dict[str, int]]) -> bool:
+        due = {each.rank: sum(map(len, each.copies)) for each in self.coverage}
+        return {rank: len(sums) for rank, sums in found.items()} == due
+
+    @property
+    def opaque(self) -> list[str]:
+        """Checkpoint names that arrive in a way that cannot be followed: read-back and fingerprints leave them out."""
+        return sorted({name for each in self.coverage for name in each.opaque})

@@ -1,0 +1,1 @@
+"""The checks that the weights arrived, at the level that weights.verify sets."""

@@ -1,0 +1,101 @@
+"""Compare 64-bit fingerprints of every element that the engine holds with the trainer's, without moving any.
+
+Each scheduler sums up what it holds, and each trainer rank its shards (worker/model_state.py says how). That costs one read
+of the weights and names the tensors that differ. readback.py, which moves every element, says in how many elements.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from harness.cluster.world import all_gather
+from harness.trainer.rows import RowShards, own_rows
+from harness.weights.loader import EngineLoader
+from harness.weights.tensor_view import loses_precision
+from harness.weights.trainer_weights import TrainerWeights
+from harness.weights.worker.model_state import WRAP, weighted_sum
+
+Box = tuple[str, int, tuple[tuple[int, int], ...]]
+"""What a copy reads: checkpoint name, offset and steps; equal for ranks that hold the same elements."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FingerprintComparison:
+    """The outcome of one comparison; the same on every rank."""
+
+    tensors: int
+    """Checkpoint tensors that were sent."""
+    compared: int
+    """Those that could be compared; the others arrive in ways that cannot be followed, or are rounded by the engine."""
+    wrong: tuple[str, ...]
+    """Checkpoint tensors that the engine does not hold as the trainer does. All experts of one tensor are named together."""
+
+
+def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> FingerprintComparison:
+    """Compare what the engine holds with the trainer's weights, after a sync. A collective call of all ranks.
+
+    Raise RuntimeError if the schedulers cannot report what they hold.
+    """
+    expected, received = _trainer_sums(weights), loader.fingerprints()
+    names: dict[str, list[str]] = defaultdict(list)
+    elements: dict[str, int] = defaultdict(int)
+    for view in weights.layout:
+        names[view.of].append(view.name)
+        elements[view.of] += view.numel
+    compared, wrong = 0, []
+    for tensor, boxes in _followed(loader).items():
+        if sum(prod(size for _, size in steps) for _, _, steps in boxes) != elements[tensor]:
+            continue  # some elements are read twice in boxes that are not equal, so the sums would not add up
+        compared += len(names[tensor])
+        total = 0
+        for (name, _, _), sums in _sums_by_box(boxes, received).items():
+            total += min(sums)
+            wrong += [name] * (len(sums) > 1)  # ranks that should hold the same elements differ
+        wrong += names[tensor] if total % WRAP != expected[tensor] else []
+    everyone = dict.fromkeys(name for each in all_gather(wrong) for name in each)
+    return FingerprintComparison(tensors=len(weights.layout), compared=compared, wrong=tuple(everyone))
+
+
+@torch.no_grad()
+def _trainer_sums(weights: TrainerWeights) -> dict[str, int]:
+    """Return the fingerprint of each tensor, added up over all ranks' shards, in the dtype in which it is sent."""
+    dtypes = {view.of: view.dtype for view in weights.layout}
+    sums = [_sum_of_shard(tensor, dtypes[name]) for name, tensor in weights.tensors.items()]
+    everyone = all_gather(torch.stack(sums).tolist())
+    return {name: sum(parts) % WRAP for name, *parts in zip(weights.tensors, *everyone, strict=True)}
+
+
+def _sum_of_shard(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum up this rank's rows of a tensor. A tensor that is not sharded counts on rank 0 alone."""
+    first = own_rows(tensor).start * RowShards.of(tensor).row_elements
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    elif dist.get_rank() != 0:
+        tensor = tensor.reshape(-1)[:0]
+    return weighted_sum(tensor.detach().to(dtype).reshape(-1), (1,), first)
+
+
+def _followed(loader: EngineLoader) -> dict[str, dict[Box, list[tuple[int, str]]]]:
+    """Return tensor -> box -> (engine rank, "<group>/<copy>") of the copies that read it.
+
+    Tensors with a name that arrives in a way that cannot be followed, or that the engine rounds, are left out.
+    """
+    lost = set(loader.opaque)
+    found: dict[str, dict[Box, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
+    for each in loader.coverage:
+        for number, copies in enumerate(each.copies):
+            for part, copy in enumerate(copies):
+                source = copy.source
+                found[source.of][source.name, source.offset, source.steps].append((each.rank, f"{number}/{part}"))
+                if loses_precision(source.dtype, copy.held):
+                    lost.add(source.name)
+    lost_tensors = {view.of for group in loader.groups for view in group.views if view.name in lost}
+    return {tensor: boxes for tensor, boxes in found.items() if tensor not in lost_tensors}
+
+
+def _sums_by_box(boxes: dict[Box, list[tuple[int, str]]], received: dict[int, dict[str, int]]) -> dict[Box, set[int]]:
+    return {box: {received[rank][part] for rank, part in copies} for box, copies in boxes.items()}

@@ -1,0 +1,108 @@
+"""What a run may claim of its syncs: the verdict's phrase, and the section of the report."""
+
+from collections.abc import Mapping, Sequence
+
+from harness.weights.log_probs import Allowed, LogProbDifference
+
+Metrics = Mapping[str, float]
+"""Of one rollout, with Verification.sync_metrics of the sync before it."""
+
+PHRASES = {
+    "bytes": ["each read back bit for bit"],
+    "full": ["each rehearsed on garbage with changed weights, compared with a reload from disk, read back bit for bit"],
+}
+SENTENCES = {
+    "off": "Nothing was checked; the differences were only measured.",
+    "log_probs": "After every sync, 64-bit fingerprints of every element that the engine holds were compared with the"
+    " trainer's, and so were the log-probs of the engine's responses. Tensors that the engine derives from weights are only"
+    " compared at level bytes.",
+    "bytes": "After every sync, all that the engine holds was read back and compared with the trainer's tensors bit for bit,"
+    " and so were the log-probs of the engine's responses.",
+    "full": "Before every sync, each tensor was changed, synced onto garbage, read back bit for bit and compared with a"
+    " reload from disk. After it, everything was read back and the log-probs of the engine's responses were compared.",
+}
+WITHOUT_FINGERPRINTS = "After every sync, the log-probs of the engine's responses were compared with the trainer's."
+STATISTICS = (
+    ("mean", "mean", "mean"),
+    ("worst sequence", "worst_sequence_bulk", "sequence"),
+    ("worst response position", "worst_position_bulk", "position"),
+)
+"""(words, metric, field of Allowed)."""
+
+
+def verdict_phrase(level: str, asked: str, can_ask: bool, rollouts: Sequence[Metrics], allowed: Allowed) -> str:
+    """Return one phrase on the syncs before these rollouts; it claims nothing that was not checked.
+
+    level: of the checks that were made. asked: weights.verify.
+    """
+    largest = max(each["log_prob_difference_mean"] for each in rollouts)
+    syncs = f"{len(rollouts)} weight syncs"
+    if level == "off":
+        return f'{syncs}, not verified (weights.verify = "off"): largest mean log-prob difference {largest:.1e}'
+    phrases = "; ".join([*PHRASES.get(level, ()), what_was_compared(level, asked, can_ask, rollouts)])
+    return f"{syncs}: {phrases}; largest mean difference {largest:.1e}, allowed {allowed.mean:.2g}"
+
+
+def what_was_compared(level: str, asked: str, can_ask: bool, rollouts: Sequence[Metrics]) -> str:
+    """Return a phrase on the fingerprints after each sync, or on what it means that there were none."""
+    if can_ask:
+        compared = int(min(each.get("sync_tensors_compared", 0) for each in rollouts))
+        tensors = int(max(each.get("sync_tensors", 0) for each in rollouts))
+        whole = f"all {tensors}" if compared == tensors else f"{compared} of {tensors}"
+        return f"after each, {whole} tensors in the engine equal the trainer's by fingerprint"
+    missing = "fingerprints were" if level == asked else f'weights.verify = "{asked}" and fingerprints were'
+    return (
+        f"{missing} not possible, as this engine cannot be asked what it holds; log-probs alone do not show a failed sync if"
+        " the update moves them by less than is allowed"
+    )
+
+
+def report_section(
+    *,
+    level: str,
+    asked: str,
+    can_ask: bool,
+    rollouts: Sequence[Metrics],
+    baseline: LogProbDifference | None,
+    why_no_baseline: str,
+    allowed: Allowed,
+    is_exact: bool,
+    seconds: Mapping[str, Sequence[float]],
+) -> list[str]:
+    """Return the report's section in Markdown: the level, the statistics and what was allowed, and what each part cost.
+
+    seconds: durations of phases by name; the phase "sync" is the sync itself, without its verification.
+    """
+    done = SENTENCES[level] if can_ask or level == "off" else WITHOUT_FINGERPRINTS
+    lines = [f'weights.verify = "{asked}". {done}', ""]
+    if level == "full":
+        how = "bit for bit" if is_exact else "within the allowed mean, as the engine is not deterministic"
+        lines += [f"Greedy outputs before and after the reload were equal {how}.", ""]
+    if not baseline:
+        lines += [f"No baseline of the log-prob difference, as {why_no_baseline}.", ""]
+    if level != "off":
+        lines += [f"- {what_was_compared(level, asked, can_ask, rollouts)}", ""]
+    lines += [
+        f"| log-prob difference, nats | baseline | largest of {len(rollouts)} syncs | allowed |",
+        "|---|---|---|---|",
+    ]
+    own = baseline.metrics() if baseline else {}
+    for words, metric, bound in STATISTICS:
+        name = f"log_prob_difference_{metric}"
+        before = f"{own[name]:.2g}" if own else "none"
+        most = "any" if level == "off" else f"{getattr(allowed, bound):.2g}"
+        lines.append(f"| {words} | {before} | {max(each[name] for each in rollouts):.2g} | {most} |")
+    lines += ["", "A sequence or position is judged by its lower three quarters, see harness/weights/log_probs.py.", ""]
+    return lines + _costs(rollouts, seconds)
+
+
+def _costs(rollouts: Sequence[Metrics], seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return a table of what the sync and each part of its verification took."""
+    parts = {name: list(seconds[name]) for name in ("sync", "verify_baseline") if name in seconds}
+    names = dict.fromkeys(name for each in rollouts for name in each if name.startswith("seconds/verify_"))
+    parts |= {name.partition("/")[2]: [each[name] for each in rollouts if name in each] for name in names}
+    rows = [
+        f"| {part.removeprefix('verify_')} | {len(each)} | {sum(each) / len(each):.3f} | {max(each):.3f} |"
+        for part, each in parts.items()
+    ]
+    return ["| part | times | mean s | largest s |", "|---|---|---|---|", *rows]

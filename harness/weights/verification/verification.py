@@ -1,0 +1,290 @@
+"""Verification: the checks around every sync of a run, at the level that weights.verify sets.
+
+Each level also does what the levels before it do:
+
+    off        measure the difference of log-probs, and fail on nothing
+    log_probs  compare 64-bit fingerprints of all that the engine holds, and the log-probs of its responses
+    bytes      read every element back after each sync; the first sync must leave what SGLang itself loads from disk
+    full       before each sync, sync changed weights onto garbage and compare with a reload from disk
+
+An engine that cannot be asked what it holds (one behind HTTP) has no fingerprints and cannot be read back. Then only
+log-probs are compared, and the verdict says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from harness.cluster.world import World, all_gather
+from harness.config.schema import Config
+from harness.rollout.memory_stages import MemoryStages
+from harness.runtime.events import EventLog
+from harness.trainer.model import named_tensors
+from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
+from harness.weights.presync_checks import first_of
+from harness.weights.sync import WeightSync
+from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
+from harness.weights.verification.perturb import perturb
+from harness.weights.verification.readback import weight_differences
+from harness.weights.verification.rehearsal import compare_with_reload
+from harness.weights.verification.snapshot import Snapshot, changed_tensors, snapshot_weights
+from harness.weights.verification.summary import report_section, verdict_phrase
+from harness.weights.worker.model_state import fill_model
+
+Level = Literal["off", "log_probs", "bytes", "full"]
+LEVELS: tuple[Level, ...] = ("off", "log_probs", "bytes", "full")
+
+
+class WeightsDidNotArrive(RuntimeError):
+    """The engine computes with other weights than the trainer holds."""
+
+
+class NoBaseline(RuntimeError):
+    """Engine and trainer compute differently on the same weights: a difference after a sync would prove nothing."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Verification:
+    """All checks of a run's syncs on one rank. Every method is a collective call of all ranks."""
+
+    config: Config
+    world: World
+    events: EventLog
+    memory: MemoryStages
+    sync: WeightSync
+    source: Path
+    """The model's own folder."""
+    prompts: Sequence[Sequence[int]]
+    """Token ids, for rehearsals."""
+    baseline: LogProbDifference | None = None
+    why_no_baseline: str = ""
+    own_checkpoint: Snapshot | None = None
+    """bytes: what SGLang itself loaded from the model's own checkpoint, until a sync has matched it."""
+    sentinel_next: bool = False
+    """The engine holds right weights that no sync brought, so a tensor that the next sync leaves out would not show."""
+    compared: FingerprintComparison | None = None
+    """The last comparison of fingerprints."""
+
+    @property
+    def level(self) -> Level:
+        """The level of the checks that are made: weights.verify, or less if the engine cannot be asked what it holds."""
+        asked = self.config.weights.verify
+        return "log_probs" if asked in ("bytes", "full") and not self.sync.engine.can_ask else asked
+
+    def reaches(self, level: Level) -> bool:
+        """Return whether the checks of `level` are made."""
+        return LEVELS.index(self.level) >= LEVELS.index(level)
+
+    @property
+    def allowed(self) -> Allowed:
+        """The differences of log-probs that pass."""
+        return Allowed.of(self.config.model.dtype, self.baseline)
+
+    # Before the first step
+
+    def load_baseline(self) -> bool:
+        """Have the engine, whether its memory is released or not, load the model's own checkpoint from disk.
+
+        Return False if no baseline is wanted (level off) or none can be taken; the console says why.
+        """
+        self.why_no_baseline = self._why_no_baseline()
+        if self.why_no_baseline:
+            if self.reaches("log_probs"):
+                allowed = f"differences of up to {self.allowed.mean:.2g} pass"
+                self.events.say(f"no baseline of the log-prob difference, as {self.why_no_baseline}: {allowed}")
+            return False
+        if self.config.engine.initial_weights == "dummy":
+            self.memory.resume_weights()
+            self.memory.resume_kv_cache()
+            self.sync.engine.update_weights_from_disk(str(self.source))
+            self.sentinel_next = True
+        if self.reaches("bytes"):
+            self.own_checkpoint = snapshot_weights(self.sync.engine)
+        return True
+
+    def _why_no_baseline(self) -> str:
+        if not self.reaches("log_probs"):
+            return "it is not wanted at level off"
+        if self.config.model.weights == "random":
+            return "random weights are in no checkpoint"
+        if self.config.engine.initial_weights == "checkpoint":
+            return ""
+        engine = self.sync.engine
+        if not engine.can_ask:
+            return (
+                "this engine cannot be filled with garbage after it, and a tensor that a sync leaves out would not show"
+            )
+        # Every scheduler reads the path that its engine's head gives; a hub id is no path on any host.
+        path = Path(engine.group.broadcast(str(self.source)))
+        seen = all_gather((self.world.host, path.exists()))
+        blind = sorted({host for host, found in seen if not found})
+        return f"the model's folder is not on {', '.join(blind)}" if blind and any(found for _, found in seen) else ""
+
+    def set_baseline(self, difference: LogProbDifference) -> None:
+        """Keep the difference on the model's own checkpoint. Raise NoBaseline if it is too large."""
+        self.baseline = difference
+        self.events.fact("log_prob_baseline", **difference.metrics(), allowed=self.allowed.mean)
+        self.events.say(
+            f"unchanged weights: the log-probs of engine and trainer differ by {difference.mean:.1e} on average; after a sync"
+            f" they may differ by up to {self.allowed.mean:.2g}"
+        )
+        if not difference.mean <= LARGEST_BASELINE:
+            raise NoBaseline(
+                f"before the first update, on the checkpoint that SGLang itself loaded from {self.source}, the"
+                f" engine's log-probs are off by {difference.mean:.2e} in the mean (at most {LARGEST_BASELINE:g} makes"
+                " sense): SGLang and transformers do not compute the same model."
+            )
+
+    # Around a sync
+
+    def rehearse(self, index: int) -> None:
+        """Before a sync: fill the engine's weights with garbage after a baseline. full: also rehearse the sync."""
+        if self.sentinel_next or self.reaches("full"):
+            with self.timed("sentinel", index, "the engine to fill its weights with garbage"):
+                with self.sync.engine.weight_update():
+                    self.sync.engine.ask(fill_model, f"{self.config.run.seed}/{index}")
+                self.sync.engine.flush_cache()
+            self.sentinel_next = False
+        if self.reaches("full"):
+            self._sync_changed_weights(index)
+
+    def _sync_changed_weights(self, index: int) -> None:
+        """Sync changed weights onto the garbage, read them back, and compare them with a reload from disk.
+
+        So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs.
+        """
+        sync, seed = self.sync, self.config.run.seed * 1_000_003 + index
+        folder = sync.folder / f"{self.events.path.parents[1].name}-reload"
+        tensors = dict(named_tensors(sync.model))
+        with self.timed("perturb", index):
+            perturb(tensors, seed)
+        try:
+            with self.timed("push", index, "all ranks to sync changed weights onto garbage"):
+                sync.update_engine()
+            self.check_bytes(index, "a sync of changed weights onto garbage")
+            with self.timed("save", index, "rank 0 to write the changed weights to disk"):
+                sync.save(folder, self.source)
+                dist.barrier()
+        finally:
+            with self.timed("perturb", index):
+                perturb(tensors, seed)
+        with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
+            self._check_reload(folder, index)
+
+    def _check_reload(self, folder: Path, index: int) -> None:
+        self.memory.resume_kv_cache()
+        found = compare_with_reload(self.sync.loader, self.prompts, folder)
+        self.memory.release_all()
+        self.memory.resume_weights()
+        what = f"step {index}: a reload of the same weights from disk changed"
+        refuse(found.changed, f"{what} what the engine holds")
+        bound = 0.0 if self.is_exact else self.allowed.mean
+        if not (found.same_outputs if self.is_exact else found.apart <= bound):
+            raise WeightsDidNotArrive(f"{what} greedy log-probs by {found.apart:.2e} on average (allowed {bound:.2g})")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the same weights give the same outputs bit for bit."""
+        return self.world.device_type == "cpu" or bool(self.config.engine.args.get("enable_deterministic_inference"))
+
+    def check_arrival(self, index: int) -> None:
+        """After a sync: raise WeightsDidNotArrive, naming checkpoint tensors, if the engine holds other weights."""
+        self.check_fingerprints(index)
+        self.check_bytes(index, "the sync")
+        self.check_first_sync(index)
+
+    def check_fingerprints(self, index: int) -> None:
+        """log_probs: raise WeightsDidNotArrive unless the engine holds every tensor that can be followed."""
+        if self.reaches("log_probs") and self.sync.engine.can_ask:
+            with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
+                self.compared = compare_fingerprints(self.sync.weights, self.sync.loader)
+                wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
+            refuse(wrong, f"step {index}: after the sync the engine holds other weights")
+
+    def check_bytes(self, index: int, what: str) -> None:
+        """bytes: raise WeightsDidNotArrive unless the engine holds what was sent."""
+        if self.reaches("bytes"):
+            with self.timed("readback", index, "every tensor to be read back from the engine"):
+                wrong = self.differences()
+            refuse(wrong, f"step {index}: after {what} the engine holds other weights")
+
+    def check_first_sync(self, index: int) -> None:
+        """bytes: raise WeightsDidNotArrive unless the first sync, of unchanged weights, leaves what SGLang itself loaded.
+
+        The only check that does not trust our names: two experts swapped in them would be read back swapped.
+        """
+        if self.own_checkpoint is not None:
+            with self.timed("first_sync", index, "the engine's weights, to compare them with its own load from disk"):
+                wrong = changed_tensors(self.sync.loader, self.own_checkpoint)
+            self.own_checkpoint = None
+            source = f"it loaded itself from {self.source}"
+            refuse(wrong, f"step {index}: after the first sync the engine holds other weights than {source}")
+
+    # After a rollout
+
+    def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
+        """log_probs: raise WeightsDidNotArrive, naming suspects, if the engine's log-probs are not the trainer's."""
+        self.events.fact("log_prob_difference", step=index, **difference.metrics())
+        violations = self.allowed.violations(difference)
+        if not violations or not self.reaches("log_probs"):
+            return
+        raise WeightsDidNotArrive(
+            f"step {index}: the engine's log-probs are off by {', '.join(violations)}; largest {difference.largest:.2e};"
+            f" {self.find_suspects(index)}"
+        )
+
+    def find_suspects(self, index: int) -> str:
+        """Return which tensors of the engine differ from the trainer's, after syncing again and reading all back."""
+        if not self.sync.engine.can_ask:
+            return "tensors cannot be read back from this engine"
+        try:
+            with self.events.phase("find_suspects", index, "the weights to be synced again and read back"):
+                self.memory.resume_weights()
+                self.sync.update_engine()  # a released engine has lost its weights; the same sync goes wrong the same way
+                listed = first_of(self.differences())
+        except Exception as error:  # it must not hide the failure that was found first
+            listed = f"unknown, as the search for them failed ({type(error).__name__}: {error})"
+        return f"engine tensors that differ from the trainer's: {listed}"
+
+    def differences(self) -> Sequence[str]:
+        """Return one sentence for each tensor that the engine does not hold as the trainer does."""
+        return weight_differences(self.sync.weights, self.sync.loader)
+
+    # What a run reports
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Return how many tensors the last sync sent and how many of them were compared, for metrics.jsonl."""
+        if not self.compared:
+            return {}
+        return {"sync_tensors": self.compared.tensors, "sync_tensors_compared": self.compared.compared}
+
+    def verdict(self, rollouts: Sequence[Mapping[str, float]]) -> str:
+        """Return the verdict's phrase on the syncs before these rollouts, given their metrics; log the report's section."""
+        lines = report_section(
+            level=self.level,
+            asked=self.config.weights.verify,
+            can_ask=self.sync.engine.can_ask,
+            rollouts=rollouts,
+            baseline=self.baseline,
+            why_no_baseline=self.why_no_baseline,
+            allowed=self.allowed,
+            is_exact=self.is_exact,
+            seconds=self.events.seconds,
+        )
+        self.events.fact("verification", lines=lines)
+        asked, can_ask = self.config.weights.verify, self.sync.engine.can_ask
+        return verdict_phrase(self.level, asked, can_ask, rollouts, self.allowed)
+
+    def timed(self, part: str, index: int | None = None, waiting_for: str = "") -> AbstractContextManager[None]:
+        """Return the phase verify_<part> of the event log."""
+        return self.events.phase(f"verify_{part}", index, waiting_for)
+
+
+def refuse(wrong: Sequence[str], sentence: str) -> None:
+    """Raise WeightsDidNotArrive if anything is wrong."""
+    if wrong:
+        raise WeightsDidNotArrive(f"{sentence}: {first_of(wrong)}")

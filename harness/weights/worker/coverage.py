@@ -1,0 +1,223 @@
+"""A scheduler's trace of its own loader: where every tensor that is sent would go, and what that leaves out.
+
+A trainer rank asks the scheduler next to it for these functions (rollout/schedulers.py). The trace is kept on the model,
+because nothing else of ours lives as long as the scheduler does.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from harness.weights.fusing import FusingGroup
+from harness.weights.tensor_view import TensorView, span
+from harness.weights.worker.loader_trace import Copy, GroupTrace, storage, trace_loader
+from harness.weights.worker.model_state import fingerprint, model_tensors
+
+_KEPT = "_harness_trace"
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderCopy:
+    """One copy that a scheduler's loader would make, as the trainer needs to know it."""
+
+    source: TensorView
+    """What it reads of one of the tensors that are sent."""
+    into: str
+    """The engine's own tensor that it fills, at least in part; "" if the copy goes into none of them."""
+    held: torch.dtype
+    """The dtype of that tensor."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoadCoverage:
+    """What the load_weights of one scheduler makes of the groups, for the trainer."""
+
+    rank: int
+    """The engine rank of the scheduler."""
+    copies: list[list[LoaderCopy]] = field(default_factory=list)
+    """The copies of each group."""
+    unknown: list[str] = field(default_factory=list)
+    """Checkpoint names that the loader ignores."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Checkpoint name, or names joined by commas -> what the loader raised."""
+    opaque: list[str] = field(default_factory=list)
+    """Checkpoint names that arrive in a way that cannot be followed, so cannot be compared."""
+    unfilled: list[str] = field(default_factory=list)
+    """The engine's parameters that nothing fills. Empty if some tensor is opaque or refused: it could fill any of them."""
+
+    @property
+    def filled(self) -> dict[str, list[str]]:
+        """The engine's own names of tensors -> checkpoint names that fill them, at least in part."""
+        found: dict[str, dict[str, None]] = {}
+        for copy in itertools.chain(*self.copies):
+            found.setdefault(copy.into, {})[copy.source.name] = None
+        return {name: list(names) for name, names in found.items()}
+
+
+@dataclass(slots=True)
+class LoaderTrace:
+    """The traces of all groups on one scheduler's model."""
+
+    model: Any
+    groups: tuple[FusingGroup, ...]
+    traces: list[GroupTrace] = field(default_factory=list)
+    derives: bool = False
+    """The loader ends with post_load_weights, which derives tensors from what was copied."""
+    _places: list[tuple[dict[str, Any], str, int]] = field(default_factory=list)
+    """What the copies fill: a module's parameters, buffers or attributes, the name in there, the tensor's address."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(next(self.model.parameters()).device)
+
+    def run(self) -> None:
+        """Ask the model's own loader what it would do with every group."""
+        self.derives = False
+        self.traces = [self.trace_group(group) for group in self.groups]
+        targets = {storage(copy.target) for copy in self.copies()}
+        modules = list(self.model.modules())
+        members = [each for module in modules for each in (module._parameters, module._buffers, vars(module))]
+        self._places = [
+            (each, name, value.data_ptr())
+            for each in members
+            for name, value in each.items()
+            if isinstance(value, torch.Tensor) and storage(value) in targets
+        ]
+
+    def copies(self) -> Iterator[Copy]:
+        """Yield the copies of all groups, in order."""
+        for traced in self.traces:
+            yield from traced.copies
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensors that the copies fill are still the model's; SGLang may put others in their places.
+
+        Asked before each pull, so it only looks at those tensors.
+        """
+        found = ((each.get(name), address) for each, name, address in self._places)
+        return all(tensor is not None and tensor.data_ptr() == address for tensor, address in found)
+
+    def refresh(self) -> None:
+        """Trace again if SGLang has replaced a tensor."""
+        if not self.is_current:
+            self.run()
+
+    def groups_to_load(self) -> set[int]:
+        """Return the numbers of the groups that only the model's own load_weights can load: it does more than copy."""
+        inside = {storage(tensor) for tensor in model_tensors(self.model).values()}
+        return {
+            number
+            for number, traced in enumerate(self.traces)
+            # A copy into a tensor that the loader then puts into the model does not last.
+            if not traced.only_copies or any(storage(copy.target) not in inside for copy in traced.copies)
+        }
+
+    def trace_group(self, group: FusingGroup) -> GroupTrace:
+        """Trace one group, and catch what no dispatch mode sees: a loader that puts another tensor in a parameter's place.
+
+        The memory is on the CPU, as when SGLang loads from disk. It is never touched, so it costs nothing. If the loader
+        ends with SGLang's own post-load step, that is noted, not run.
+        """
+        memory = group.empty_tensors()
+        sent = {storage(tensor) for tensor in memory.values()}
+        members = [each for module in self.model.modules() for each in (module._parameters, module._buffers)]
+        before = [(each, name, held, held.data) for each in members for name, held in each.items() if held is not None]
+        with self._post_load_noted():
+            traced = trace_loader(self.model.load_weights, group.views, memory)
+        for each, name, tensor, data in before:
+            now = each.get(name)
+            if now is tensor and tensor.data_ptr() == data.data_ptr():
+                continue
+            if now is not None and storage(now) in sent:
+                traced.error = f"it puts the tensor it is given in the place of its {name} instead of copying it"
+            each[name], tensor.data = tensor, data
+            traced.opaque |= {view.name for view in group.views}
+        return traced
+
+    def _post_load_noted(self) -> AbstractContextManager[object]:
+        def note(*_: object, **__: object) -> None:
+            self.derives = True
+
+        has_it = hasattr(self.model, "post_load_weights")
+        return patch.object(self.model, "post_load_weights", note) if has_it else nullcontext()
+
+    def coverage(self) -> LoadCoverage:
+        """Return what the traces mean for the trainer."""
+        found = LoadCoverage(rank=dist.get_rank())
+        tensors = model_tensors(self.model)
+        in_storage: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            in_storage[storage(tensor)].append(name)
+        for group, traced in zip(self.groups, self.traces, strict=True):
+            copies = []
+            for copy in traced.copies:
+                names = in_storage[storage(copy.target)]
+                into = next((name for name in names if begins_within(copy.target, tensors[name])), "")
+                copies.append(LoaderCopy(copy.source, into, copy.target.dtype))
+            found.copies.append(copies)
+            if traced.error:
+                found.errors |= self._blame(group, traced)
+                continue
+            found.unknown += [view.name for view in traced.views if view.name not in traced.used]
+            found.opaque += sorted(traced.opaque)
+        if not found.opaque and not found.errors:
+            filled = found.filled
+            found.unfilled = [name for name, _ in self.model.named_parameters() if name not in filled]
+        return found
+
+    def _blame(self, group: FusingGroup, traced: GroupTrace) -> dict[str, str]:
+        """Return the tensors that make the loader raise even alone; the whole group if none does."""
+        alone = {view.name: self.trace_group(replace(group, views=(view,))).error for view in group.views}
+        guilty = {name: error for name, error in alone.items() if error}
+        return guilty or {", ".join(alone): traced.error}
+
+
+def kept_trace(model: Any) -> LoaderTrace:
+    """Return the trace of the scheduler whose model this is, as `trace_of` made it."""
+    found = getattr(model, _KEPT, None)
+    assert isinstance(found, LoaderTrace), "this scheduler has never traced its loader"
+    return found
+
+
+def trace_of(model: Any, groups: tuple[FusingGroup, ...]) -> LoaderTrace:
+    """Return the kept trace if it is of these groups, traced again if SGLang has replaced a tensor; else trace now."""
+    kept: LoaderTrace | None = getattr(model, _KEPT, None)
+    if kept and kept.groups == groups:
+        kept.refresh()
+        return kept
+    made = LoaderTrace(model, groups)
+    made.run()
+    setattr(model, _KEPT, made)
+    return made
+
+
+def cover(model: Any, groups: tuple[FusingGroup, ...]) -> LoadCoverage:
+    """Return what this scheduler's loader makes of the groups."""
+    return trace_of(model, groups).coverage()
+
+
+@torch.no_grad()
+def fingerprints(model: Any, _: None = None) -> dict[str, int]:
+    """Return the fingerprint of what each copy filled as "<group>/<copy>" -> number; empty if SGLang replaced a tensor."""
+    kept: LoaderTrace | None = getattr(model, _KEPT, None)
+    traces = kept.traces if kept and kept.is_current else ()
+    sums = {
+        f"{number}/{part}": fingerprint(copy)
+        for number, traced in enumerate(traces)
+        for part, copy in enumerate(traced.copies)
+    }
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
+def begins_within(part: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether a part of the same storage begins within the tensor."""
+    reach = span(tensor.shape, tensor.stride()) * tensor.element_size()
+    return 0 <= part.data_ptr() - tensor.data_ptr() < max(reach, 1)

@@ -1,0 +1,159 @@
+"""What resolve() makes of a config: "auto" replaced, steps counted, warnings, what was not checked, and what cannot work."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from harness.config.facts import EngineArgument, Facts, SGLangFacts
+from harness.config.layers import ConfigError
+from harness.config.resolve import SYNC_SECTIONS, resolve
+from harness.config.schema import Config
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.command_line import parse
+
+CPU, CUDA = Facts(device="cpu"), Facts(device="cuda")
+LOSS = "--algorithm.kl_placement loss"
+NARROW = "--model.dtype bfloat16 --model.master_dtype bfloat16"
+SGLANG = SGLangFacts(
+    version="9.9.9",
+    arguments={
+        "mem_fraction_static": EngineArgument(("float", "None")),
+        "max_total_tokens": EngineArgument(("int",)),
+        "attention_backend": EngineArgument(("str", "None"), ("triton", "torch_native")),
+        "kv_events_config": EngineArgument(("KVEventsConfig",)),
+    },
+)
+
+
+def config_of(words: str = "") -> Config:
+    return parse(words.split()).config
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "name"),
+    [
+        ("", CPU, "bucket"),
+        ("", CUDA, "bucket"),
+        ("--weights.transport pull", CUDA, "pull"),
+        ("--parallel.colocate false", CUDA, "distributed"),
+        ("--weights.transport disk --parallel.colocate false", CUDA, "disk"),
+        ("--weights.transport distributed", CPU, "distributed"),
+    ],
+)
+def test_the_transport_is_chosen_and_the_reason_given(words: str, facts: Facts, name: str) -> None:
+    resolved = resolve(config_of(words), facts)
+    assert resolved.config.weights.transport == name
+    assert resolved.reasons[0].startswith(f'weights.transport = "{name}" (')
+
+
+def test_what_is_resolved_resolves_to_itself_and_the_given_config_is_left_alone() -> None:
+    given = config_of("--run.epochs 2")
+    before = dataclasses.asdict(given)
+    resolved = resolve(given, Facts(device="cpu", prompts=20)).config
+    assert (resolved.engine.device, resolved.run.steps) == ("cpu", 4), "two passes of two whole steps"
+    assert resolve(resolved, Facts(device="cpu", prompts=20)).config == resolved
+    assert dataclasses.asdict(given) == before
+
+
+def test_without_facts_nothing_is_invented() -> None:
+    resolved = resolve(config_of("--run.epochs 2 --engine.args.mem_fraction_statik 0.5"))
+    assert (resolved.config.engine.device, resolved.config.run.steps) == ("auto", 3)
+    assert any("engine.args" in line for line in resolved.not_checked)
+    assert any("task.source" in line for line in resolved.not_checked)
+
+
+def test_with_all_facts_nothing_is_left_unchecked() -> None:
+    facts = Facts(device="cpu", sglang=SGLANG, model={"model_type": "qwen2"}, model_types={"qwen2"}, rows=8)
+    assert resolve(config_of(), facts).not_checked == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "parts"),
+    [
+        ("--weights.transport distributed", CUDA, ["two ranks on one GPU", "use parallel.colocate = false"]),
+        ("--weights.transport bucket --parallel.colocate false", CUDA, ['use "distributed" or "disk"']),
+        ("--parallel.colocate false", CPU, ["parallel.colocate = false cannot work", "use true"]),
+        ("--engine.device cuda", Facts(why_no_gpu="this host has no GPU"), ["this host has no GPU", 'use "cpu"']),
+        (
+            "--engine.args.mem_fraction_statik 1",
+            Facts(sglang=SGLANG),
+            ["9.9.9", "the nearest it has is mem_fraction_static"],
+        ),
+        (
+            "--engine.args.attention_backend 4",
+            Facts(sglang=SGLANG),
+            ["= 4 cannot work", "takes a string there"],
+        ),
+        ("--engine.args.attention_backend tritn", Facts(sglang=SGLANG), ["the nearest is triton"]),
+        ("", Facts(rows=4), ["must be at most the 4 rows", "got 8"]),
+        ("", Facts(prompts=4), ["must be at most the 4 prompts of at most task.max_prompt_tokens", "got 8"]),
+        (
+            "--model.name x/y",
+            Facts(model={"model_type": "qwen9"}, model_types=["qwen2"]),
+            ["qwen9", "does not know", "qwen2"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(words: str, facts: Facts, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config_of(words), facts)
+    said = str(caught.value)
+    assert [part for part in parts if part not in said] == [], said
+    assert said.endswith(".") and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        ("--engine.args.kv_cache_dtype fp8_e4m3", None),
+        ("--model.name x/y", {"model_type": "qwen3_next"}),
+        ("--model.name x/y", {"model_type": "deepseek_v3", "kv_lora_rank": 512}),
+    ],
+)
+def test_what_only_the_cpu_cannot_do_is_unsupported(words: str, model: dict[str, Any] | None) -> None:
+    old = dataclasses.replace(SGLANG, serves_mla_on_cpu=False, arguments={"kv_cache_dtype": EngineArgument(("str",))})
+    with pytest.raises(UnsupportedEnvironment, match=r"cannot work: .*CPU"):
+        resolve(config_of(words), Facts(device="cpu", model=model, sglang=old))
+    resolve(config_of(words), Facts(device="cuda", model=model, sglang=old))
+
+
+def test_values_that_look_right_pass() -> None:
+    words = "--engine.args.mem_fraction_static 1 --engine.args.attention_backend of_a_plugin --engine.args.kv_events_config x"
+    resolve(config_of(words), Facts(sglang=SGLANG))
+
+
+def test_the_sync_alone_is_not_refused_for_what_it_does_not_use() -> None:
+    words = ["--parallel.dp", "3"]
+    with pytest.raises(ConfigError, match=r"rollout\.prompts_per_step must be a multiple of parallel\.dp = 3"):
+        parse(words)
+    assert parse(words, sections=SYNC_SECTIONS).config.parallel.dp == 3
+    with pytest.raises(ConfigError, match=r"parallel\.tp"):
+        parse(["--parallel.tp", "0"], sections=SYNC_SECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (f"{LOSS} --algorithm.kl_estimator k1", "a gradient whose mean is zero"),
+        (f"{LOSS} --algorithm.kl_estimator abs", "a gradient that is not the KL"),
+        (NARROW, "the second moment never decays"),
+    ],
+)
+def test_a_setting_that_does_not_do_what_its_name_promises_is_warned_of(words: str, part: str) -> None:
+    [sentence] = resolve(config_of(words)).warnings
+    assert part in sentence
+
+
+@pytest.mark.parametrize("words", ["", LOSS, f"{LOSS} --algorithm.kl_estimator k1+", "--model.dtype bfloat16"])
+def test_defaults_need_no_warning(words: str) -> None:
+    assert resolve(config_of(words)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "initial_weights"), [("--rollout.load saved", "dummy"), ("--rollout.only", "checkpoint")]
+)
+def test_half_a_run_has_no_sync_to_verify(words: str, initial_weights: str) -> None:
+    resolved = resolve(config_of(words), CPU)
+    assert (resolved.config.weights.verify, resolved.config.engine.initial_weights) == ("off", initial_weights)
+    assert resolved.reasons == ()

@@ -1,0 +1,41 @@
+"""harness.run as a library: the default config runs by itself, without observers, a command line or a config file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import REPOSITORY
+from tests.free_port import free_port
+
+SCRIPT = """\
+from harness.config.schema import Config
+from harness.run import run
+
+raise SystemExit(run(Config()))
+"""
+
+
+@pytest.mark.slow
+def test_the_default_config_passes_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, f"--master-port={free_port()}", "plain.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "PASSED: 3 PPO steps; 4 weight syncs" in done.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in rows] == ["step", "step", "step", "final_check"]
+    assert all(row["log_prob_difference_mean"] < 1e-5 for row in rows[:3])
+    assert all(row["memory/max_rss"] > 0 for row in rows[:3])

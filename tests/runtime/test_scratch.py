@@ -1,0 +1,105 @@
+"""The private folder of a run's temporary files: whose it is, how long its paths may be, and its end."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.runtime import scratch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENTER = f"""
+import socket, sys, tempfile
+sys.path.insert(0, {str(REPOSITORY)!r})
+from harness.runtime import scratch
+print(scratch.enter_run_folder("harness-0-12345-6789-0"))
+engine = scratch.engine_folder()
+longest = f"{{engine.name}}/torch-shm-dir-123456"
+import os
+os.mkdir(longest)
+socket.socket(socket.AF_UNIX).bind(f"{{longest}}/manager.sock")
+print(tempfile.mkstemp()[1])
+os._exit(1)
+"""
+NAME = "harness-0-12345-6789-0"
+
+
+def entered(base: Path) -> list[str]:
+    """What a process prints that entered a folder, left sockets and files there, and ended without a word."""
+    command = [sys.executable, "-c", ENTER.replace("os._exit", "sys.stdout.flush(); os._exit")]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(base)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    return done.stdout.split()
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_files_of_a_killed_process_are_removed(base: Path) -> None:
+    folder, file = entered(base)
+    assert Path(folder).parent == base
+    assert Path(file).parent == Path(folder)
+    assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+    scratch.remove_run_folders("harness-0-12345-6789-1")
+    assert Path(file).exists()
+    scratch.remove_run_folders(NAME)
+    assert list(base.iterdir()) == []
+
+
+def test_a_base_folder_too_long_for_sockets_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 80)
+    deep.mkdir()
+    folder, _ = entered(deep)
+    assert Path(folder).parent == Path("/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    scratch.remove_run_folders(NAME)
+    assert not Path(folder).exists()
+
+
+def test_a_link_is_not_followed(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    (base / f"{NAME}.tmp-12345678").symlink_to(tmp_path)
+    scratch.remove_run_folders(NAME)
+    assert (tmp_path / "mine").exists()
+
+
+MEET = f"""
+import os, subprocess, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from harness.runtime import scratch
+if len(sys.argv) > 1:
+    scratch.enter_run_folder({NAME!r})
+    engine = scratch.engine_folder()
+    environment = os.environ | scratch.variables(engine.name)
+    seen = subprocess.check_output([sys.executable, *sys.orig_argv[1:-1]], env=environment, text=True)
+    assert seen.split() == [str(scratch.shared()), engine.name], seen
+    print(scratch.shared())
+else:
+    import tempfile
+    print(scratch.shared(), tempfile.gettempdir())
+"""
+
+
+def test_ranks_and_schedulers_of_a_host_still_meet_in_one_folder(base: Path) -> None:
+    """A scheduler has the folder of the rank that built its engine, and meets every rank of the host."""
+    environment = os.environ | {"TMPDIR": str(base)}
+    command = [sys.executable, "-c", MEET, "rank"]
+    assert subprocess.check_output(command, env=environment, text=True).strip() == str(base)
+
+
+def test_a_folder_that_disappears_meanwhile_causes_no_error(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = entered(base)
+    monkeypatch.setattr(Path, "glob", lambda *_: [base / f"{NAME}.tmp-gone", Path(folder)])
+    scratch.remove_run_folders(NAME)
+    assert not Path(folder).exists()

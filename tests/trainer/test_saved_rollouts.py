@@ -1,0 +1,82 @@
+"""A step's responses, saved and loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.tools.command_line import parse
+from harness.trainer.batch import Batch, from_sequences
+from harness.trainer.saved_rollouts import SavedRollouts
+
+
+def batch() -> Batch:
+    made = from_sequences([[2], [3, 4]], [[5, 6], []], pad_id=0)
+    truncated = torch.tensor([True, False])
+    return made.replace(scores=torch.tensor([0.1, 0.2]), truncated=truncated, rollout_log_probs=torch.randn(2, 3))
+
+
+def of(words: str, rank: int = 1) -> SavedRollouts:
+    found = SavedRollouts.of(parse(words.split()).config, rank)
+    assert found
+    return found
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+    saved, made = of(f"--rollout.save {tmp_path}/new"), batch()
+    saved.check(parse(["--rollout.save", "here"]).config.rollout, 3)
+    saved.save(2, made)
+    loaded = of(f"--rollout.load {tmp_path}/new").load(2)
+    assert loaded.tensors().keys() == made.tensors().keys()
+    assert all(torch.equal(loaded.require(name), tensor) for name, tensor in made.tensors().items())
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["step00002-rank0001.safetensors"]
+
+
+def test_a_resumed_run_goes_on_in_its_folder_and_what_came_after_its_checkpoint_goes(tmp_path: Path) -> None:
+    words = f"--rollout.save {tmp_path}"
+    saved, rollout = of(words), parse(words.split()).config.rollout
+    for step in (2, 3, 4, 5):
+        saved.save(step, batch())
+    of(words, rank=0).save(5, batch())
+    saved.check(rollout, 9, first=3)
+    with pytest.raises(ValueError, match="with another model"):
+        of(f"{words} --model.name llama").check(rollout, 9, first=3)
+    assert len(list(tmp_path.iterdir())) == 5, "until the step is made again"
+    saved.save(3, batch())
+    kept = {"step00002-rank0001", "step00003-rank0001", "step00005-rank0000"}
+    assert {file.stem for file in tmp_path.iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--parallel.dp 2 --parallel.tp 1", r"with another mesh \(dp 1, tp 2, .*\) than this run.s \(dp 2, tp 1, "),
+        ("--parallel.rank_order dp,pp,tp", "with another mesh"),
+        ("--model.name llama", "with another model"),
+        ("--model.overrides.num_hidden_layers 4", "with another model"),
+        (
+            "--rollout.prompts_per_step 4 --rollout.responses_per_prompt 4",
+            r"with another size \(8 prompts of 2 responses\)",
+        ),
+        ("--run.steps 4", "step00003-rank0001.safetensors cannot be read"),
+    ],
+)
+def test_rollouts_of_another_run_are_refused(words: str, said: str, tmp_path: Path) -> None:
+    of(f"--rollout.save {tmp_path}").save(2, batch())
+    words = f"--rollout.load {tmp_path} {words}"
+    with pytest.raises(ValueError, match=said):
+        config = parse(words.split()).config
+        of(words).check(config.rollout, config.run.steps)
+
+
+def test_neither_an_earlier_runs_rollouts_nor_a_file_that_is_cut_off_goes_unseen(tmp_path: Path) -> None:
+    words = f"--rollout.save {tmp_path}"
+    of(words).save(0, batch())
+    with pytest.raises(ValueError, match="holds rollouts of another run"):
+        of(words).check(parse(words.split()).config.rollout, 1)
+    with pytest.raises(ValueError, match="holds rollouts of another run"):
+        of(words).check(parse(words.split()).config.rollout, 9, first=4)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="cannot be read"):
+        of(words).load(0)

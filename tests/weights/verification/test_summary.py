@@ -1,0 +1,80 @@
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from harness.weights.log_probs import Allowed
+from harness.weights.verification.summary import Metrics, report_section, verdict_phrase
+from tests.weights.verification.test_verification import difference
+
+ROLLOUTS: list[dict[str, float]] = [
+    difference(mean).metrics()
+    | {"seconds/sync": 9.0, "seconds/verify_sentinel": 0.5, "seconds/verify_readback": 2 * mean}
+    | {"sync_tensors": 27, "sync_tensors_compared": 27}
+    for mean in (1e-6, 3e-6, 2e-6)
+]
+ALLOWED = Allowed(mean=1e-5, sequence=1e-5, position=1e-5)
+
+
+def phrase(level: str, rollouts: Sequence[Metrics] = ROLLOUTS, asked: str = "", can_ask: bool = True) -> str:
+    return verdict_phrase(level, asked or level, can_ask, rollouts, ALLOWED)
+
+
+def section(level: str, rollouts: Sequence[Metrics] = ROLLOUTS, **changes: Any) -> list[str]:
+    given: dict[str, Any] = {
+        "asked": level,
+        "can_ask": True,
+        "baseline": None,
+        "why_no_baseline": "",
+        "allowed": ALLOWED,
+    }
+    return report_section(level=level, rollouts=rollouts, **(given | {"is_exact": True, "seconds": {}} | changes))
+
+
+def test_off_claims_nothing() -> None:
+    said = '3 weight syncs, not verified (weights.verify = "off"): largest mean log-prob difference 3.0e-06'
+    assert phrase("off") == said
+
+
+@pytest.mark.parametrize(("level", "done"), [("log_probs", False), ("bytes", True), ("full", True)])
+def test_the_verdict_claims_what_the_level_checked(level: str, done: bool) -> None:
+    said = phrase(level)
+    assert said.startswith("3 weight syncs: ")
+    assert "after each, all 27 tensors in the engine equal the trainer's by fingerprint" in said
+    assert ("read back bit for bit" in said) == done
+    assert said.endswith("largest mean difference 3.0e-06, allowed 1e-05")
+
+
+def test_tensors_that_cannot_be_followed_are_counted() -> None:
+    some = [each | {"sync_tensors_compared": 25} for each in ROLLOUTS]
+    assert "after each, 25 of 27 tensors in the engine equal" in phrase("log_probs", some)
+
+
+@pytest.mark.parametrize(
+    ("asked", "missing"),
+    [("log_probs", "fingerprints were"), ("full", 'weights.verify = "full" and fingerprints were')],
+)
+def test_what_was_not_possible_is_named_in_verdict_and_report_and_not_claimed(asked: str, missing: str) -> None:
+    bare = [{name: value for name, value in each.items() if "tensors" not in name} for each in ROLLOUTS]
+    verdict = phrase("log_probs", bare, asked=asked, can_ask=False)
+    report = "\n".join(section("log_probs", bare, asked=asked, can_ask=False))
+    said = f"{missing} not possible, as this engine cannot be asked what it holds; log-probs alone do not show a failed"
+    assert said in verdict and f"- {said}" in report
+    assert "rehearsed" not in verdict and "by fingerprint" not in verdict and "64-bit fingerprints" not in report
+
+
+def test_the_section_has_level_statistics_and_costs() -> None:
+    lines = section("bytes", baseline=difference(4e-6), seconds={"sync": [0.25, 0.75], "verify_baseline": [2.0]})
+    assert lines[0].startswith('weights.verify = "bytes". After every sync, all that the engine holds was read back')
+    assert "- after each, all 27 tensors in the engine equal the trainer's by fingerprint" in lines
+    assert "| mean | 4e-06 | 3e-06 | 1e-05 |" in lines
+    assert "| sync | 2 | 0.500 | 0.750 |" in lines
+    assert "| baseline | 1 | 2.000 | 2.000 |" in lines
+    assert "| sentinel | 3 | 0.500 | 0.500 |" in lines
+    assert "| readback | 3 | 0.000 | 0.000 |" in lines
+
+
+def test_the_section_says_why_there_is_no_baseline_and_no_bound() -> None:
+    lines = section("off", why_no_baseline="it is not wanted at level off")
+    assert "No baseline of the log-prob difference, as it is not wanted at level off." in lines
+    assert "| mean | none | 3e-06 | any |" in lines

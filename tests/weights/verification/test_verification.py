@@ -1,0 +1,127 @@
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.config.schema import Config
+from harness.runtime.events import EventLog
+from harness.weights.log_probs import LogProbDifference, PartDifference
+from harness.weights.verification.fingerprint import FingerprintComparison
+from harness.weights.verification.verification import Level, NoBaseline, Verification, WeightsDidNotArrive
+
+
+class WithoutEngine(Verification):
+    """Reading back finds `found`, or fails with it; all else is real."""
+
+    found: Sequence[str] | Exception = ()
+
+    def differences(self) -> Sequence[str]:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def verification(folder: Path, level: Level = "log_probs", **parts: Any) -> WithoutEngine:
+    config = Config()
+    config.weights.verify = level
+    given: dict[str, Any] = dict.fromkeys(("world", "memory", "sync", "prompts"))
+    nothing = SimpleNamespace(
+        update_engine=lambda: None, resume_weights=lambda: None, engine=SimpleNamespace(can_ask=True)
+    )
+    given |= {"source": folder, "sync": nothing, "memory": nothing}
+    return WithoutEngine(config=config, events=EventLog(folder / "rank0.jsonl", 0, "here"), **given | parts)
+
+
+def difference(mean: float) -> LogProbDifference:
+    part = PartDifference(index=2, mean=mean, bulk=mean)
+    spread = {"largest": 5.0, "percentile_99": 4.0, "k3": 0.1}
+    return LogProbDifference(mean=mean, tokens=256, sequence=part, position=part, **spread)
+
+
+def test_levels_are_cumulative(tmp_path: Path) -> None:
+    reached = {level: verification(tmp_path, level) for level in ("off", "log_probs", "bytes", "full")}
+    assert [[each.reaches(level) for level in reached] for each in reached.values()] == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [True, True, True, False],
+        [True, True, True, True],
+    ]
+
+
+@pytest.mark.parametrize("mean", [1e-5, 0.0])
+def test_a_difference_within_what_is_allowed_passes(mean: float, tmp_path: Path) -> None:
+    verification(tmp_path).check_log_probs(0, difference(mean))
+
+
+@pytest.mark.parametrize("mean", [2e-5, math.inf, math.nan])
+def test_a_larger_or_undefined_difference_fails_and_names_suspects(mean: float, tmp_path: Path) -> None:
+    checks = verification(tmp_path)
+    checks.found = ["lm_head.weight"]
+    with pytest.raises(
+        WeightsDidNotArrive,
+        match=r"^step 2: .* in the mean \(allowed 1e-05\), .* sequence 2 \(.*trainer's: lm_head\.weight$",
+    ):
+        checks.check_log_probs(2, difference(mean))
+
+
+@pytest.mark.parametrize("mean", [2e-5, math.inf])
+def test_at_off_nothing_fails(mean: float, tmp_path: Path) -> None:
+    verification(tmp_path, "off").check_log_probs(2, difference(mean))
+
+
+def test_a_failed_search_for_suspects_does_not_hide_the_difference(tmp_path: Path) -> None:
+    checks = verification(tmp_path)
+    checks.found = OSError("no shared folder")
+    with pytest.raises(WeightsDidNotArrive, match=r"off by 1\.00e\+00 .*search for them failed \(OSError: no sh"):
+        checks.check_log_probs(0, difference(1.0))
+
+
+def test_a_baseline_moves_what_is_allowed(tmp_path: Path) -> None:
+    checks = verification(tmp_path)
+    checks.set_baseline(difference(0.01))
+    checks.check_log_probs(0, difference(0.02))
+    with pytest.raises(WeightsDidNotArrive):
+        checks.check_log_probs(0, difference(0.04))
+
+
+@pytest.mark.parametrize("mean", [0.11, math.inf])
+def test_a_baseline_that_proves_nothing_ends_the_run(mean: float, tmp_path: Path) -> None:
+    with pytest.raises(NoBaseline, match="SGLang and transformers do not compute the same model"):
+        verification(tmp_path).set_baseline(difference(mean))
+
+
+def test_no_baseline_at_off_nor_of_random_weights(tmp_path: Path) -> None:
+    off, random = verification(tmp_path, "off"), verification(tmp_path)
+    random.config.model.weights = "random"
+    assert not off.load_baseline() and not random.load_baseline()
+    assert random.why_no_baseline == "random weights are in no checkpoint"
+
+
+@pytest.mark.parametrize("wrong", [(), ("lm_head.weight",)])
+def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
+    wrong: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = SimpleNamespace(engine=SimpleNamespace(can_ask=True), weights=None, loader=None)
+    checks = verification(tmp_path, sync=sync)
+    found = FingerprintComparison(tensors=2, compared=2, wrong=wrong)
+    monkeypatch.setattr("harness.weights.verification.verification.compare_fingerprints", lambda weights, loader: found)
+    if not wrong:
+        checks.check_arrival(3)
+        assert checks.sync_metrics()["sync_tensors_compared"] == 2
+        return
+    with pytest.raises(WeightsDidNotArrive, match=r"^step 3: .* other weights: lm_head\.weight$"):
+        checks.check_arrival(3)
+
+
+def test_an_engine_that_cannot_be_asked_is_judged_by_log_probs_alone(tmp_path: Path) -> None:
+    closed = SimpleNamespace(engine=SimpleNamespace(can_ask=False))
+    checks = verification(tmp_path, "full", sync=closed)
+    assert checks.level == "log_probs" and not checks.reaches("bytes")
+    checks.rehearse(0)
+    checks.check_arrival(0)
+    assert not checks.load_baseline() and "cannot be filled with garbage" in checks.why_no_baseline
+    with pytest.raises(WeightsDidNotArrive, match="tensors cannot be read back from this engine$"):
+        checks.check_log_probs(0, difference(1.0))

@@ -1,0 +1,104 @@
+"""What a scheduler's trace of its loader means for the trainer; the engine's model is a small one in this process."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from harness.weights.fusing import fusing_groups
+from harness.weights.tensor_view import TensorView
+from harness.weights.worker import coverage
+from harness.weights.worker.coverage import LoadCoverage
+from tests.weights.toy_model import SHAPES, Toy, layout_of
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def traced(layout: tuple[TensorView, ...], model: Toy | None = None) -> LoadCoverage:
+    groups = fusing_groups(layout)
+    found = coverage.cover(model or Toy(), groups)
+    assert found.rank == 0 and len(found.copies) == len(groups)
+    return found
+
+
+def test_all_that_the_model_wants_is_covered() -> None:
+    found = traced(layout_of(SHAPES))
+    assert found.filled == {
+        **{name: [name] for name in ("embed", "kv_b", "down", "gate", "scale")},
+        "qkv": ["q", "k", "v"],
+        "q_and_kv_a": ["q_a", "kv_a"],
+    }
+    assert (found.unknown, found.errors, found.opaque, found.unfilled) == ([], {}, [], [])
+
+
+def test_a_copy_says_what_it_reads_and_where_it_writes() -> None:
+    copies = {copy.source.name: copy for copies in traced(layout_of(SHAPES)).copies for copy in copies}
+    assert copies.keys() == SHAPES.keys()
+    assert (copies["gate"].source.dtype, copies["gate"].held) == (torch.float32, torch.bfloat16)
+    assert (copies["down"].source.shape, copies["down"].source.stride) == ((6, 4), (1, 6)), "the model transposes it"
+    assert copies["v"].into == "qkv"
+
+
+def test_unknown_unfilled_and_refused_tensors_are_named() -> None:
+    names = [name for name in SHAPES if name not in ("down", "embed")]
+    found = traced(layout_of([*names, "unheard_of"]))
+    assert (found.unknown, found.unfilled, found.errors) == (["unheard_of"], ["embed", "down"], {})
+    assert found.filled.keys() == {"qkv", "q_and_kv_a", "kv_b", "gate", "scale"}
+
+    found = traced(layout_of(SHAPES, SHAPES | {"gate": (4, 4), "k": (2, 3)}))
+    assert found.errors.keys() == {"gate", "k"}
+    assert found.errors["gate"] == "AssertionError: shapes differ" and "size" in found.errors["k"]
+    assert found.unknown == []
+
+
+def test_half_of_what_fuses_arrives_nowhere() -> None:
+    found = traced(layout_of([name for name in SHAPES if name != "kv_a"]))
+    assert (found.unknown, found.unfilled) == (["q_a"], ["q_and_kv_a"])
+
+
+def test_an_error_that_only_a_whole_group_raises_blames_the_group() -> None:
+    class Picky(Toy):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            pairs = list(weights)
+            if {name for name, _ in pairs} >= {"q", "k"}:
+                raise ValueError("too many")
+            super().load_weights(pairs)
+
+    found = traced(layout_of(SHAPES), Picky())
+    assert found.errors == {"q, k, v": "ValueError: too many"}
+
+
+class PuttingInPlace(Toy):
+    """Puts what it is given for `down` in the parameter's place, as it is or turned."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        pairs = dict(weights)
+        if "down" in pairs:
+            given = pairs.pop("down")
+            self.down.data = given.T if self.turned else given
+        super().load_weights(pairs.items())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tensor_put_in_a_parameters_place_is_an_error_and_the_parameter_is_put_back(turned: bool) -> None:
+    """It passes no dispatch, so trace_loader() does not see it; left so, the parameter would be the traced memory itself."""
+    model = PuttingInPlace(turned)
+    before = model.down.data
+    found = traced(layout_of(SHAPES), model)
+    said = "it puts the tensor it is given in the place of its down instead of copying it"
+    assert found.errors == {"down": said}
+    assert model.down.data_ptr() == before.data_ptr()
+    assert all(torch.equal(tensor, Toy().state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert "down" not in found.filled and found.unfilled == []  # not all can be told
+
+
+def test_what_is_computed_with_is_opaque() -> None:
+    class Doubling(Toy):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights((name, loaded * 2 if name == "scale" else loaded) for name, loaded in weights)
+
+    assert traced(layout_of(SHAPES), Doubling()).opaque == ["scale"]
