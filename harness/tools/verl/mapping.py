@@ -50,7 +50,7 @@ def translate_all(draft: Draft, environment: Mapping[str, str] = os.environ) -> 
 
 
 def same(draft: Draft) -> None:
-    """Set the keys that have verl's values as they are."""
+    """Copy the keys whose values mean the same in verl and here."""
     for key, source in counterparts()["same"].items():
         draft.put(key, draft.get(source), source)
     if has_critic(draft):

@@ -41,7 +41,7 @@ ROWS = 256
 
 
 def shrink(draft: Draft, asked: str) -> None:
-    """Swap model and data, and make batches, lengths and the run short.
+    """Take a tiny model and generated data, smaller batches, shorter prompts and responses, and a shorter run.
 
     Every parallel size stays, and so does the number of minibatches, up to MOST_MINIBATCHES. asked: a tiny model, or "auto" for
     the one of the path's architecture. Raise ConfigError if there is none.

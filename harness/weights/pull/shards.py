@@ -20,7 +20,7 @@ class ShardPlace:
     """Where a rank's part of one tensor begins."""
 
     memory: int
-    """Index of the memory among those of the rank."""
+    """Which of the rank's memories holds it, as an index."""
     offset_bytes: int
     """From the first byte of that memory."""
     address: int

@@ -37,7 +37,7 @@ class LoaderCopy:
 
 @dataclass(kw_only=True, slots=True)
 class LoadCoverage:
-    """What the load_weights of one scheduler makes of the groups, for the trainer."""
+    """What the load_weights of one scheduler does with each group of tensors, for the trainer."""
 
     rank: int
     """The engine rank of the scheduler."""
@@ -200,7 +200,7 @@ def trace_of(model: Any, groups: tuple[FusingGroup, ...]) -> LoaderTrace:
 
 
 def cover(model: Any, groups: tuple[FusingGroup, ...]) -> LoadCoverage:
-    """Return what this scheduler's loader makes of the groups."""
+    """Return what this scheduler's loader does with each group of tensors."""
     return trace_of(model, groups).coverage()
 
 
@@ -218,6 +218,6 @@ def fingerprints(model: Any, _: None = None) -> dict[str, int]:
 
 
 def begins_within(part: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether a part of the same storage begins within the tensor."""
+    """Return whether `part`, which shares the tensor's storage, begins inside the tensor."""
     reach = span(tensor.shape, tensor.stride()) * tensor.element_size()
     return 0 <= part.data_ptr() - tensor.data_ptr() < max(reach, 1)
