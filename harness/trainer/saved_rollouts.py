@@ -1,7 +1,8 @@
 """A step's responses in files, so that the engine and the trainer of a run can run apart (rollout.save, rollout.load)."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -11,6 +12,14 @@ from harness.config.layers import shown
 from harness.config.schema import Config, Rollout
 from harness.trainer.batch import Batch
 
+LEARNERS = ("truncated", "save", "load", "only")
+"""Keys of [rollout] that do not change what is saved; those of [task], and the others of [rollout], do."""
+OTHER_KEYS = (
+    "run.seed", "parallel.dp", "parallel.tp", "parallel.pp", "parallel.rank_order", "model.name", "model.overrides",
+    "model.weights", "model.dtype",
+)  # fmt: skip
+"""Keys of other sections that do: they decide which rank has which responses, and which model made them."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedRollouts:
@@ -19,19 +28,15 @@ class SavedRollouts:
     folder: Path
     rank: int
     made_for: dict[str, str]
-    """Must be the same in the run that saves and the run that loads."""
+    """Key -> value; must be the same in the run that saves and the run that loads."""
 
     @classmethod
     def of(cls, config: Config, rank: int) -> "SavedRollouts | None":
         """Return the folder that rollout.load, or else rollout.save, names; None if neither does."""
-        parallel, model, rollout = config.parallel, config.model, config.rollout
-        made_for = {
-            "mesh": f"dp {parallel.dp}, tp {parallel.tp}, pp {parallel.pp}, rank order {parallel.rank_order}",
-            "model": f"{model.name} {shown(model.overrides)}",
-            "size": f"{rollout.prompts_per_step} prompts of {rollout.responses_per_prompt} responses",
-        }
-        folder = rollout.load or rollout.save
-        return cls(Path(folder), rank, made_for) if folder else None
+        keys = [*OTHER_KEYS, *(f"task.{each.name}" for each in fields(config.task))]
+        keys += [f"rollout.{each.name}" for each in fields(config.rollout) if each.name not in LEARNERS]
+        folder = config.rollout.load or config.rollout.save
+        return cls(Path(folder), rank, {key: shown(attrgetter(key)(config)) for key in keys}) if folder else None
 
     def file(self, step: int) -> Path:
         """Return the file of this rank's responses of a step."""
@@ -56,10 +61,12 @@ class SavedRollouts:
         try:
             with safe_open(file, "pt") as opened:
                 found = opened.metadata() or {}
-                for name, mine in self.made_for.items():
-                    if found.get(name) != mine:
-                        theirs = found.get(name, "unknown")
-                        raise ValueError(f"{file} was saved with another {name} ({theirs}) than this run's ({mine})")
+                for key, mine in self.made_for.items():
+                    if (theirs := found.get(key, "(not recorded)")) != mine:
+                        raise ValueError(
+                            f"{file} was saved with {key} = {theirs}, but this run has {mine}: use the saved value, or save"
+                            " rollouts with this one in another folder"
+                        )
                 return Batch(**{name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ValueError(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from harness.tools.command_line import parse
 from harness.trainer.batch import Batch, from_sequences
@@ -39,7 +40,7 @@ def test_a_resumed_run_goes_on_in_its_folder_and_what_came_after_its_checkpoint_
         saved.save(step, batch())
     of(words, rank=0).save(5, batch())
     saved.check(rollout, 9, first=3)
-    with pytest.raises(ValueError, match="with another model"):
+    with pytest.raises(ValueError, match='with model.name = "qwen2", but this run has "llama"'):
         of(f"{words} --model.name llama").check(rollout, 9, first=3)
     assert len(list(tmp_path.iterdir())) == 5, "until the step is made again"
     saved.save(3, batch())
@@ -50,14 +51,20 @@ def test_a_resumed_run_goes_on_in_its_folder_and_what_came_after_its_checkpoint_
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--parallel.dp 2 --parallel.tp 1", r"with another mesh \(dp 1, tp 2, .*\) than this run.s \(dp 2, tp 1, "),
-        ("--parallel.rank_order dp,pp,tp", "with another mesh"),
-        ("--model.name llama", "with another model"),
-        ("--model.overrides.num_hidden_layers 4", "with another model"),
-        (
-            "--rollout.prompts_per_step 4 --rollout.responses_per_prompt 4",
-            r"with another size \(8 prompts of 2 responses\)",
-        ),
+        ("--parallel.dp 2 --parallel.tp 1", "with parallel.dp = 1, but this run has 2: use the saved value"),
+        ("--parallel.rank_order dp,pp,tp", "with parallel.rank_order"),
+        ("--model.name llama", "with model.name"),
+        ("--model.overrides.num_hidden_layers 4", "with model.overrides"),
+        ("--rollout.prompts_per_step 4 --rollout.responses_per_prompt 4", "with rollout.prompts_per_step = 8"),
+        # The learner's log-probs are those of this temperature.
+        ("--rollout.temperature 0.7", "with rollout.temperature = 1.0, but this run has 0.7"),
+        ("--rollout.top_p 0.9", "with rollout.top_p"),
+        ("--rollout.stop_token_ids 7", "with rollout.stop_token_ids"),
+        ("--rollout.aborted mask", "with rollout.aborted"),
+        # The scores are those of this reward, and a tiny model's weights those of this seed.
+        ("--task.reward digits", "with task.reward"),
+        ("--run.seed 1", "with run.seed"),
+        ("--model.dtype bfloat16", "with model.dtype"),
         ("--run.steps 4", "step00003-rank0001.safetensors cannot be read"),
     ],
 )
@@ -67,6 +74,20 @@ def test_rollouts_of_another_run_are_refused(words: str, said: str, tmp_path: Pa
     with pytest.raises(ValueError, match=said):
         config = parse(words.split()).config
         of(words).check(config.rollout, config.run.steps)
+
+
+def test_the_learners_own_settings_are_free(tmp_path: Path) -> None:
+    of(f"--rollout.save {tmp_path}").save(2, batch())
+    free = "--rollout.truncated mask --actor.learning_rate 1 --algorithm.advantage grpo --model.packed"
+    assert len(of(f"--rollout.load {tmp_path} {free}").load(2)) == 2
+
+
+def test_rollouts_that_do_not_say_how_they_were_made_are_refused(tmp_path: Path) -> None:
+    of(f"--rollout.save {tmp_path}").save(2, batch())
+    saved = of(f"--rollout.load {tmp_path}")
+    save_file(batch().tensors(), saved.file(2), metadata={"mesh": "dp 1, tp 2"})
+    with pytest.raises(ValueError, match=r"with run.seed = \(not recorded\)"):
+        saved.load(2)
 
 
 def test_neither_an_earlier_runs_rollouts_nor_a_file_that_is_cut_off_goes_unseen(tmp_path: Path) -> None:
