@@ -7,7 +7,7 @@
 Give the command after --, or a script (- for standard input) and its arguments. Bash expands a script without starting
 anything in it. Each override is mapped, irrelevant here, unsupported (with what it would change) or unknown. Keys that the
 command does not set have verl's defaults. Exit codes: 0 written, and nothing is missing; 1 written, but something is unsupported
-or unknown; 2 the command cannot be read.
+or unknown, or depends on the release; 2 the command cannot be read.
 """
 
 import os
@@ -36,7 +36,7 @@ class FromVerlOptions:
     out: str = ""
     """File to write the config to. Default: standard output."""
     release: Release = "auto"
-    """Release of verl whose keys and defaults count; auto: the newest that accepts all overrides."""
+    """Release of verl whose keys and defaults count; auto: the newest that accepts most overrides."""
     tiny: Literal["", "auto", "qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight"] = ""
     """Use a tiny model (--tiny alone: of the architecture that the path names), the arithmetic task, small batches and three steps; all parallel sizes stay."""
     hosts: int = 0

@@ -27,7 +27,8 @@ def python(*words: str | Path, seconds: float) -> str:
 @pytest.mark.long
 def test_a_verl_command_on_two_emulated_hosts_passes(tmp_path: Path) -> None:
     config = tmp_path / "tiny.toml"
-    said = python("launch/from_verl.py", "--tiny", "--hosts", "2", "--out", config, SCRIPT, *SMALLER, seconds=60)
+    options = ["--release", "0.7", "--tiny", "--hosts", "2", "--out", config]
+    said = python("launch/from_verl.py", *options, SCRIPT, *SMALLER, seconds=60)
     printed = [shlex.split(line[2:]) for line in said.splitlines() if line.startswith("+ ")]
     python3, *words = printed[-1]
     assert (python3, words[0], words[-1]) == ("python3", "launch/hosts.py", str(config))

@@ -147,14 +147,15 @@ def nearest_key(key: str) -> str:
     return close[0] if close else ""
 
 
-def choose_release(overrides: Iterable[Override], trainer: Trainer) -> tuple[str, list[str]]:
-    """Return the newest release whose config takes the most of these overrides, and why it refuses the others.
+def possible_releases(overrides: Iterable[Override], trainer: Trainer) -> tuple[list[str], list[str]]:
+    """Return the releases whose config takes the most of these overrides, oldest first, and why the newest refuses the others.
 
     Hydra takes KEY=VALUE only if the config has the key, and +KEY=VALUE only if it does not, or has null.
     """
     misfits = {release: _misfits(overrides, release, trainer) for release in RELEASES}
-    best = min(reversed(RELEASES), key=lambda release: len(misfits[release]))
-    return best, misfits[best]
+    fewest = min(map(len, misfits.values()))
+    found = [release for release in RELEASES if len(misfits[release]) == fewest]
+    return found, misfits[found[-1]]
 
 
 def _misfits(overrides: Iterable[Override], release: str, trainer: Trainer) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.config.layers import ConfigError, toml_value
@@ -14,7 +14,15 @@ from harness.config.schema import Config
 from harness.runtime import redact
 from harness.tools.verl.draft import FATES, Draft, Fate, Verdict
 from harness.tools.verl.mapping import translate_all
-from harness.tools.verl.overrides import Override, Trainer, VerlConfig, choose_release, flatten, parse_override
+from harness.tools.verl.overrides import (
+    RELEASES,
+    Override,
+    Trainer,
+    VerlConfig,
+    flatten,
+    parse_override,
+    possible_releases,
+)
 from harness.tools.verl.shell_script import VerlCommand
 from harness.tools.verl.shrink import shrink
 
@@ -31,6 +39,8 @@ class Translation:
     toml: str
     config: Config
     verdicts: tuple[Verdict, ...]
+    depends_on_release: tuple[str, ...]
+    """What other releases that would take the command make of it, if none was asked for: a line for each key."""
     nodes: int
     """trainer.nnodes."""
     refusal: str
@@ -42,8 +52,8 @@ class Translation:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the command is missing, and the harness can run it."""
-        return not (self.of("unsupported") or self.of("unknown") or self.refusal)
+        """Whether nothing of the command is missing or depends on a release that is not known, and the harness can run it."""
+        return not (self.of("unsupported") or self.of("unknown") or self.depends_on_release or self.refusal)
 
 
 def translate(
@@ -58,24 +68,19 @@ def translate(
     trainer, verdicts = which_trainer(overrides, options)
     verdicts += [Verdict(override=hole.text, fate="unsupported", text=hole.why) for hole in command.holes]
     given = flatten(overrides)
-    chosen = "as asked"
-    if release == "auto":
-        release, misfits = choose_release(given.values(), trainer)
-        chosen = "the newest whose config takes most overrides, not: " + "; ".join(misfits)
-        if not misfits:
-            chosen = "the newest whose config takes all overrides"
-    kept = {key: each for key, each in given.items() if each.mark != "~"}
-    draft = Draft(verl=VerlConfig(release=release, trainer=trainer, given=kept), of_command=verdicts)
-    for each in given.values():
-        if each.mark == "~":
-            deleted = "verl's code falls back to a value when a key is deleted; here it has the config's default"
-            draft.of_command.append(Verdict(override=each.text, fate="unsupported", text=deleted))
-        elif is_config_group(each):
-            said = trainer == "megatron" or each.text in {verdict.override for verdict in verdicts}
-            (draft.ignore if said else draft.lose)("another group of verl's config", each.key)
-    translate_all(draft, environment)
-    if tiny:
-        shrink(draft, tiny)
+
+    def of_release(release: str) -> Draft:
+        return draft_of(given, release, trainer, verdicts, tiny, environment)
+
+    if release != "auto":
+        chosen, depends, draft = "as asked", [], of_release(release)
+    else:
+        possible, misfits = possible_releases(given.values(), trainer)
+        drafts = dict(zip(possible, map(of_release, possible), strict=True))
+        release, draft = drafts.popitem()
+        chosen = f"the newest whose config takes {'most overrides, not: ' if misfits else 'all overrides'}"
+        chosen += "; ".join(misfits)
+        depends = differences({**drafts, release: draft})
     config = draft.config()
     refusal = ""
     try:
@@ -85,12 +90,68 @@ def translate(
     found = tuple(dict.fromkeys(draft.verdicts()))
     return Translation(
         release=release,
-        toml=to_text(draft, header(f"verl {release} ({chosen})", found, command.not_run, refusal)),
+        toml=to_text(draft, header(f"verl {release} ({chosen})", found, depends, command.not_run, refusal)),
         config=config,
         verdicts=found,
+        depends_on_release=tuple(depends),
         nodes=draft.integer("trainer.nnodes"),
         refusal=refusal,
     )
+
+
+def draft_of(
+    given: Mapping[str, Override],
+    release: str,
+    trainer: Trainer,
+    verdicts: Iterable[Verdict],
+    tiny: str,
+    environment: Mapping[str, str],
+) -> Draft:
+    """Return the harness config of overrides for one release of verl. verdicts: on the command as a whole. Raise ConfigError."""
+    said = {verdict.override for verdict in verdicts}
+    kept = {key: each for key, each in given.items() if each.mark != "~"}
+    draft = Draft(verl=VerlConfig(release=release, trainer=trainer, given=kept), of_command=[*verdicts])
+    for each in given.values():
+        if each.mark == "~":
+            deleted = "verl's code falls back to a value when a key is deleted; here it has the config's default"
+            draft.of_command.append(Verdict(override=each.text, fate="unsupported", text=deleted))
+        elif is_config_group(each):
+            (draft.ignore if trainer == "megatron" or each.text in said else draft.lose)(
+                "another group of verl's config", each.key
+            )
+    translate_all(draft, environment)
+    if tiny:
+        shrink(draft, tiny)
+    return draft
+
+
+def differences(drafts: Mapping[str, Draft]) -> list[str]:
+    """Return a line for each key, and for each override, of which these releases make something different."""
+    settings = {release: found_in(draft) for release, draft in drafts.items()}
+    lines = []
+    for name in dict.fromkeys(name for each in settings.values() for name in each):
+        by_value: dict[str, list[str]] = {}
+        for release, each in settings.items():
+            by_value.setdefault(each.get(name, "not set"), []).append(release)
+        if len(by_value) > 1:
+            said = (f"{value} in {span(releases)}" for value, releases in by_value.items())
+            lines.append(f"{name}: {'; '.join(said)}")
+    return lines
+
+
+def span(releases: Sequence[str]) -> str:
+    """Return releases, oldest first, as a text: "0.4 to 0.9" if they are three or more in a row."""
+    first, last = RELEASES.index(releases[0]), RELEASES.index(releases[-1])
+    in_a_row = len(releases) > 2 and RELEASES[first : last + 1] == tuple(releases)
+    return f"{releases[0]} to {releases[-1]}" if in_a_row else ", ".join(releases)
+
+
+def found_in(draft: Draft) -> dict[str, str]:
+    """Return what a draft says: the value of each harness key, and for each override whether it is supported."""
+    values = {key: toml_value(entry.value) for key, entry in draft.entries.items()}
+    fates = {each.override: each.fate for each in draft.verdicts()}
+    supported = {override: "supported" if FATES.index(fate) < 2 else fate for override, fate in fates.items()}
+    return values | supported
 
 
 def read_words(words: Sequence[str]) -> tuple[list[Override], dict[str, str]]:
@@ -142,13 +203,18 @@ def which_trainer(overrides: Sequence[Override], options: Mapping[str, str]) -> 
     return "fsdp", verdicts
 
 
-def header(whose: str, verdicts: Sequence[Verdict], not_run: Sequence[str], refusal: str) -> list[str]:
+def header(
+    whose: str, verdicts: Sequence[Verdict], depends: Sequence[str], not_run: Sequence[str], refusal: str
+) -> list[str]:
     """Return the lines that say what became of the command."""
     counted = Counter(each.fate for each in verdicts)
     lines = [f"Translated from a command of {whose}. What it does not set has the defaults of that release."]
     lines.append(", ".join(f"{counted[fate]} {fate}" for fate in FATES) + ".")
     for fate in FATES[1:]:
         lines += [f"{fate}: {each.override}: {each.text}" for each in verdicts if each.fate == fate]
+    if depends:
+        lines.append("Other releases of verl take the command as well, and mean something else; give --release:")
+    lines += [f"depends on the release: {each}" for each in depends]
     lines += [f"not run: {each}" for each in not_run]
     return [*lines, *([f"refused by the harness: {refusal}"] if refusal else [])]
 

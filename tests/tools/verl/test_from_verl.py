@@ -21,7 +21,9 @@ def run(*words: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]
 
 def test_a_script_and_its_arguments_to_a_file(tmp_path: Path) -> None:
     out = tmp_path / "run.toml"
-    done = run("--hosts", "2", "--out", out, SCRIPT, "trainer.total_epochs=1", "data.train_batch_size=512")
+    done = run(
+        "--release", "0.7", "--hosts", "2", "--out", out, SCRIPT, "trainer.total_epochs=1", "data.train_batch_size=512"
+    )
     assert done.returncode == 0, done.stderr
     table = tomllib.loads(out.read_text())
     assert table["rollout"]["prompts_per_step"] == 512 and table["parallel"] == {"dp": 1, "tp": 4}

@@ -8,13 +8,13 @@ from harness.config.layers import ConfigError
 from harness.tools.verl.overrides import (
     RELEASES,
     VerlConfig,
-    choose_release,
     defaults,
     flatten,
     is_known,
     nearest_key,
     parse_override,
     parse_value,
+    possible_releases,
 )
 
 
@@ -102,19 +102,21 @@ def test_references_follow_overrides_then_defaults() -> None:
     assert own.get("x.y") == "p/z" and own.get("trainer.default_local_dir") == "checkpoints/p/gsm8k"
 
 
-def test_the_release_is_the_newest_that_takes_the_command() -> None:
-    def chosen(*words: str) -> tuple[str, list[str]]:
-        return choose_release(
+def test_the_releases_that_take_a_command() -> None:
+    def possible(*words: str) -> tuple[list[str], list[str]]:
+        return possible_releases(
             [parse_override(word) for word in ("actor_rollout_ref.rollout.name=sglang", *words)], "fsdp"
         )
 
-    assert chosen("data.train_batch_size=1")[0] == "0.9"
-    assert chosen("+trainer.val_before_train=False")[0] == "0.3"  # 0.4 has the key, and hydra then refuses the plus
-    assert chosen("critic.model.fsdp_config.param_offload=True")[0] == "0.7"
-    assert chosen("actor_rollout_ref.actor.fsdp_config.grad_offload=True")[0] == "0.2"
-    both, why = chosen("+trainer.val_before_train=False", "critic.fsdp.param_offload=True")
-    assert len(why) == 1 and both in RELEASES
-    assert choose_release([parse_override("data.train_batch_size=1")], "fsdp")[0] == "0.5"  # rollout.name had a default
+    assert possible("data.train_batch_size=1")[0] == [*RELEASES]
+    assert possible("+trainer.val_before_train=False")[0] == ["0.2", "0.3"]  # 0.4 has the key; hydra refuses the plus
+    assert possible("critic.model.fsdp_config.param_offload=True")[0] == [*RELEASES[:-2]]
+    assert possible("actor_rollout_ref.actor.fsdp_config.grad_offload=True")[0] == ["0.2"]
+    both, why = possible("+trainer.val_before_train=False", "critic.fsdp.param_offload=True")
+    assert len(why) == 1 and both == ["0.2", "0.3", "0.8", "0.9"]
+    assert (
+        possible_releases([parse_override("data.train_batch_size=1")], "fsdp")[0][-1] == "0.5"
+    )  # rollout.name had a default
 
 
 def test_unknown_keys_have_a_nearest_one() -> None:
