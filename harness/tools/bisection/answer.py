@@ -11,6 +11,9 @@ from harness.tools.bisection.installation import unmet_requirements
 from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate
 from harness.tools.bisection.state import Attempt, Record, State
 
+Outcome = Literal["not run", "confirmed", "flaky", "another cause", "another failure"]
+"""Of the revert. flaky: the newer end ended differently when it was run again. another cause: the revert changes nothing.
+another failure: without the commit the newer end fails in a way of its own, or cannot be run."""
 AnswerKind = Literal["found", "probable", "set", "several"]
 EXIT_CODES: dict[AnswerKind, int] = {"found": 0, "probable": 1, "set": 1, "several": 3}
 
@@ -46,7 +49,42 @@ def answer_of(state: State) -> Answer:
         return Answer(kind="several", edges=edges, second=cause)
     if len(edges[0].answer) > 1:
         return Answer(kind="set", edges=edges)
-    return Answer(kind="found" if is_sure(state) else "probable", edges=edges)
+    if outcome_of(state) == "another cause":
+        return Answer(kind="several", edges=edges)
+    return Answer(kind="found" if _is_steady(state) else "probable", edges=edges)
+
+
+def _is_steady(state: State) -> bool:
+    """Return whether runs of the same candidate ended alike often enough."""
+    return is_sure(state) and outcome_of(state) != "flaky"
+
+
+def edge_to_confirm(state: State) -> Edge | None:
+    """Return the edge whose commit can be reverted on top of the newer end.
+
+    None without --git, if no single commit was found, or if it is the newer end: without it that is the commit before.
+    """
+    if not state.question.options.git or answer_of(state).kind not in ("found", "probable"):
+        return None
+    edge = find_edges(state.verdicts)[0]
+    return None if edge.after == len(state.candidates) - 1 else edge
+
+
+def outcome_of(state: State) -> Outcome:
+    """Return what the revert of the commit found says about it."""
+    if not (made := state.confirmation) or not (reverted := made.reverted):
+        return "not run"
+    older, newer = state.record(0), state.record(len(state.candidates) - 1)
+
+    def ends_as(record: Record, end: Record) -> bool:
+        is_plain = end.verdict == "good" or state.question.kind != "failure"  # --match and --hang know one failure
+        return record.verdict == end.verdict and (is_plain or _fails_as(record, end))
+
+    if ends_as(reverted, newer):
+        return "another cause"
+    if not ends_as(reverted, older):
+        return "another failure"
+    return "confirmed" if made.control and ends_as(made.control, newer) else "flaky"
 
 
 def second_cause(state: State) -> SecondCause | None:
@@ -96,6 +134,7 @@ def sentences(state: State, answer: Answer) -> list[str]:
         lines += _describe_second(state, answer.second)
     elif len(edges) == 1:
         lines += _masked(state, edges[0])
+        lines += describe_confirmation(state, edges[0])
     if options.only_package:
         sides = dict.fromkeys(index for edge in edges for index in (edge.before, edge.after))
         lines += filter(None, (describe_unmet(state.record(index), options.package) for index in sides))
@@ -109,7 +148,8 @@ def sentences(state: State, answer: Answer) -> list[str]:
             lines.append(f"That is less than {CONFIDENCE:.0%}: give more --repeat or more --confirm.")
     unrun = len(state.candidates) - len(state.records)
     if unrun and answer.kind != "several":
-        lines.append(f"{unrun} candidates were not run: a failure that came and went among them would not show.")
+        were = "candidate was" if unrun == 1 else "candidates were"
+        lines.append(f"{unrun} {were} not run: a failure that came and went among them would not show.")
     return lines
 
 
@@ -117,7 +157,7 @@ def _describe_edge(state: State, edge: Edge) -> str:
     what = "commit" if state.question.options.git else "release"
     before, after = (state.candidates[i].label for i in (edge.before, edge.after))
     first, last = ("bad", "good") if state.verdicts[edge.before] == "good" else ("good", "bad")
-    is_probably = "is" if is_sure(state) else "is probably"
+    is_probably = "is" if _is_steady(state) else "is probably"
     if len(edge.answer) == 1:
         return f"The first {first} {what} {is_probably} {after}; the last {last} one is {before}."
     among = labels(state.candidates[i] for i in edge.answer)
@@ -125,6 +165,48 @@ def _describe_edge(state: State, edge: Edge) -> str:
         f"The first {first} {what} {is_probably} one of {len(edge.answer)}: {among}. The last one known to be {last} is"
         f" {before}; those in between could not be classified."
     )
+
+
+def describe_confirmation(state: State, edge: Edge) -> list[str]:
+    """Say what the commit's revert on top of the newer end shows, and what that means."""
+    options, made, outcome = state.question.options, state.confirmation, outcome_of(state)
+    if not options.git or len(edge.answer) > 1:
+        return []
+    is_end = edge.after == len(state.candidates) - 1
+    if made is None and not is_end:
+        return []
+    commit, before, tip = (state.candidates[i].name[:12] for i in (edge.after, edge.before, -1))
+    passes = {"good": "passes", "bad": "fails"}
+    older, newer = (passes[str(state.record(i).verdict)] for i in (0, len(state.candidates) - 1))
+    end = f"the {'good' if options.find_fix else 'bad'} end {tip}"
+    fixed = "repaired" if options.find_fix else "broke"
+    if made is None:
+        return [f"{commit} is {end.replace(tip, 'itself')}: without it the files are those of {before}, which {older}."]
+    neighbours = f"what remains is that {before} {older} and {commit} {newer}"
+    if not made.reverted:
+        return [f"Not confirmed: {commit} cannot be reverted on top of {end}: {made.problem}; {neighbours}."]
+    without = f"with {commit} reverted on top of {end}, it"
+    reason = made.reverted.reason.rstrip(".")
+    match outcome:
+        case "confirmed":
+            return [f"Confirmed: {without} {older}; {end} itself, run again right after, {newer} as before."]
+        case "flaky":
+            return [
+                f"Not confirmed: {without} {older}, but {end}, run again right after, did not end as before. The failure"
+                " comes and goes; give --repeat."
+            ]
+        case "another cause":
+            still = f"{without} still {newer}{'' if newer == 'passes' else f': {reason}'}"
+            return [
+                f"Not the only cause: {still}. So a later commit {fixed} it too, or repeats these changes: look for that one as well."
+            ]
+        case _:
+            if made.reverted.verdict == "bad" and made.reverted.decisive:
+                reason = _with_place(made.reverted.decisive)
+            return [
+                f"Not confirmed: {without} ends in another way: {reason}. Either later commits need this one, or one of them"
+                f" {fixed} something too; {neighbours}."
+            ]
 
 
 def describe_unmet(record: Record, package: str) -> str:

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from harness.runtime import redact
 from harness.runtime.tracebacks import Traceback
-from harness.tools.bisection.answer import Answer, sentences
+from harness.tools.bisection.answer import Answer, describe_confirmation, sentences
 from harness.tools.bisection.candidates import Candidate, git
 from harness.tools.bisection.failures import frames_of, relative_file, traceback_at
 from harness.tools.bisection.installation import module_of, package_root, package_sources
@@ -71,13 +71,36 @@ def _markdown(state: State, answer: Answer, folder: Path) -> Iterator[str]:
         yield from _edge(state, edge, folder)
     if answer.second is not None:
         yield from _first_failure(state.record(answer.second.seen), folder)
+    yield from _confirmation(state, answer, folder)
     yield from ("## Cost", "", _cost(state), "", f"- {platform.platform()}, Python {platform.python_version()}")
     cpu_mode = ": SGLang ran in its CPU mode, with the stand-ins of harness/runtime/standins"
     yield "- an NVIDIA GPU" if has_gpu() else f"- no GPU{cpu_mode if state.question.runs_sglang else ''}"
 
 
+def _confirmation(state: State, answer: Answer, folder: Path) -> Iterator[str]:
+    """Yield the runs without the commit found, and how to repeat them."""
+    made, options = state.confirmation, state.question.options
+    if not made or not made.reverted:
+        return
+    edge, tip = answer.edges[0], state.candidates[-1]
+    commit = state.candidates[edge.after].name
+    yield from ("## The commit reverted", "", *describe_confirmation(state, edge), "")
+    yield from ("| candidate | verdict | first failure, or why | seconds | log |", "|---|---|---|---|---|")
+    for record in made.records:
+        log = record.attempts[-1].log if record.attempts else "-"
+        yield f"| {record.name} | {record.verdict} | {record.reason.replace('|', '/')} | {record.seconds:.1f} | {log} |"
+    place, plain = (f"/tmp/{options.package}-{name}" for name in (made.reverted.name, tip.name[:12]))
+    unpack, run = (
+        line.replace(plain, place)
+        for line in reproduce_commands(state, made.reverted, Candidate(name=tip.name), folder)
+    )
+    mainline = "--mainline 1 " if git(Path(options.git), "rev-parse", "--verify", "--quiet", f"{commit}^2") else ""
+    yield from ("", "```", unpack, f"git -C {place} revert --no-commit {mainline}{commit}", run, "```", "")
+
+
 def _cost(state: State) -> str:
-    runs = sum(record.seconds for record in state.records)
+    confirming = state.confirmation.records if state.confirmation else []
+    runs = sum(record.seconds for record in [*state.records, *confirming])
     ran = f"{sum(bool(each.attempts) for each in state.records)} of {len(state.candidates)} candidates were run"
     return f"{ran}, in {state.wall_seconds:.0f} s in all, of which {runs:.0f} s were your command."
 

@@ -9,14 +9,14 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from harness.runtime import redact
-from harness.tools.bisection.answer import Answer, answer_of, next_for_cause
-from harness.tools.bisection.candidates import Candidate
+from harness.tools.bisection.answer import Answer, answer_of, edge_to_confirm, next_for_cause
+from harness.tools.bisection.candidates import Candidate, CannotRevert
 from harness.tools.bisection.classify import LOG, Run, import_failure, run_once
 from harness.tools.bisection.confidence import Rerun, next_rerun
-from harness.tools.bisection.installation import Environment, Provider, Unavailable
+from harness.tools.bisection.installation import Commits, Environment, Provider, Unavailable
 from harness.tools.bisection.question import AUTO, WrongQuestion, parse_seconds
-from harness.tools.bisection.search import Verdict, find_edges, next_candidate, untested
-from harness.tools.bisection.state import Attempt, Record, State
+from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate, untested
+from harness.tools.bisection.state import Attempt, Confirmation, Record, State
 
 LEAST_LIMIT_SECONDS, LIMIT_TIMES = 600.0, 10.0
 LINE_SECONDS = 60.0
@@ -89,6 +89,8 @@ class Bisection:
                         "the bad end fails in another way than the first bad candidate: looking for where"
                     )
                     self._test(index)
+                elif state.confirmation is None and (edge := edge_to_confirm(state)):
+                    self._confirm(edge)
                 else:
                     return answer_of(state)
         finally:
@@ -120,6 +122,28 @@ class Bisection:
         log = f"; its output is in {self.folder / record.attempts[-1].log}" if record.attempts else ""
         raise WrongQuestion(redact.text(f"{end} {problem}{log}."))
 
+    def _confirm(self, edge: Edge) -> None:
+        """Run the newer end without the commit found; if that ends as the older end did, run the newer end again."""
+        state, provider = self.state, self.provider
+        assert isinstance(provider, Commits)
+        commit, tip = state.candidates[edge.after], state.candidates[-1]
+        without = Candidate(name=f"{tip.name[:12]}-without-{commit.name[:12]}")
+        self.progress.say(f"to confirm it, {commit.name[:12]} is reverted on top of {tip.label}")
+        confirmation = Confirmation()
+        try:
+            environment = provider.make_reverted(commit, tip)
+        except (CannotRevert, Unavailable) as problem:
+            confirmation.problem = str(problem).rstrip(".")
+        else:
+            runs = len(state.record(edge.before).attempts)  # as many as made the neighbour's verdict sure
+            confirmation.reverted = self._judge(without, environment, runs)
+            self._tell(confirmation.reverted, without)
+            if confirmation.reverted.verdict == state.record(0).verdict:
+                confirmation.control = self._judge(tip, state.record(len(state.candidates) - 1).environment, runs)
+                self._tell(confirmation.control, tip)
+        state.confirmation = confirmation
+        self._save()
+
     def _run_again(self, rerun: Rerun) -> None:
         candidate, record, failures = self.state.candidates[rerun.index], self.state.record(rerun.index), 0
         for _ in range(rerun.runs):
@@ -137,7 +161,7 @@ class Bisection:
         candidate = self.state.candidates[index]
         self.progress.begin(f"{candidate.label}: installing")
         try:
-            record = self._judge(candidate, self._environment(candidate))
+            record = self._judge(candidate, self._environment(candidate), self.state.question.options.repeat)
         except Unavailable as problem:
             reason = f"cannot be installed: {problem}"
             record = Record(name=candidate.name, verdict="skip", reason=reason, environment=Environment(python=""))
@@ -145,9 +169,10 @@ class Bisection:
         self._save()
         self._tell(record, candidate)
 
-    def _judge(self, candidate: Candidate, environment: Environment) -> Record:
+    def _judge(self, candidate: Candidate, environment: Environment, runs: int) -> Record:
+        """Run it up to so many times, until it fails."""
         attempts: list[Attempt] = []
-        for number in range(1, self.state.question.options.repeat + 1):
+        for number in range(1, runs + 1):
             attempts.append(self._run(candidate, environment, number))
             if attempts[-1].verdict != "good":
                 break

@@ -9,6 +9,7 @@ import re
 import ssl
 import subprocess
 import sys
+import tempfile
 import tomllib
 import urllib.error
 import urllib.request
@@ -242,6 +243,25 @@ def export_commit(checkout: Path, commit: str, folder: Path) -> None:
         raise Pause(f"git archive of {commit[:12]} could not be unpacked: {unpack.stderr.strip()}.")
 
 
+class CannotRevert(Exception):
+    """A commit cannot be reverted; a clause says why, without the commit's name."""
+
+
+def export_reverted(checkout: Path, commit: str, tip: str, folder: Path) -> None:
+    """Unpack `tip` without the changes of `commit`, as git revert makes it. Raises CannotRevert, Pause."""
+    with tempfile.TemporaryDirectory() as clone:  # it shares the checkout's objects: the checkout is only read
+        _git_or_refuse(Path.cwd(), "clone", "--quiet", "--shared", "--no-checkout", str(checkout), clone)
+        _git_or_refuse(Path(clone), "checkout", "--quiet", "--detach", tip)
+        is_merge = git(Path(clone), "rev-parse", "--verify", "--quiet", f"{commit}^2")
+        words = ["revert", "--no-commit", *(["--mainline", "1"] if is_merge else []), commit]
+        run = _run_git(Path(clone), *words)
+        if conflicts := git(Path(clone), "diff", "--name-only", "--diff-filter=U").splitlines():
+            raise CannotRevert(f"it conflicts with later commits in {', '.join(conflicts)}")
+        if run.returncode:
+            raise CannotRevert(run.stderr.strip().rpartition("\n")[2])
+        export_commit(Path(clone), git(Path(clone), "write-tree"), folder)
+
+
 def _package_of(checkout: Path, commit: str) -> str:
     for folder in ("python/", ""):
         with suppress(tomllib.TOMLDecodeError):
@@ -253,5 +273,16 @@ def _package_of(checkout: Path, commit: str) -> str:
 
 def git(checkout: Path, *arguments: str) -> str:
     """Return what git prints, or nothing if it fails."""
-    run = subprocess.run(["git", "-C", str(checkout), *arguments], capture_output=True, text=True)
+    run = _run_git(checkout, *arguments)
     return run.stdout.strip() if run.returncode == 0 else ""
+
+
+def _run_git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(checkout), "-c", "core.hooksPath=/dev/null", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def _git_or_refuse(checkout: Path, *arguments: str) -> None:
+    run = _run_git(checkout, *arguments)
+    if run.returncode:
+        raise CannotRevert(f"git {arguments[0]} failed: {run.stderr.strip().rpartition(chr(10))[2]}")

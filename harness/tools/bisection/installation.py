@@ -28,7 +28,7 @@ from packaging.version import Version
 from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.processes import run_tree
-from harness.tools.bisection.candidates import Candidate, export_commit, index_arguments, releases
+from harness.tools.bisection.candidates import Candidate, export_commit, export_reverted, index_arguments, releases
 from harness.tools.bisection.question import Options, Pause, Question, WrongQuestion, is_of_this_repository
 from harness.tools.environments import REPOSITORY, cpu_torch, uv_environment
 
@@ -226,8 +226,17 @@ class Commits(Provider):
     checkout: Path
 
     def make(self, candidate: Candidate) -> Environment:
-        key = f"commit-{candidate.name[:16]}-{_digest(str(self.checkout))}"
-        folder = keep(self.store, key, lambda new: export_commit(self.checkout, candidate.name, new / "files"))
+        return self._unpacked(
+            f"commit-{candidate.name[:16]}", lambda files: export_commit(self.checkout, candidate.name, files)
+        )
+
+    def make_reverted(self, commit: Candidate, tip: Candidate) -> Environment:
+        """Return the environment of `tip` without the changes of `commit`. Raises CannotRevert, Unavailable, Pause."""
+        key = f"commit-{tip.name[:16]}-without-{commit.name[:16]}"
+        return self._unpacked(key, lambda files: export_reverted(self.checkout, commit.name, tip.name, files))
+
+    def _unpacked(self, key: str, unpack: Callable[[Path], None]) -> Environment:
+        folder = keep(self.store, f"{key}-{_digest(str(self.checkout))}", lambda new: unpack(new / "files"))
         files = folder / "files"
         path = next((files / name for name in ("python", "src") if (files / name).is_dir()), files)
         return Environment(python=self.python, paths=(str(path),)).with_freeze()

@@ -74,12 +74,30 @@ class Record:
 
 
 @dataclass(kw_only=True)
+class Confirmation:
+    """What happened when the commit found was reverted on top of the newer end."""
+
+    problem: str = ""
+    """Why there was nothing to run: a clause."""
+    reverted: Record | None = None
+    """The newer end without the commit."""
+    control: Record | None = None
+    """The newer end itself, run again. None unless `reverted` ended as the older end did."""
+
+    @property
+    def records(self) -> list[Record]:
+        return [each for each in (self.reverted, self.control) if each]
+
+
+@dataclass(kw_only=True)
 class State:
     """All that a bisect knows: its question, its candidates, and their verdicts so far."""
 
     question: Question
     candidates: list[Candidate]
     records: list[Record] = field(default_factory=list)
+    confirmation: Confirmation | None = None
+    """Of a bisect over commits that found one."""
     wall_seconds: float = 0.0
     """How long the bisect has run, over all its processes."""
 
