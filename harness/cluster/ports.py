@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 PORTS_PER_ENGINE = 32
 """Ports of one block. SGLang uses more than the three that it is given. With DP attention it uses 6 or more right after
-dist_init_port (in some releases one for each DP rank) and dist_init_port + 13. The gRPC sidecar listens on port + 1."""
+dist_init_port (in some releases one for each DP rank) and dist_init_port + 13. The gRPC sidecar listens on port + 1. The
+last port is the lease."""
 
 _GRID = 30000
 """All blocks are aligned to this port, so that blocks of runs with different base ports cannot overlap."""
@@ -51,22 +52,22 @@ def planned_ports(base_port: int, index_on_host: int) -> EnginePorts:
 class PortLease(AbstractContextManager["PortLease"]):
     """A block of ports on this host, held until close() or until this process ends.
 
-    It is the first block from base_port upwards that no other lease holds and whose ports are all free. The lease is an
-    abstract Unix socket (Linux). Exactly the processes that share the ports can see its name, whatever folders they see,
-    and the kernel drops it when its owner dies. Raise ValueError for a bad base_port, and OSError (EADDRINUSE) if no block
-    is free.
+    It is the first block from base_port upwards whose ports are all free. The lease is a socket that is bound to the last
+    port of the block. So exactly the processes that share the ports see it, whatever folders they see, nobody can deny a
+    block without using its ports, and the kernel drops it when its owner dies. Raise ValueError for a bad base_port, and
+    OSError (EADDRINUSE) if no block is free.
     """
 
     def __init__(self, base_port: int) -> None:
         self.ports = planned_ports(base_port, 0)
         while True:
-            self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            block = range(self.ports.port, self.ports.port + PORTS_PER_ENGINE)
-            if _binds(self._name, f"\0sglang-rl-harness-ports-{block.start}") and all(map(_is_free, block)):
+            *others, last = range(self.ports.port, self.ports.port + PORTS_PER_ENGINE)
+            self._held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            if _binds(self._held, ("0.0.0.0", last)) and all(map(_is_free, others)):
                 return
-            self._name.close()
+            self._held.close()
             try:
-                self.ports = planned_ports(block.stop, 0)
+                self.ports = planned_ports(last + 1, 0)
             except ValueError:
                 raise OSError(
                     errno.EADDRINUSE,
@@ -76,7 +77,7 @@ class PortLease(AbstractContextManager["PortLease"]):
 
     def close(self) -> None:
         """Give the block back. A second call does nothing."""
-        self._name.close()
+        self._held.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -94,7 +95,7 @@ def _is_free(port: int) -> bool:
     return True  # no IPv6 on this host
 
 
-def _binds(probe: socket.socket, address: str | tuple[str, int]) -> bool:
+def _binds(probe: socket.socket, address: tuple[str, int]) -> bool:
     try:
         probe.bind(address)
     except OSError as error:

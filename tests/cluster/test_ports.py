@@ -28,8 +28,9 @@ from harness.cluster.ports import PORTS_PER_ENGINE, EnginePorts, PortLease, plan
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
-import sys
+import os, sys
 from harness.cluster.ports import PortLease
+os.setuid(int(sys.argv[2]))
 lease = PortLease(int(sys.argv[1]))
 print(lease.ports.port, flush=True)
 sys.stdin.read()
@@ -110,6 +111,31 @@ def test_leased_ports_can_be_bound() -> None:
                 assert server.getsockname()[1] == port
 
 
+def test_a_lease_has_no_name_that_others_could_take() -> None:
+    """Any local user can take the name of an abstract Unix socket, so the lease must be ports and nothing else."""
+    with PortLease(20000) as lease:
+        own = {os.readlink(f"/proc/self/fd/{each}") for each in _descriptors()}
+        named = {f"socket:[{line.split()[6]}]" for line in _lines("/proc/net/unix") if len(line.split()) > 7}
+        assert not own & named
+        with socket.socket() as taken, pytest.raises(OSError, match="Address already in use"):
+            taken.bind(("0.0.0.0", lease.ports.port + PORTS_PER_ENGINE - 1))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_ports_of_another_user_are_passed_over_and_come_back() -> None:
+    with PortLease(20000) as lease:
+        planned = lease.ports.port
+    other = _hold(20000, user=65534)
+    try:
+        assert _port(other) == planned
+        with PortLease(20000) as lease:
+            assert lease.ports.port > planned
+    finally:
+        other.communicate("")
+    with PortLease(20000) as lease:
+        assert lease.ports.port == planned
+
+
 def test_no_free_block_is_an_error() -> None:
     last = planned_ports(65535 - 2 * PORTS_PER_ENGINE, 0)
     with socket.create_server(("", last.nccl_port)):
@@ -128,9 +154,17 @@ def _has_ipv6() -> bool:
     return Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text() != ""
 
 
-def _hold(base_port: int) -> subprocess.Popen[str]:
+def _descriptors() -> list[str]:
+    return [each for each in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{each}").is_symlink()]
+
+
+def _lines(file: str) -> list[str]:
+    return Path(file).read_text().splitlines()
+
+
+def _hold(base_port: int, user: int = os.getuid()) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(base_port)],
+        [sys.executable, "-c", HOLD, str(base_port), str(user)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
