@@ -32,6 +32,7 @@ class WatchdogSettings:
     local_world_size: int
     idle_seconds: float  # a rank may be so long between two phases
     heartbeat_timeout: float
+    stopped_seconds: float  # a process may be stopped for so long while its rank waits
     name: str = ""  # of the watchdog
     launcher: int = 0  # pid of what started the ranks, usually torchrun
     is_torchrun: bool = False  # whether the watchdog may end it

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # these import torch
     from harness.config.schema import Config
 
 JOIN_SECONDS = 60.0  # a rank looks for so long for the watchdog that the first rank of its host starts
+STOPPED_SECONDS = 60.0  # see WatchdogSettings
 ORDER_SECONDS = 15.0  # beyond heartbeat_timeout: a rank that failed waits for so long for the order to exit
 CLEANUP_SECONDS = 2.0  # how long the ranks of a host take, together, to end without a watchdog
 FAREWELLS = 5  # last beats, sent several times because UDP may lose one
@@ -93,6 +94,7 @@ class WatchdogObserver(Observer):
             local_world_size=launch.local_world_size,
             idle_seconds=limits.timeout_seconds,
             heartbeat_timeout=limits.heartbeat_timeout,
+            stopped_seconds=STOPPED_SECONDS,
         )
         timeouts, otherwise = limits.phase_timeouts, limits.timeout_seconds
         self.connect(launch.rank, launch.local_rank, lambda phase: deadline(phase, timeouts, otherwise), settings)

@@ -27,9 +27,9 @@ def started_at(pid: int) -> int:
     return int(stat_fields(pid)[19])
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether the process got SIGSTOP, or a debugger holds it."""
-    return stat_fields(pid)[:1] in (["T"], ["t"])
+def is_stopped(pid: int, by_debugger: bool = True) -> bool:
+    """Return whether the process got SIGSTOP or, if that counts, a debugger holds it."""
+    return stat_fields(pid)[:1] in (["T"], ["t"] if by_debugger else ["T"])
 
 
 @dataclass(slots=True)

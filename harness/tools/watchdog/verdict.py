@@ -169,7 +169,7 @@ _CAUSES: Mapping[Kind, str] = {
     "launcher": "torchrun of {who} {detail} at {time}, when {where}",
     "watchdog": "the watchdog of {host} {detail} at {time}{when}",
     "deadline": "deadline of {seconds:g} s passed {place}: {waited_for}",
-    "stopped": "{what} was stopped {place} (SIGSTOP, or a debugger): its deadline of {seconds:g} s passed at {time}",
+    "stopped": "{what} was stopped {place} (SIGSTOP, or a debugger): its limit of {seconds:g} s passed at {time}",
     "lost": "{host} ({ranks}) is gone: last heard {time}, {ago:.1f} s ago, when {where}",
 }
 _CONSEQUENCES: Mapping[Kind, str] = {

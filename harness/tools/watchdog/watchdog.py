@@ -132,6 +132,7 @@ class Watchdog:
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _started: float = field(default_factory=lambda: time.time() - time.monotonic())
     _last_came: float = field(default_factory=time.monotonic)  # when a rank connected last
+    _stopped: dict[int, int] = field(default_factory=dict)  # pid of a stopped process -> in how many looks it was
     _beaten: float = 0.0
     _looked: float = 0.0
     _news: bool = False
@@ -346,6 +347,7 @@ class Watchdog:
         if now - self._looked > BEAT_SECONDS:
             self._looked = now
             self._look_at_processes()
+            self._look_for_stopped(now)
             self._look_at_launcher()
         silent = self.beats.silent() if self.beats else []
         if silent and now > self._warn_at:
@@ -377,6 +379,24 @@ class Watchdog:
                 detail = f"engine process {name_and_pid(process)}"
                 self._fail(owner, "stopped", detail, seconds=seconds, code=TIMED_OUT)
         self._fail(rank, "deadline", seconds=seconds, code=TIMED_OUT)
+
+    def _look_for_stopped(self, now: float) -> None:
+        """Report a process that has been stopped for long, and whose rank has not moved for as long.
+
+        It is seen once a second, and each time counts a second: whoever stops the whole job stops this process too, and
+        all continue together. A process that a debugger holds may take as long as its phase.
+        """
+        owners = {each.pid: each for each in self.ranks if not each.gone and each.left is None}
+        rank_of, known = self.ending.descendants.rank_of, self.ending.descendants.known
+        found = [] if is_stopped(self.launcher.pid) else [*owners, *known]
+        stopped = [pid for pid in found if is_stopped(pid, by_debugger=False)]
+        self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid in stopped}
+        seconds = self.settings.stopped_seconds
+        for pid, looks in self._stopped.items():
+            owner = owners.get(rank_of.get(pid, pid))
+            if owner and min(looks * BEAT_SECONDS, now - owner.moved) > seconds:
+                detail = f"engine process {name_and_pid(known[pid])}" if pid in known else ""
+                self._fail(owner, "stopped", detail, seconds=seconds, code=TIMED_OUT)
 
     def _note_end(self, rank: LocalRank, how: str) -> None:
         rank.gone = True

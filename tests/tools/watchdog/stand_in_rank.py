@@ -48,6 +48,7 @@ def main() -> None:
         local_world_size=len(said["ranks"]),
         idle_seconds=said.get("idle_seconds", 600.0),
         heartbeat_timeout=said.get("heartbeat_timeout", 2.5),
+        stopped_seconds=said.get("stopped_seconds", 60.0),
     )
     client.connect(rank, int(os.environ["LOCAL_RANK"]), lambda phase: phase_timeouts.get(phase, 600.0), settings)
     for word in said["orders"][str(rank)].split():

@@ -56,7 +56,13 @@ def watched(listener: tuple[socket.socket, Path, str]) -> Callable[[int], Watchd
     """Return a watchdog of two ranks that this process, or another one, has started; it hears when it serves."""
     made, folder, name = listener
     settings = WatchdogSettings(
-        host="host0", world_size=2, local_world_size=2, idle_seconds=600.0, heartbeat_timeout=10.0, name=name
+        host="host0",
+        world_size=2,
+        local_world_size=2,
+        idle_seconds=600.0,
+        heartbeat_timeout=10.0,
+        stopped_seconds=60.0,
+        name=name,
     )
 
     def make(launcher: int) -> Watchdog:

@@ -55,7 +55,7 @@ def failed(**values: object) -> RunFailure:
             failed(kind="stopped", ranks=(0,), detail="engine process sglang::scheduler_TP1 (pid 7)"),
             [IN_SYNC] * 4,
             "engine process sglang::scheduler_TP1 (pid 7) of rank 0 on host0 was stopped in sync of step 1 (SIGSTOP, or a"
-            " debugger): its deadline of 60 s passed at 12:00:00 UTC",
+            " debugger): its limit of 60 s passed at 12:00:00 UTC",
         ),
         (
             failed(),

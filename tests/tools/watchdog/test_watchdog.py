@@ -130,6 +130,22 @@ def a_stopped_rank_is_named_at_the_deadline_and_does_not_stay(start: Start) -> N
     assert re.search(r"rank \d on host0 was stopped in sync of step 1 \(SIGSTOP", hosts.verdict("host0"))
 
 
+@scenario(by_default=True, whose="rank")
+@scenario(whose="engine")
+def a_stopped_process_is_named_long_before_the_deadline(start: Start, whose: str) -> None:
+    hosts = start(ONE, {0: HANG_WITH_CHILD, -1: HANG}, stopped_seconds=2.0)  # the deadline is 600 s
+    hosts.wait_until_hanging(0, 1)
+    pids = {each.cmdline()[-1]: each.pid for each in hosts.processes(kind="stand_in_rank")}
+    os.kill(int((hosts.folder / "child-0").read_text()) if whose == "engine" else max(pids.values()), signal.SIGSTOP)
+    hosts.wait()
+    what = r"engine process python\S* \(pid \d+\) of rank 0" if whose == "engine" else r"rank \d"
+    named = (
+        rf"{what} on host0 was stopped in sync of step 1 \(SIGSTOP, or a debugger\): its limit of 2 s passed at {TIME}"
+    )
+    assert re.match(f"FIRST FAILURE: {named}", hosts.verdict("host0")), hosts.said("host0")
+    assert json.loads((hosts.folder / "failure-host0.json").read_text())["code"] == 124
+
+
 @scenario()
 def ranks_that_never_come_are_named(start: Start) -> None:
     hosts = start(ONE, {-1: "begin:meet:0 hang"}, phase_timeouts={"meet": 1.0}, world_size=4)
