@@ -5,7 +5,7 @@ A checkpoint is a folder that transformers loads as a model, with the trainer's 
     step-N/  config.json, the tokenizer, model.safetensors   the actor, in the engine's dtype
              actor/, critic/   rankR.safetensors: that rank's shards of parameters and of AdamW's states
              config.toml       the config of the run that saved it
-             state.json        the step, how far the schedules are, the number of ranks, a checksum of each shard
+             state.json        the step, how far the schedules are, the number of ranks, checksums
 
 Nothing in it is a pickle, so loading it runs no code. Everything else that a step depends on is a function of run.seed and
 the step: its prompts, minibatches, dropout and the engine's sampling.
@@ -13,14 +13,12 @@ the step: its prompts, minibatches, dropout and the engine's sampling.
 
 import dataclasses
 import fcntl
-import json
 import os
 import shutil
 import signal
 import time
 import tomllib
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,8 +32,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import all_gather
+from harness.config.checkpoint_folder import (
+    STATE,
+    CheckpointState,
+    check_file,
+    checkpoints_in,
+    checksum,
+    damaged,
+    read_state,
+    shard_of,
+)
 from harness.config.layers import ConfigError, shown, to_toml
-from harness.config.run_folder import CONFIG, FOLDER_MODE, STATE, checkpoints_in
+from harness.config.run_folder import CONFIG, FOLDER_MODE
 from harness.config.schema import Config
 from harness.runtime import redact
 from harness.runtime.events import EventLog
@@ -47,10 +55,8 @@ from harness.trainer.rows import own_rows
 from harness.weights.sync import WeightSync
 from harness.weights.verification.verification import Verification
 
-SHARD = "rank{:04}.safetensors"
 LOCK = ".lock"
 """The file in checkpoint.folder that the run which saves there holds locked."""
-OTHERS_WRITE = 0o022
 PROMPT_KEYS = ("run.seed", "rollout.prompts_per_step")
 """With all keys of [task], these decide which prompts a step has."""
 FREE_SECTIONS = ("checkpoint", "network", "trackers")
@@ -134,18 +140,16 @@ class Checkpoints:
             for learner in self.learners:
                 with learner.learning():  # one after the other: on a GPU there may be no room for both
                     shards = {name: local(tensor).contiguous() for name, tensor in learner.tensors().items()}
-                    file = Path(learner.role, SHARD.format(rank))
+                    file = shard_of(learner.role, rank)
                     save_file(shards, partial / file)
-                    checksums[str(file)] = checksum(partial / file)
+                    checksums[file] = checksum(partial / file)
             with self.actor.on_device():
                 self.sync.save(partial, self.source)
             checksums = {name: each for of_rank in all_gather(checksums) for name, each in of_rank.items()}
             if rank == 0:
                 (partial / CONFIG).write_text(redact.text(to_toml(self.config)), encoding="utf-8")
-                (partial / STATE).write_text(
-                    json.dumps(self._state(step) | {"ranks": dist.get_world_size(), "checksums": checksums}),
-                    encoding="utf-8",
-                )
+                checksums[CONFIG] = checksum(partial / CONFIG)
+                (partial / STATE).write_text(self._state(step, checksums).to_json(), encoding="utf-8")
                 _publish(partial, target)
                 if keep := self.config.checkpoint.keep:
                     for old in checkpoints_in(self.folder)[:-keep]:
@@ -165,36 +169,34 @@ class Checkpoints:
     def resume(self, folder: Path) -> int:
         """Load a checkpoint into the parts of this run, which may have another number of ranks; return the next step.
 
-        Raise ConfigError if others could have written to it, if it cannot be read, or if its model or prompts differ.
+        Raise ConfigError if others could have written to it, if it is not as it was saved, or if its model or prompts
+        differ.
         """
-        require_own(folder)
         with self.events.phase("load_checkpoint", waiting_for=f"all ranks to load {folder}"):
-            try:
-                state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-                saved_config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-                now = tomllib.loads(redact.text(to_toml(self.config)))
-                changes = list(config_changes(folder, saved_config, now))
-                for learner in self.learners:
-                    with learner.learning():
-                        load_shards(folder / learner.role, state["ranks"], learner.tensors(), state["checksums"])
-                    _set_schedule(learner, state["optimizer_steps"][learner.role])
-                self.verification.own_checkpoint = None  # the first sync brings other weights than the model's own
-                step = int(state["step"])
-            except (OSError, KeyError, ValueError, SafetensorError) as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise ConfigError(f"{folder} cannot be read ({error!r}); resume an earlier one.") from error
+            state = read_state(folder)
+            saved_config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            now = tomllib.loads(redact.text(to_toml(self.config)))
+            changes = list(config_changes(folder, saved_config, now))
+            for learner in self.learners:
+                if learner.role not in state.optimizer_steps:
+                    raise _another_model(folder, f"it has no {learner.role}")
+                with learner.learning():
+                    load_shards(folder, learner.role, state, learner.tensors())
+                _set_schedule(learner, state.optimizer_steps[learner.role])
+            self.verification.own_checkpoint = None  # the first sync brings other weights than the model's own
         self.newest = folder
-        self.events.say(f"resumed from {folder}: step {step} is next")
+        self.events.say(f"resumed from {folder}: step {state.step} is next")
         for sentence in changes:
             self.events.say(f"warning: {sentence}")
-        return step
+        return state.step
 
-    def _state(self, step: int) -> dict[str, Any]:
-        return {
-            "step": step,
-            "optimizer_steps": {learner.role: learner.schedule.last_epoch for learner in self.learners},
-        }
+    def _state(self, step: int, checksums: dict[str, int]) -> CheckpointState:
+        return CheckpointState(
+            step=step,
+            ranks=dist.get_world_size(),
+            optimizer_steps={learner.role: learner.schedule.last_epoch for learner in self.learners},
+            checksums=checksums,
+        )
 
 
 def config_changes(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -215,47 +217,22 @@ def config_changes(folder: Path, before: Mapping[str, Any], now: Mapping[str, An
             yield f"{key} is {shown(value)}, and was {shown(was)} in the run that saved this checkpoint"
 
 
-def require_own(folder: Path) -> None:
-    """Raise ConfigError unless only this user, or root, can have written the checkpoint."""
-    for path in (folder, *folder.rglob("*")):
-        found = path.lstat()
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & OTHERS_WRITE or path.is_symlink():
-            raise ConfigError(
-                f"{path} must belong to user {os.getuid()} and be writable by nobody else, and must not be a link; got owner"
-                f" {found.st_uid}, mode {found.st_mode & 0o777:o}. If you trust it, copy it with `cp -rL` and run"
-                " `chmod -R go-w` on the copy."
-            )
+def load_shards(folder: Path, role: str, state: CheckpointState, tensors: Mapping[str, Tensor]) -> None:
+    """Fill this rank's shards of the tensors of actor or critic from a checkpoint, which any number of ranks saved.
 
-
-def checksum(file: Path) -> int:
-    """Return the CRC-32 of a file, against accidents: others cannot write to a checkpoint."""
-    found = 0
-    with file.open("rb") as stream:
-        while part := stream.read(1 << 24):
-            found = zlib.crc32(part, found)
-    return found
-
-
-def load_shards(folder: Path, ranks: int, tensors: Mapping[str, Tensor], checksums: Mapping[str, int]) -> None:
-    """Fill this rank's shards of the tensors from files that so many ranks saved.
-
-    Raise ValueError for a file that is not as it was saved, ConfigError if the model differs.
+    Raise ConfigError for a file that is not as it was saved, or if the model differs.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with ExitStack() as stack:
         # With as many ranks as then, each needs its own file only.
-        wanted = [rank] if ranks == world_size else range(ranks)
-        for each in wanted:
-            shard = Path(folder.name, SHARD.format(each))
-            if checksum(folder.parent / shard) != checksums[str(shard)]:
-                raise ValueError(f"{shard} is not as it was saved")
-        files = [stack.enter_context(safe_open(folder / SHARD.format(each), "pt")) for each in wanted]
+        wanted = [shard_of(role, each) for each in ([rank] if state.ranks == world_size else range(state.ranks))]
+        files = [stack.enter_context(_open_shard(folder, each, state)) for each in wanted]
         if different := sorted(set(files[0].keys()) ^ tensors.keys()):
             raise _another_model(folder, f"one of the two has no {different[0]}")
         for name, tensor in tensors.items():
             own, saved = local(tensor), files[0].get_tensor(name)
             expected = own.shape
-            if ranks != world_size and isinstance(tensor, DTensor):
+            if state.ranks != world_size and isinstance(tensor, DTensor):
                 saved, expected = torch.cat([file.get_tensor(name) for file in files]), tensor.shape
             if saved.shape != expected:
                 raise _another_model(folder, f"{name} has shape {list(saved.shape)} there and {list(expected)} here")
@@ -263,6 +240,14 @@ def load_shards(folder: Path, ranks: int, tensors: Mapping[str, Tensor], checksu
                 mine = own_rows(tensor)
                 saved = saved[mine.start : mine.stop]
             own.copy_(saved)
+
+
+def _open_shard(folder: Path, name: str, state: CheckpointState) -> Any:
+    check_file(folder, name, state)
+    try:
+        return safe_open(folder / name, "pt")
+    except (OSError, SafetensorError) as error:
+        raise damaged(folder, name, f"cannot be read ({error})") from error
 
 
 def _another_model(folder: Path, how: str) -> ConfigError:

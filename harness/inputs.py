@@ -14,11 +14,12 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
 from harness.cluster.world import all_gather
+from harness.config.checkpoint_folder import checkpoint_to_resume, step_of
 from harness.config.facts import Facts
 from harness.config.layers import ConfigError
 from harness.config.model_fields import model_fields
 from harness.config.resolve import resolve
-from harness.config.run_folder import checkpoint_to_resume, step_of, write_config
+from harness.config.run_folder import write_config
 from harness.config.schema import TINY_MODELS, Config
 from harness.observer import RunContext
 from harness.rollout import sglang_api

@@ -10,7 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 from harness.build import build
 from harness.checkpoint import Checkpoints, StopSignal, lock_folder
 from harness.cluster.world import all_gather
-from harness.config.run_folder import checkpoint_to_resume
+from harness.config.checkpoint_folder import checkpoint_to_resume
 from harness.config.schema import Config
 from harness.inputs import Inputs, read_inputs
 from harness.metrics import Metrics

@@ -6,8 +6,10 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 import time
 import tomllib
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -25,8 +29,14 @@ from transformers import AutoModelForCausalLM
 from harness import checkpoint
 from harness.checkpoint import Checkpoints, lock_folder
 from harness.config import schema
+from harness.config.checkpoint_folder import (
+    CheckpointState,
+    checkpoint_to_resume,
+    checkpoints_in,
+    read_state,
+    require_own,
+)
 from harness.config.layers import ConfigError, to_toml
-from harness.config.run_folder import checkpoint_to_resume, checkpoints_in
 from harness.runtime.events import EventLog
 from harness.task.tiny_models import tiny_config
 from harness.tools.command_line import parse
@@ -40,6 +50,8 @@ from tests.trainer.sequences import advantage_batch, sequences
 
 CPU = torch.device("cpu")
 ROLES: Any = ("actor", "critic")
+KEYS = st.sampled_from(["step", "ranks", "optimizer_steps", "checksums", "checksum", "actor", "critic", "config.toml"])
+JSON_LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 
 
 def parts(folder: Path, model: str = "qwen2", seed: int = 5, keep: int = 0, **actor: Any) -> Checkpoints:
@@ -98,7 +110,7 @@ def digests(made: Checkpoints) -> dict[str, str]:
             for name, each in learner.tensors().items():
                 whole = (each.full_tensor() if isinstance(each, DTensor) else each).clone()  # numpy pins storages
                 found[name] = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
-    return found | {"state": json.dumps(made._state(0))}
+    return found | {"state": json.dumps({"optimizer_steps": made._state(0, {}).optimizer_steps})}
 
 
 def save_and_go_on(rank: int, folder: Path) -> Any:
@@ -133,17 +145,23 @@ def resume_spoiled(rank: int, folder: Path) -> list[str]:
         content[-5] ^= 1  # of a tensor
         file.write_bytes(content)
 
+    def as_fifo(file: Path) -> None:
+        file.unlink()
+        os.mkfifo(file, 0o600)
+
     shard, state = f"critic/rank000{rank}.safetensors", "state.json"
-    harms: list[tuple[str, Callable[[Path], None]]] = [(shard, flip)]
-    for name in (shard, state):
+    harms: list[tuple[str, Callable[[Path], Any]]] = [(shard, flip), ("config.toml", flip), (state, flip)]
+    for name in (shard, "config.toml", state):
         harms += [(name, Path.unlink), *((name, partial(os.truncate, length=size)) for size in (100, 0))]
-    harms += [(state, lambda file: file.write_text('{"step": 3, "ranks": 2}') and None)]
-    for name, harm in harms:
-        copy = folder / f"copy-of-rank{rank}" / f"step-{len(said) + 10}"
+        harms += [(name, as_fifo)]
+    harms += [(state, lambda file: file.write_text('{"step": 3, "ranks": 2}'))]
+    for number, (name, harm) in enumerate(harms, 10):
+        copy = folder / f"copy-of-rank{rank}-{number}" / "step-3"
         shutil.copytree(folder / "checkpoints" / "step-3", copy)
         harm(copy / name)
         with pytest.raises(ConfigError) as raised:
             made.resume(copy)
+        assert str(raised.value).startswith(f"{copy / name} ")
         said.append(str(raised.value))
     return said
 
@@ -229,9 +247,8 @@ def test_two_runs_do_not_save_into_one_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_that_lacks_a_file_or_a_part_or_was_changed_is_refused(saved: Any, tmp_path: Path) -> None:
     for rank, said in enumerate(on_ranks(resume_spoiled, 2, tmp_path, saved[0])):
-        assert len(said) == 8 and "is not as it was saved" in said[0]
-        for number, sentence in enumerate(said):
-            assert f"copy-of-rank{rank}/step-{number + 10} cannot be read (" in sentence
+        assert len(said) == 16
+        assert f"critic/rank000{rank}.safetensors is not as it was saved; move step-3 out of " in said[0]
 
 
 @pytest.mark.slow
@@ -282,7 +299,7 @@ def killed_at_the_shards(made: Checkpoints) -> None:
 
 
 def killed_before_the_state(made: Checkpoints) -> None:
-    killed_in(made, "json.dumps", 1)
+    killed_in(made, "CheckpointState", 1)
 
 
 def killed_on_the_way_to_the_disk(made: Checkpoints) -> None:
@@ -391,20 +408,29 @@ def test_killed_at_random_moments_two_ranks_make_the_steps_of_ranks_that_were_no
     assert made == read(tmp_path / "whole") and len(made) == STEPS
 
 
+def saved_step(folder: Path, step: int) -> None:
+    """Make the files of a checkpoint, without tensors."""
+    (folder / f"step-{step}" / "actor").mkdir(parents=True)
+    checksums = {}
+    for name in ("config.toml", "actor/rank0000.safetensors"):
+        (folder / f"step-{step}" / name).touch(0o600)
+        checksums[name] = 0  # of an empty file
+    state = CheckpointState(step=step, ranks=1, optimizer_steps={"actor": 2}, checksums=checksums)
+    (folder / f"step-{step}" / "state.json").write_text(state.to_json())
+
+
 def config_of(*words: str) -> schema.Config:
     return parse(words).config
 
 
 def test_latest_is_by_number_and_nothing_while_there_is_none(tmp_path: Path) -> None:
     words = ["--checkpoint.resume", "latest", "--checkpoint.folder", str(tmp_path)]
-    for name in ("step-x", "step-8", "step-11.partial", "other"):
+    for name in ("step-x", "step-11.partial", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").touch()
-    (tmp_path / "step-8" / "state.json").unlink()
     assert checkpoint_to_resume(config_of(*words)) is None
-    for name in ("step-9", "step-10"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "state.json").touch()
+    for step in (9, 10):
+        saved_step(tmp_path, step)
     words += ["--run.steps", "10"]
     assert checkpoint_to_resume(config_of(*words)) == tmp_path / "step-10", "its final check is to come"
     with pytest.raises(ConfigError, match="step-10. is from after step 9, the last one; raise run.steps"):
@@ -417,9 +443,8 @@ def test_latest_is_by_number_and_nothing_while_there_is_none(tmp_path: Path) -> 
 
 
 def test_no_run_saves_among_checkpoints_that_it_does_not_continue(tmp_path: Path) -> None:
-    for name in ("a/step-4", "a/step-10", "b/step-10"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "state.json").touch()
+    for name, step in (("a", 4), ("a", 10), ("b", 10)):
+        saved_step(tmp_path / name, step)
     words = ["--run.steps", "12", "--checkpoint.every", "1", "--checkpoint.folder", str(tmp_path / "a")]
     for resumed in ("", str(tmp_path / "a" / "step-4"), str(tmp_path / "b" / "step-10")):
         with pytest.raises(
@@ -428,6 +453,98 @@ def test_no_run_saves_among_checkpoints_that_it_does_not_continue(tmp_path: Path
             checkpoint_to_resume(config_of(*words, "--checkpoint.resume", resumed))
     assert checkpoint_to_resume(config_of(*words, "--checkpoint.resume", "latest")) == tmp_path / "a" / "step-10"
     assert checkpoint_to_resume(config_of(*words, "--checkpoint.every", "0")) is None
+
+
+def flipped(file: Path, at: int = -3) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def another_number(file: Path) -> None:
+    file.write_text(file.read_text().replace('"ranks": 1', '"ranks": 2'))
+
+
+def as_saved(**changed: Any) -> Callable[[Path], Any]:
+    """Return what writes a state.json whose checksum is right."""
+    table = {"step": 10, "ranks": 1, "optimizer_steps": {"actor": 2}} | changed
+    checksums = {"config.toml": 0, "actor/rank0000.safetensors": 0}
+    return lambda file: file.write_text(CheckpointState(**{"checksums": checksums} | table).to_json())
+
+
+def with_another_key(file: Path) -> None:
+    table = {"step": 10, "format": 2}
+    file.write_text(json.dumps(table | {"checksum": zlib.crc32(json.dumps(table, sort_keys=True).encode())}))
+
+
+def into(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def replace(file: Path) -> None:
+        file.unlink()
+        make(file)
+
+    return replace
+
+
+HARMS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "state: a flipped bit": ("state.json", flipped),
+    "state: a flipped bit of a number": ("state.json", another_number),
+    "state: cut": ("state.json", partial(os.truncate, length=20)),
+    "state: empty": ("state.json", partial(os.truncate, length=0)),
+    "state: removed": ("state.json", Path.unlink),
+    "state: deep": ("state.json", lambda file: file.write_text("[" * 100_000)),
+    "state: a list": ("state.json", lambda file: file.write_text("[1, 2]")),
+    "state: not UTF-8": ("state.json", lambda file: file.write_bytes(b"\xff\xfe")),
+    "state: a folder": ("state.json", into(Path.mkdir)),
+    "state: a FIFO": ("state.json", into(os.mkfifo)),
+    "state: a link": ("state.json", into(lambda file: file.symlink_to("/dev/zero"))),
+    "state: another version": ("state.json", with_another_key),
+    "state: another step": ("state.json", as_saved(step=9)),
+    "state: a text for a number": ("state.json", as_saved(ranks="1")),
+    "state: a wrong number of ranks": ("state.json", as_saved(ranks=2)),
+    "state: a huge number of ranks": ("state.json", as_saved(ranks=10**12)),
+    "state: a path for a role": ("state.json", as_saved(optimizer_steps={"actor": 1, "../../x": 1})),
+    "state: a path for a shard": ("state.json", as_saved(checksums={"config.toml": 0, "../step-9/config.toml": 0})),
+    "config: changed": ("config.toml", lambda file: file.write_text("[run]\nseed = 1\n")),
+    "config: removed": ("config.toml", Path.unlink),
+    "config: a FIFO": ("config.toml", into(os.mkfifo)),
+    "shard: removed": ("actor/rank0000.safetensors", Path.unlink),
+    "shard: a FIFO": ("actor/rank0000.safetensors", into(os.mkfifo)),
+    "shard: a link": ("actor/rank0000.safetensors", into(lambda file: file.symlink_to("/dev/zero"))),
+    "shard: of anybody": ("actor/rank0000.safetensors", lambda file: file.chmod(0o666)),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_newest_checkpoint_is_refused_before_any_rank_starts(harm: str, tmp_path: Path) -> None:
+    for step in (9, 10):
+        saved_step(tmp_path, step)
+    words = ["--checkpoint.folder", str(tmp_path), "--run.steps", "12", "--checkpoint.resume"]
+    assert checkpoint_to_resume(config_of(*words, "latest")) == tmp_path / "step-10"
+    name, spoil = HARMS[harm]
+    spoil(tmp_path / "step-10" / name)
+    with pytest.raises(ConfigError) as raised:
+        checkpoint_to_resume(config_of(*words, "latest"))
+    sentence = str(raised.value)
+    assert sentence.startswith(f"{tmp_path / 'step-10' / name} ") and len(sentence.splitlines()) == 1
+    if "move step-10 out of" in sentence:
+        assert "resume step-9, the one before" in sentence
+        (tmp_path / "step-10").rename(tmp_path / "away")
+        assert checkpoint_to_resume(config_of(*words, "latest")) == tmp_path / "step-9"
+    else:
+        assert "cp -rL" in sentence
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=60) | st.recursive(JSON_LEAVES, lambda each: st.dictionaries(KEYS, each) | st.lists(each)))
+def test_whatever_is_in_its_state_is_a_sentence(content: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved_step(Path(folder), 10)
+        file = Path(folder, "step-10", "state.json")
+        if isinstance(content, dict):
+            content |= {"checksum": zlib.crc32(json.dumps(content, sort_keys=True).encode())}
+        file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        with pytest.raises(ConfigError, match=r"state\.json .*; move step-10 out of .* and start anew"):
+            read_state(file.parent)
 
 
 def changes(saved: str, resumed: str) -> list[str]:
@@ -457,7 +574,7 @@ def test_what_others_could_have_written_is_not_read(
     (tmp_path / "step-1" / "actor").mkdir(parents=True, mode=0o700)
     metadata = tmp_path / "step-1" / "actor" / "rank0000.safetensors"
     metadata.touch(0o600)
-    checkpoint.require_own(tmp_path / "step-1")
+    require_own(tmp_path / "step-1")
     if spoiled == "user":
         if os.getuid():
             monkeypatch.setattr(os, "getuid", lambda: metadata.stat().st_uid + 1)
@@ -469,4 +586,4 @@ def test_what_others_could_have_written_is_not_read(
     else:
         (metadata if "file" in spoiled else metadata.parent).chmod(0o720)
     with pytest.raises(ConfigError, match="writable by nobody else"):
-        checkpoint.require_own(tmp_path / "step-1")
+        require_own(tmp_path / "step-1")

@@ -1,4 +1,4 @@
-"""The directory of a run, which no other user can read, and the checkpoints in a folder."""
+"""The directory of a run, which no other user can read."""
 
 import errno
 import itertools
@@ -18,8 +18,6 @@ CONFIG, EVENTS = "config.toml", "events"
 """A directory with one of these belongs to a run."""
 FOLDER_MODE = 0o700
 """Only the user may read what a run writes: it includes the environment and the prompts."""
-STATE = "state.json"
-"""The file of a checkpoint that is written last: with it, the checkpoint is complete."""
 
 
 def make_run_folder(given: str, now: datetime | None = None) -> str | None:
@@ -79,44 +77,3 @@ def write_config(folder: Path, config: Config, device: Literal["cpu", "cuda"]) -
     """Write the config of a run, with the device that it runs on. Written again once the config is resolved."""
     resolved = replace(config, engine=replace(config.engine, device=device))
     (folder / CONFIG).write_text(redact.text(to_toml(resolved)), encoding="utf-8")
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints step-N of a folder, ordered by N. One that is still being written has another name."""
-    found = [each for each in folder.glob("step-*") if each.name[5:].isdecimal() and (each / STATE).is_file()]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the number of the step that a run continues with from this checkpoint."""
-    return int(checkpoint.name[5:])
-
-
-def checkpoint_to_resume(config: Config) -> Path | None:
-    """Return the checkpoint that checkpoint.resume names, or None.
-
-    Raise ConfigError if it is not a checkpoint, if the run has fewer steps, or if this run would save into a folder of
-    checkpoints that are newer. A checkpoint of the last step is fine: only the final check follows.
-    """
-    wanted, run = config.checkpoint, config.run
-    there, found = checkpoints_in(Path(wanted.folder).resolve()) if wanted.folder else [], None
-    if wanted.resume == "latest":
-        found = there[-1] if there else None
-    elif wanted.resume:
-        found = Path(wanted.resume).resolve()
-        if found not in checkpoints_in(found.parent):
-            names = ", ".join(each.name for each in checkpoints_in(found))
-            hint = f"it has {names}; give one" if names else 'give a folder step-N, or "latest"'
-            raise ConfigError(
-                f'checkpoint.resume = "{wanted.resume}" is not a checkpoint (a folder step-N with a file {STATE}); {hint}.'
-            )
-    if found and step_of(found) > run.steps and not run.epochs:
-        raise ConfigError(
-            f'checkpoint.resume = "{found}" is from after step {run.steps}, the last one; raise run.steps.'
-        )
-    if wanted.every and there and there[-1] != found:
-        raise ConfigError(
-            f"checkpoint.folder = {shown(wanted.folder)} holds {there[-1].name}, which is newer than what this run"
-            ' starts from; give another folder, or checkpoint.resume = "latest".'
-        )
-    return found

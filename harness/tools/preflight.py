@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 from harness.cluster.mesh import ParallelDims
+from harness.config.checkpoint_folder import checkpoint_to_resume
 from harness.config.facts import Device, Facts
 from harness.config.layers import ConfigError
 from harness.config.model_fields import is_hub_model, model_fields
 from harness.config.resolve import SECTIONS, Resolved, resolve
-from harness.config.run_folder import check_run_folder, checkpoint_to_resume
+from harness.config.run_folder import check_run_folder
 from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api import source

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.config.run_folder import checkpoints_in, step_of
+from harness.config.checkpoint_folder import checkpoints_in, step_of
 from tests.end_to_end.launching import QUICKSTART, Job, run
 from tests.end_to_end.test_ppo import values
 
