@@ -11,11 +11,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from traceback import format_exception, format_exception_only
 from typing import Any
 from unittest.mock import patch
 
@@ -76,6 +77,14 @@ class EngineLog:
         if signal_name not in ENDING_SIGNALS:
             how += f": {self._error() or 'there is no error in its log'}"
         return f"engine process {name} (pid {pid}) died{how} (whole log: {self.path})"
+
+    def task_failure(self, task: str, error: Exception) -> str:
+        """Return that a task of SGLang in this process failed, and why. Write its traceback to the log."""
+        with suppress(OSError), self.path.open("a", encoding="utf-8") as log:  # a full disk
+            log.write(f"{task} failed in the process that built the engine:\n{''.join(format_exception(error))}")
+        said = format_exception_only(error)[-1].strip()
+        ends = "SGLang would have killed this process"
+        return f"EngineFailed: SGLang's {task} failed in this process: {said} ({ends}; whole log: {self.path})"
 
     def _error(self) -> str:
         log = self.path.read_bytes()[self.survived :].decode(errors="replace")

@@ -35,8 +35,8 @@ class HostEngine:
     def __init__(self, log: Path, base_port: int, on_death: Callable[[str], None] | None = None) -> None:
         """Lease ports and make a folder for temporary files; `start` builds the engine.
 
-        log: file for the output of the engine's processes. on_death: called with a message, on a thread, when one of
-        them dies; by default print the message and exit with code 1.
+        log: file for the output of the engine's processes. on_death: called with a message when one of them dies, on a
+        thread, or when SGLang fails in this process; by default print the message and exit with code 1.
         """
         self.engine: Any = None
         """The sglang.Engine; None before `start` and after `stop`."""
@@ -70,7 +70,7 @@ class HostEngine:
                     # SGLang's own exit handler would end more than the engine's processes: see sglang_api.close.
                     atexit.unregister(self.engine.shutdown)
                     if serves:
-                        sglang_api.start_loop(self.engine, engine_processes.TAKEN)
+                        sglang_api.start_loop(self.engine, engine_processes.TAKEN, self._report_task)
                         sglang_api.unlink_shared_memory(self.engine)
             except Exception as error:
                 failure = self.log.start_failure(error, started)
@@ -95,13 +95,18 @@ class HostEngine:
         self._lease.close()
 
     def _report_death(self, name: str, pid: int, signal_name: str) -> None:
-        """Report the death first: ending the other processes may take seconds, in which this rank may be ended too."""
-        message = self.log.death(name, pid, signal_name)
+        self._fail(self.log.death(name, pid, signal_name))
+
+    def _report_task(self, task: str, error: Exception) -> None:
+        self._fail(self.log.task_failure(task, error))
+
+    def _fail(self, message: str) -> None:
+        """Report the failure first: ending the processes may take seconds, in which this rank may be ended too."""
         if self._on_death:
             self._on_death(message)
         else:
             say(message + "\n")
-        # The others are useless without it, and they hold a GPU.
+        # They are useless now, and they hold a GPU.
         end_processes(_children())
         self._scratch.cleanup()
         if not self._on_death:

@@ -53,8 +53,8 @@ class VerlEngine:
             no trainer uses.
         defaults: "harness" applies rollout/defaults.py; "sglang" leaves attention and sampling backends, CUDA graphs and
             fusions on a GPU to SGLang.
-        on_death: called with a message, on a thread, when a process of the engine dies. By default the message is
-            printed and this process exits with code 1.
+        on_death: called with a message when a process of the engine dies, on a thread, or when SGLang fails in this
+            process. By default the message is printed and this process exits with code 1.
         record_call: called after each call of the engine (on the head) and each `ask` (on every rank).
         engine_args: all other arguments go to sglang.Engine.
 

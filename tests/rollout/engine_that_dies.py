@@ -1,4 +1,7 @@
-"""engine_that_dies.py FOLDER: one rank with a real engine, whose scheduler then raises at a tensor of a wrong shape."""
+"""engine_that_dies.py FOLDER: one rank with a real engine, whose scheduler then raises at a tensor of a wrong shape.
+
+With --garbage SGLang's tokenizer manager, in this process, gets a message that it cannot read.
+"""
 
 import os
 import sys
@@ -26,6 +29,13 @@ def main(folder: Path) -> None:
     engine.generate(input_ids=[[5, 6]], sampling_params={"max_new_tokens": 2})
     if "--pass" in sys.argv:
         return
+    if "--garbage" in sys.argv:
+        import zmq
+
+        socket = zmq.Context().socket(zmq.PUSH)
+        socket.connect(engine.call_engine(lambda own: own.port_args.tokenizer_ipc_name))
+        socket.send(b"garbage")
+        engine.generate(input_ids=[[5, 6]], sampling_params={"max_new_tokens": 2})
     engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(7))])
     print("the scheduler took it", flush=True)
 

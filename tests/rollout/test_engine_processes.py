@@ -3,12 +3,13 @@
 import asyncio
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -250,11 +251,52 @@ def test_a_handler_set_in_the_loop_is_removed_for_every_later_call(
         await asyncio.sleep(0.05)
 
     manager = SimpleNamespace(auto_create_handle_loop=start)
-    sglang_api.start_loop(SimpleNamespace(loop=loop, tokenizer_manager=manager), TAKEN)
+    sglang_api.start_loop(
+        SimpleNamespace(loop=loop, tokenizer_manager=manager), TAKEN, lambda task, error: called.append(task)
+    )
     restore_handlers(own, engine_serves=True)
     loop.run_until_complete(serve())
     loop.close()
     assert called == []
+
+
+async def print_exception_wrapper(task: Callable[[], Awaitable[None]]) -> None:
+    """SGLang's, as far as it matters: it kills the process whose task failed."""
+    try:
+        await task()
+    except Exception:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TokenizerManager:
+    """Creates its task as SGLang's does; the task waits for an answer, which is garbage."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.answer = loop, loop.create_future()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def auto_create_handle_loop(self) -> None:
+        self.tasks.append(self.loop.create_task(print_exception_wrapper(self.handle_loop)))
+
+    async def handle_loop(self) -> None:
+        pickle.loads(await self.answer)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_task_that_fails_is_told_and_the_call_that_waits_raises(
+    policy: type[asyncio.AbstractEventLoopPolicy], log: EngineLog
+) -> None:
+    loop, told = policy().new_event_loop(), list[str]()
+    manager = TokenizerManager(loop)
+    engine = SimpleNamespace(loop=loop, tokenizer_manager=manager)
+    sglang_api.start_loop(engine, (), lambda task, error: told.append(log.task_failure(task, error)))
+    loop.call_soon(manager.answer.set_result, b"garbage")
+    with pytest.raises(RuntimeError, match="stopped before"):
+        loop.run_until_complete(loop.create_future())
+    loop.close()
+    said = "SGLang's TokenizerManager.handle_loop failed in this process: _pickle.UnpicklingError: pickle data was truncated"
+    assert [each.split(" (")[0] for each in told] == [f"EngineFailed: {said}"]
+    assert log.path.read_text().splitlines()[-1] == "_pickle.UnpicklingError: pickle data was truncated"
 
 
 def test_handlers_are_as_before_once_the_engine_has_ended(own: dict[signal.Signals, Any]) -> None:

@@ -24,8 +24,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def ended(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | NO_DUMPS | {"TMPDIR": os.readlink(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
+DUMPS = dict.fromkeys(NO_DUMPS, "1")
+
+
+def ended(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = (
+        os.environ | NO_DUMPS | variables | {"TMPDIR": os.readlink(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
+    )
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(folder), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
@@ -41,6 +46,14 @@ def test_a_scheduler_that_raises_is_told_with_its_own_exception_by_a_rank_that_l
     assert done.returncode == 1, done.stderr[-3000:]
     assert "died: AssertionError: Attempted to load weight (torch.Size([7]))" in done.stderr
     assert "the scheduler took it" not in done.stdout
+    assert left(folder) == []
+
+
+def test_sglangs_failure_in_the_rank_itself_is_told_at_once_and_does_not_kill_it(folder: Path) -> None:
+    done = ended(folder, "--garbage", **DUMPS)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "SGLang's TokenizerManager.handle_loop failed in this process: " in done.stderr
+    assert "Dumping" not in done.stderr and "coredump" not in done.stderr
     assert left(folder) == []
 
 

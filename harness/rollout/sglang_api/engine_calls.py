@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MODEL_RUNNER = "srt/model_executor/model_runner.py"
 WEIGHT_UPDATER = "srt/model_executor/model_runner_components/weight_updater.py"
+GUARD = "print_exception_wrapper"
+"""SGLang's function that runs a task of the tokenizer manager, and ends the process if the task fails."""
 Engine = Any
 """An sglang.Engine. SGLang ships no types."""
 
@@ -67,15 +69,29 @@ def build_engine(args: Mapping[str, Any]) -> Engine:
     return source.load(ENGINE, "Engine")(**args)
 
 
-def start_loop(engine: Engine, signals: Sequence[signal.Signals]) -> None:
-    """Start the task that receives the schedulers' answers, and remove the signal handlers that SGLang sets with it.
+def start_loop(
+    engine: Engine, signals: Sequence[signal.Signals], on_failure: Callable[[str, Exception], object]
+) -> None:
+    """Start the tasks that receive the schedulers' answers, and remove the signal handlers that SGLang sets with them.
 
     SGLang would do both at its first call, at an unforeseen time for the signals. The handlers are removed inside the
     loop because uvloop cannot remove them while it does not run, and calls them again as soon as it does.
+
+    on_failure: called with the name of a task and its exception. SGLang would dump for a minute, and then SIGKILL this
+    process and its children.
     """
+    create = engine.tokenizer_manager.auto_create_handle_loop
+
+    async def report_failure(task: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await task()
+        except Exception as error:
+            on_failure(getattr(task, "__qualname__", repr(task)), error)
+            engine.loop.stop()  # the call that waits for an answer raises
 
     async def start() -> None:
-        engine.tokenizer_manager.auto_create_handle_loop()
+        with patch.object(sys.modules[create.__module__], GUARD, report_failure):
+            create()
         await asyncio.sleep(0)
         for number in signals:
             engine.loop.remove_signal_handler(number)

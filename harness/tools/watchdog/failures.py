@@ -38,6 +38,8 @@ _ECHO = re.compile(
 _FAILED_ON = re.compile(
     r"^(?:EngineFailed|WeightsRefused|FloatingPointError): .*?(?:\bon |\(|: )ranks? (\d+(?:, \d+)*)"
 )
+# The tokenizer manager's own error: it talks to processes of its host only, so it loses no peer.
+_OWN = re.compile(r"^EngineFailed: SGLang's \S+ failed in this process: ")
 _RAISED_FROM = "The above exception was the direct cause of the following exception:"
 ERROR_LENGTH = 300  # characters of an error that are kept: a heartbeat must fit in few packets
 TRACE_LINES, TRACE_WIDTH = 10, 140  # of a traceback's end, for the same reason
@@ -53,6 +55,8 @@ _AHEAD: Mapping[Kind, float] = {
 
 def is_echo(error: str, rank: int) -> bool:
     """Return whether an error of this rank, in one line, may be the consequence of a failure of another rank or host."""
+    if _OWN.match(error):
+        return False
     blamed = _FAILED_ON.match(error)
     return (blamed is not None and str(rank) not in blamed[1].split(", ")) or _ECHO.search(error) is not None
 

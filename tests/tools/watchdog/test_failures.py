@@ -30,6 +30,7 @@ CAUSES = [
     "WeightsDidNotArrive: step 0: the engine's log-probs are off by 0.3 in the mean",
     "RuntimeError: The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 1",
     "OSError: [Errno 28] No space left on device",
+    "EngineFailed: SGLang's TokenizerManager.handle_loop failed in this process: EOFError: Ran out of input (SGLang ...",
 ]
 
 
