@@ -7,7 +7,6 @@ learn       reference log-probs -> values -> advantages -> update the critic -> 
 harness/metrics.py computes the metrics, harness/weights checks that the weights arrived.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from harness.metrics import Metrics, importance_clipped_share, response_metrics,
 from harness.rollout.engine import RolloutEngine
 from harness.rollout.memory_stages import MemoryStages, trim_heap
 from harness.rollout.responses import Response, read_responses
+from harness.runtime import clock
 from harness.runtime.events import EventLog
 from harness.task.data import Prompt, PromptSampler
 from harness.task.rewards import Reward
@@ -65,7 +65,7 @@ class Ppo:
     validations: dict[int, Metrics] = field(default_factory=dict)
     """Number of updates -> what the validation after them found."""
     first_token_at: float | None = None
-    """time.time() when the first step's responses arrived."""
+    """UNIX seconds when the first step's responses arrived."""
 
     def step(self, index: int) -> Metrics:
         """Run one PPO step; return its metrics. Raise WeightsDidNotArrive if the weights did not reach the engine."""
@@ -89,7 +89,7 @@ class Ppo:
                 engine = self.dims.coordinates(self.world.rank).dp
                 self.engine.seed(self.config.run.seed * 1_000_003 + index * 1009 + engine)
                 batch = self.generate(index)
-            self.first_token_at = self.first_token_at or time.time()
+            self.first_token_at = self.first_token_at or clock.now()
             if self.config.validation.is_due(index, self.config.run.steps):
                 with self.events.phase("validate", index, "the engine's responses to the validation set"):
                     self.validate(index)

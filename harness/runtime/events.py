@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from harness.runtime import clock
+
 PATIENCE_SECONDS = 10.0
 """How often the console names what a long phase waits for."""
 
@@ -28,11 +30,11 @@ class Console:
 
     stream: IO[str]
     launched: float
-    """time.time() at which the launcher started."""
+    """UNIX seconds at which the launcher started."""
 
     def say(self, text: str) -> None:
         """Print one line, at once."""
-        self._write(f"[{time.time() - self.launched:6.1f} s] {text}\n")
+        self._write(f"[{clock.now() - self.launched:6.1f} s] {text}\n")
 
     def show(self, text: str) -> None:
         """Print a block, such as a table, without a time."""
@@ -84,7 +86,7 @@ class EventLog:
     def fact(self, name: str, **values: Any) -> None:
         """Write one line: time (UNIX seconds), rank, host, name and the values."""
         line = json.dumps(
-            {"time": time.time(), "rank": self.rank, "host": self.host, "event": name} | values, default=str
+            {"time": clock.now(), "rank": self.rank, "host": self.host, "event": name} | values, default=str
         )
         with self._lock:
             if self._file is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.runtime import clock
 from harness.runtime.units import MIB
 
 SUMMARIZED = ("log_prob_difference_", "sync_", "seconds/verify_")
@@ -37,7 +38,7 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         """Count the time until now as launch and import."""
-        self.startup["launch_and_import"] = time.time() - self.launched
+        self.startup["launch_and_import"] = clock.now() - self.launched
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

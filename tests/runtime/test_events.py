@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.observer import Observer, Observers
-from harness.runtime import events
+from harness.runtime import clock, events
 from harness.runtime.events import Console, EventLog
 
 
@@ -23,15 +23,27 @@ def log_at(path: Path, console: Console | None = None) -> EventLog:
 
 def test_a_fact_is_one_line_with_time_rank_and_host(tmp_path: Path) -> None:
     log = log_at(tmp_path)
-    before = time.time()
+    before = clock.now()
     log.fact("sample", text="two\nlines", folder=tmp_path)
     log.close()
     log.fact("again")
     log.close()
     first, second = lines(log.path)
-    assert before <= first.pop("time") <= time.time()
+    assert before <= first.pop("time") <= clock.now()
     assert first == {"rank": 3, "host": "here", "event": "sample", "text": "two\nlines", "folder": str(tmp_path)}
     assert second["event"] == "again"
+
+
+def test_a_clock_that_is_set_back_moves_no_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    log = log_at(tmp_path, Console(stream, launched=clock.now()))
+    log.say("one")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    log.say("two")
+    first, second = lines(log.path)
+    assert first["time"] <= second["time"]
+    assert "[-" not in stream.getvalue()
 
 
 def test_facts_are_on_disk_at_once(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from harness.observer import Observer, RunContext
-from harness.runtime import scratch
+from harness.runtime import clock, scratch
 from harness.runtime.errors import launcher_pid, say, say_twice
 from harness.runtime.phases import RUN
 from harness.runtime.processes import descendants, end_processes, is_resource_tracker
@@ -239,7 +239,7 @@ class WatchdogObserver(Observer):
 
     def _report_watchdog_gone(self, pid: int) -> None:
         """Report the failure in the place of the watchdog: to the other hosts, on the screen, in the run directory."""
-        host, rank, now = self.own.host, self.own.rank, time.time()
+        host, rank, now = self.own.host, self.own.rank, clock.now()
         failure = RunFailure(
             kind="watchdog", time=now, host=host, ranks=(rank,), place=self._place, detail=f"(pid {pid}) is gone"
         )
@@ -247,7 +247,7 @@ class WatchdogObserver(Observer):
         if met and len(met.nodes) > 1:
             key, lost_seconds = bytes.fromhex(met.key), self._order_seconds
             beats = Heartbeats(
-                open_heartbeat_socket(), met.nodes, met.own, key, lost_seconds, time.time, count=LAST_BEAT
+                open_heartbeat_socket(), met.nodes, met.own, key, lost_seconds, clock.now, count=LAST_BEAT
             )
             for _ in range(FAREWELLS):
                 beats.beat({rank: self._place}, [failure])

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from harness.runtime import clock
 from harness.runtime.errors import screen_of
 from harness.runtime.phases import RUN, phase_of_step
 from harness.runtime.processes import is_alive, name_and_pid
@@ -130,7 +131,6 @@ class Watchdog:
     ending: HostCleanup = field(init=False)
     memory_kills: MemoryKills = field(default_factory=MemoryKills)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _started: float = field(default_factory=lambda: time.time() - time.monotonic())
     _last_came: float = field(default_factory=time.monotonic)  # when a rank connected last
     _stopped: dict[int, int] = field(default_factory=dict)  # pid of a stopped process -> in how many looks it was
     _beaten: float = 0.0
@@ -201,10 +201,6 @@ class Watchdog:
     def _say(self, text: str) -> None:
         self.ending.say(f"{text}\n")
 
-    def _now(self) -> float:
-        """Return UNIX seconds that advance evenly, even if the machine's clock is set in the meantime."""
-        return self._started + time.monotonic()
-
     def _failures(self) -> list[RunFailure]:
         """Return the failures of all hosts that are known here; a lost host once."""
         everywhere = [*self.own, *(self.beats.failures() if self.beats else ())]
@@ -239,7 +235,7 @@ class Watchdog:
         for peer in self.beats.peers.values() if self.beats else ():
             places |= peer.places
             hosts |= dict.fromkeys(peer.node.ranks, peer.node.host)
-        return JobView(now=self._now(), world_size=self.settings.world_size, places=places, hosts=hosts)
+        return JobView(now=clock.now(), world_size=self.settings.world_size, places=places, hosts=hosts)
 
     def _accept(self) -> None:
         """Take a new connection of a process of this user; it is not known as a rank yet."""
@@ -302,7 +298,7 @@ class Watchdog:
                 if self.beats is None and self.hosts_socket is not None:
                     self._selector.register(self.hosts_socket, selectors.EVENT_READ)
                     seconds = self.settings.heartbeat_timeout
-                    self.beats = Heartbeats(self.hosts_socket, nodes, own, bytes.fromhex(key), seconds, self._now)
+                    self.beats = Heartbeats(self.hosts_socket, nodes, own, bytes.fromhex(key), seconds, clock.now)
                     self._met, self._warn_at = now, now + seconds
         self._news = True
         return False
@@ -418,7 +414,7 @@ class Watchdog:
             self._note(kind, (rank.rank,), rank.place, detail=detail, **details)
 
     def _note(self, kind: Kind, ranks: tuple[int, ...], place: Place, **details: Any) -> None:
-        values: dict[str, Any] = {"time": self._now(), "host": self.settings.host} | details
+        values: dict[str, Any] = {"time": clock.now(), "host": self.settings.host} | details
         self.own.append(RunFailure(kind=kind, ranks=ranks, place=place, **values))
         self._news = True
 
