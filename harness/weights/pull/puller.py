@@ -35,6 +35,8 @@ class Sources:
     """Tensor name -> which trainer rank holds which elements."""
     shards: tuple[RankShards, ...]
     """The memory of the trainer ranks that this process can open."""
+    transport: str
+    """Which PullTransport asks: a scheduler has one plan, so it serves one of them at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +182,17 @@ def kept(model: Any) -> Puller:
     return found
 
 
+def _kept_for(model: Any, transport: str) -> Puller:
+    """Return the plan. Raise RuntimeError if another transport has planned since: that plan reads other memory."""
+    found = kept(model)
+    if found.sources.transport != transport:
+        raise RuntimeError(
+            "another WeightSync has synced this engine in the meantime; use one WeightSync for each engine, or close() one"
+            " before the next begins"
+        )
+    return found
+
+
 def plan(model: Any, sources: Sources) -> tuple[Need, ...]:
     """Open the memory of the trainers of this host; return what must be brought from others.
 
@@ -191,22 +204,27 @@ def plan(model: Any, sources: Sources) -> tuple[Need, ...]:
     if sources.groups is not None:
         trace = coverage.trace_of(model, sources.groups)
     else:
-        trace = kept(model).trace
+        trace = _kept_for(model, sources.transport).trace
         trace.refresh()
     puller = Puller(model, trace, sources, OpenShards(sources.shards), trace.groups_to_load())
     setattr(model, _KEPT, puller)
     return puller.needs()
 
 
-def prepare(model: Any, deliveries: Deliveries) -> None:
-    kept(model).prepare(deliveries)
+def prepare(model: Any, request: tuple[str, Deliveries]) -> None:
+    """Make the copies of a transport's plan ready."""
+    transport, deliveries = request
+    _kept_for(model, transport).prepare(deliveries)
 
 
-def pull(model: Any, numbers: tuple[int, int]) -> None:
-    """Pull one batch; see Puller.pull."""
-    kept(model).pull(*numbers)
+def pull(model: Any, request: tuple[str, int, int]) -> None:
+    """Pull one batch of a transport's plan; see Puller.pull."""
+    transport, *numbers = request
+    _kept_for(model, transport).pull(*numbers)
 
 
-def release(model: Any, _: None) -> None:
-    """Close the trainers' memory: it cannot be given back to the GPU while it is open."""
-    kept(model).close()
+def release(model: Any, transport: str) -> None:
+    """Close the trainers' memory: it cannot be given back to the GPU while it is open. No-op if another has planned."""
+    found = getattr(model, _KEPT, None)
+    if found is not None and found.sources.transport == transport:
+        found.close()

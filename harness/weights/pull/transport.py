@@ -1,6 +1,7 @@
 """PullTransport, the trainer's end of a pull: exports the shards, plans with the scheduler next to it, then pulls."""
 
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -35,6 +36,8 @@ class PullTransport:
         self._pulled = 0
         """Batches pulled since the plan was made: each has a number, so that none is pulled twice or left out."""
         self._busy = threading.Lock()
+        self._name = uuid.uuid4().hex
+        """Tells this rank's scheduler which transport asks."""
 
     def send(self, weights: TrainerWeights) -> None:
         """Have every scheduler copy its shards; no rank may change one before this returns. Raise EngineFailed."""
@@ -65,7 +68,7 @@ class PullTransport:
                 self.sent_bytes += exchange(batch, tensors, self._staging)
                 wait_for_all_ranks(device)  # a scheduler also reads what another rank of its host has received
             self._pulled += 1
-            self.engine.ask(puller.pull, (self._pulled, index))
+            self.engine.ask(puller.pull, (self._name, self._pulled, index))
             if several_engines:
                 # ask() waits for one engine's ranks. The others' schedulers read the same shards and staging buffers,
                 # which may change from here on.
@@ -78,7 +81,7 @@ class PullTransport:
 
     def _release(self) -> None:
         if self._exported is not None:
-            self.engine.ask(puller.release)
+            self.engine.ask(puller.release, self._name)
             self._exported = self._staging = None
 
     def _plan(self, weights: TrainerWeights) -> None:
@@ -90,7 +93,7 @@ class PullTransport:
             each for each in all_gather(mine) if each.host == host and (visible is None or each.gpu in visible)
         )
         groups = None if weights.groups is self._groups else weights.groups
-        sources = Sources(groups=groups, cuts=cuts_of(tensors, rank), shards=openable)
+        sources = Sources(groups=groups, cuts=cuts_of(tensors, rank), shards=openable, transport=self._name)
         needs = self.engine.ask(puller.plan, sources)
         reaches, everyone = zip(*all_gather((frozenset(each.rank for each in openable), needs)), strict=True)
         islands = islands_of(reaches)
@@ -101,7 +104,7 @@ class PullTransport:
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
             exported = all_gather(export_shards({STAGING: self._staging}, rank, host, gpu))
             staging = tuple(each for each in exported if islands[each.rank] == islands[rank])
-        self.engine.ask(puller.prepare, Deliveries(batches=self.batches, staging=staging))
+        self.engine.ask(puller.prepare, (self._name, Deliveries(batches=self.batches, staging=staging)))
         self._groups, self._exported, self._pulled = weights.groups, mine, 0
 
     @contextmanager

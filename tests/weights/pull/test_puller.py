@@ -125,10 +125,26 @@ def test_a_pull_out_of_turn_says_so() -> None:
     stand = Stand(Toy())
     stand.sync.update_engine()
     with pytest.raises(RuntimeError, match="the number of a pull must be 2, as 1 are done, got 3"):
-        puller.pull(stand.model, (3, 0))
+        puller.kept(stand.model).pull(3, 0)
     with pytest.raises(RuntimeError, match="the number of a pull must be 2, as 1 are done, got 1"):
-        puller.pull(stand.model, (1, 0))
+        puller.kept(stand.model).pull(1, 0)
     stand.sync.update_engine()
+
+
+def test_two_syncs_of_one_engine_do_not_take_turns() -> None:
+    """The second one's plan reads the second trainer's memory, and the first one's next number may fit it by chance."""
+    one = Stand(Toy())
+    one.pull(sent(1))
+    other = Stand(one.model, values=sent(3))
+    other.pull(sent(3))
+    with pytest.raises(RuntimeError, match="use one WeightSync for each engine"):
+        one.pull(sent(1))
+    one.sync.transport.close()
+    other.pull(sent(4))
+    assert other.differences() == []
+    other.sync.transport.close()
+    one.pull(sent(5))
+    assert one.differences() == []
 
 
 def test_two_pulls_at_once_are_refused() -> None:
