@@ -18,10 +18,14 @@ import _checkout
 
 _checkout.use()
 
+from harness.config.layers import ConfigError
 from harness.config.run_folder import check_run_folder
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import preflight
 from harness.tools.command_line import Command, exit_with, parse, print_help
+
+PLAN_OPTIONS = ("--nnodes", "--nproc-per-node")
+"""torchrun has them too."""
 
 
 def plan(command: Command) -> int:
@@ -29,7 +33,7 @@ def plan(command: Command) -> int:
     from harness.tools.plan import dry_run
 
     if command.options.dry_run:
-        return dry_run.show(command, preflight.check_plan(command.config))
+        return dry_run.show(command, preflight.check_plan(command.config, whole_model=False))
     preflight.go_on_in_environment()
     check_run_folder(command.config.run.dir)
     return dry_run.show_check(command, preflight.check_plan(command.config))
@@ -46,6 +50,8 @@ def main(arguments: list[str]) -> int:
         command = parse(arguments)
         if command.options.dry_run or command.options.check:
             return plan(command)
+        if of_plan := [each for each in PLAN_OPTIONS if any(word.split("=")[0] == each for word in arguments)]:
+            raise ConfigError(f"{of_plan[0]} is for --dry-run and --check; add one of these, or give it to torchrun.")
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank)
     try:

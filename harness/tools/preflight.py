@@ -48,12 +48,13 @@ CAUSAL_MODELS = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAM
 """Where transformers lists its causal language models by model_type."""
 
 
-def check_plan(config: Config) -> Resolved:
+def check_plan(config: Config, *, whole_model: bool = True) -> Resolved:
     """Resolve the config for a machine that may not be this one. Raise ValueError or UnsupportedEnvironment, one sentence.
 
     engine.device = "auto" counts as CUDA, which has more rules. A hub's model is looked up in the local cache only.
+    whole_model: whether a model's folder must have the tokenizer and the weights too, and not only config.json.
     """
-    return resolve(config, gather_facts(config, device="cuda", on_hub=False))
+    return resolve(config, gather_facts(config, device="cuda", on_hub=False, whole_model=whole_model))
 
 
 def go_on_in_environment() -> None:
@@ -79,10 +80,12 @@ def gather_facts(
     environment: Mapping[str, str] | None = None,
     *,
     on_hub: bool,
+    whole_model: bool = True,
 ) -> Facts:
     """Return what can be known without torch and without other ranks. Raise ConfigError for a broken file.
 
     device: what engine.device = "auto" means. on_hub: whether to ask the hub, and to download a config.json from it.
+    whole_model: as in check_plan.
     """
     engine_device: Device = device if config.engine.device == "auto" else config.engine.device
     unknown: dict[str, str] = {}
@@ -97,7 +100,7 @@ def gather_facts(
         overridable = overridable_fields(tree, config.model.name) if is_tiny(config.model.name) else None
     except ModuleNotFoundError:
         unknown["model_types"] = "transformers is not installed in this Python"
-    check_model_files(config)
+    check_model_files(config, whole_model)
     if on_hub and is_hub_model(config.model.name):
         _look_up("model", "model.name", config.model.name)
     model = model_fields(config.model.name, config.model.overrides, engine_device, download=on_hub)
@@ -209,8 +212,11 @@ def read_rows(sources: Sequence[str], split: str, rows: int, seed: int = -1) -> 
         return [], f"{error.name} is not installed in this Python"
 
 
-def check_model_files(config: Config) -> None:
-    """Raise ConfigError unless model.name is a tiny model, a hub id, or a folder with all files, none of them cut short."""
+def check_model_files(config: Config, whole: bool = True) -> None:
+    """Raise ConfigError unless model.name is a tiny model, a hub id, or a folder with all files, none of them cut short.
+
+    whole: False if config.json is enough.
+    """
     name, folder = config.model.name, Path(config.model.name)
     if is_tiny(name) or is_hub_model(name):
         return
@@ -218,14 +224,16 @@ def check_model_files(config: Config) -> None:
         nearest = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)[0]
         hint = f", a hub id (OWNER/NAME) or a tiny model; the nearest tiny model is {nearest}"
         raise ConfigError(f'model.name = "{name}" is not a folder here{"" if "/" in name else hint}.')
-    needed = {"config.json": ("config.json",), "tokenizer": TOKENIZERS}
-    if config.model.weights == "checkpoint":
+    needed: dict[str, tuple[str, ...]] = {"config.json": ("config.json",)}
+    if whole:
+        needed["tokenizer"] = TOKENIZERS
+    if whole and config.model.weights == "checkpoint":
         needed["weights"] = WEIGHTS
     for what, patterns in needed.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
             files = patterns[0] if len(patterns) == 1 else f"one of {', '.join(patterns)}"
             raise ConfigError(f'model.name = "{name}" has no {what}: the folder must have {files}.')
-    if config.model.weights == "checkpoint":
+    if "weights" in needed:
         for file in sorted(folder.glob("*.safetensors")):
             check_safetensors(file)
 

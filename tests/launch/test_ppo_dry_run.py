@@ -1,5 +1,6 @@
 """`launch/ppo.py --dry-run` for 64 hosts of 8 GPUs: quick, without torch, transformers or network, and with a verdict."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from harness.config.model_fields import model_fields
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = "configs/multinode/deepseek_v3_671b.toml"
@@ -60,6 +63,24 @@ def test_a_run_that_fits() -> None:
 )
 def test_what_cannot_be_known_is_named(words: tuple[str, ...], sentence: str) -> None:
     assert sentence in dry_run(*words, config="configs/cpu/quickstart.toml")
+
+
+def test_a_config_json_is_enough(tmp_path: Path) -> None:
+    fields = model_fields("qwen2", {}, "cuda")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert "VERDICT: it fits" in dry_run("--model.name", str(tmp_path), config="configs/cpu/quickstart.toml")
+
+
+def test_a_shell_that_hides_its_gpus_says_so() -> None:
+    text = dry_run(config="configs/cpu/quickstart.toml", CUDA_VISIBLE_DEVICES="")
+    assert "CUDA_VISIBLE_DEVICES hides every GPU from this shell" in text and "VERDICT: it fits" in text
+
+
+def test_options_of_a_plan_do_not_start_a_run() -> None:
+    command = [sys.executable, "launch/ppo.py", "configs/cpu/quickstart.toml", "--nnodes", "2"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--nnodes is for --dry-run and --check" in done.stderr
 
 
 def test_a_wrong_size_is_refused() -> None:

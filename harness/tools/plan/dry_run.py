@@ -77,6 +77,8 @@ def show(command: Command, resolved: Resolved) -> int:
     print("\n".join(lines))
     if command.config.engine.device == "auto":
         print('engine.device = "auto" is planned as CUDA; --engine.device cpu shows the plan for the CPU')
+    if _hidden_here(command):
+        print("CUDA_VISIBLE_DEVICES hides every GPU from this shell; the plan is for hosts whose GPUs are visible")
     if visible and not options.cuda_visible_devices:
         print(f"CUDA_VISIBLE_DEVICES = {visible[0]} comes from this shell; --cuda-visible-devices gives another")
     if _device(resolved) == "cpu":
@@ -109,7 +111,15 @@ def _visible(command: Command) -> tuple[str | None, ...]:
     options, here = command.options, os.environ.get("CUDA_VISIBLE_DEVICES")
     if options.cuda_visible_devices:
         return tuple(options.cuda_visible_devices)
-    return (here,) if here and options.nnodes == 1 and command.config.engine.device != "cpu" else ()
+    if not here or _hidden_here(command) or options.nnodes > 1 or command.config.engine.device == "cpu":
+        return ()
+    return (here,)
+
+
+def _hidden_here(command: Command) -> bool:
+    """Return whether this shell hides every GPU, from a plan for GPUs that does not give CUDA_VISIBLE_DEVICES itself."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return is_hidden and not command.options.cuda_visible_devices and command.config.engine.device != "cpu"
 
 
 def _warn(resolved: Resolved) -> None:

@@ -60,6 +60,8 @@ class ModelShape:
 
 def model_shape(fields: Fields) -> ModelShape:
     """Return the model's shape. Raise UnknownShape for an architecture other than KINDS, and for missing or wrong sizes."""
+    if fields.get("architectures") == ["DeepseekV3ForCausalLM"]:  # such as Kimi-K2, whose model_type is its own
+        fields = {**fields, "model_type": "deepseek_v3"}
     kind = fields.get("model_type")
     if kind not in KINDS:
         raise UnknownShape(f'model_type must be one of {", ".join(KINDS)} to know its weights, got "{kind}"')

@@ -49,6 +49,13 @@ def test_deepseek_v3_has_671_billion() -> None:
     assert model.parameters == pytest.approx(671.026e9, rel=1e-4)
 
 
+def test_an_architecture_of_deepseek_under_another_name_counts_alike() -> None:
+    fields = model_fields("deepseek_v3", {}, "cuda")
+    assert fields is not None
+    other = {**fields, "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    assert model_shape(other) == model_shape(fields)
+
+
 def test_what_is_not_known_is_said() -> None:
     with pytest.raises(UnknownShape, match='model_type must be one of qwen2, .* got "mamba"'):
         model_shape({"model_type": "mamba"})
