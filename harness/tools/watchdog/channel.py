@@ -126,8 +126,7 @@ def connect(name: str) -> socket.socket | None:
     for folder in BASE.glob(f"{name}-*"):
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with suppress(OSError):
-            found = folder.lstat()
-            if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode):
+            if _is_own(folder):
                 line.connect(str(folder / FILE))
                 if peer_of(line)[1] == os.geteuid():
                     return line
@@ -147,3 +146,16 @@ def remove(folder: Path) -> None:
     with suppress(FileNotFoundError):
         (folder / FILE).unlink()
         folder.rmdir()
+
+
+def remove_all(name: str) -> None:
+    """Remove this user's folders of the sockets of that name, which nobody listens on any more."""
+    for folder in BASE.glob(f"{name}-*"):
+        with suppress(FileNotFoundError):
+            if _is_own(folder):
+                remove(folder)
+
+
+def _is_own(folder: Path) -> bool:
+    found = folder.lstat()
+    return found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode)

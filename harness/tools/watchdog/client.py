@@ -1,13 +1,12 @@
 """A rank's observer: it reports phases and failures to the watchdog of its host, and obeys the order to exit.
 
-If the watchdog itself dies, the ranks of its host end; the first of them prints the verdict and tells the other hosts.
+If the watchdog itself dies, the ranks of its host end by themselves: see without_watchdog.py.
 torch is imported only when a run launches, so that the tests' stand-ins for ranks start at once.
 """
 
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,19 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 
 from harness.observer import Observer, RunContext
-from harness.runtime import clock, scratch
-from harness.runtime.errors import launcher_pid, say, say_twice
+from harness.runtime import scratch
+from harness.runtime.errors import launcher_pid, say
 from harness.runtime.phases import RUN
-from harness.runtime.processes import descendants, end_processes, is_resource_tracker
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings
-from harness.tools.watchdog.failures import ERROR_LENGTH, Node, Place, RunFailure, is_echo, trace_end
-from harness.tools.watchdog.heartbeat import LAST_BEAT, Heartbeats, open_heartbeat_socket
+from harness.tools.watchdog.failures import ERROR_LENGTH, Node, Place, is_echo, trace_end
+from harness.tools.watchdog.heartbeat import open_heartbeat_socket
 from harness.tools.watchdog.host_processes import MARK, started_at
 from harness.tools.watchdog.stacks import offer_own_stack
-from harness.tools.watchdog.verdict import JobView, RunVerdict
+from harness.tools.watchdog.without_watchdog import LostWatchdog
 
 if TYPE_CHECKING:  # these import torch
     from harness.cluster.world import Launch
@@ -41,8 +40,6 @@ if TYPE_CHECKING:  # these import torch
 JOIN_SECONDS = 60.0  # a rank looks for so long for the watchdog that the first rank of its host starts
 STOPPED_SECONDS = 60.0  # see WatchdogSettings
 ORDER_SECONDS = 15.0  # beyond heartbeat_timeout: a rank that failed waits for so long for the order to exit
-CLEANUP_SECONDS = 2.0  # how long the ranks of a host take, together, to end without a watchdog
-FAREWELLS = 5  # last beats, sent several times because UDP may lose one
 FAILED = 1
 FLIGHT_RECORDS = "2000"  # collectives that torch's flight recorder keeps
 _ROOT = Path(__file__).resolve().parents[3]
@@ -58,6 +55,7 @@ class WatchdogAddress:
     port: int  # for heartbeats; known to the first rank of each host, and 0 on one host
     secret: str = field(repr=False)  # the first rank's secret is the key of the run's heartbeats
     address: str = ""  # of this host, as the other hosts reach it
+    pid: int = field(default_factory=os.getpid)  # of the rank
 
 
 class WatchdogObserver(Observer):
@@ -70,12 +68,14 @@ class WatchdogObserver(Observer):
         self._run: RunContext | None = None
         self._line: socket.socket | None = None
         self._is_first = False
-        """Whether this is the first rank of its torchrun, which starts the watchdog and speaks for it if it dies."""
+        """Whether this is the first rank of its torchrun, which starts the watchdog."""
+        self._watchdog = 0
+        """The pid of the watchdog. The kernel names the process that made the socket, which is the first rank."""
         self._world_size = 0
         self._place = Place()
         self._met: channel.Met | None = None
-        self._scratch: Path | None = None
-        """The folder of this rank's temporary files, which the watchdog removes."""
+        self._others: dict[int, psutil.Process] = {}
+        """The other ranks of this torchrun, once all have met."""
         self._finished = False
         self._answered = threading.Event()
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class WatchdogObserver(Observer):
         )
         timeouts, otherwise = limits.phase_timeouts, limits.timeout_seconds
         self.connect(launch.rank, launch.local_rank, lambda phase: deadline(phase, timeouts, otherwise), settings)
-        self._scratch = scratch.enter_run_folder(self.own.watchdog)
+        scratch.enter_run_folder(self.own.watchdog)  # which the watchdog removes
         # Before any communicator; since 2.8 torch warns of the older name, on every rank.
         is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_RECORDS)
@@ -152,6 +152,10 @@ class WatchdogObserver(Observer):
             for (host, _), some in by_watchdog.items()
         )
         own = list(by_watchdog).index((self.own.host, self.own.watchdog))
+        for each in by_watchdog[self.own.host, self.own.watchdog]:
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if each.rank != self.own.rank:
+                    self._others[each.rank] = psutil.Process(each.pid)
         self._met = channel.Met(nodes, own, addresses[0].secret, str(folder))
         self._ask(self._met)
 
@@ -209,6 +213,8 @@ class WatchdogObserver(Observer):
             while code is None and (data := line.recv(LONGEST_MESSAGE)):
                 order = json.loads(data)
                 code = order.get("leave")
+                if "watchdog" in order:
+                    self._watchdog = order["watchdog"]
                 if "done" in order:
                     self._answered.set()
                 elif "dump" in order and self._run and self._run.world.device.type == "cuda":
@@ -216,47 +222,24 @@ class WatchdogObserver(Observer):
         if self._finished:
             return
         if code is None:
-            self._end_without_watchdog(line)
+            self._leave_without_watchdog()
         if self._run:
             with suppress(OSError):  # a full disk, which may be the failure
                 self._run.events.close()
         os._exit(FAILED if code is None else code)
 
-    def _end_without_watchdog(self, line: socket.socket) -> None:
-        """End what this rank has started: without a watchdog nothing would notice that the run hangs.
-
-        Ranks then wait for each other, because torchrun ends all of them as soon as one exits.
-        """
-        until = time.monotonic() + CLEANUP_SECONDS
-        end_processes({pid: each for pid, each in descendants().items() if not is_resource_tracker(each)})
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-        # Only now, because a full pipe or a dead disk may block from here on.
-        say(f"rank {self.own.rank} FAILED: the watchdog of {self.own.host} is gone, so this rank exits too\n")
-        if self._is_first:
-            self._report_watchdog_gone(channel.peer_of(line)[0])
-        time.sleep(max(0.0, until - time.monotonic()))
-
-    def _report_watchdog_gone(self, pid: int) -> None:
-        """Report the failure in the place of the watchdog: to the other hosts, on the screen, in the run directory."""
-        host, rank, now = self.own.host, self.own.rank, clock.now()
-        failure = RunFailure(
-            kind="watchdog", time=now, host=host, ranks=(rank,), place=self._place, detail=f"(pid {pid}) is gone"
-        )
-        met = self._met
-        if met and len(met.nodes) > 1:
-            key, lost_seconds = bytes.fromhex(met.key), self._order_seconds
-            beats = Heartbeats(
-                open_heartbeat_socket(), met.nodes, met.own, key, lost_seconds, clock.now, count=LAST_BEAT
-            )
-            for _ in range(FAREWELLS):
-                beats.beat({rank: self._place}, [failure])
-        view = JobView(now=now, world_size=self._world_size, places={rank: self._place}, hosts={rank: host})
-        verdict = RunVerdict(host, Path(met.folder) if met else None, [failure], view)
-        say_twice(
-            "\n".join([*verdict.lines(), f"  reported by rank {rank}; terminating the remaining processes"]) + "\n"
-        )
-        verdict.keep()
+    def _leave_without_watchdog(self) -> None:
+        LostWatchdog(
+            pid=self._watchdog,
+            name=self.own.watchdog,
+            host=self.own.host,
+            rank=self.own.rank,
+            place=self._place,
+            world_size=self._world_size,
+            heartbeat_timeout=self._order_seconds - ORDER_SECONDS,
+            others=self._others,
+            met=self._met,
+        ).leave()
 
 
 def deadline(phase: str, phase_timeouts: dict[str, float], otherwise: float) -> float | None:

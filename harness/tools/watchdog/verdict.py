@@ -16,6 +16,7 @@ import psutil
 
 from harness.rollout.engine_processes import ENDING_SIGNALS
 from harness.runtime.background import in_background
+from harness.runtime.files import replace_file
 from harness.runtime.tracebacks import first_cause, log_lines, tracebacks_in
 from harness.tools.diagnose.diagnose import OF_A_RUN, diagnose
 from harness.tools.diagnose.diagnosis_text import in_brief
@@ -101,7 +102,7 @@ class RunVerdict:
         files |= {f"gpus-{self.host}.txt": self.gpus} if self.gpus else {}
         with suppress(OSError):  # a full disk, or a folder on a lost host: the screen has it
             for name, text in files.items():
-                (self.folder / name).write_text(text, encoding="utf-8")
+                replace_file(self.folder / name, text)
 
     def _explained(self) -> Explanation:
         if not self.explanation.done():

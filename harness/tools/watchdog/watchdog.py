@@ -256,6 +256,8 @@ class Watchdog:
                 packet = rank.line.recv(LONGEST_MESSAGE)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # it left without reading our last message; Linux says so before it gives its own last ones
             except OSError:
                 packet = b""
             try:
@@ -314,6 +316,7 @@ class Watchdog:
         rank.rank, rank.handler = number, handler
         rank.exit = ExitWatch(rank.pid)
         self.ranks.append(rank)
+        rank.send(watchdog=os.getpid())
         if len(self.ranks) == self.settings.local_world_size:
             channel.remove(self.socket_folder)
 

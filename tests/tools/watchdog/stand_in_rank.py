@@ -1,7 +1,7 @@
 """A stand-in for a rank, without torch: speaks to its watchdog through the real WatchdogObserver, and does as it is told.
 
 Ranks meet through files in a folder. Orders are words: begin:PHASE:STEP, end:PHASE, meet (all ranks), child (start a
-process that would outlive us, and so would its file in /dev/shm), raise:TEXT, kill:SIGNAL, exit:CODE, mistake, wait:SECONDS,
+process that would outlive us, and so would its file in /dev/shm), scratch (make the folder for temporary files), raise:TEXT, kill:SIGNAL, exit:CODE, mistake, wait:SECONDS,
 flush (until the other hosts have been told where we are), hang, bye.
 """
 
@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from harness.runtime import scratch
 from harness.tools.watchdog.channel import WatchdogSettings
 from harness.tools.watchdog.client import WatchdogObserver
 
@@ -27,7 +28,7 @@ with open(sys.argv[1], "wb+") as file:
 """
 
 
-def meet(client: WatchdogObserver, folder: Path, world_size: int, address: str) -> None:
+def meet(client: WatchdogObserver, folder: Path, world_size: int, address: str, run_folder: Path) -> None:
     """Gather the addresses of all ranks' watchdogs, as all_gather would."""
     part = folder / f"address-{client.own.rank}.part"
     part.write_bytes(pickle.dumps(dataclasses.replace(client.own, address=address)))
@@ -35,7 +36,7 @@ def meet(client: WatchdogObserver, folder: Path, world_size: int, address: str) 
     files = [folder / f"address-{rank}" for rank in range(world_size)]
     while not all(file.exists() for file in files):
         time.sleep(0.01)
-    client.meet([pickle.loads(file.read_bytes()) for file in files], folder)
+    client.meet([pickle.loads(file.read_bytes()) for file in files], run_folder)
 
 
 def main() -> None:
@@ -59,11 +60,14 @@ def main() -> None:
         elif name == "end":
             client.phase_ends(argument)
         elif name == "meet":
-            meet(client, folder, said["world_size"], said.get("address", "127.0.0.1"))
+            run_folder = Path(said.get("run_folder", folder))
+            meet(client, folder, said["world_size"], said.get("address", "127.0.0.1"), run_folder)
         elif name == "child":
             words = [sys.executable, "-S", "-c", CHILD, f"/dev/shm/{os.environ['HARNESS_TEST_JOB']}-{rank}"]
             child = subprocess.Popen(words, start_new_session=True)
             (folder / f"child-{rank}").write_text(str(child.pid))
+        elif name == "scratch":
+            (folder / f"scratch-{rank}").write_text(str(scratch.enter_run_folder(client.own.watchdog)))
         elif name == "raise":
             client.failed(argument.replace("_", " "))
             os._exit(1)

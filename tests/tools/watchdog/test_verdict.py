@@ -1,14 +1,18 @@
 """What a verdict says: the sentence of each kind of failure, its consequences, and what explains it."""
 
+import json
+import multiprocessing
+import resource
 from pathlib import Path
 
 import pytest
 
 from harness.tools.watchdog.failures import TRACE_LINES, Place, RunFailure
-from harness.tools.watchdog.verdict import JobView, explain, report_lines, sentence
+from harness.tools.watchdog.verdict import JobView, RunVerdict, explain, report_lines, sentence
 
 IN_SYNC = Place(9, "sync", 1, True)
 EARLIER = Place(8, "resume_weights", 1, False)
+SMALL_BYTES = 100
 HOSTS = {0: "host0", 1: "host0", 2: "host1", 3: "host1"}
 NOON = 1_700_049_600.0  # 12:00:00 UTC
 
@@ -167,3 +171,30 @@ def test_an_unknown_failure_gets_no_name(tmp_path: Path) -> None:
 
 def test_a_lost_host_needs_no_explanation() -> None:
     assert explained(failure("", kind="lost"), None) == []
+
+
+def keep_on_a_full_disk(folder: Path) -> None:
+    """Keep a verdict where a file can have SMALL_BYTES: what is written beyond fails, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_BYTES, SMALL_BYTES))
+    RunVerdict("host0", folder, [failed()], view(IN_SYNC)).keep()
+
+
+@pytest.mark.parametrize("earlier", ["", "an earlier verdict"])
+def test_a_full_disk_leaves_no_half_of_a_verdict(tmp_path: Path, earlier: str) -> None:
+    file = tmp_path / "failure-host0.json"
+    if earlier:
+        file.write_text(earlier)
+    process = multiprocessing.get_context("fork").Process(target=keep_on_a_full_disk, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [(file.name, earlier)] * bool(earlier)
+
+
+def test_a_verdict_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "failure-host0.json").symlink_to(tmp_path / "theirs")
+    RunVerdict("host0", tmp_path / "run", [failed()], view(IN_SYNC)).keep()
+    assert (tmp_path / "theirs").read_text() == "precious"
+    assert json.loads((tmp_path / "run" / "failure-host0.json").read_text())["host"] == "host0"

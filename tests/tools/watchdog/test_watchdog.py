@@ -4,14 +4,17 @@ import json
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.tools.hosts import kernel
 from tests.tools.watchdog.hosts import Hosts
 
 ONE = {"host0": [0, 1]}
@@ -229,11 +232,51 @@ def the_end_of_a_watchdog_is_named_on_every_host(start: Start, harms: tuple[str,
     assert "rank 3 FAILED: the watchdog of host1 is gone, so this rank exits too" in hosts.said("host1")
 
 
+@scenario(by_default=True, number=signal.SIGKILL)
+@scenario(by_default=True, number=signal.SIGSTOP)
+def a_rank_that_fails_together_with_the_watchdog_is_named_by_another_one(start: Start, number: signal.Signals) -> None:
+    hosts = start(ONE, {-1: HANG_WITH_CHILD.replace("flush", "scratch flush")})
+    hosts.wait_until_hanging(0, 1)
+    (watchdog,) = hosts.processes(kind="watchdog")
+    (first,) = [each for each in hosts.processes(kind="stand_in_rank") if each.environ()["RANK"] == "0"]
+    if number == signal.SIGSTOP:  # killed, it may report before it ends
+        first.send_signal(number)
+    watchdog.kill()
+    first.send_signal(number)
+    assert hosts.wait() < 15
+    happened = "is stopped" if number == signal.SIGSTOP else "(was killed by SIGKILL|died)"
+    pattern = (
+        rf"FIRST FAILURE: the watchdog of host0 \(pid {watchdog.pid}\) is gone, and rank 0 {happened} at {TIME}, when"
+    )
+    assert re.match(pattern, hosts.verdict("host0"))
+    assert "reported by rank 1; terminating the remaining processes" in hosts.said("host0")
+    assert json.loads((hosts.folder / "failure-host0.json").read_text())["first"]["kind"] == "watchdog"
+    assert not [rank for rank in (0, 1) if Path((hosts.folder / f"scratch-{rank}").read_text()).exists()]
+
+
+@contextmanager
+def dead_mount(folder: Path) -> Iterator[None]:
+    """A file system that answers nobody: FUSE, without the program that would serve it."""
+    folder.mkdir(parents=True)
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+        options = f"fd={server},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
+        kernel.mount("dead", str(folder), "fuse", 0, options)
+    except OSError as error:
+        pytest.skip(f"nothing can be mounted here: {error}")
+    try:
+        yield
+    finally:
+        kernel.unmount(str(folder))
+        os.close(server)
+
+
 @scenario(by_default=True)
 def a_run_directory_that_blocks_keeps_nothing_alive(start: Start) -> None:
-    hosts = start(ONE, {1: f"meet child begin:sync:1 wait:1.2 kill:{int(signal.SIGKILL)}", -1: HANG_WITH_CHILD})
-    os.mkfifo(hosts.folder / "failure-host0.json")  # blocks who opens it, as a dead mount does
-    assert hosts.wait() < 15
+    orders = {1: f"meet child begin:sync:1 wait:1.2 kill:{int(signal.SIGKILL)}", -1: HANG_WITH_CHILD}
+    with tempfile.TemporaryDirectory() as folder, dead_mount(Path(folder, "run")):
+        hosts = start(ONE, orders, run_folder=f"{folder}/run")
+        assert hosts.wait() < 25
     assert "FIRST FAILURE: rank 1 on host0 was killed by SIGKILL in sync of step 1" in hosts.verdict("host0")
     assert "the run directory does not answer" in hosts.said("host0")
 
