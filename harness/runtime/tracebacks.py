@@ -23,26 +23,38 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b
 _LOST_ESCAPES = re.compile(r"\[\d{1,2}(?:;\d+)*m")  # what a colour looks like after copy and paste
 _DAY, _CLOCK = r"\d{4}[-/]\d\d[-/]\d\d", r"\d\d:\d\d:\d\d"
 # Each is removed as often as it stands at the start. A group holds the name of the process.
-_PREFIXES = tuple(
-    re.compile(text)
-    for text in (
-        r"\(([\w.:-]+ (?:pid|actor_id)=[\w:.]+(?:, (?:ip|node_id)=[\w:.]+)?)\)\s?",  # Ray
-        r"\[((?i:rank|default|trainer|worker)_?\d+(?:\|\d+)?)\]:?\s?",  # torchrun
-        r"\[\d+\] (?=[\[(])",  # numbered lines
-        rf"\[(?:{_DAY}[T ])?{_CLOCK}(?:[.,]\d+)?Z?((?: [A-Z]{{2,5}}\d+)*)\]\s?",  # SGLang: TP, PP, DP, EP, MOE_DP
-        rf"\[?{_DAY}[T ]{_CLOCK}(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?\]?(?: (?:stdout|stderr) [FP])?\s*[|:-]?\s",  # Kubernetes
-        rf"{_CLOCK}(?:[.,]\d+)?\s",
-        r"\[[EWIFT]\d{3,4} \d\d:\d\d:\d\d\.\d+ [^\]]*\]\s?",  # torch, glog
-        r"[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d+\s+\d+ [^\]]*\]\s?",
-        r"(?:ERROR|WARNING|INFO|DEBUG|CRITICAL)(?: \d\d-\d\d \d\d:\d\d:\d\d)?(?: \d+)?(?: -+)? \[[^\]]*\]:?\s",  # vLLM, torch
-        r"((?:host|node|worker|rank|pod)?[-_]?\d+)(?::\s|\s?\|\s)",  # srun --label, pdsh, compose
-        r"([\w.-]+-\d+)(?::\s|\s+\|\s)",
-        r"(?:ERROR|CRITICAL|FATAL):[\w.]*:(?=\S)",  # logging.basicConfig
-        r"(?:ERROR|WARNING|INFO|DEBUG|CRITICAL)\s+(?=\d{4}-\d\d-\d\d[T ])",
-        r"\[ *\d+\.\d s\] ",  # the console of this harness
-        r"(rank \d+) FAILED: ",
-        r">>>? ",
-        r"E   (?=\s*\w)",  # pytest
+_PREFIX = re.compile(
+    "|".join(
+        (
+            r"\(([\w.:\[\]=()-]+(?: \w+=\w+)? (?:pid|actor_id)=[\w:.]+(?:, (?:ip|node_id)=[\w:.]+)?)\)\s?",  # Ray, vLLM
+            r"\((raylet(?:, ip=[\w:.]+)?)\)\s",
+            r"\[((?i:rank|default|trainer|worker)_?\d+(?:\|\d+)?)\]:?\s?",  # torchrun
+            r"\[\d+\] (?=[\[(])",  # numbered lines
+            r"\d{13}\t(?=\d{4}-)",  # CloudWatch
+            r"\[(?:\d+,)?(\d+)\](?:<std(?:out|err)>)?:\s?",  # older torchrun, mpirun
+            rf"\[{_DAY} {_CLOCK},\d+ [EWIF] \d+ \d+\] (?:\(\w+\) )?[\w.]+:\d+: ",  # Ray's own C++
+            rf"\[(?:{_DAY}[T ]|\d\d-\d\d )?{_CLOCK}(?:[.,]\d+)?Z?((?: [A-Z_]{{2,9}}\d+)*)\]\s?",  # SGLang: TP, PP, DP, EP, MOE_DP
+            rf"\[?{_DAY}[T ]{_CLOCK}(?:[.,]\d+)?(?:Z| ?[+-]\d\d:?\d\d)?\]?(?: (?:stdout|stderr) [FP])?(?:\s*[|:-])?\s",  # Kubernetes
+            rf"{_CLOCK}(?:[.,]\d+)?\s",
+            r"\[[EWIFT]\d{3,4} \d\d:\d\d:\d\d\.\d+ [^\]]*\]\s?",  # torch, glog
+            r"[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d+\s+\d+ [^\]]*\]\s?",
+            r"(?:ERROR|WARNING|INFO|DEBUG|CRITICAL)(?: \d\d-\d\d \d\d:\d\d:\d\d)?(?: \d+)?(?: -+)? \[[^\]]*\]:?\s",  # vLLM, torch
+            r"(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d [\w./-]+\.py:\d+\]\s",  # older vLLM
+            r"(?:ERROR|WARNING|INFO|DEBUG|CRITICAL)\s+\| [\w.:<>-]+ - ",  # loguru
+            r"(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) [\w./-]+\.py:\d+ -- ",  # Ray's own
+            r"\[[\w.]+\]\[(?:ERROR|WARNING|INFO|DEBUG|CRITICAL)\] - ",  # hydra
+            r"(?:ERROR|CRITICAL|FATAL):?\s+(?=(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b)",
+            r"[\w.]+ - (?:ERROR|WARNING|INFO|DEBUG|CRITICAL) - ",
+            r"\[(?:ERROR|WARNING|INFO|DEBUG|CRITICAL)\](?: \[[^\]]*\])*:?\s",  # DeepSpeed
+            r"((?:host|node|worker|rank|pod)?[-_]?\d+)(?::\s|\s?\|\s)",  # srun --label, pdsh, compose
+            r"([\w.-]+-\d+)(?::\s|\s+\|\s)",
+            r"(?:ERROR|CRITICAL|FATAL):[\w.]*:(?=\S)",  # logging.basicConfig
+            r"(?:ERROR|WARNING|INFO|DEBUG|CRITICAL)\s+(?=\d{4}-\d\d-\d\d[T ])",
+            r"\[ *\d+\.\d s\] ",  # the console of this harness
+            r"(rank \d+) FAILED: ",
+            r">>>? ",
+            r"E   (?=\s*\w)",  # pytest
+        )
     )
 )
 _MOST_PREFIXES = 6
@@ -138,7 +150,7 @@ def log_line(number: int, line: str, file: str = "") -> LogLine:
     for _ in range(_MOST_PREFIXES):
         if text[:1] in ("", " ", "\t"):  # the lines of a traceback, for the most part
             break
-        match = next((match for prefix in _PREFIXES if (match := prefix.match(text))), None)
+        match = _PREFIX.match(text)
         if match is None:
             break
         names += [name.strip() for name in match.groups() if name and name.strip()]
