@@ -3,12 +3,13 @@
 Every symptom of the log (symptoms.py) is a candidate, known to the catalogue or not. The best one is, in this order:
 1. an error that the catalogue knows: of several, those with more than low confidence, and then the earliest;
 2. an exception or a crash that nobody knows: then the answer is "unknown";
-3. a line that the catalogue knows and that is no error by itself, such as a warning;
+3. a line that the catalogue knows and that is no error by itself, such as a warning or a report of how a process ended;
 4. a consequence, such as a lost connection: what caused it is not in the log, or not known;
-5. an error line that nobody knows: "unknown" as well.
+5. an exception that is usually a consequence, such as a refused connection, or an error line, that nobody knows:
+   "unknown" as well.
 
-What was survived is no candidate: a failure that the catalogue knows does not count if an unknown exception ended the log
-more than NEAR_LINES after the last failure of its burst. It is then only "seen as well".
+What was survived is no candidate: a failure that the catalogue knows does not count if an unknown exception of rank 2 ended
+the log more than NEAR_LINES after the last failure of its burst. It is then only "seen as well".
 
 How sure a name is:
 - high: an error that only this failure prints ("cause"), with everything that the entry's conditions ask for.
@@ -21,11 +22,12 @@ another engine is out of context. It does not count where a line speaks against 
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from harness.runtime.tracebacks import LogLine, log_line
+from harness.runtime.tracebacks import LogLine
 from harness.tools.diagnose.entries import OF_SGLANG, CatalogueEntry, Pattern, Role, Signature, catalogue, surroundings
 from harness.tools.diagnose.log_lines import is_of_a_run
 from harness.tools.diagnose.symptoms import MILD, NEAR_LINES, LogFacts, Symptom, read_facts, seconds_of
@@ -70,7 +72,11 @@ class Diagnosis:
     suspicious: LogLine | None
     """The first line that looks like a failure and is not known; with a finding only if it stands before that."""
     ending: LogLine | None = None
-    """The last failure, unless a line above says the same; without any failure the last line."""
+    """The last failure, unless a line above says the same."""
+    doubts: tuple[LogLine, ...] = ()
+    """If nothing was recognized as a failure, the last lines that have words of failure."""
+    last: tuple[LogLine, ...] = ()
+    """If nothing was recognized as a failure, the last lines of all."""
 
 
 def diagnose(files: Sequence[str], contexts: Collection[str] = ()) -> Diagnosis:
@@ -105,7 +111,7 @@ class _Ranking:
 
     def __init__(self, facts: LogFacts) -> None:
         self.facts = facts
-        self.key = _order([symptom.line for symptom in facts.symptoms])
+        self.key = _order([*(symptom.line for symptom in facts.symptoms), *facts.doubts])
         self.by_pattern: dict[Pattern, list[Symptom]] = {}
         for symptom in facts.symptoms:
             for pattern in symptom.matched:
@@ -118,37 +124,50 @@ class _Ranking:
             for each in self.failures
             if each.own.isdisjoint(surroundings().wrappers) and explained.isdisjoint(each.matched)
         ]
+        self.errors = [
+            each for each in self.unknown if each.is_error and each.own.isdisjoint(surroundings().consequences)
+        ]
         self.candidates: dict[str, _Candidate] = {}  # the best one of each entry, the best of all first
         for each in sorted(found, key=lambda each: (self._was_survived(each), each.rank, self.key(each.line))):
             self.candidates.setdefault(each.entry.slug, each)
 
     def diagnosis(self) -> Diagnosis:
-        error = self._first(each for each in self.unknown if each.is_error)
+        error = self._first(self.errors)
         best = next(iter(self.candidates.values()), None)
         if best and not self._was_survived(best) and (error is None or best.rank < UNKNOWN_ERROR):
             return self._diagnosed(best, error)
         first = error or self._first(self.unknown) or self._first(self.failures)
         others = self._others(None)
         if first is None:
-            return Diagnosis("no failure", None, others, None, self._last_line())
-        return Diagnosis("unknown", None, others, first.line, self._ending([first.line]))
+            doubts, last = tuple(self.facts.doubts), tuple(self.facts.last)
+            return Diagnosis("no failure", None, others, None, doubts=doubts, last=last)
+        return Diagnosis("unknown", None, others, first.quoted, self._ending([first.quoted]))
 
     def _diagnosed(self, chosen: _Candidate, error: Symptom | None) -> Diagnosis:
         confidence = chosen.confidence
-        if any(self._led_to(each, chosen) for each in self.unknown if each.is_error):
+        if any(self._led_to(each, chosen) for each in self.errors):
             confidence = "low"
         match = self._match(chosen, confidence)
-        # Of a consequence the cause may be an error line that nobody knows.
-        lines = [each for each in self.unknown if each.is_error or each.traceback is None]
-        before = self._first(lines) if chosen.entry.consequence else error
-        if before and (self.key(before.line) > self.key(chosen.line) or _is_headline(before.line, chosen.line)):
-            before = None
-        suspicious = before.line if before else None
+        suspicious = self._before(chosen, error)
         shown = [line for _, line in match.evidence] + ([suspicious] if suspicious else [])
         return Diagnosis("diagnosed", match, self._others(chosen), suspicious, self._ending(shown))
 
+    def _before(self, chosen: _Candidate, error: Symptom | None) -> LogLine | None:
+        """Return an unknown line before the candidate that may have caused it.
+
+        Of a consequence, that may be any error line, and at worst one that only has words of failure.
+        """
+        lines = [each for each in self.unknown if each.is_error or each.traceback is None]
+        first = error or (self._first(lines) if chosen.entry.consequence else None)
+        if first and self.key(first.line) > self.key(chosen.line) and chosen.entry.consequence:
+            first = self._first(lines)
+        if first and self.key(first.line) < self.key(chosen.line) and not _is_headline(first.line, chosen.line):
+            return first.quoted
+        doubts = self.facts.doubts if chosen.entry.consequence else []
+        return next((each for each in doubts if self.key(each) < self.key(chosen.line)), None)
+
     def _others(self, chosen: _Candidate | None) -> tuple[CatalogueMatch, ...]:
-        others = [each for each in self.candidates.values() if each is not chosen]
+        others = [each for each in self.candidates.values() if chosen is None or each.line != chosen.line]
         others.sort(key=lambda each: (each.entry.consequence, self.key(each.line)))
         return tuple(self._match(each, each.confidence if chosen else "low") for each in others)
 
@@ -163,12 +182,13 @@ class _Ranking:
 
     def _candidate(self, entry: CatalogueEntry, signature: Signature, symptom: Symptom, line: LogLine) -> _Candidate:
         is_mild = _is_mild(signature, symptom, line)
+        is_report = line is symptom.line and not symptom.own.isdisjoint(surroundings().wrappers)
         confidence = self._confidence(entry, signature)
         if entry.consequence or is_mild or (not signature.anywhere and _is_of_strangers(entry, symptom)):
             confidence = "low"
         if entry.consequence:
             rank = CONSEQUENCE
-        elif is_mild or (signature.role == "likely" and not symptom.is_error):
+        elif is_mild or (signature.role == "likely" and (is_report or not symptom.is_error)):
             rank = NO_ERROR
         else:
             rank = KNOWN_LOW if confidence == "low" else KNOWN
@@ -195,12 +215,13 @@ class _Ranking:
         """Return whether the pattern is in the same traceback, or, if there is none, not far from the line."""
         if symptom.has_whole_traceback:
             return near in symptom.matched
-        return any(
-            other.file == line.file
-            and abs(other.number - line.number) <= NEAR_LINES
-            and (line.process.startswith(other.process) or other.process.startswith(line.process))
-            for other in self.facts.lines.get(near, ())
-        )
+        lines = [each for each in self.facts.lines.get(near, ()) if each.file == line.file]
+        for other in lines[bisect_left(lines, line.number - NEAR_LINES, key=lambda each: each.number) :]:
+            if other.number > line.number + NEAR_LINES:
+                break
+            if line.process.startswith(other.process) or other.process.startswith(line.process):
+                return True
+        return False
 
     def _is_in_context(self, entry: CatalogueEntry, signature: Signature, symptom: Symptom) -> bool:
         packages = symptom.packages
@@ -217,15 +238,16 @@ class _Ranking:
         entry, shown = candidate.entry, {candidate.line: candidate.signature}
         for signature in sorted(entry.signatures, key=lambda each: get_args(Role).index(each.role)):
             lines = [line for _, line in self._lines(entry, signature)]
-            if lines:
-                shown.setdefault(min(lines, key=self.key), signature)
+            first = min(lines, key=self.key, default=None)
+            if first and first.text not in {each.text for each in shown}:
+                shown[first] = signature
         return CatalogueMatch(entry, confidence, tuple((signature, line) for line, signature in shown.items()))
 
     def _was_survived(self, candidate: _Candidate) -> bool:
         """Return whether an unknown exception ended the file, in a burst of failures that began long after it."""
         return any(
-            each.is_error and each.file == candidate.symptom.file and each.burst - candidate.line.number > NEAR_LINES
-            for each in self.unknown
+            each.file == candidate.symptom.file and each.burst - candidate.line.number > NEAR_LINES
+            for each in self.errors
         )
 
     def _led_to(self, unknown: Symptom, candidate: _Candidate) -> bool:
@@ -246,14 +268,10 @@ class _Ranking:
         worse = [each for each in own if each.is_error]
         last = next((some[-1] for some in (worse, own, self.failures) if some), None)
         return (
-            None if last is None or any(last.has(line) or line.text == last.line.text for line in shown) else last.line
+            None
+            if last is None or any(last.has(line) or line.text == last.line.text for line in shown)
+            else last.quoted
         )
-
-    def _last_line(self) -> LogLine | None:
-        if self.facts.last is None:
-            return None
-        file, number, raw = self.facts.last
-        return log_line(number, raw.decode("utf-8", errors="replace"), file)
 
 
 def _is_mild(signature: Signature, symptom: Symptom, line: LogLine) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.runtime.tracebacks import LogLine
 from harness.tools.diagnose.diagnose import CatalogueMatch, Diagnosis
-from harness.tools.diagnose.entries import Affected, CatalogueEntry
+from harness.tools.diagnose.entries import Affected, CatalogueEntry, surroundings
 
 WIDTH = 110
 LONGEST = 300  # characters of a log's line that are shown
@@ -16,8 +16,7 @@ OTHERS = 4
 def as_text(found: Diagnosis) -> str:
     """Return several lines; the first one has the slug, or "unknown", or says that no failure was recognized."""
     if found.verdict == "no failure":
-        lines = ["no failure recognized: no exception, no crash and no error line that this tool knows"]
-        return "\n".join([*lines, f"  last line: {_shown(found.ending)}"] if found.ending else lines)
+        return "\n".join(_without_failure(found))
     lines = ["unknown: no known failure explains what this log shows"]
     if found.finding:
         entry = found.finding.entry
@@ -31,6 +30,8 @@ def as_text(found: Diagnosis) -> str:
         lines.append(f"  {what}: {_shown(found.suspicious)}")
     if found.ending:
         lines.append(f"  ends with: {_shown(found.ending)}")
+    if step := next_step(found):
+        lines.append(_paragraph("next", step))
     if found.finding:
         lines += [*_explained(found.finding.entry), *(_paragraph("link", link) for link in found.finding.entry.links)]
     for each in found.others[:OTHERS]:
@@ -38,6 +39,26 @@ def as_text(found: Diagnosis) -> str:
             f"  {'consequence' if each.entry.consequence else 'seen as well'}: {each.entry.slug}, {_shown(each.line)}"
         )
     return "\n".join(lines)
+
+
+def _without_failure(found: Diagnosis) -> list[str]:
+    lines = ["no failure seen: no exception, no crash and no line with words of failure"]
+    if found.doubts:
+        lines = ["no failure recognized, but these lines have words of failure:"]
+        lines += [f"  in doubt: {_shown(line)}" for line in found.doubts]
+    return [*lines, *(f"  last line: {_shown(line)}" for line in found.last)]
+
+
+def next_step(found: Diagnosis) -> str:
+    """Return what to look at if the cause is unknown; "" if it is known, or if nothing failed."""
+    if found.verdict == "no failure" or (found.finding and not found.finding.entry.consequence):
+        return ""
+    shown = (found.suspicious, found.finding.line if found.finding else None, found.ending)
+    for line in filter(None, shown):
+        for step in surroundings().next_steps:
+            if step.pattern.regex.search(line.whole):
+                return " ".join(step.text.split())
+    return "Give the logs of all ranks and of the engine: the first failure may be in another file."
 
 
 def in_brief(found: Diagnosis) -> list[str]:
@@ -62,6 +83,9 @@ def as_json(found: Diagnosis) -> str:
         "evidence": _evidence(finding) if finding else [],
         "suspicious": _line(found.suspicious) if found.suspicious else None,
         "ending": _line(found.ending) if found.ending else None,
+        "next": next_step(found) or None,
+        "doubts": [_line(line) for line in found.doubts],
+        "last": [_line(line) for line in found.last],
         "also": [{"slug": each.entry.slug, "evidence": _evidence(each)} for each in found.others],
     }
     names = ("title", "cause", "fix", "links") if finding else ()

@@ -43,7 +43,11 @@ class Pattern(str):
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
-        return re.compile(self, re.IGNORECASE)
+        """Return it so that whole words at its ends match only as such, as in the search."""
+        literal = _literal(_parser.parse(self))
+        begin = r"\b" if re.match(rf"\w+(?![\w{_ANYTHING}])", literal) else ""
+        end = r"\b" if re.search(rf"(?<![\w{_ANYTHING}])\w+$", literal) else ""
+        return re.compile(f"{begin}(?:{self}){end}", re.IGNORECASE)
 
     @cached_property
     def words(self) -> frozenset[bytes]:
@@ -135,12 +139,22 @@ class CatalogueEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NextStep:
+    """What to look at after a line that nobody knows."""
+
+    pattern: Pattern
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """What logs show apart from signatures."""
 
     contexts: Mapping[str, tuple[Pattern, ...]]
     harmless: tuple[Pattern, ...]  # lines that look like a failure but are none
     wrappers: tuple[Pattern, ...]  # exceptions that only report a failure of another process, or another exception
+    consequences: tuple[Pattern, ...]  # exceptions that another failure usually causes, of another process or a server
+    next_steps: tuple["NextStep", ...]  # what to look at if a failure is unknown; the first that fits counts
     other_engines: tuple[Pattern, ...]  # engines that are not SGLang: a trainer that runs one is no context
     other_engine_packages: tuple[str, ...]  # an exception with frames of these, and none of SGLang's, is theirs
     trainer_packages: tuple[str, ...]  # packages and folders of trainers that run SGLang

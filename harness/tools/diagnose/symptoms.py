@@ -5,14 +5,14 @@ failure or all words of a known line, and of symptoms that differ in numbers onl
 """
 
 import re
-from collections import Counter
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from typing import Literal
 
-from harness.runtime.tracebacks import LogLine, Traceback, TracebackReader, log_line
+from harness.runtime.tracebacks import HEADER, LogLine, Traceback, TracebackReader, log_line
 from harness.tools.diagnose.entries import TABLE, Pattern, catalogue, surroundings
 from harness.tools.diagnose.log_lines import raw_lines
 
@@ -25,11 +25,17 @@ MESSAGE_LINES = 12
 """So many lines after an exception may be of its message."""
 CODE_LINES = 3
 """So many lines after a line of code its exception may stand: the markers of Python stand between."""
-KEPT_LINES = 100  # of one pattern in one file
+HEADING_LINES = 3
+"""So many lines after a heading, such as "Last error:", stands what it announces."""
+LINES_APART = 50
+"""Of lines of one process that match the same pattern, the next one that is kept is so many lines away."""
+LAST_LINES = 3  # of the log, and so many of the lines in doubt
 
 WORDS = frozenset(
-    b"traceback error fatal failed killed oom segmentation terminate dumped panic panicked sigkill sigsegv sigabrt sigbus"
-    b" signal crit alert emerg critical assert exited exception failure aborted bus unable invalid cannot refused warn recent".split()
+    b"traceback error fatal failed fails failure failing killed oom segmentation terminate terminated dumped panic"
+    b" panicked sigkill sigsegv sigabrt sigbus signal crit alert emerg critical assert exited exit exitcode exception"
+    b" aborted abort bus unable invalid cannot refused denied unreachable crashed crash died dead timeout timed hang stuck"
+    b" broken corrupt corrupted warn recent xid oomkilled giving fault".split()
 )
 """Each line that looks like a failure has one of these words (in any case), or a part that _may_fail looks for."""
 
@@ -42,12 +48,28 @@ _CRASH = re.compile(
     r"|^Aborted$|^Bus error|line \d+: +\d+ (?:Aborted|Killed|Bus error|Terminated)\b"
 )
 _COMPLAINT = re.compile(
-    r"\b(?:ERROR|FATAL|CRITICAL|FAILED)\b|\[(?:error|crit|alert|emerg|fatal)\]|(?:^|\s)[Ee]rror:|\bfatal: |exited with code [1-9]"
-    r"|\b[A-Z]\w*(?:Error|Exception): |\bWatchdog caught collective operation timeout|\bException raised from throw\w*Error"
-    r"|\bNCCL WARN .*(?:closed|fail|error|refused|timed? ?out)|^(?:Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)"
+    r"\b(?:ERROR\b|FATAL\b|CRITICAL\b|FAILED\b|fatal: |exited with code [1-9]|exit(?:ed with)? ?(?:code|status)\W{1,3}-?[1-9]"
+    r"|exitcode ?: -?[1-9]|[A-Z]\w*(?:Error|Exception): |nccl[A-Z]\w*Error\b|[Cc]uda (?:error|failure)\b|NVRM: Xid\b|OOMKilled\b"
+    r"|oom_kill event|killed (?:due to|because of) .*memory|watchdog timeout \(|Watchdog caught collective operation timeout"
+    r"|Exception raised from throw\w*Error|NCCL WARN .*(?:closed|fail|error|refused|timed? ?out))"
+    r"|(?<!\S)[Ee]rror:|\[(?:error|crit|alert|emerg|fatal)\]|^(?:Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)"
 )
-_MAY_BE_COMPLAINT = re.compile(r"(?:^|[:\]] )(?:(?:Failed|Unable|Cannot) to |Invalid \w+[:=])")
-_IS_HANDLED = re.compile(r"expected|fall(?:ing)? ?back|ignor|skipp|retry|instead|disabled|optional", re.IGNORECASE)
+_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b")  # in the prefix
+_FAILS = (
+    r"(?:[Ff]ailed|[Ff]ailure|[Cc]rashed|[Tt]imed out|[Rr]efused|[Dd]enied|[Uu]nreachable|[Aa]borted|[Kk]illed|[Dd]ied"
+    r"|[Tt]erminated|out of memory|giving up|[Uu]nable to|[Cc]annot|is dead|exception)"
+)
+_MAY_BE_COMPLAINT = re.compile(
+    rf"(?:^|[:\]] )(?:(?:Failed|Unable|Cannot) to |Invalid \w+[:=])|\b{_FAILS} ?:|\b[Ee]rror (?:in|while|during|code|fetching)\b"
+)
+_IS_HANDLED = re.compile(
+    r"expected|fall(?:ing)? ?back|ignor|skipp|silence|to avoid|retr(?:y|ies)|instead|disabled|optional|\bno error|\b[01]\.\d+ ?$",
+    re.IGNORECASE,
+)
+_DOUBT = re.compile(
+    rf"(?<![\w=./-]){_FAILS}(?![\w=./-])|(?<![\w=./-])(?:[Ee]rror|[Tt]imeout|[Ff]ails|[Ss]tuck|[Hh]ang|[Cc]orrupt(?:ed)?)(?![\w=./-]|\w*\W{{1,2}}[\d\[{{])"
+)
+"""Words of failure in a sentence; those of settings and counters, such as "timeout=300" and "errors: 0", do not count."""
 _TORCH_ERROR = re.compile(r"\[E\d{3,4} \d\d:\d\d:\d\d|\[E [^\]]*?\w\.(?:cpp|cc|cu|hpp|h):\d+\]")
 # A logger says that the line is no failure: healthy runs print such lines too.
 MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b|\b[A-Z]?\w*Warning: |\[[WI]\d{3,4} \d\d:")
@@ -71,6 +93,8 @@ class Symptom:
     """The patterns that `line` itself matches."""
     burst: int = 0
     """Number of the line with which its burst of failures begins: of those without a pause of NEAR_LINES."""
+    announced: LogLine | None = None
+    """If its line is a heading, such as "RuntimeError:", the line that says what it announces."""
 
     @property
     def is_error(self) -> bool:
@@ -83,7 +107,18 @@ class Symptom:
     @property
     def ends(self) -> int:
         """The number of the last line that may be of its message."""
-        return self.line.number + (MESSAGE_LINES if self.is_error else 0)
+        return self.line.number + (MESSAGE_LINES if self.is_error else HEADING_LINES if self.is_heading else 0)
+
+    @property
+    def is_heading(self) -> bool:
+        return self.line.text.endswith(":")
+
+    @property
+    def quoted(self) -> LogLine:
+        """Its line, followed by what it announces."""
+        if self.announced is None:
+            return self.line
+        return replace(self.line, whole=f"{self.line.whole} {self.announced.text.strip()}")
 
     @property
     def packages(self) -> set[str]:
@@ -116,21 +151,25 @@ class LogFacts:
     symptoms: list[Symptom] = field(default_factory=list)
     """File by file, in the order of their lines."""
     lines: dict[Pattern, list[LogLine]] = field(default_factory=dict)
-    """The first lines that match each pattern of the catalogue, also those that are in no symptom."""
+    """Lines that match each pattern of the catalogue, also those that are in no symptom; of several close ones the first."""
     contexts: set[str] = field(default_factory=set)
     """The contexts of surroundings.toml that the files show."""
-    last: tuple[str, int, bytes] | None = None
-    """File, number and bytes of the last line that is not empty."""
+    doubts: list[LogLine] = field(default_factory=list)
+    """The last lines of each file that have words of failure and no form that is known."""
+    last: list[LogLine] = field(default_factory=list)
+    """The last lines of the last file that has any, without empty ones."""
 
 
 def read_facts(files: Sequence[str]) -> LogFacts:
     """Read the files. Raise OSError."""
     facts, index, seen = LogFacts(), _index(), set[Pattern]()
     for position, file in enumerate(files):
-        scanner, kept = _Scanner(position), Counter[Pattern]()
+        scanner, kept = _Scanner(position), dict[tuple[Pattern, str], int]()
+        last = deque[tuple[int, bytes]](maxlen=LAST_LINES)
         for number, raw in raw_lines(file):
             words = set(raw.translate(TABLE).split())
-            facts.last = (file, number, raw) if words else facts.last
+            if words:
+                last.append((number, raw))
             patterns = [
                 each
                 for word in words & index.by_word.keys()
@@ -139,24 +178,30 @@ def read_facts(files: Sequence[str]) -> LogFacts:
             ]
             if not (patterns or _may_fail(raw, words) or scanner.awaits(number)):
                 continue
-            line = log_line(number, raw.decode("utf-8", errors="replace"), file)
+            line = _line_of(number, raw, file)
             matched = frozenset(
                 each for each in patterns if each.regex.search(line.whole if each in index.in_prefixes else line.text)
             )
             for pattern in matched:
-                kept[pattern] += 1
-                if kept[pattern] <= KEPT_LINES:
+                if number - kept.get((pattern, line.process), -LINES_APART) >= LINES_APART:
+                    kept[pattern, line.process] = number
                     facts.lines.setdefault(pattern, []).append(line)
             seen |= matched & index.once
             if _RANKS.search(line.process):
                 facts.contexts.add("engine")
             scanner.read(line, matched)
         facts.symptoms += scanner.symptoms()
+        facts.doubts += scanner.doubts
+        facts.last = [_line_of(number, raw, file) for number, raw in last] or facts.last
     shown = {
         name for name, patterns in surroundings().contexts.items() if any(each in facts.lines for each in patterns)
     }
     facts.contexts |= shown
     return facts
+
+
+def _line_of(number: int, raw: bytes, file: str) -> LogLine:
+    return log_line(number, raw.decode("utf-8", errors="replace"), file)
 
 
 def _may_fail(raw: bytes, words: Set[bytes]) -> bool:
@@ -180,7 +225,7 @@ def _index() -> _Index:
     contexts = {each for patterns in around.contexts.values() for each in patterns}
     in_prefixes = contexts.union(around.other_engines, *(entry.conditions or () for entry in entries))
     by_word: dict[bytes, list[Pattern]] = {}
-    for pattern in placed.union(in_prefixes, around.harmless, around.wrappers):
+    for pattern in placed.union(in_prefixes, around.harmless, around.wrappers, around.consequences):
         by_word.setdefault(pattern.word, []).append(pattern)
     return _Index(by_word, in_prefixes, in_prefixes - placed)
 
@@ -199,6 +244,7 @@ class _Scanner:
         self._inside: dict[int, dict[Pattern, LogLine]] = {}  # what the lines of open tracebacks match, by id()
         self._first: dict[tuple[object, ...], Symptom] = {}
         self._last: dict[tuple[object, ...], Symptom] = {}
+        self.doubts = deque[LogLine](maxlen=LAST_LINES)
         self._pending: list[Symptom] = []  # the latest ones, whose messages may go on
         self._burst = 0  # number of the first line of the latest burst of failures
         self._failed_until = -NEAR_LINES  # number of its last line
@@ -210,6 +256,7 @@ class _Scanner:
     def read(self, line: LogLine, matched: frozenset[Pattern]) -> None:
         """Look at one line, and at the patterns that match it."""
         self._keep(before=line.number)
+        self._announce(line)
         ended = self._reader.read(line)
         for each in ended:
             self._add_traceback(each, line, matched)
@@ -241,6 +288,16 @@ class _Scanner:
                 earlier.matched.setdefault(pattern, line)
         elif kind or not matched.isdisjoint(_signature_patterns()):
             self._add(Symptom(line, kind or "line", self._file, matched=dict.fromkeys(matched, line), own=matched))
+        elif _DOUBT.search(line.text) and not (MILD.search(line.whole) or _IS_HANDLED.search(line.text)):
+            self.doubts.append(line)
+
+    def _announce(self, line: LogLine) -> None:
+        """Give the latest heading the line that follows it."""
+        each = self._pending[-1] if self._pending else None
+        if each and each.is_heading and each.announced is None and line.text.strip() and HEADER not in line.text:
+            apart = line.number - each.line.number
+            if apart <= HEADING_LINES and each.line.process == line.process and line.file == each.line.file:
+                each.announced = line
 
     def _add_traceback(self, found: Traceback, line: LogLine | None, matched: frozenset[Pattern]) -> None:
         inside = self._inside.pop(id(found), {})
@@ -285,6 +342,9 @@ def _kind(line: LogLine) -> Kind | None:
         return "exception"
     if _CRASH.search(line.text):
         return "crash"
+    prefix = line.whole[: len(line.whole) - len(line.text)]
+    if _LEVEL.search(prefix) and line.text.strip():
+        return "complaint"
     may = _MAY_BE_COMPLAINT.search(line.text) and not (MILD.search(line.whole) or _IS_HANDLED.search(line.text))
     return "complaint" if may or _COMPLAINT.search(line.text) or _TORCH_ERROR.search(line.whole) else None
 

@@ -128,7 +128,13 @@ def test_a_config_that_names_each_engine_is_no_context(tmp_path: Path) -> None:
 FAILURES = (
     "[rank2]:[E ProcessGroupNCCL.cpp:754] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)",
     "[E ProcessGroupNCCL.cpp:475] Some NCCL operations have failed or timed out.",
-    "Failed to update parameter online: Downcasting not allowed; weights are partially updated",
+    "Failed: Cuda error custom_all_reduce.cuh:307 'unknown error'",
+    "ncclUnhandledCudaError: Call to CUDA function failed.",
+    "command terminated with exit code 137",
+    "[ 1234.5] NVRM: Xid (PCI:0000:4e:00): 79, pid=1234, GPU has fallen off the bus.",
+    "[2026-11-21 05:44:00 TP0] Detokenizer watchdog timeout (self.watchdog_timeout=300.0, self.soft=False)",
+    "2026-11-21 05:44:00,123 ERROR worker.py:409 -- the worker is gone",
+    "[2026-11-21 05:44:00 TP0] Error in the receive loop of the router: bad message",
     "Exception in callback: Invalid object: UpdateWeightReqInput(model_path='x')",
     "sh: line 1:  4242 Aborted                 python train.py",
     "./run.sh: line 3: 99 Bus error               (core dumped) python train.py",
@@ -157,6 +163,102 @@ def test_a_log_with_a_failure_is_never_without_one(line: str, tmp_path: Path) ->
 )
 def test_what_a_program_does_without_is_no_failure(line: str, tmp_path: Path) -> None:
     assert diagnosed(tmp_path, f"{HEALTHY}{line}\n{HEALTHY}").verdict == "no failure"
+
+
+def test_a_line_in_doubt_is_shown_with_the_last_lines(tmp_path: Path) -> None:
+    text = "[2026-11-21 05:44:00 TP0] The store is unreachable, giving up\n"
+    found = as_text(diagnosed(tmp_path, f"{HEALTHY}{text}{HEALTHY}"))
+    assert found.startswith("no failure recognized, but") and "in doubt: " in found and found.count("last line: ") == 3
+    assert as_text(diagnosed(tmp_path, HEALTHY)).startswith("no failure seen: ")
+    assert as_text(diagnosed(tmp_path, f"{HEALTHY}errors: 0, timeout=300, 0.1 failed\n")).startswith("no failure ")
+
+
+@pytest.mark.parametrize(
+    "line", ["errors: 0", "watchdog_timeout=300, dist_timeout=None", "Timeout: 300 s", "exit code 0"]
+)
+def test_settings_and_counters_are_no_failure(line: str, tmp_path: Path) -> None:
+    assert as_text(diagnosed(tmp_path, f"{HEALTHY}{line}\n")).startswith("no failure seen: ")
+
+
+def test_a_consequence_that_nobody_knows_does_not_make_its_cause_survived(tmp_path: Path) -> None:
+    gone = 'Traceback (most recent call last):\n  File "/x/aiohttp/client.py", line 7, in connect\n'
+    gone += "aiohttp.client_exceptions.ClientConnectorError: Cannot connect to host 10.0.0.1:30000\n"
+    found = diagnosed(tmp_path, f"{OWN_ERROR}{HEALTHY * 300}{gone}")
+    assert name(found) == "double-resume-or-release high"
+    assert diagnosed(tmp_path, gone).verdict == "unknown"
+    both = diagnosed(tmp_path, f"{gone}{USER}")
+    assert both.verdict == "unknown" and both.suspicious and both.suspicious.text == "KeyError: 'answer'"
+
+
+def test_a_line_nearby_counts_however_often_it_stood_before(tmp_path: Path) -> None:
+    passed = "in resume_memory_occupation: done\n"
+    found = diagnosed(tmp_path, f"sglang\n{passed * 500}{HEALTHY * 300}{passed}KeyError: 'kv_cache'\n")
+    assert name(found) == "double-resume-or-release high"
+
+
+@pytest.mark.parametrize("heading", ["RuntimeError:", "Last error:"])
+def test_a_heading_is_quoted_with_what_it_announces(heading: str, tmp_path: Path) -> None:
+    found = as_text(diagnosed(tmp_path, f"{HEALTHY}{heading}\n\nthe loader met two tensors of one name\n"))
+    assert f"{heading} the loader met two tensors of one name" in found
+
+
+def test_one_sentence_is_shown_once(tmp_path: Path) -> None:
+    line = "RuntimeError: Gloo connectFullMesh failed with [x] Connection closed by peer [10.0.0.2]:38032 gloo"
+    found = as_text(diagnosed(tmp_path, f"[2026-11-21 05:44:00 TP1] sglang\n{line}\n{line}\n"))
+    assert found.startswith("multinode-tp-init-timeout") and found.count("connectFullMesh") == 1
+
+
+def test_a_consequence_may_follow_from_a_line_in_doubt(tmp_path: Path) -> None:
+    lost = "[2026-11-21 05:44:02] Received sigquit from a child process. It usually means the child failed.\n"
+    found = as_text(diagnosed(tmp_path, f"{HEALTHY}The router is unreachable, giving up\n{lost}"))
+    assert "perhaps from the line before it" in found and "before it, unknown: " in found
+    assert "which these logs do not show" in as_text(diagnosed(tmp_path, f"{HEALTHY}{lost}"))
+
+
+STEPS = {
+    "torch.distributed.elastic.multiprocessing.api: [ERROR] failed (exitcode: -9) local_rank: 0 (pid: 77) of binary: python": "dmesg",
+    "command terminated with exit code 137": "cgroup",
+    "[rank2]:[E ProcessGroupNCCL.cpp:475] Some NCCL operations have failed or timed out.": "NCCL_DEBUG=INFO",
+    "RuntimeError: CUDA error: device-side assert triggered": "CUDA_LAUNCH_BLOCKING=1",
+    "mine.Broken: no": "all ranks",
+}
+
+
+@pytest.mark.parametrize("line", STEPS)
+def test_an_unknown_failure_has_a_next_step(line: str, tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, f"Traceback (most recent call last):\n{line}\n" if "Broken" in line else f"{line}\n")
+    text = as_text(found)
+    assert found.finding is None or found.finding.entry.consequence
+    assert name(diagnosed(tmp_path, "sglang\n(exitcode: -9) local_rank: 0\n")) == "peer-vanished low"
+    assert "dmesg" in as_text(diagnosed(tmp_path, "sglang\nfailed (exitcode: -9) local_rank: 0\n"))
+    assert "  next: " in text and STEPS[line] in " ".join(text.split())
+
+
+def test_the_pool_is_too_small_only_if_it_is(tmp_path: Path) -> None:
+    text = (
+        "[2026-11-21 05:44:00 TP0] Prefill out of memory. Try to lower your batch size.\nTry to allocate 8192 tokens.\n"
+    )
+    small = "Available tokens: 5248 (available_size=5248 + evictable_size=0)\n"
+    large = "Available tokens: 8070656 (available_size=8070656 + evictable_size=0)\n"
+    assert name(diagnosed(tmp_path, f"{text}{small}")) == "prefill-out-of-memory medium"
+    assert name(diagnosed(tmp_path, text)) == "prefill-out-of-memory low"
+    assert diagnosed(tmp_path, f"{text}{large}").finding is None
+
+
+def test_a_name_that_only_ends_like_a_known_one_is_another(tmp_path: Path) -> None:
+    frame = '  File "/x/sglang/srt/models/deepseek_v2.py", line 7, in load_weights\n'
+    text = f"Traceback (most recent call last):\n{frame}KeyError: 'model.layers.0.mlp.%sexperts.gate_up_proj%s'\n"
+    assert name(diagnosed(tmp_path, text % ("", ""))).startswith("packed-experts-names")
+    assert diagnosed(tmp_path, text % ("shared_", "")).verdict == "unknown"
+    assert name(diagnosed(tmp_path, text % ("shared_", ".input_scale"))) == "quantization-scales medium"
+
+
+def test_an_ignored_import_is_the_cause_if_its_model_is_missed_later(tmp_path: Path) -> None:
+    ignored = f"{HEALTHY}Ignore import error when loading sglang.srt.models.x. Can not import sgl_kernel.\n{HEALTHY}"
+    missed = "ValueError: No processor registered for architecture: ['Qwen2_5_VL']\n"
+    assert diagnosed(tmp_path, ignored).verdict == "no failure"
+    assert name(diagnosed(tmp_path, ignored + missed)).startswith("sgl-kernel-missing")
+    assert diagnosed(tmp_path, missed).verdict == "unknown"
 
 
 def test_a_message_of_the_next_process_is_not_of_the_exception(tmp_path: Path) -> None:

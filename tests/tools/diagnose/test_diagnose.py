@@ -161,7 +161,7 @@ def test_a_decisive_line_does_not_lose_to_the_number_of_its_consequences(tmp_pat
 
 
 def test_an_unknown_error_line_before_a_consequence_is_shown_with_it(tmp_path: Path) -> None:
-    error = "gpu4:22:27 [3] transport.cc:49 NCCL WARN Cuda failure 'out of memory'"
+    error = "gpu4:22:27 [3] transport.cc:49 NCCL WARN Cuda failure 'invalid device context'"
     found = diagnosed(tmp_path, f"{error}\nRuntimeError: Connection closed by peer [10.0.0.2]:38032 gloo\n")
     assert slug(found) == "peer-vanished" and found.suspicious and found.suspicious.whole == error
     assert "perhaps from the line before it" in as_text(found)
