@@ -166,6 +166,15 @@ def start_engine(settings: Settings, mesh: DeviceMesh, folder: str) -> Any:
         os.environ |= before
 
 
+def shut_down(engine: Any) -> None:
+    """End the engine and remove its files in /dev/shm (25 MB): SGLang kills its processes, which then remove nothing."""
+    maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in multiprocessing.active_children()]
+    files = {line.split()[5] for each in maps for line in each.splitlines() if " /dev/shm/sgl" in line}
+    engine.shutdown()
+    for file in files:
+        Path(file).unlink(missing_ok=True)
+
+
 def call(engine: Any, mesh: DeviceMesh, method: str, **arguments: Any) -> Any:
     """Call the engine on the first rank of the TP group; return its answer, or raise its refusal, on all of them."""
     found = getattr(engine, method, None)  # begin_weight_update and end_weight_update came with 0.5.21
@@ -386,7 +395,7 @@ def main(settings: Settings) -> int:
             passed = train(settings, mesh, engine, folder)
         finally:
             if engine:
-                engine.shutdown()
+                shut_down(engine)
     dist.destroy_process_group()
     return 0 if passed else 1
 

@@ -13,6 +13,8 @@ import os
 import re
 import select
 import signal
+import stat
+import struct
 import subprocess
 import sys
 import time
@@ -44,10 +46,13 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 SIGQUIT to its parent, and the parent of an orphan is the supervisor."""
 
 _SHARED_MEMORY = "/dev/shm"
-_STATE, _EXIT_CODE = 0, 49  # fields of /proc/PID/stat, counted from 0 after the name
+_STATE, _START, _EXIT_CODE = 0, 19, 49  # fields of /proc/PID/stat, counted from 0 after the name
 # The inode in a line of /proc/PID/maps: address, permissions, offset, device, inode, path.
 _MAPPED = re.compile(rf"^(?:\S+ ){{4}}(\d+) +{_SHARED_MEMORY}/", re.MULTILINE)
+_MAPPED_FOR_WRITING = re.compile(rf"^\S+ .w.s (?:\S+ ){{2}}(\d+) +{_SHARED_MEMORY}/", re.MULTILINE)
 _OF_TORCH = re.compile(r"torch_(\d+)_")  # torch puts the pid of the process that made a file into the file's name
+_TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
+_AT_FDCWD, _STATX_BTIME, _STATX_BYTES, _STATX_BTIME_OFFSET = -100, 0x800, 256, 0x50  # of statx(2)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -135,14 +140,14 @@ def name_and_pid(process: psutil.Process) -> str:
 def end_processes(processes: Mapping[int, psutil.Process], stop: Callable[[], None] | None = None) -> None:
     """Call stop(), then kill what is left of these processes, and return when all are gone.
 
-    Their files in /dev/shm (25 MB for each engine) go too, except those that this process uses itself.
+    The files that they made in /dev/shm (25 MB for each engine) go too, except those that this process uses itself.
     """
-    files = shared_memory_files(processes)  # stop() may end processes without removing them
+    files = _made_by(processes)  # stop() may end processes without removing them
     if stop:
         stop()
     alive = [process for process in processes.values() if is_alive(process)]
     _signal_all(alive, signal.SIGSTOP)  # from now on none makes a new file, or reacts to the end of another one
-    files |= shared_memory_files(processes)
+    files |= _made_by(processes)
     files -= shared_memory_files([os.getpid()])
     _signal_all(alive, signal.SIGKILL)
     _wait_for_end(alive, END_SECONDS)
@@ -178,19 +183,56 @@ def _shared_files() -> set[tuple[str, int]]:
         return {(file.name, file.inode()) for file in files}
 
 
-def _used_by(pids: Iterable[int]) -> set[int]:
+def _made_by(pids: Iterable[int]) -> set[Path]:
+    """Return the files in /dev/shm that these processes use and that are younger than one of those that use them.
+
+    Any other is somebody else's, such as a model that a user keeps there. Both times are known up to a tick of the kernel;
+    a file that was made in the same tick is the process's own if it writes to it.
+    """
+    there, found = {Path(_SHARED_MEMORY, name): inode for name, inode in _shared_files()}, set()
+    for pid in pids:
+        used, written = _used_by([pid]), _used_by([pid], for_writing=True)
+        for file, inode in there.items():
+            with suppress(OSError, ValueError):  # the file has just been removed, or the process has just ended
+                age = _born_at(file) - _started_at(pid) if inode in used else -math.inf
+                if age > _TICK_SECONDS or (age > -_TICK_SECONDS and inode in written):
+                    found.add(file)
+    return found
+
+
+def _born_at(file: Path) -> float:
+    """Return when the file was made, in UNIX seconds. Raise OSError."""
+    buffer = (ctypes.c_uint8 * _STATX_BYTES)()
+    if ctypes.CDLL(None, use_errno=True).statx(_AT_FDCWD, os.fsencode(file), 0, _STATX_BTIME, buffer):
+        raise OSError(ctypes.get_errno(), f"statx {file}")
+    if int.from_bytes(buffer[:4], sys.byteorder) & _STATX_BTIME:
+        seconds, nanoseconds = struct.unpack_from("=qI", buffer, _STATX_BTIME_OFFSET)
+        return float(seconds + nanoseconds / 1e9)
+    return file.stat().st_ctime  # an older kernel: when it last changed
+
+
+def _started_at(pid: int) -> float:
+    """Return when the process was started, in UNIX seconds, up to a tick too early. Raise ValueError if it has ended."""
+    if not (fields := stat_fields(pid)):
+        raise ValueError(f"process {pid} has ended")
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted + int(fields[_START]) * _TICK_SECONDS
+
+
+def _used_by(pids: Iterable[int], for_writing: bool = False) -> set[int]:
     """Return the inodes of the files in /dev/shm that these processes map or have open, as far as we may read that.
 
     Not names: sem_open() makes a semaphore under another name than it then gives it. Not psutil's memory_maps(), which adds
     up every page.
     """
-    used = set()
+    used, mapped = set(), _MAPPED_FOR_WRITING if for_writing else _MAPPED
     for pid in pids:
         with suppress(OSError):  # it has just ended, or is another user's
-            used |= {int(inode) for inode in _MAPPED.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace"))}
+            used |= {int(inode) for inode in mapped.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace"))}
             for link in os.scandir(f"/proc/{pid}/fd"):
                 with suppress(OSError):  # closed in the meantime
-                    if os.readlink(link.path).startswith(f"{_SHARED_MEMORY}/"):
+                    counts = not for_writing or os.lstat(link.path).st_mode & stat.S_IWUSR
+                    if counts and os.readlink(link.path).startswith(f"{_SHARED_MEMORY}/"):
                         used.add(os.stat(link.path).st_ino)
     return used
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from harness.runtime.processes import shared_memory_files
 from harness.trainer.advantages import grpo
 from harness.trainer.losses import log_probs_from_logits, policy_loss
 from tests.end_to_end.launching import MARK, REPOSITORY, Job
@@ -56,7 +58,13 @@ class MinimalJob(Job):
 def run_minimal(folder: Path, ranks: int, *arguments: str) -> tuple[MinimalJob, tuple[str, ...]]:
     """Run to the end; return the job, and (word, steps, proven syncs, worst difference) of its verdict."""
     job = MinimalJob(folder=folder / "minimal", ranks=ranks, arguments=list(arguments)).start()
+    memory: set[Path] = set()
+    while job.process.poll() is None and not VERDICT.findall(job.output()):
+        job.look()
+        memory |= shared_memory_files(process.pid for process in job.seen)
+        time.sleep(0.3)
     job.wait()
+    assert any(file.name.startswith("sgl") for file in memory) and not any(file.exists() for file in memory)
     verdicts = VERDICT.findall(job.output())
     assert len(verdicts) == 1, job.output()[-4000:]
     assert job.left_behind() == []

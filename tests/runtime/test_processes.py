@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from harness.runtime import processes
 from harness.runtime.processes import descendants, end_processes, is_alive, shared_memory_files
@@ -24,6 +25,9 @@ print("ready", flush=True)
 time.sleep(60)
 """
 LATE_HOLDER = "import sys; sys.stdin.readline(); file = open('/dev/shm/harness_test_late', 'w'); print('ready', flush=True); sys.stdin.read()"
+READER = (
+    "import sys; file = open('/dev/shm/harness_test_model.gguf', 'rb'); print('ready', flush=True); sys.stdin.read()"
+)
 SLEEPER = "import time; time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
 PARENT = f"""
@@ -58,6 +62,27 @@ def test_end_leaves_no_process_and_no_shared_memory() -> None:
     assert not file.exists()
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_file_that_was_there_before_the_processes_stays(writes: bool) -> None:
+    """As a user's model does."""
+    file = Path("/dev/shm/harness_test_model.gguf")
+    file.write_bytes(b"weights")
+    while time.time() < file.stat().st_ctime + 0.1:
+        pass  # the kernel tells the start of a process up to 10 ms
+    try:
+        if writes:
+            process = holder(file)
+        else:
+            process = python(READER, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert first_line(process) == "ready\n"
+        assert shared_memory_files([process.pid]) == {file}
+        end_processes({process.pid: psutil.Process(process.pid)})
+        assert file.exists()
+        process.communicate()
+    finally:
+        file.unlink(missing_ok=True)
+
+
 def test_end_looks_for_files_before_it_calls_stop() -> None:
     """SGLang's own shutdown kills the processes: afterwards nobody can say what they held."""
     file = Path("/dev/shm/harness_test_stop")
@@ -79,6 +104,18 @@ def test_end_finds_a_file_that_is_made_while_it_ends_the_processes() -> None:
     end_processes({late.pid: psutil.Process(late.pid)}, stop)
     assert not file.exists()
     late.communicate()
+
+
+def test_end_removes_a_file_that_a_process_makes_as_soon_as_it_starts() -> None:
+    """Sooner than Python, which takes 10 ms to start."""
+    file = Path("/dev/shm/harness_test_soon")
+    for _ in range(20):
+        words = ["/bin/sh", "-c", f"exec 3<>{file}; echo ready; read line"]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert first_line(process) == "ready\n"
+        end_processes({process.pid: psutil.Process(process.pid)})
+        assert not file.exists()
+        process.communicate()
 
 
 def test_a_semaphore_is_found_under_its_name() -> None:
