@@ -45,7 +45,9 @@ def main(overrides: list[str]) -> int:
     if checked.returncode:
         return checked.returncode
     ranks = int(checked.stdout)
-    command = [python, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", script, *arguments]
+    # Without an address torchrun looks for this host by its name. If that does not resolve, it tries for minutes.
+    torchrun = [python, "-m", "torch.distributed.run", "--nnodes=1", "--local-addr=127.0.0.1"]
+    command = [*torchrun, f"--nproc-per-node={ranks}", script, *arguments]
     print(f"+ {shlex.join(command)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     os.execv(python, command)

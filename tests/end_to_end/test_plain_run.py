@@ -39,3 +39,22 @@ def test_the_default_config_passes_on_two_ranks(tmp_path: Path) -> None:
     assert [row["kind"] for row in rows] == ["step", "step", "step", "final_check"]
     assert all(row["log_prob_difference_mean"] < 1e-5 for row in rows[:3])
     assert all(row["memory/max_rss"] > 0 for row in rows[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_quickstart_passes_where_the_hosts_name_does_not_resolve(tmp_path: Path) -> None:
+    unshare = ["unshare", "--user", "--map-root-user", "--uts"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    named = [*unshare, "sh", "-c", 'hostname no-such-host-0.invalid && exec "$@"', "sh"]
+    done = subprocess.run(
+        [*named, sys.executable, "launch/quickstart.py", "--run.steps", "1", "--run.dir", str(tmp_path / "run")],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "cannot be retrieved" not in done.stdout

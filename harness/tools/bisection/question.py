@@ -181,7 +181,9 @@ def command_of(question: Question, python: str, folder: Path) -> list[str]:
     script = script_of(question)
     first, *rest = question.command
     if script in TORCHRUN_JOBS:
-        torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_ranks(rest)}"]
+        # By its own name, which may not resolve, a host would look for itself for minutes.
+        meet = ["--standalone", "--local-addr=127.0.0.1"]
+        torchrun = [python, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={_ranks(rest)}"]
         own = [] if any(word.startswith("--run.dir") for word in rest) else ["--run.dir", str(folder / "run")]
         return [*torchrun, str(script), *rest, *own]
     if script is not None:
