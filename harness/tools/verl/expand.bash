@@ -1,26 +1,28 @@
 # shell_script.py runs this before a user's script, in a restricted bash with an empty PATH: restricted bash writes no file and
 # starts nothing that has a slash in its name, and with an empty PATH no other command is found. For a command that it does not
-# find, bash calls command_not_found_handle with the expanded words. It records them to the file descriptor RECORD: before each
+# find, bash calls command_not_found_handle with the expanded words. It records them to the file descriptor RECORD_FD: before each
 # word the id of the process that bash forks for a command, so that the commands of a pipe do not mix; \1 ends a command.
 # What the command would have printed is unknown. It prints a hole in its place, that id between \2 and \3, which ends up in
 # the words that depend on the output.
 
 # set -x writes here, where nobody reads. Errors of bash stay apart.
-BASH_XTRACEFD=&TRACE
+BASH_XTRACEFD=TRACE_FD
 
-# Builtins that write files or reach other processes. Restricted bash does not let a script enable them again.
-enable -n history fc kill
+# Builtins that write files, reach other processes, or raise the limits of this one. Restricted bash does not let a script enable
+# them again. Before 5.2 it would let a script choose the file that HISTFILESIZE cuts.
+enable -n history fc kill ulimit
+readonly HISTFILE
 
 # `set -x` in `python3 ... 2>&1 | tee LOG` writes into a pipe that nothing reads.
 trap '' PIPE
 
 command_not_found_handle() {
     local word
-    for word; do builtin printf '%s:%s\0' "$BASHPID" "$word" >&RECORD; done
-    builtin printf '%s:\1\0' "$BASHPID" >&RECORD
+    for word; do builtin printf '%s:%s\0' "$BASHPID" "$word" >&RECORD_FD; done
+    builtin printf '%s:\1\0' "$BASHPID" >&RECORD_FD
     # These ask what the machine has. They print nothing and fail, as they do on a machine that does not have it.
     case "$1 $*" in *python*' -c '*print*) ;; *python*' -c '* | 'which '* | 'npu-smi '* | 'rocm-smi '*) return 1 ;; esac
-    builtin printf '\2%s\3' "$BASHPID"
+    builtin printf '\2%s\3\n' "$BASHPID" 2>&TRACE_FD  # nobody may read it
 }
 
 # The commands that have a result: experiments are named by the date, and files by the folder of the script.

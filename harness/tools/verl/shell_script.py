@@ -8,24 +8,31 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.layers import ConfigError
 from harness.runtime import redact
+from harness.tools.verl.confine import confine
 
 MAIN = re.compile(r"(?:\S*/)?verl[./]trainer[./]main_ppo(?:\.py)?")
 OTHER_MAIN = re.compile(r"(?:verl|recipe)[./][\w./]*main_\w+(?:\.py)?|(?:verl|recipe)\.[\w.]*(?:trainer|main)[\w.]*")
 SECONDS = 20
+BACKGROUND_SECONDS = 5
+"""How long a script may take, and what it leaves in the background after its end."""
 _PRELUDE = Path(__file__).with_name("expand.bash")
 
+_QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
+_FILE = rf"""(?:{_QUOTED}|\$\([^()]*\)|\$\{{[^{{}}]*\}}|\$(?![({{])|[^\s;|&()<>'"\\$])+"""
 _QUOTED_OR_REDIRECTION = re.compile(
-    r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|\[\[\s.*?\]\]|\(\(.*?\)\)|(?P<comment>(?<![^\s;])\#[^\n]*)"""
-    r"""|(?P<redirection>(?<![^\s;)])(?:(?:[0-9]|&)?>{1,2}[|]?[ \t]*(?![&(>])|[0-9]?<[ \t]*(?![&(<]))[^\s;|&)]+)""",
+    rf"""{_QUOTED}|\[\[\s.*?\]\]|\(\(.*?\)\)|(?P<comment>(?<![^\s;])\#[^\n]*)"""
+    rf"""|(?P<output>(?<![^\s;)])(?:[0-9]|&)?>{{1,2}}[|]?[ \t]*(?![&(>]){_FILE})"""
+    rf"""|(?P<input>(?<![<>=&$({{])<[ \t]*(?![&(<>])(?P<file>{_FILE}))""",
     re.DOTALL,
 )
-"""A redirection to or from a file, or text that may look like one. Restricted bash would refuse the whole command."""
+"""A redirection to or from a file, or text that may look like one."""
+_CONTENT = re.compile(rf"(?P<open>\$\(|`)\s*<[ \t]*(?P<file>{_FILE})\s*(?P<close>\)|`)")
+"""$(<FILE): what a file holds."""
 _PATH = re.compile(r"(?<![\w$])PATH=")
 _HOLE = re.compile("\2([0-9]+)\3\n?")
 """What expand.bash prints in place of a command's output: the id of its process."""
@@ -120,25 +127,39 @@ def _run_by_bash(
     kept = {
         name: value if redact.variable(name, value) == value else "redacted"
         for name, value in environment.items()
-        if not name.startswith("BASH_") and name != "ENV"
+        if not name.startswith("BASH_") and name not in ("ENV", "HISTFILE")
     }
     with tempfile.TemporaryFile() as written, open(os.devnull, "wb") as trace, tempfile.TemporaryFile() as errors:
         prelude = _PRELUDE.read_text(encoding="utf-8")
-        prelude = prelude.replace("&RECORD", f"&{written.fileno()}").replace("&TRACE", str(trace.fileno()))
-        process = subprocess.Popen(
-            [bash, "--norc", "--noprofile", "-r", "-c", prelude + text, "bash", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=kept | {"PATH": os.devnull},
-            pass_fds=(written.fileno(), trace.fileno()),
-            start_new_session=True,
-        )
+        prelude = prelude.replace("RECORD_FD", str(written.fileno())).replace("TRACE_FD", str(trace.fileno()))
+        all_have_ended, held_until_the_end = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [bash, "--norc", "--noprofile", "-r", "-c", prelude + text, "bash", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=kept | {"PATH": os.devnull},
+                pass_fds=(written.fileno(), trace.fileno(), held_until_the_end),
+                start_new_session=True,
+                preexec_fn=confine,
+            )
+        except subprocess.SubprocessError as error:
+            os.close(all_have_ended)
+            raise ConfigError("this kernel cannot confine a script (no seccomp); give the command after --.") from error
+        finally:
+            os.close(held_until_the_end)
         try:
             has_ended = bool(select.select([os.pidfd_open(process.pid)], [], [], SECONDS)[0])
+            if has_ended:  # verl's command may be in the background
+                select.select([all_have_ended], [], [], BACKGROUND_SECONDS)
         finally:
-            _kill_session(process.pid)  # before the wait: from then on the kernel may give the id to another process
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # before the wait: then the kernel may give the id to another process
             process.wait()
+            select.select([all_have_ended], [], [], BACKGROUND_SECONDS)
+            os.close(all_have_ended)
         if not has_ended:
             raise ConfigError(f"the script did not end within {SECONDS} s; give the command after --.")
         written.seek(0)
@@ -161,28 +182,19 @@ def _commands_in(record: str) -> list[tuple[str, list[str]]]:
     return commands
 
 
-def _kill_session(leader: int) -> None:
-    """Kill every process of a session. A script without commands of its own cannot leave its session."""
-    while True:
-        members = []
-        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            with suppress(ProcessLookupError, PermissionError):
-                if os.getsid(pid) == leader and b") Z " not in Path(f"/proc/{pid}/stat").read_bytes():
-                    members.append(pid)
-        if not members:
-            return
-        for pid in members:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
 def _without_redirections(text: str) -> str:
-    """Return a script without redirections and comments, and without changes of PATH, which restricted bash refuses."""
+    """Return a script without redirections to files and comments, and without changes of PATH.
+
+    Restricted bash would refuse the whole command. What the script reads from a file comes from a `cat` that is not run.
+    """
 
     def keep(match: re.Match[str]) -> str:
-        return "" if match["redirection"] or match["comment"] else match[0]
+        if match["input"]:
+            return "" if match["file"] == "/dev/null" else f"< <(cat {match['file']})"
+        return "" if match["output"] or match["comment"] else match[0]
 
-    return _PATH.sub("PATH_OF_SCRIPT=", _QUOTED_OR_REDIRECTION.sub(keep, text.replace("\r\n", "\n")))
+    text = _CONTENT.sub(r"\g<open>cat \g<file>\g<close>", text.replace("\r\n", "\n"))
+    return _PATH.sub("PATH_OF_SCRIPT=", _QUOTED_OR_REDIRECTION.sub(keep, text))
 
 
 def _does_something(words: Iterable[str]) -> bool:

@@ -2,11 +2,15 @@
 
 import contextlib
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from harness.config.layers import ConfigError
+from harness.tools.verl import shell_script
+from harness.tools.verl.confine import MEMORY, confine
 from harness.tools.verl.shell_script import command_of_script, command_of_words
 
 MAIN = "python3 -m verl.trainer.main_ppo"
@@ -86,27 +90,64 @@ def test_a_trace_over_several_lines_is_no_error_of_bash() -> None:
     assert command_of_script(script, [], {"HOME": "/h"}).not_run == ()
 
 
-def test_a_script_cannot_write_a_file_reach_a_process_or_leave_one(tmp_path: Path) -> None:
+def processes_of(leader: int) -> list[int]:
+    """Return the processes of a session."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, text = int(status.parent.name), status.read_text()
+            state, _, _, session, *_ = text.rpartition(")")[2].split()
+            found += [pid] if int(session) == leader and state not in "ZX" else []
+    return found
+
+
+def test_a_script_cannot_write_a_file_or_reach_a_process(tmp_path: Path) -> None:
     precious = tmp_path / "precious.txt"
-    precious.write_text("mine")
+    precious.write_text("mine\nall\n")
     with subprocess.Popen(["sleep", "600"]) as other:
         script = f"""
 history -c; history -s gone; history -w {precious}; builtin history -w {precious}; enable history kill
 builtin history -w {precious}; command history -w {precious}; HISTFILE={precious}
+HISTFILESIZE=0; set -o history
 builtin kill -9 {other.pid}; command kill -9 {other.pid}; kill -9 {other.pid}
-set -m; (while :; do :; done) & read -t 600 < <(while :; do :; done) &
-{MAIN} a=$BASHPID
+trap 'echo x > {precious}' EXIT; printf -v 'a[$(echo x > {precious})]' x; mapfile -C 'echo x > {precious};' -c 1 < {precious}
+hash -p /bin/rm rm; rm {precious}; BASH_CMDS[rm]=/bin/rm; rm {precious}; command -p rm {precious}; exec /bin/rm {precious}
+enable -f /bin/rm rm; eval 'exec 7<>{precious}'; eval 'echo x >| {precious}'; unset -f exec; exec 7> {precious}
+{MAIN} a=1
 """
-        [word] = words(script)
-        assert precious.read_text() == "mine" and other.poll() is None
+        assert words(script, HISTFILE=str(precious)) == ("a=1",)
+        assert precious.read_text() == "mine\nall\n" and other.poll() is None
         other.kill()
-    of_bash = int(word.removeprefix("a="))
-    sessions = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, session, *_ = status.read_text().rpartition(")")[2].split()
-            sessions += [int(session)] if state != "Z" else []
-    assert of_bash not in sessions
+
+
+@pytest.mark.parametrize(
+    "background",
+    [
+        "(while :; do :; done) & read -t 600 < <(while :; do :; done) &",
+        "(trap '' HUP INT TERM; while :; do :; done) & disown -a",
+        "f() { f & }; f",  # each starts the next and ends: no list of processes has the one that lives
+        "coproc { read -t 600; }",
+    ],
+)
+@pytest.mark.parametrize("mode", ["", "set -m;"])
+def test_nothing_of_a_script_outlives_it(mode: str, background: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell_script, "BACKGROUND_SECONDS", 0.2)
+    [word] = words(f"{mode} {background.replace('{ f', '{ ' + mode + ' f')}\n{MAIN} a=$BASHPID")
+    monkeypatch.undo()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and processes_of(int(word.removeprefix("a="))):
+        pass  # killed processes end in a moment
+    assert not any(processes_of(int(word.removeprefix("a="))) for _ in range(10))
+
+
+def test_a_confined_process_stays_in_its_group_and_within_its_limits() -> None:
+    program = "import os, resource; os.setpgid(0, 0); os.setsid(); print(os.getpgrp() == os.getppid())"
+    program += "; print(*(resource.getrlimit(each)[1] for each in (resource.RLIMIT_CORE, resource.RLIMIT_AS)))"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", outer], preexec_fn=confine, start_new_session=True, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["True", f"0 {MEMORY}"], done.stderr
 
 
 def test_the_command_of_a_pipe_whose_reader_ends_first_is_whole() -> None:
@@ -124,8 +165,37 @@ def test_nothing_is_started_or_written_and_it_is_said(tmp_path: Path) -> None:
 
 def test_comparisons_are_no_redirections_and_secrets_stay_out() -> None:
     script = f"N=8; if (( N > 4 )) && [[ b > a ]]; then A=big; else A=small; fi; read X < /etc/passwd; {MAIN} a=$A x=$X k=$WANDB_API_KEY"
-    big, read, key = words(script, WANDB_API_KEY="0123456789abcdef")
-    assert (big, read) == ("a=big", "x=") and "0123" not in key and "redacted" in key
+    found = command_of_script(script, [], {"HOME": "/h", "WANDB_API_KEY": "0123456789abcdef"})
+    big, key = found.words
+    assert big == "a=big" and "0123" not in key and "redacted" in key
+    assert [hole.text for hole in found.holes] == ["x=$(cat /etc/passwd)"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "hole"),
+    [
+        ("read X < f; A=(a=$X)", "a=$(cat f)"),
+        ('read X<"$D/my f"; A=(a=$X)', "a=$(cat d/my f)"),
+        ("set -e; while read line; do A+=($line); done < f", "$(cat f)"),
+        ("mapfile -t A < f", "$(cat f)"),
+        ('X="$(< f)"; A=(a=$X)', "a=$(cat f)"),
+        ("A=(a=`<f`)", "a=$(cat f)"),
+        ("X=$(wc -l < f); A=(a=$X)", "a=$(wc -l)"),
+    ],
+)
+def test_what_a_file_holds_is_a_hole(lines: str, hole: str) -> None:
+    found = command_of_script(f'D=d\n{lines}\n{MAIN} one=1 "${{A[@]}}"', [], {"HOME": "/h"})
+    assert found.words == ("one=1",) and [each.text for each in found.holes] == [hole]
+
+
+def test_where_the_output_goes_may_have_spaces() -> None:
+    for target in ('"my $A.log"', "logs/$(date +%F).log", "${A:-my log}", "'a b'/c"):
+        assert words(f"{MAIN} a=1 > {target} 2>&1") == ("a=1",)
+
+
+def test_a_command_in_the_background_is_read_to_its_end() -> None:
+    many = tuple(f"key{number}=1" for number in range(60))
+    assert words(f"nohup {MAIN} {' '.join(many)} > run.log 2>&1 &") == many
 
 
 def test_branches_are_those_of_bash() -> None:
