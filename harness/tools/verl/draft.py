@@ -166,6 +166,8 @@ def of_type(kind: type, value: Any, key: str) -> Any:
         return False
     if kind is float and type(value) is int:
         return float(value)
+    if kind is int and type(value) is bool:  # as Python compares it in verl's code: test_freq = False is 0
+        return int(value)
     if type(value) is not kind:
         raise ConfigError(f"{full(key)} must be {KINDS[kind]}, got {shown(value)}.")
     return value

@@ -288,6 +288,9 @@ def rollout(draft: Draft) -> None:
     for name in ("stop", "stop_token_ids"):  # in no config of verl; 0.3 to 0.6 hand them to SGLang
         if (value := draft.get(f"@.rollout.{name}")) is not None:
             draft.put(f"rollout.{name}", value if isinstance(value, list) else [value], f"@.rollout.{name}")
+    shorter, own = draft.get("@.rollout.prompt_length"), draft.integer("data.max_prompt_length")
+    if draft.given("@.rollout.prompt_length") and shorter is not None and shorter < own:
+        draft.lose(f"prompts that are cut to {shorter} tokens", "@.rollout.prompt_length")
     wake_up = "@.rollout.multi_stage_wake_up"
     staged = draft.since("0.6") or bool(draft.get(wake_up, False))
     note = "" if draft.given(wake_up) else "weights, then KV cache" if staged else "both at once"
@@ -361,8 +364,8 @@ def importance_sampling(draft: Draft) -> None:
 def batches(draft: Draft, section: str, prefix: str) -> None:
     """Set minibatches and microbatches. verl counts a minibatch in prompts; the critic's in sequences before 0.4."""
     key, responses = f"{prefix}.ppo_mini_batch_size", draft.integer("@.rollout.n")
-    if section == "critic" and not draft.since("0.4"):
-        responses = 1
+    if section == "critic" and not draft.since("0.8"):  # 0.4 to 0.7 multiply by rollout_n, by default rollout.n
+        responses = draft.integer("critic.rollout_n") if draft.since("0.4") else 1
     note = f"x {responses} responses" if responses > 1 else ""
     draft.put(f"{section}.minibatch_size", draft.integer(key) * responses, key, note=note)
     dynamic, budget = f"{prefix}.use_dynamic_bsz", f"{prefix}.ppo_max_token_len_per_gpu"
@@ -403,7 +406,7 @@ def optimizer(draft: Draft, section: str, prefix: str) -> None:
     betas = draft.get(f"{optim}.betas") or [0.9, 0.999]
     draft.put(f"{section}.betas", [float(beta) for beta in betas], f"{optim}.betas")
     clip, other_clip = f"{prefix}.grad_clip", f"{optim}.clip_grad"
-    if megatron:
+    if megatron or has_engine_workers(draft):
         clip, other_clip = other_clip, clip
     draft.put(f"{section}.max_grad_norm", draft.get(clip, 1.0), clip)
     draft.ignore(f"verl reads {full(clip)}", other_clip)
@@ -418,6 +421,11 @@ def optimizer(draft: Draft, section: str, prefix: str) -> None:
     draft.put(f"{section}.schedule", schedule, *styles)
 
 
+def has_engine_workers(draft: Draft) -> bool:
+    """Return whether verl trains by workers/engine/: since 0.8 always, and since 0.6 if a command asks for it."""
+    return draft.since("0.8") or (draft.since("0.6") and draft.get("trainer.use_legacy_worker_impl") == "disable")
+
+
 def warmup(draft: Draft, section: str, prefix: str) -> bool:
     """Set the warm-up, and return whether there is one.
 
@@ -426,8 +434,8 @@ def warmup(draft: Draft, section: str, prefix: str) -> bool:
     steps_key, ratio_key = f"{prefix}.optim.lr_warmup_steps", f"{prefix}.optim.lr_warmup_steps_ratio"
     steps, ratio = draft.get(steps_key), float(draft.get(ratio_key) or 0.0)
     steps = -1 if steps is None else steps
-    # FSDP's optimizer takes 0 as "no warm-up" before 0.8, and as "not given" since.
-    if steps > 0 or (steps == 0 and not draft.since("0.8") and draft.verl.trainer == "fsdp"):
+    # FSDP's older workers take 0 as "no warm-up", the engine as "not given".
+    if steps > 0 or (steps == 0 and not has_engine_workers(draft) and draft.verl.trainer == "fsdp"):
         draft.ignore("lr_warmup_steps comes first", ratio_key)
         source = steps_key
     else:
@@ -500,6 +508,10 @@ def checkpoints(draft: Draft, environment: Mapping[str, str]) -> None:
     draft.put("checkpoint.keep", 1 if draft.get(only_last) else draft.get(most) or 0, most, only_last)
     if draft.get("trainer.max_critic_ckpt_to_keep") == draft.get(most):
         draft.ignore("actor and critic are in one checkpoint", "trainer.max_critic_ckpt_to_keep")
+    for key in filter(re.compile(r".*\.checkpoint\.(save_|load_)?contents").fullmatch, draft.verl.given):
+        value = draft.get(key)
+        if isinstance(value, list) and not {"model", "optimizer", "extra"} <= set(value):
+            draft.lose("a resumed run without the optimizer, the schedule or the model; here with all of them", key)
     folder, mode = "trainer.default_local_dir", "trainer.resume_mode"
     saves = draft.given(folder) or every > 0
     if saves:

@@ -34,6 +34,8 @@ _QUOTED_OR_REDIRECTION = re.compile(
 _CONTENT = re.compile(rf"(?P<open>\$\(|`)\s*<[ \t]*(?P<file>{_FILE})\s*(?P<close>\)|`)")
 """$(<FILE): what a file holds."""
 _PATH = re.compile(r"(?<![\w$])PATH=")
+_OWN_PATH = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?(?::-[^{}]*)?\}|\$BASH_SOURCE\b")
+"""The script's own path. $0 has it too, and exists in a script that is no file."""
 _HOLE = re.compile("\2([0-9]+)\3\n?")
 """What expand.bash prints in place of a command's output: the id of its process."""
 _SET_UP = ("activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "set_env.sh")
@@ -194,6 +196,7 @@ def _without_redirections(text: str) -> str:
         return "" if match["output"] or match["comment"] else match[0]
 
     text = _CONTENT.sub(r"\g<open>cat \g<file>\g<close>", text.replace("\r\n", "\n"))
+    text = _OWN_PATH.sub("$0", text)
     return _PATH.sub("PATH_OF_SCRIPT=", _QUOTED_OR_REDIRECTION.sub(keep, text))
 
 

@@ -191,14 +191,19 @@ def which_trainer(overrides: Sequence[Override], options: Mapping[str, str]) -> 
     if folder.removeprefix("./") != "config" and not f"/{folder}".endswith("/verl/trainer/config"):
         text = f"a {name}.yaml of that folder; verl's own is used"
         verdicts.append(Verdict(override=f"--config-path={folder}", fate="unsupported", text=text))
-    lacking = "{}'s parallel sizes, memory and speed; here FSDP2 over all ranks, with the same formulas"
+    lacking = "{}'s parallel sizes, memory and speed{}; here FSDP2 over all ranks, with the same formulas"
+    own = ", and the defaults of its own optimizer and schedule"
     if name == "ppo_megatron_trainer":
-        text = lacking.format("Megatron")
+        text = lacking.format("Megatron", "")
         return "megatron", [*verdicts, Verdict(override=f"--config-name={name}", fate="unsupported", text=text)]
     for each in overrides:
         other = next((other for other in OTHER_TRAINERS if other in str(each.value)), "")
         if other and (each.key in STRATEGIES or is_config_group(each)):
-            verdict = Verdict(override=each.text, fate="unsupported", text=lacking.format(other.capitalize()))
+            verdict = Verdict(
+                override=each.text,
+                fate="unsupported",
+                text=lacking.format(other.capitalize(), own if other != "megatron" else ""),
+            )
             return "megatron" if other == "megatron" else "fsdp", [*verdicts, verdict]
     return "fsdp", verdicts
 

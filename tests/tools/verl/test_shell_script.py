@@ -48,6 +48,11 @@ PYTHONUNBUFFERED=1 {MAIN} \\
     assert "two=given" in words(script, B="given")
 
 
+def test_the_scripts_own_folder() -> None:
+    for path in ("${BASH_SOURCE[0]}", "${BASH_SOURCE}", "$BASH_SOURCE", "${BASH_SOURCE[0]:-$0}"):
+        assert words(f'set -u; D="$(dirname "{path}")"; {MAIN} a=$D') == ("a=.",)
+
+
 def test_date_is_the_only_command_that_has_a_result() -> None:
     script = (
         f"D=${{D:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}}\n{MAIN} name=$(date +%Y)-$D"

@@ -322,6 +322,24 @@ SAID: list[tuple[str, str, str]] = [
         "memory",
     ),
     ("critic.cliprange_value=0", "unsupported", "clamped"),
+    ("+actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=False", "unsupported", "precision"),
+    ("+actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True", "irrelevant", "laid out"),
+    ("+actor_rollout_ref.actor.megatron.override_transformer_config.use_naive_l2norm=True", "unsupported", "terms of"),
+    ("+actor_rollout_ref.actor.mindspeed.mcore_kwargs.moe_aux_loss_coeff=0.01", "unsupported", "not FSDP or Megatron"),
+    ("+actor_rollout_ref.actor.torchtitan.dtype=float16", "unsupported", "not FSDP or Megatron"),
+    ("+actor_rollout_ref.actor.veomni.param_offload=True", "irrelevant", "laid out"),
+    ("actor_rollout_ref.model.tokenizer_path=/other", "unsupported", "another tokenizer"),
+    ("actor_rollout_ref.model.external_lib=my.code", "unsupported", "code that verl imports"),
+    ("data.trust_remote_code=True", "unsupported", "code from the model's own folder"),
+    ("actor_rollout_ref.actor.load_weight=False", "unsupported", "first weights"),
+    ("+actor_rollout_ref.actor.megatron.use_dist_checkpointing=True", "unsupported", "first weights"),
+    ("+actor_rollout_ref.actor.megatron.dist_checkpointing_path=/m", "unsupported", "first weights"),
+    ("actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim", "unsupported", "another optimizer"),
+    ("actor_rollout_ref.rollout.multi_turn.tool_config_path=/t.yaml", "unsupported", "tools in the prompts"),
+    ("actor_rollout_ref.rollout.prompt_length=256", "unsupported", "cut to 256"),
+    ("actor_rollout_ref.rollout.prompt_length=1024", "irrelevant", "cuts no prompt"),
+    ("actor_rollout_ref.actor.checkpoint.load_contents=[model]", "unsupported", "without the optimizer"),
+    ("actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]", "irrelevant", "stores"),
     ("actor_rollout_ref.actor.clip_ratio=0.1", "irrelevant", "clip_ratio_low"),
     ("algorithm.kl_ctrl.kl_coef=0.1", "irrelevant", "no KL"),
     ("+actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=4", "unsupported", "parallel.tp"),
@@ -359,6 +377,39 @@ def test_what_has_no_counterpart_is_said(word: str, fate: str, reason: str) -> N
 def test_the_agent_loop_does_not_read_do_sample(release: str, words: str, temperature: float) -> None:
     found = of("actor_rollout_ref.rollout.val_kwargs.temperature=0.6", *words.split(), release=release)
     assert found.config.validation.temperature == temperature
+
+
+@pytest.mark.parametrize(
+    ("release", "words", "norm"),
+    [
+        ("0.7", "", 0.5),
+        ("0.7", "trainer.use_legacy_worker_impl=disable", 2.0),
+        ("0.5", "trainer.use_legacy_worker_impl=disable", 0.5),
+        ("0.8", "", 2.0),
+        ("0.9", "", 2.0),
+    ],
+)
+def test_verls_engine_clips_gradients_by_its_own_key(release: str, words: str, norm: float) -> None:
+    both = [
+        f"{prefix}.{key}"
+        for prefix in ("actor_rollout_ref.actor", "critic")
+        for key in ("grad_clip=0.5", "optim.clip_grad=2.0")
+    ]
+    found = of(*both, *words.split(), release=release)
+    assert (found.config.actor.max_grad_norm, found.config.critic.max_grad_norm) == (norm, norm)
+    unread = "grad_clip=0.5" if norm == 2.0 else "clip_grad=2.0"
+    fates = {each.override: each.fate for each in found.verdicts if "clip" in each.override}
+    assert {fate for override, fate in fates.items() if override.endswith(unread)} <= {"irrelevant", "unsupported"}
+
+
+def test_the_critics_own_number_of_responses_counts_in_0_4_to_0_7() -> None:
+    words = ("actor_rollout_ref.rollout.n=5", "critic.rollout_n=2")
+    sizes = [of(*words, release=release).config.critic.minibatch_size for release in ("0.4", "0.7", "0.8")]
+    assert sizes == [512, 512, 1280]
+
+
+def test_false_is_zero_where_verl_compares_it() -> None:
+    assert of("trainer.test_freq=False").config.validation.every == 0
 
 
 def test_rows_are_drawn_as_verl_draws_them() -> None:
