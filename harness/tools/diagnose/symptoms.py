@@ -1,7 +1,7 @@
 """What a log shows of failures: its tracebacks, crashes and error lines, and lines that the catalogue knows.
 
 A log may have gigabytes and a failure may have a million consequences. So lines are searched only if they have a word of
-failure or all words of a known line, and of symptoms that differ in numbers only the first and the last are kept.
+failure or all words of a known line, and of symptoms that differ in numbers only the first and the last are kept; of very many, those of one kind.
 """
 
 import re
@@ -29,6 +29,8 @@ HEADING_LINES = 3
 """So many lines after a heading, such as "Last error:", stands what it announces."""
 LINES_APART = 50
 """Of lines of one process that match the same pattern, the next one that is kept is so many lines away."""
+MOST_TEXTS = 1000
+"""After so many symptoms of a file, those that begin alike up to the first colon count as the same."""
 LAST_LINES = 3  # of the log, and so many of the lines in doubt
 
 WORDS = frozenset(
@@ -324,6 +326,8 @@ class _Scanner:
         while self._pending and (before is None or self._pending[0].ends + CODE_LINES < before):
             each = self._pending.pop(0)
             text = re.sub(r"\d+", "#", each.line.text)
+            if len(self._first) >= MOST_TEXTS:
+                text = text.partition(":")[0]
             key = (each.burst, each.kind, text, frozenset(each.matched), frozenset(each.packages))
             self._first.setdefault(key, each)
             self._last[key] = each

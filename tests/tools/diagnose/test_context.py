@@ -245,6 +245,12 @@ def test_the_pool_is_too_small_only_if_it_is(tmp_path: Path) -> None:
     assert diagnosed(tmp_path, f"{text}{large}").finding is None
 
 
+def test_an_import_from_a_folder_without_code_is_no_moved_name(tmp_path: Path) -> None:
+    text = "ImportError: cannot import name 'Engine' from 'sglang' ({})\n"
+    assert name(diagnosed(tmp_path, text.format("/env/sglang/__init__.py"))) == "sglang-import-moved high"
+    assert diagnosed(tmp_path, text.format("unknown location")).verdict == "unknown"
+
+
 def test_a_name_that_only_ends_like_a_known_one_is_another(tmp_path: Path) -> None:
     frame = '  File "/x/sglang/srt/models/deepseek_v2.py", line 7, in load_weights\n'
     text = f"Traceback (most recent call last):\n{frame}KeyError: 'model.layers.0.mlp.%sexperts.gate_up_proj%s'\n"

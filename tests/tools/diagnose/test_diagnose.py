@@ -17,6 +17,7 @@ from harness.tools.diagnose.diagnose import Diagnosis, diagnose
 from harness.tools.diagnose.diagnosis_text import as_text
 from harness.tools.diagnose.entries import CatalogueEntry, catalogue
 from harness.tools.diagnose.log_lines import log_files
+from harness.tools.diagnose.symptoms import MOST_TEXTS, read_facts
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LOGS = Path(__file__).with_name("logs")
@@ -158,6 +159,15 @@ def test_a_decisive_line_does_not_lose_to_the_number_of_its_consequences(tmp_pat
     found = diagnosed(tmp_path, cause + "".join(consequence.format(30000 + number) for number in range(1000)))
     assert found.finding and (slug(found), found.finding.confidence) == ("double-resume-or-release", "high")
     assert found.ending and found.ending.text.endswith(":30999")
+
+
+def test_consequences_that_all_differ_take_no_room(tmp_path: Path) -> None:
+    cause = "(WorkerDict pid=1) RuntimeError: Cannot pause allocation that is not active\n"
+    names = ("".join(chr(97 + int(digit)) for digit in str(number)) for number in range(4 * MOST_TEXTS))
+    text = "".join(f"aiohttp.ClientConnectorError: Cannot connect to host {name}\n" for name in names)
+    found = diagnosed(tmp_path, f"{text}{cause}{text}")
+    assert found.finding and (slug(found), found.finding.confidence) == ("double-resume-or-release", "high")
+    assert len(read_facts([str(tmp_path / "a.log")]).symptoms) < 2 * MOST_TEXTS
 
 
 def test_an_unknown_error_line_before_a_consequence_is_shown_with_it(tmp_path: Path) -> None:

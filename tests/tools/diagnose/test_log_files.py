@@ -71,11 +71,11 @@ def launch(*arguments: str, **values: object) -> subprocess.CompletedProcess[str
 def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(f"{ERROR}\n".encode())))
+    writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(f"{ERROR}\n".encode())), daemon=True)
     writer.start()
     run = launch(str(pipe), timeout=60)
-    writer.join()
     assert run.returncode == 0 and run.stdout.startswith(SLUG), run.stderr
+    writer.join()
 
 
 def test_a_console_that_knows_ascii_only(tmp_path: Path) -> None:

@@ -66,6 +66,26 @@ def nccl_cumem_skew(broken: bool) -> None:
 
 
 @Case(
+    broken="rank 1 brings eight elements",
+    healthy="both ranks bring one element",
+    signature=(r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size",),
+)
+def gloo_collective_mismatch(broken: bool) -> None:
+    """A rank aborts when another one calls the same collective with another number of elements."""
+
+    def work(rank: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        join_group(seconds=4)
+        total = torch.ones(8 if broken and rank == 1 else 1)
+        dist.all_reduce(total)
+        print(f"rank {rank}: {total[0].item()}", flush=True)
+
+    run_ranks(work)
+
+
+@Case(
     broken="rank 0 is killed by SIGKILL before it takes part",
     healthy="it takes part",
     signature=(r"Connection closed by peer|Connection reset by peer",),

@@ -12,6 +12,8 @@ from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import run_on_two_hosts, run_ranks
 from harness.tools.repro.tiny_engine import PROMPT, checkpoint_tensors, prepare_process, tiny_engine
 
+SHARED_TENSORS = 200
+
 
 @Case(
     broken="each rank has a different authkey, as processes of torchrun do",
@@ -156,3 +158,24 @@ def safe_unpickler(broken: bool) -> None:
     payload = base64.b64encode(sglang_api.serialize(Weights(names) if broken else names)).decode()
     serializer = sglang_api.source.load("srt/utils/common.py", "MultiprocessingSerializer")
     print("opened:", serializer.deserialize(payload))
+
+
+@Case(
+    broken="a limit of 64 file descriptors",
+    healthy="the limit that the process has",
+    signature=(r"Too many open files",),
+)
+def too_many_open_files(broken: bool) -> None:
+    """Each tensor in shared memory takes a file descriptor of its process, until there is none left."""
+    import resource
+
+    import torch
+
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < 2 * SHARED_TENSORS:
+        raise UnsupportedEnvironment(f"the limit of open files must be at least {2 * SHARED_TENSORS}; it is {limit}")
+    if broken:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    torch.multiprocessing.set_sharing_strategy("file_descriptor")
+    shared = [torch.ones(4).share_memory_() for _ in range(SHARED_TENSORS)]
+    print(f"{len(shared)} tensors are shared", flush=True)
