@@ -55,7 +55,7 @@ _COMMON: dict[str, Any] = {
     "intermediate_size": (128, 512),
     "initializer_range": (0.1, 0.04),
 }
-_MOE = {"moe_intermediate_size": (32, 128), "norm_topk_prob": True}
+_MOE = {"moe_intermediate_size": 128, "norm_topk_prob": True}
 _DEEPSEEK: dict[str, Any] = _MOE | {
     "n_routed_experts": (8, 16),
     "num_experts_per_tok": (2, 4),

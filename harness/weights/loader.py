@@ -54,6 +54,21 @@ class EngineLoader:
         return {rank: len(sums) for rank, sums in found.items()} == due
 
     @property
-    def opaque(self) -> list[str]:
-        """Checkpoint names that arrive in a way that cannot be followed: read-back and fingerprints leave them out."""
-        return sorted({name for each in self.coverage for name in each.opaque})
+    def opaque(self) -> set[str]:
+        """Checkpoint names that arrive in a way that cannot be followed: only loading them again shows whether they did."""
+        return {name for each in self.coverage for name in each.opaque}
+
+    @property
+    def computing(self) -> set[str]:
+        """Names of the trainer's tensors, as sent, that some scheduler's loader does more with than copy."""
+        return {name for each in self.coverage for name in each.computing}
+
+    @property
+    def derived_over(self) -> set[str]:
+        """Names of the trainer's tensors, as sent, that post_load_weights changes in place on some scheduler."""
+        return {name for each in self.coverage for name in each.derived_over}
+
+    @property
+    def derives(self) -> bool:
+        """Whether some scheduler's loader derives tensors from what it copied, in post_load_weights."""
+        return any(each.derives for each in self.coverage)

@@ -91,9 +91,7 @@ def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCove
     """Return one sentence for each tensor that would not arrive whole and unchanged."""
     errors = {name: error for each in coverage for name, error in each.errors.items()}
     found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
-    filled = {name for each in coverage for name in each.filled}
-    unfilled = dict.fromkeys(name for each in coverage for name in each.unfilled if name not in filled)
-    found += [f"{name}: a parameter of the engine that nothing sent would fill" for name in unfilled]
+    found += _unfilled(coverage)
     # A tensor is unknown only if no rank reads it: where sizes are padded, the last ranks hold padding only.
     unknown = set(coverage[0].unknown).intersection(*(each.unknown for each in coverage))
     untold = {name for each in coverage for name in each.opaque} | {name for key in errors for name in key.split(", ")}
@@ -107,6 +105,19 @@ def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCove
             elif view.name not in untold:
                 found += _misfit(view, copies[view.name])
     return found
+
+
+def _unfilled(coverage: Sequence[LoadCoverage]) -> list[str]:
+    """Return what no scheduler's loader fills whole. Where sizes are padded, the last ranks hold padding that nothing fills."""
+    least: dict[str, tuple[int, int]] = {}
+    for name, found in (item for each in coverage for item in each.missing.items()):
+        least[name] = min(found, least.get(name, found))
+    return [
+        f"{name}: a parameter of the engine that nothing sent would fill"
+        + (f", in {missing} of its {elements} elements" if missing < elements else "")
+        for name, (missing, elements) in least.items()
+        if missing
+    ]
 
 
 def _misfit(view: TensorView, copies: Sequence[LoaderCopy]) -> list[str]:

@@ -1,5 +1,6 @@
 """TrainerWeights: the weights of one sync, in whichever form a transport takes them."""
 
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 
@@ -40,8 +41,13 @@ class TrainerWeights:
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """The checkpoint tensors in buckets, one for each call of the engine."""
+        return self.buckets_of(self.tensors)
+
+    def buckets_of(self, names: Collection[str]) -> tuple[Bucket, ...]:
+        """Return buckets of these tensors alone, of those that are sent. What fuses stays together."""
         shards = {name: RowShards.of(tensor) for name, tensor in self.tensors.items()}
-        return plan_buckets(self.groups, shards, self.bucket_bytes)
+        wanted = [tuple(view for view in group.views if view.of in names) for group in self.groups]
+        return plan_buckets([FusingGroup(views=views) for views in wanted if views], shards, self.bucket_bytes)
 
     @property
     def nbytes(self) -> int:

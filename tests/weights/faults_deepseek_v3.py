@@ -14,8 +14,16 @@ from harness.rollout.engine_ranks import Group
 from harness.weights.gather import Bucket, full_tensor
 from harness.weights.names import checkpoint_layout
 from harness.weights.tensor_view import TensorView
-from tests.weights.faults_in_scheduler import REPLAN
-from tests.weights.faults_stand import Stand, live_layout, rename_live, run, two_hundred_updates, update_one_by_one
+from tests.weights.faults_in_scheduler import REPLAN, SPOIL
+from tests.weights.faults_stand import (
+    Stand,
+    live_layout,
+    no_shard_is_padding,
+    rename_live,
+    run,
+    two_hundred_updates,
+    update_one_by_one,
+)
 
 EXPERTS = "model.layers.1.mlp.experts"
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
@@ -204,7 +212,27 @@ def missing_shard(stand: Stand, broken: bool) -> list[str]:
     return stand.refused(names=rename_live(lose) if broken else None)
 
 
+def stale_derived(stand: Stand, broken: bool, name: str) -> list[str]:
+    """MLA attends with w_kc and w_vc alone, which SGLang derives from kv_b_proj."""
+    stand.change()
+    stand.sync.update_engine()
+    if broken:
+        stand.hook(SPOIL, f"1 {name}")
+    assert not stand.compared().wrong, "no fingerprint shows it"
+    return [*stand.reloaded(), *stand.seen()]
+
+
+def one_bit_of_w_kc(stand: Stand, broken: bool) -> list[str]:
+    return stale_derived(stand, broken, "w_kc")
+
+
+def one_bit_of_w_vc(stand: Stand, broken: bool) -> list[str]:
+    return stale_derived(stand, broken, "w_vc")
+
+
 CASES = (
+    one_bit_of_w_kc,
+    one_bit_of_w_vc,
     one_tensor_a_call,
     lost_correction_bias,
     dropped_expert,
@@ -224,4 +252,4 @@ CASES = (
 
 
 def main(folder: Path) -> None:
-    run(folder, "deepseek_v3", CASES, [live_names_that_the_engine_knows, two_hundred_updates])
+    run(folder, "deepseek_v3", CASES, [live_names_that_the_engine_knows, no_shard_is_padding, two_hundred_updates])

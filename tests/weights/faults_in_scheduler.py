@@ -17,6 +17,7 @@ from harness.weights.worker.loader_trace import GroupTrace
 
 LINGER = f"{__name__}.linger"
 SKIP = f"{__name__}.skip"
+SPOIL = f"{__name__}.spoil"
 REPLAN = f"{__name__}.replan"
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -48,6 +49,20 @@ def skip(model: Any, named_tensors: Named) -> None:
         puller.done = number
 
     Puller.pull = pretend if text == str(dist.get_rank()) else _pull  # type: ignore[method-assign]
+
+
+def spoil(model: Any, named_tensors: Named) -> None:
+    """ "RANK NAME": on this engine rank, flip one bit of one element of the attribute NAME of the first module that has it."""
+    rank, name = named_tensors[0][0].split()
+    if rank == str(dist.get_rank()):
+        held = next(vars(module)[name] for module in model.modules() if name in vars(module))
+        held.as_strided((1,), (1,)).view(torch.int32).bitwise_xor_(1)
+
+
+def zeros(model: Any, _: None = None) -> dict[str, int]:
+    """Return parameter -> elements that are exactly 0, where there are any: random weights have none, padding has only these."""
+    found = {name: int((tensor == 0).sum()) for name, tensor in model.named_parameters()}
+    return {name: count for name, count in found.items() if count}
 
 
 def replan(model: Any, named_tensors: Named) -> None:

@@ -34,9 +34,11 @@ from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
 from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.weights.verification.perturb import perturb
-from harness.weights.verification.readback import weight_differences
+from harness.weights.verification.readback import read_back
+from harness.weights.verification.reload import load_again
 from harness.weights.verification.snapshot import snapshot_weights
-from tests.weights.faults_in_scheduler import LINGER, REPLAN, SKIP
+from tests.weights import faults_in_scheduler
+from tests.weights.faults_in_scheduler import LINGER, REPLAN, SKIP, SPOIL
 
 BUCKET_BYTES = 150_000
 PROMPTS = [[5 + (7 * row + 3 * at) % 300 for at in range(24)] for row in range(4)]
@@ -98,7 +100,13 @@ class Stand:
     def seen(self, sync: WeightSync | None = None) -> list[str]:
         """What readback and log-probs say of what the engine holds now."""
         sync = sync or self.sync
-        return [*weight_differences(sync.weights, sync.loader), *self.log_prob_violations()]
+        return [*read_back(sync.weights, sync.loader).differences, *self.log_prob_violations()]
+
+    def reloaded(self) -> list[str]:
+        """What loading again, which the default level does for what no fingerprint shows, says of what the engine holds."""
+        left = self.compared().left
+        found = load_again(self.sync.weights, self.sync.loader, left)
+        return [*(f"reloaded: {sentence}" for sentence in found.wrong), *found.not_covered]
 
     def compared(self, sync: WeightSync | None = None) -> FingerprintComparison:
         """What fingerprints, which the default level takes, say of what the engine holds now."""
@@ -229,13 +237,24 @@ def rename_live(change: Callable[[dict[str, torch.Tensor]], None]) -> Named:
     return names
 
 
+def no_shard_is_padding(stand: Stand) -> list[str]:
+    """Name each parameter of which some scheduler holds padding: a fault in what is sharded would not show there."""
+    stand.change()
+    stand.sync.update_engine()
+    with stand.engine.weight_update():
+        everyone = all_gather(stand.engine.ask(faults_in_scheduler.zeros))
+    return [
+        f"{name}: {count} zeros on rank {rank}" for rank, each in enumerate(everyone) for name, count in each.items()
+    ]
+
+
 def two_hundred_updates(stand: Stand) -> list[str]:
     """Read back each of 200 healthy updates, and compare the log-probs after the last."""
     found = []
     for _ in range(200):
         stand.change()
         stand.sync.update_engine()
-        found += weight_differences(stand.sync.weights, stand.sync.loader)
+        found += read_back(stand.sync.weights, stand.sync.loader).differences
     return [*found, *stand.log_prob_violations()]
 
 
@@ -278,7 +297,7 @@ def run(
             dtype="float32",
             skip_tokenizer_init=True,
             random_seed=0,
-            custom_weight_loader=[LINGER, SKIP, REPLAN],
+            custom_weight_loader=[LINGER, SKIP, SPOIL, REPLAN],
         )
         model = load_causal_lm(str(folder / "model"), torch.float32, torch.device("cpu"), meshes.fsdp)
         stand = Stand(world, meshes.fsdp, folder, engine, model)

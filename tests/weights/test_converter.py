@@ -20,7 +20,7 @@ from harness.weights.presync_checks import WeightsRefused
 from harness.weights.sync import WeightSync
 from harness.weights.tensor_view import TensorView
 from harness.weights.verification.fingerprint import compare_fingerprints
-from harness.weights.verification.readback import weight_differences
+from harness.weights.verification.readback import read_back
 from tests.cluster.gloo import on_ranks
 from tests.weights.toy_model import RankEngine, view_of
 
@@ -117,13 +117,13 @@ def _sync(rank: int, transport: Any, dtype: torch.dtype, folder: Path) -> list[s
             if (held.dequantized(name) - whole).abs().max() > 0.07 * whole.abs().max():
                 wrong.append(f"{name} is not what the trainer has")
         compared = compare_fingerprints(sync.weights, sync.loader)
-        wrong += [*compared.wrong, *weight_differences(sync.weights, sync.loader)]
+        wrong += [*compared.wrong, *read_back(sync.weights, sync.loader).differences]
         if compared.compared != 2 * len(SHAPES):
             wrong.append(f"only {compared.compared} compared")
     sync.save(folder, folder)
     held.get_parameter("qk_scale").data[7] *= 2  # a row of k
     wrong += [f"found: {name}" for name in compare_fingerprints(sync.weights, sync.loader).wrong]
-    wrong += [f"found: {text}" for text in weight_differences(sync.weights, sync.loader)]
+    wrong += [f"found: {text}" for text in read_back(sync.weights, sync.loader).differences]
     sync.close()
     return wrong
 

@@ -23,6 +23,8 @@ NOT_KNOWN = "the engine knows no such parameter and would ignore it"
 
 CASES = {
     "deepseek_v3": (
+        "one_bit_of_w_kc",
+        "one_bit_of_w_vc",
         "one_tensor_a_call",
         "lost_correction_bias",
         "dropped_expert",
@@ -53,13 +55,13 @@ CASES = {
     "qwen3_moe": ("live_names", "live_names_that_nobody_asked_about", "tied_embeddings_sent_once", "outside_a_session"),
 }
 HEALTHY = {
-    "deepseek_v3": ("live_names_that_the_engine_knows", "two_hundred_updates"),
+    "deepseek_v3": ("live_names_that_the_engine_knows", "no_shard_is_padding", "two_hundred_updates"),
     "llama": (
         "tied_embeddings_are_sent_once",
         "one_tensor_a_call_where_nothing_fuses",
         "moved_shards_are_pulled_from_where_they_are",
     ),
-    "qwen3_moe": ("has_sessions",),
+    "qwen3_moe": ("has_sessions", "no_shard_is_padding"),
 }
 
 
@@ -102,6 +104,16 @@ def test_live_names_are_refused(qwen3_moe: Seen) -> None:
 
 def test_live_names_that_nobody_asked_about_show_in_the_log_probs(qwen3_moe: Seen) -> None:
     assert has_wrong_log_probs(qwen3_moe["live_names_that_nobody_asked_about"]["fault"])
+
+
+@pytest.mark.parametrize("name", ["w_kc", "w_vc"])
+def test_one_bit_of_what_the_engine_derives(name: str, deepseek_v3: Seen) -> None:
+    found = deepseek_v3[f"one_bit_of_{name}"]["fault"]
+    [sentence] = [text for text in found if text.startswith("reloaded: ")]
+    assert (
+        f"self_attn.{name} (" in sentence and "kv_b_proj" in sentence and " 1 of " in sentence and "rank 1" in sentence
+    )
+    assert len([text for text in found if f".{name} (" in text]) == 2, "and reading back says so too"
 
 
 def test_one_tensor_a_call(deepseek_v3: Seen) -> None:

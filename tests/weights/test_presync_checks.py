@@ -156,14 +156,24 @@ def test_unknown_on_all_ranks_is_refused_but_not_on_one() -> None:
 
 
 def test_unfilled_on_all_ranks_is_refused_but_not_on_one() -> None:
-    first = LoadCoverage(rank=0, copies=filling("embed"), unfilled=["head", "norm"])
-    last = LoadCoverage(rank=1, copies=filling("embed", "head"), unfilled=["norm"])
+    first = LoadCoverage(rank=0, copies=filling("embed"), missing={"head": (4, 4), "norm": (4, 4)})
+    last = LoadCoverage(rank=1, copies=filling("embed", "head"), missing={"head": (0, 4), "norm": (4, 4)})
     said = ["norm: a parameter of the engine that nothing sent would fill"]
     assert coverage_problems([], [first, last]) == coverage_problems([], [last, first]) == said
 
 
+def test_a_parameter_that_is_filled_in_part_is_refused() -> None:
+    """Two of six fused rows that nothing fills keep the values that they had."""
+    ranks = [LoadCoverage(rank=rank, missing={"qkv.bias": (2, 6)}) for rank in range(2)]
+    said = "qkv.bias: a parameter of the engine that nothing sent would fill, in 2 of its 6 elements"
+    assert coverage_problems([], ranks) == [said]
+
+
 def test_unfilled_in_one_pipeline_stage_is_refused() -> None:
-    stages = [LoadCoverage(rank=0, copies=filling("layers.0.norm")), LoadCoverage(rank=1, unfilled=["layers.3.norm"])]
+    stages = [
+        LoadCoverage(rank=0, copies=filling("layers.0.norm")),
+        LoadCoverage(rank=1, missing={"layers.3.norm": (2, 2)}),
+    ]
     assert coverage_problems([], stages) == ["layers.3.norm: a parameter of the engine that nothing sent would fill"]
 
 

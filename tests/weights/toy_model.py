@@ -18,7 +18,7 @@ from harness.weights.pull.transport import PullTransport
 from harness.weights.tensor_view import TensorView
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.transports import TensorTransport
-from harness.weights.verification.readback import weight_differences
+from harness.weights.verification.readback import read_back
 
 SHAPES = {
     "embed": (5, 4), "q": (4, 4), "k": (2, 4), "v": (2, 4), "q_a": (3, 4), "kv_a": (2, 4), "kv_b": (6, 2),
@@ -217,7 +217,7 @@ class ToySync:
         self.transport.send(self.weights)
 
     def differences(self) -> list[str]:
-        return weight_differences(self.weights, self.loader)
+        return read_back(self.weights, self.loader).differences
 
 
 def sync_to(

@@ -27,7 +27,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
     from harness.task.tiny_models import save_tiny_model
     from harness.trainer.model import load_causal_lm
     from harness.weights.sync import WeightSync
-    from harness.weights.verification.readback import weight_differences
+    from harness.weights.verification.readback import read_back
 
     activate()
     dist.init_process_group("gloo")
@@ -65,7 +65,7 @@ def main(folder: Path, dp: int, tp: int, transports: list[Any]) -> None:
         change_every_tensor(model, seed=100 + index)
         sync.update_engine()
         seen[f"{name} again"] = difference(engine, model)
-        seen[f"{name} wrong"] = weight_differences(sync.weights, sync.loader)
+        seen[f"{name} wrong"] = read_back(sync.weights, sync.loader).differences
         if name == "distributed":
             seen |= broken_broadcasts(engine, sync)
             sync.update_engine()

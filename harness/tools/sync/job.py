@@ -25,9 +25,10 @@ from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.task.data import load_rows
 from harness.tools.sync.bench import BenchRow, all_gather_row, as_table, sync_row
 from harness.trainer.model import load_causal_lm, named_tensors
+from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
 from harness.weights.verification.perturb import perturb
-from harness.weights.verification.readback import weight_differences
+from harness.weights.verification.readback import read_back
 from harness.weights.verification.verification import refuse
 
 
@@ -83,11 +84,11 @@ class SyncJob:
             with run.events.phase("sync", index, "the weights of all ranks to reach the engine"):
                 sync.update_engine()
             with run.events.phase("readback", index, "the engine's weights, to compare them"):
-                found = weight_differences(sync.weights, sync.loader)
-            refuse(found, f"sync {index}: {len(found)} tensors are not what was sent")
+                found = read_back(sync.weights, sync.loader)
+            wrong = found.differences
+            refuse(wrong, f"sync {index}: {len(wrong)} tensors are not what was sent")
         seconds = run.events.seconds["sync"][-self.syncs :]
-        unread = sync.loader.opaque
-        left_out = f"; not read back: {', '.join(unread[:4])}" if unread else ""
+        left_out = f"; NOT compared: {first_of(found.not_covered)}" if found.not_covered else ""
         return (
             f"PASSED: {self.syncs} syncs of {sync.weights.nbytes / 1e6:.1f} MB in {len(sync.weights.layout)} tensors by"
             f" {name}, every tensor changed before each, every element read back and equal{left_out};"

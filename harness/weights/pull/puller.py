@@ -150,7 +150,8 @@ class Puller:
         group, device = self.trace.groups[number], self.trace.device
         whole = group.empty_tensors(device)
         copies_of([self._move(number, read) for read in self._reads(number, whole)], device).run()
-        self.model.load_weights([(view.name, view.in_memory(whole[view.of])) for view in group.views])
+        with self.trace.post_load_noted():  # done once, after the last batch: some models scale in place there
+            self.model.load_weights([(view.name, view.in_memory(whole[view.of])) for view in group.views])
 
     @torch.no_grad()
     def pull(self, number: int, index: int) -> None:

@@ -29,8 +29,10 @@ class FingerprintComparison:
 
     tensors: int
     """Checkpoint tensors that were sent."""
+    left: tuple[str, ...]
+    """Names of the trainer's tensors that could not be compared: they arrive in ways that cannot be followed, or are rounded."""
     compared: int
-    """Those that could be compared; the others arrive in ways that cannot be followed, or are rounded by the engine."""
+    """Checkpoint tensors of the others."""
     wrong: tuple[str, ...]
     """Checkpoint tensors that the engine does not hold as the trainer does. All experts of one tensor are named together."""
 
@@ -46,18 +48,24 @@ def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> Finge
     for view in weights.layout:
         names[view.of].append(view.name)
         elements[view.of] += view.numel
-    compared, wrong = 0, []
+    compared, wrong = set(), []
     for tensor, boxes in _followed(loader).items():
         if sum(prod(size for _, size in steps) for _, _, steps in boxes) != elements[tensor]:
             continue  # some elements are read twice in boxes that are not equal, so the sums would not add up
-        compared += len(names[tensor])
+        compared.add(tensor)
         total = 0
         for (name, _, _), sums in _sums_by_box(boxes, received).items():
             total += min(sums)
             wrong += [name] * (len(sums) > 1)  # ranks that should hold the same elements differ
         wrong += names[tensor] if total % WRAP != expected[tensor] else []
-    everyone = dict.fromkeys(name for each in all_gather(wrong) for name in each)
-    return FingerprintComparison(tensors=len(weights.layout), compared=compared, wrong=tuple(everyone))
+    everyone = all_gather((wrong, [name for name in names if name not in compared]))
+    left = dict.fromkeys(name for _, each in everyone for name in each)
+    return FingerprintComparison(
+        tensors=len(weights.layout),
+        left=tuple(left),
+        compared=sum(len(views) for name, views in names.items() if name not in left),
+        wrong=tuple(dict.fromkeys(name for each, _ in everyone for name in each)),
+    )
 
 
 @torch.no_grad()

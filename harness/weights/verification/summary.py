@@ -14,8 +14,8 @@ PHRASES = {
 SENTENCES = {
     "off": "Nothing was checked; the differences were only measured.",
     "log_probs": "After every sync, 64-bit fingerprints of every element that the engine holds were compared with the"
-    " trainer's, and so were the log-probs of the engine's responses. Tensors that the engine derives from weights are only"
-    " compared at level bytes.",
+    " trainer's. What the engine computes as it loads, or derives from weights, was compared with what its own loader makes"
+    " of the trainer's tensors. So were the log-probs of the engine's responses.",
     "bytes": "After every sync, all that the engine holds was read back and compared with the trainer's tensors bit for bit,"
     " and so were the log-probs of the engine's responses.",
     "full": "Before every sync, each tensor was changed, synced onto garbage, read back bit for bit and compared with a"
@@ -30,26 +30,43 @@ STATISTICS = (
 """(words, metric, field of Allowed)."""
 
 
-def verdict_phrase(level: str, asked: str, can_ask: bool, rollouts: Sequence[Metrics], allowed: Allowed) -> str:
+def verdict_phrase(
+    level: str,
+    asked: str,
+    can_ask: bool,
+    rollouts: Sequence[Metrics],
+    allowed: Allowed,
+    not_covered: Sequence[str] = (),
+) -> str:
     """Return one phrase on the syncs before these rollouts; it claims nothing that was not checked.
 
-    level: of the checks that were made. asked: weights.verify.
+    level: of the checks that were made. asked: weights.verify. not_covered: a sentence for each of what no check covers.
     """
     largest = max(each["log_prob_difference_mean"] for each in rollouts)
     syncs = f"{len(rollouts)} weight syncs"
     if level == "off":
         return f'{syncs}, not verified (weights.verify = "off"): largest mean log-prob difference {largest:.1e}'
-    phrases = "; ".join([*PHRASES.get(level, ()), what_was_compared(level, asked, can_ask, rollouts)])
+    phrases = "; ".join([*PHRASES.get(level, ()), what_was_compared(level, asked, can_ask, rollouts, not_covered)])
     return f"{syncs}: {phrases}; largest mean difference {largest:.1e}, allowed {allowed.mean:.2g}"
 
 
-def what_was_compared(level: str, asked: str, can_ask: bool, rollouts: Sequence[Metrics]) -> str:
-    """Return a phrase on the fingerprints after each sync, or on what it means that there were none."""
+def what_was_compared(
+    level: str, asked: str, can_ask: bool, rollouts: Sequence[Metrics], not_covered: Sequence[str] = ()
+) -> str:
+    """Return a phrase on what was compared after each sync, or on what it means that nothing could be."""
     if can_ask:
         compared = int(min(each.get("sync_tensors_compared", 0) for each in rollouts))
         tensors = int(max(each.get("sync_tensors", 0) for each in rollouts))
+        derived = int(min(each.get("sync_tensors_derived", 0) for each in rollouts))
         whole = f"all {tensors}" if compared == tensors else f"{compared} of {tensors}"
-        return f"after each, {whole} tensors in the engine equal the trainer's by fingerprint"
+        phrases = [f"after each, {whole} tensors in the engine equal the trainer's by fingerprint"]
+        if compared < tensors and not not_covered:
+            phrases.append(f"the other {tensors - compared} left what the engine's loader computes of them")
+        if derived:
+            phrases.append(f"{derived} tensors that the engine derives are up to date")
+        if not_covered:
+            phrases.append(f"NOT compared: {'; '.join(not_covered)}")
+        return ", ".join(phrases)
     missing = "fingerprints were" if level == asked else f'weights.verify = "{asked}" and fingerprints were'
     return (
         f"{missing} not possible, as this engine cannot be asked what it holds; log-probs alone do not show a failed sync if"
@@ -67,6 +84,7 @@ def report_section(
     why_no_baseline: str,
     allowed: Allowed,
     is_exact: bool,
+    not_covered: Sequence[str] = (),
     seconds: Mapping[str, Sequence[float]],
 ) -> list[str]:
     """Return the report's section in Markdown: the level, the statistics and what was allowed, and what each part cost.
@@ -81,7 +99,7 @@ def report_section(
     if not baseline:
         lines += [f"No baseline of the log-prob difference, as {why_no_baseline}.", ""]
     if level != "off":
-        lines += [f"- {what_was_compared(level, asked, can_ask, rollouts)}", ""]
+        lines += [f"- {what_was_compared(level, asked, can_ask, rollouts, not_covered)}", ""]
     lines += [
         f"| log-prob difference, nats | baseline | largest of {len(rollouts)} syncs | allowed |",
         "|---|---|---|---|",

@@ -13,7 +13,7 @@ log-probs are compared, and the verdict says so.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,8 +29,9 @@ from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
 from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.weights.verification.perturb import perturb
-from harness.weights.verification.readback import weight_differences
+from harness.weights.verification.readback import read_back
 from harness.weights.verification.rehearsal import compare_with_reload
+from harness.weights.verification.reload import ReloadFindings, load_again
 from harness.weights.verification.snapshot import Snapshot, changed_tensors, snapshot_weights
 from harness.weights.verification.summary import report_section, verdict_phrase
 from harness.weights.worker.model_state import fill_model
@@ -68,6 +69,10 @@ class Verification:
     """The engine holds right weights that no sync brought, so a tensor that the next sync leaves out would not show."""
     compared: FingerprintComparison | None = None
     """The last comparison of fingerprints."""
+    reloaded: ReloadFindings = field(default_factory=ReloadFindings)
+    """What loading again showed of what fingerprints do not compare."""
+    not_covered: dict[str, None] = field(default_factory=dict)
+    """Sentences on what no sync's checks covered."""
 
     @property
     def level(self) -> Level:
@@ -202,8 +207,10 @@ class Verification:
         if self.reaches("log_probs") and self.sync.engine.can_ask:
             with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
                 self.compared = compare_fingerprints(self.sync.weights, self.sync.loader)
+                self.reloaded = load_again(self.sync.weights, self.sync.loader, self.compared.left)
+                self.not_covered |= dict.fromkeys(self.reloaded.not_covered)
                 wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
-            refuse(wrong, f"step {index}: after the sync the engine holds other weights")
+            refuse(wrong or self.reloaded.wrong, f"step {index}: after the sync the engine holds other weights")
 
     def check_bytes(self, index: int, what: str) -> None:
         """bytes: raise WeightsDidNotArrive unless the engine holds what was sent."""
@@ -252,15 +259,19 @@ class Verification:
 
     def differences(self) -> Sequence[str]:
         """Return one sentence for each tensor that the engine does not hold as the trainer does."""
-        return weight_differences(self.sync.weights, self.sync.loader)
+        return read_back(self.sync.weights, self.sync.loader).differences
 
     # What a run reports
 
     def sync_metrics(self) -> dict[str, float]:
-        """Return how many tensors the last sync sent and how many of them were compared, for metrics.jsonl."""
+        """Return how many tensors the last sync sent and how they were compared, for metrics.jsonl."""
         if not self.compared:
             return {}
-        return {"sync_tensors": self.compared.tensors, "sync_tensors_compared": self.compared.compared}
+        return {
+            "sync_tensors": self.compared.tensors,
+            "sync_tensors_compared": self.compared.compared,
+            "sync_tensors_derived": self.reloaded.derived,
+        }
 
     def verdict(self, rollouts: Sequence[Mapping[str, float]]) -> str:
         """Return the verdict's phrase on the syncs before these rollouts, given their metrics; log the report's section."""
@@ -273,11 +284,12 @@ class Verification:
             why_no_baseline=self.why_no_baseline,
             allowed=self.allowed,
             is_exact=self.is_exact,
+            not_covered=list(self.not_covered),
             seconds=self.events.seconds,
         )
         self.events.fact("verification", lines=lines)
         asked, can_ask = self.config.weights.verify, self.sync.engine.can_ask
-        return verdict_phrase(self.level, asked, can_ask, rollouts, self.allowed)
+        return verdict_phrase(self.level, asked, can_ask, rollouts, self.allowed, list(self.not_covered))
 
     def timed(self, part: str, index: int | None = None, waiting_for: str = "") -> AbstractContextManager[None]:
         """Return the phase verify_<part> of the event log."""

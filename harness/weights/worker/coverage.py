@@ -6,7 +6,7 @@ because nothing else of ours lives as long as the scheduler does.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import TensorView, span
-from harness.weights.worker.loader_trace import Copy, GroupTrace, storage, trace_loader
-from harness.weights.worker.model_state import fingerprint, model_tensors
+from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
+from harness.weights.worker.model_state import derived_tensors, fingerprint, model_tensors
+from harness.weights.worker.undo import UndoneWrites, storage
 
 _KEPT = "_harness_trace"
 
@@ -48,9 +49,15 @@ class LoadCoverage:
     errors: dict[str, str] = field(default_factory=dict)
     """Checkpoint name, or names joined by commas -> what the loader raised."""
     opaque: list[str] = field(default_factory=list)
-    """Checkpoint names that arrive in a way that cannot be followed, so cannot be compared."""
-    unfilled: list[str] = field(default_factory=list)
-    """The engine's parameters that nothing fills. Empty if some tensor is opaque or refused: it could fill any of them."""
+    """Checkpoint names that arrive in a way that cannot be followed: only loading them again shows whether they did."""
+    computing: list[str] = field(default_factory=list)
+    """Names of tensors of the trainer, as sent, that the loader does more with than copy: those to load again."""
+    derives: bool = False
+    """The loader ends with post_load_weights, which derives tensors from what was copied."""
+    derived_over: list[str] = field(default_factory=list)
+    """Those of `computing` that post_load_weights changes in place: only both together can be done again."""
+    missing: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The engine's parameter -> (elements that nothing fills, all elements). Empty if a tensor is refused: it could fill any."""
 
     @property
     def filled(self) -> dict[str, list[str]]:
@@ -70,6 +77,8 @@ class LoaderTrace:
     traces: list[GroupTrace] = field(default_factory=list)
     derives: bool = False
     """The loader ends with post_load_weights, which derives tensors from what was copied."""
+    derived_over: set[str] = field(default_factory=set)
+    """Checkpoint names whose copies post_load_weights changes in place."""
     _places: list[tuple[dict[str, Any], str, int]] = field(default_factory=list)
     """What the copies fill: a module's parameters, buffers or attributes, the name in there, the tensor's address."""
 
@@ -79,8 +88,10 @@ class LoaderTrace:
 
     def run(self) -> None:
         """Ask the model's own loader what it would do with every group."""
-        self.derives = False
+        self.derives, self.derived_over = False, set()
         self.traces = [self.trace_group(group) for group in self.groups]
+        if self.derives:
+            self._find_what_is_derived_over()
         targets = {storage(copy.target) for copy in self.copies()}
         modules = list(self.model.modules())
         members = [each for module in modules for each in (module._parameters, module._buffers, vars(module))]
@@ -120,29 +131,43 @@ class LoaderTrace:
             if not traced.only_copies or any(storage(copy.target) not in inside for copy in traced.copies)
         }
 
+    def _find_what_is_derived_over(self) -> None:
+        with torch.no_grad(), UndoneWrites(self.model) as undone:
+            self.model.post_load_weights()
+            changed = set(undone.saved)
+        for traced in self.traces:
+            lost = [copy for copy in traced.copies if storage(copy.target) in changed]
+            self.derived_over |= {copy.source.name for copy in lost}
+            traced.give_up(lost)
+
     def trace_group(self, group: FusingGroup) -> GroupTrace:
-        """Trace one group, and catch what no dispatch mode sees: a loader that puts another tensor in a parameter's place.
+        """Trace one group. Also catch what no dispatch mode sees: a loader that puts a tensor in a parameter's place.
 
         The memory is on the CPU, as when SGLang loads from disk. It is never touched, so it costs nothing. If the loader
         ends with SGLang's own post-load step, that is noted, not run.
         """
         memory = group.empty_tensors()
         sent = {storage(tensor) for tensor in memory.values()}
-        members = [each for module in self.model.modules() for each in (module._parameters, module._buffers)]
-        before = [(each, name, held, held.data) for each in members for name, held in each.items() if held is not None]
-        with self._post_load_noted():
+        with UndoneWrites(self.model) as undone, self.post_load_noted():
             traced = trace_loader(self.model.load_weights, group.views, memory)
-        for each, name, tensor, data in before:
-            now = each.get(name)
-            if now is tensor and tensor.data_ptr() == data.data_ptr():
+            replaced = list(undone.replaced())
+        attributes = derived_tensors(self.model)
+        names = {view.name for view in group.views}
+        for name, before, now in replaced:
+            traced.does_more = True
+            traced.computed.append(before)
+            if name in attributes:
+                traced.computed_with |= set() if traced.computed_with | traced.opaque else names
                 continue
-            if now is not None and storage(now) in sent:
-                traced.error = f"it puts the tensor it is given in the place of its {name} instead of copying it"
-            each[name], tensor.data = tensor, data
-            traced.opaque |= {view.name for view in group.views}
+            if storage(now) in sent:
+                traced.error = f"it puts the tensor it is given in the place of its {name.rpartition('.')[2]} instead of copying it"
+            traced.give_up([copy for copy in traced.copies if storage(copy.target) == storage(before)])
+            traced.opaque |= names
         return traced
 
-    def _post_load_noted(self) -> AbstractContextManager[object]:
+    def post_load_noted(self) -> AbstractContextManager[object]:
+        """Leave SGLang's own post-load step out, and note that the loader asked for it."""
+
         def note(*_: object, **__: object) -> None:
             self.derives = True
 
@@ -151,7 +176,7 @@ class LoaderTrace:
 
     def coverage(self) -> LoadCoverage:
         """Return what the traces mean for the trainer."""
-        found = LoadCoverage(rank=dist.get_rank())
+        found = LoadCoverage(rank=dist.get_rank(), derives=self.derives)
         tensors = model_tensors(self.model)
         in_storage: dict[int, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
@@ -168,10 +193,22 @@ class LoaderTrace:
                 continue
             found.unknown += [view.name for view in traced.views if view.name not in traced.used]
             found.opaque += sorted(traced.opaque)
-        if not found.opaque and not found.errors:
-            filled = found.filled
-            found.unfilled = [name for name, _ in self.model.named_parameters() if name not in filled]
+            computing = {view.of for view in group.views if view.name in traced.opaque | traced.computed_with}
+            found.computing += sorted(computing)
+            found.derived_over += sorted({view.of for view in group.views if view.name in self.derived_over})
+        if not found.errors:
+            found.missing = self._missing()
         return found
+
+    def _missing(self) -> dict[str, tuple[int, int]]:
+        parts: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for traced in self.traces:
+            for part in (*(copy.target for copy in traced.copies), *traced.zeros, *traced.computed):
+                parts[storage(part)].append(part)
+        return {
+            name: (missing_elements(each, parts[storage(each)]), each.numel())
+            for name, each in self.model.named_parameters()
+        }
 
     def _blame(self, group: FusingGroup, traced: GroupTrace) -> dict[str, str]:
         """Return the tensors that make the loader raise even alone; the whole group if none does."""
@@ -210,11 +247,24 @@ def fingerprints(model: Any, _: None = None) -> dict[str, int]:
     kept: LoaderTrace | None = getattr(model, _KEPT, None)
     traces = kept.traces if kept and kept.is_current else ()
     sums = {
-        f"{number}/{part}": fingerprint(copy)
+        f"{number}/{part}": fingerprint(copy.target, copy.source)
         for number, traced in enumerate(traces)
         for part, copy in enumerate(traced.copies)
     }
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
+def missing_elements(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> int:
+    """Return how many elements of a tensor are in none of the parts, which are views of its storage."""
+    parts = sorted((part for part in parts if part.numel()), key=torch.Tensor.data_ptr)
+    if all(part.is_contiguous() for part in parts):  # whole rows, as almost always: no need to mark each element
+        ends = [part.data_ptr() + part.nbytes for part in parts]
+        if all(end <= part.data_ptr() for end, part in zip(ends, parts[1:], strict=False)):
+            return max(0, tensor.numel() - sum(part.numel() for part in parts if begins_within(part, tensor)))
+    missing = torch.ones(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=torch.bool)
+    for part in parts:
+        missing.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(False)
+    return int(missing.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).count_nonzero())
 
 
 def begins_within(part: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -2,21 +2,24 @@
 
 The loader gets views of memory that is never touched. Each copy from there into the model, and each zero of a padding, is
 recorded instead of made. So the engine itself says which of its elements a tensor fills, which names it ignores, and with
-which tensors it does more than copy.
+which tensors it does more than copy. Everything else that the loader does is done, and taken back (undo.py).
 """
 
 import concurrent.futures
+import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness.weights.tensor_view import TensorView, span
+from harness.weights.worker.undo import storage, tensors_in, written
 
 aten = torch.ops.aten
 Pieces = list[tuple[Any, torch.Tensor]]
@@ -40,10 +43,14 @@ class GroupTrace:
     copies: list[Copy] = field(default_factory=list)
     zeros: list[torch.Tensor] = field(default_factory=list)
     """Parts of the model that are zero before the copies, such as the padding of a vocabulary."""
+    computed: list[torch.Tensor] = field(default_factory=list)
+    """Parts of the model that the loader writes otherwise: what it computes, and copies that are not followed."""
     used: set[str] = field(default_factory=set)
     """Names of which at least one element was read."""
     opaque: set[str] = field(default_factory=set)
-    """Names that went through an operation that is not followed."""
+    """Names that went through an operation that is not followed, or whose copy does not last."""
+    computed_with: set[str] = field(default_factory=set)
+    """Names whose copies the loader reads again, to compute something with them."""
     does_more: bool = False
     """The loader computed something besides copying: it must run itself."""
     error: str = ""
@@ -53,30 +60,37 @@ class GroupTrace:
         """Whether the zeros and copies alone are the whole load."""
         return not (self.error or self.does_more or self.opaque)
 
+    def give_up(self, copies: Sequence[Copy]) -> None:
+        """Say of some of the copies that they do not last, as something else is written over them."""
+        lost = {id(copy) for copy in copies}
+        self.opaque |= {copy.source.name for copy in copies}
+        self.computed += [copy.target for copy in copies]
+        self.copies = [copy for copy in self.copies if id(copy) not in lost]
+
 
 def trace_loader(
     load: Callable[[list[tuple[str, torch.Tensor]]], Any],
     views: Sequence[TensorView],
     memory: Mapping[str, torch.Tensor],
 ) -> GroupTrace:
-    """Run `load`, the load_weights of a model, on the tensors of one group without changing what they fill.
+    """Run `load`, the load_weights of a model, on the tensors of one group. Call it inside UndoneWrites.
 
-    memory: a contiguous tensor for each `of` of the views. What a loader derives from weights that it holds, such as
-    DeepSeek's absorbed projections, it derives anew.
+    memory: a contiguous tensor for each `of` of the views.
     """
     traced = GroupTrace(tuple(views))
     recorder = _Recorder(memory, traced)
-    # A dispatch mode only sees its own thread.
-    inline = patch.object(concurrent.futures, "ThreadPoolExecutor", _InlineExecutor)
     try:
-        with torch.no_grad(), inline, recorder:
+        with torch.no_grad(), in_this_thread(), recorder:
             load([(view.name, view.in_memory(memory[view.of])) for view in views])
     except Exception as error:  # asserts, shape errors, KeyErrors: whatever the loader of an architecture raises
         traced.error = f"{type(error).__name__}: {error}".strip()
-    with torch.no_grad():
-        for tensor, before in reversed(recorder.undone):
-            tensor.copy_(before)
+    recorder.finish()
     return traced
+
+
+def in_this_thread() -> AbstractContextManager[object]:
+    """Have loaders that start threads do their work in this one: a dispatch mode only sees its own thread."""
+    return patch.object(concurrent.futures, "ThreadPoolExecutor", _InlineExecutor)
 
 
 class _Recorder(TorchDispatchMode):
@@ -95,57 +109,99 @@ class _Recorder(TorchDispatchMode):
         """Tensors that the loader made itself, by address of their storage; kept so that no address is used again."""
         self.tainted: dict[int, set[str]] = {}
         """Address of a storage -> names whose elements went into it in a way that is not followed."""
-        self.escaped = False
-        """A value became a Python number: whatever is written afterwards may come from it."""
-        self.undone: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Tensors that were overwritten with something that came from the memory, and a copy of what they held."""
+        self.recorded: dict[int, list[Copy]] = defaultdict(list)
+        """Address of a storage of the model -> the copies into it, which were not made: who reads it computes with them."""
+        self.numbers: dict[float, torch.Tensor] = {}
+        """Numbers given out for elements that the loader asked for as Python numbers -> the element."""
+        self.escaped: set[str] = set()
+        """Names whose elements became Python numbers: whatever is computed afterwards may come from them."""
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        tensors = _tensors((arguments, keywords))
-        sources = [each for each in tensors if storage(each) in self.sent or storage(each) in self.moved]
-        if function is aten.copy_.default and sources and sources[0] is arguments[1]:
+        if _is_view(function):
+            return function(*arguments, **keywords)
+        if function is aten.copy_.default and self._can_follow(arguments[1]):
             self._record(arguments[0], arguments[1])
             return arguments[0]
-        if _zeroes(function, arguments) and not self.escaped and self._of_the_model(arguments[0]):
-            self._record_zeros(arguments[0])
+        if function is aten.fill_.Scalar and arguments[1] in self.numbers:
+            self._record(arguments[0], self.numbers[arguments[1]])
             return arguments[0]
-        names = {name for tensor in sources for name in self._names(tensor)}
-        names |= {name for tensor in tensors for name in self.tainted.get(storage(tensor), ())}
-        written = _written(function, arguments, keywords)
-        for tensor in written if names or self.escaped else ():
-            if storage(tensor) not in self.made:
-                self.undone.append((tensor, tensor.clone()))
+        if function is aten._local_scalar_dense.default and self._can_follow(arguments[0]):
+            return self._number(arguments[0])
+        if _zeroes(function, arguments) and self._is_padding(arguments[0]):
+            self.traced.zeros += [arguments[0]] if arguments[0].numel() else []
+            return arguments[0]
+        return self._run(function, arguments, keywords)
+
+    def _is_padding(self, target: torch.Tensor) -> bool:
+        """Return whether zeros there are zeros before the copies, which nothing that was sent decided."""
+        return not self.escaped and self._of_the_model(target) and not self._recorded_in(target)
+
+    def _recorded_in(self, tensor: torch.Tensor) -> list[Copy]:
+        """Return the copies that would have written elements of this tensor."""
+        return [copy for copy in self.recorded.get(storage(tensor), ()) if overlap(copy.target, tensor)]
+
+    def _can_follow(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is elements of the memory, as they were sent."""
+        known = storage(tensor) in self.sent or storage(tensor) in self.moved
+        # What was computed with may have been changed in place.
+        return known and not self._names(tensor) & self.traced.opaque
+
+    def _number(self, element: torch.Tensor) -> float:
+        """Return a number that nothing else is, for the loader to fill a tensor with; the element itself is unknown."""
+        self.traced.used |= self._names(element)
+        self.escaped |= self._names(element)
+        if not element.is_floating_point() or storage(element) in self.moved:
+            return element.new_zeros(()).item()
+        number = 0.5 + len(self.numbers) / math.pi
+        self.numbers[number] = element
+        return number
+
+    def _run(self, function: Any, arguments: Any, keywords: Any) -> Any:
+        """Do what is not followed, and note what it does with which names."""
+        tensors, into = tensors_in((arguments, keywords)), written(function, arguments, keywords)
+        names = {name for tensor in tensors for name in self._sent_in(tensor)}
+        fills_model = any(self._of_the_model(tensor) for tensor in into)
+        names |= self.escaped if fills_model else set()
+        read = {copy.source.name for tensor in tensors for copy in self._recorded_in(tensor)}
+        self.traced.computed_with |= read
+        if fills_model and not names and not read:
+            self.traced.computed_with |= {view.name for view in self.traced.views}  # it could come of any
         result = function(*arguments, **keywords)
-        if _is_view(function):
-            return result
-        results = _tensors(result)
-        self.made |= {storage(each): each for each in results if not function._schema.is_mutable}
+        results = tensors_in(result)
+        if not function._schema.is_mutable:
+            self.made |= {storage(each): each for each in results}
+        for tensor in into:
+            self._note_computed(tensor)
         if not names:
             self.traced.does_more = True
             return result
         self.traced.used |= names
         pieces = _pieces(function, arguments, keywords, result)
-        if pieces and all(storage(source) in self.sent for _, source in pieces):
+        if pieces and all(storage(source) in self.sent and self._can_follow(source) for _, source in pieces):
             self.moved[storage(result)] = result, pieces
-        else:
-            self.traced.opaque |= names
-            for tensor in (*results, *written):
-                self._taint(tensor, names)
-            self.escaped |= function is aten._local_scalar_dense.default
+            return result
+        self.traced.opaque |= names
+        for tensor in (*results, *into):
+            self._taint(tensor, names)
         return result
+
+    def _sent_in(self, tensor: torch.Tensor) -> set[str]:
+        """Return the names whose elements a tensor holds, as they were sent or after something was computed with them."""
+        known = storage(tensor) in self.sent or storage(tensor) in self.moved
+        return (self._names(tensor) if known else set()) | self.tainted.get(storage(tensor), set())
 
     def _of_the_model(self, tensor: torch.Tensor) -> bool:
         return storage(tensor) not in self.sent and storage(tensor) not in self.made
 
-    def _record_zeros(self, target: torch.Tensor) -> None:
-        """Note a part that is set to zero. Zeros on top of a copy are left to the loader itself."""
-        if any(_overlap(copy.target, target) for copy in self.traced.copies):
-            self.traced.does_more = True
-        elif target.numel():
-            self.traced.zeros.append(target)
+    def _note_computed(self, target: torch.Tensor) -> None:
+        """Note a part of the model that is computed. The copies that it overwrites do not last."""
+        if not self._of_the_model(target) or not target.numel():
+            return
+        self.traced.computed.append(target)
+        self.traced.give_up(self._recorded_in(target))
 
     def _taint(self, tensor: torch.Tensor, names: set[str]) -> None:
         if storage(tensor) in self.made:
@@ -159,6 +215,7 @@ class _Recorder(TorchDispatchMode):
         moved = self.moved.get(storage(source))
         if moved and (_geometry(source), target.shape) != (_geometry(moved[0]), source.shape):
             self.traced.opaque |= names
+            self._note_computed(target)
             return
         pieces = moved[1] if moved else [(..., source.expand(target.shape))]
         for where, piece in pieces:
@@ -172,6 +229,12 @@ class _Recorder(TorchDispatchMode):
                 offset=int(piece.storage_offset()),
             )
             self.traced.copies.append(Copy(part, read))
+            if self._of_the_model(part):
+                self.recorded[storage(part)].append(self.traced.copies[-1])
+
+    def finish(self) -> None:
+        """Give up on names that became numbers of which nothing in the model is known to come."""
+        self.traced.opaque |= self.escaped - {copy.source.name for copy in self.traced.copies}
 
     def _names(self, tensor: torch.Tensor) -> set[str]:
         _, pieces = self.moved.get(storage(tensor), (tensor, [(..., tensor)]))
@@ -220,10 +283,6 @@ def _pieces(function: Any, arguments: Any, keywords: Any, result: Any) -> Pieces
     return pieces
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -232,30 +291,37 @@ def _zeroes(function: Any, arguments: Any) -> bool:
     return function is aten.zero_.default or (function is aten.fill_.Scalar and arguments[1] == 0)
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the ranges from first to last element overlap in memory."""
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two views of one storage may share an element.
+
+    That is exact for parts of one larger tensor, such as its left and its right columns. For others it says whether the
+    ranges from first to last element do.
+    """
     if not one.numel() or not other.numel():
         return False
+    if (one.stride(), one.dtype) == (other.stride(), other.dtype):
+        boxes = _box(one), _box(other)
+        if all(boxes):
+            pairs = zip(*boxes, strict=True)
+            return all(start < other_end and other_start < end for (start, end), (other_start, other_end) in pairs)
     (start, end), (other_start, other_end) = (
         (each.data_ptr(), each.data_ptr() + span(each.shape, each.stride()) * each.itemsize) for each in (one, other)
     )
     return start < other_end and other_start < end
 
 
-def storage(tensor: torch.Tensor) -> int:
-    """Return the address of the memory that a tensor is a view of; -1 for a meta tensor."""
-    return -1 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
-
-
-def _written(function: Any, arguments: Any, keywords: Any) -> list[torch.Tensor]:
-    """Return the tensors that the operation writes into."""
-    return _tensors(
-        [
-            arguments[place] if place < len(arguments) else keywords.get(value.name)
-            for place, value in enumerate(function._schema.arguments)
-            if value.alias_info is not None and value.alias_info.is_write
-        ]
-    )
+def _box(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return (start, end) along each axis within the storage, by falling stride; [] if the strides do not nest."""
+    left, box, outer = int(tensor.storage_offset()), [], 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
+        if step == 0:
+            return []
+        start, left = divmod(left, step)
+        if outer and (start + size) * step > outer:
+            return []
+        box.append((start, start + size))
+        outer = step
+    return box if not left else []
 
 
 def _is_view(function: Any) -> bool:

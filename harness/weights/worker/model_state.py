@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from harness.weights.worker.loader_trace import Copy
+from harness.weights.tensor_view import TensorView
 
 # Plain attributes that SGLang derives while it loads a weight -> the module of that weight. MLA computes with these alone.
 DERIVED = {"w_kc": "kv_b_proj", "w_vc": "kv_b_proj"}
@@ -93,9 +93,8 @@ def weighted_sum(values: torch.Tensor, stride: Sequence[int], offset: int) -> to
     return total * _power(offset) + unequal
 
 
-def fingerprint(copy: Copy) -> torch.Tensor:
-    """Return int64 []: the sum of what a copy filled, in the dtype in which it was sent."""
-    target, source = copy.target, copy.source
+def fingerprint(target: torch.Tensor, source: TensorView) -> torch.Tensor:
+    """Return int64 []: the sum of what a copy of the source filled, in the dtype in which it was sent."""
     values = target.to(source.dtype)
     found = weighted_sum(values, source.stride, source.offset)
     # A wider value that the engine holds must be exactly one that was sent, not something that rounds to it.

@@ -1,28 +1,27 @@
 """What a scheduler compares with tensors that the trainer hands to it, and what it says of the tensors it holds."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from harness.weights.tensor_view import TensorView
-from harness.weights.worker.coverage import kept_trace
-from harness.weights.worker.model_state import (
-    INTEGER,
-    derived_tensors,
-    synced_tensors,
-    weighted_sum,
-)
+from harness.weights.worker.coverage import LoaderTrace, kept_trace
+from harness.weights.worker.loader_trace import in_this_thread
+from harness.weights.worker.model_state import INTEGER, synced_tensors, weighted_sum
+from harness.weights.worker.undo import UndoneWrites
 
 Differences = dict[str, tuple[int, int]]
-"""Checkpoint name -> (elements that differ in any bit, elements of all copies that differ)."""
+"""Name of a tensor -> (elements that differ in any bit, elements of all that was compared)."""
+Sent = tuple[torch.Tensor, tuple[TensorView, ...]]
+"""The buffer of a gathered bucket, and the checkpoint tensors in it."""
 
 
 @torch.no_grad()
-def compare(model: Any, sent: tuple[torch.Tensor, tuple[TensorView, ...]]) -> Differences:
-    """Compare what the model holds with a gathered bucket, in the engine's own dtypes.
+def compare(model: Any, sent: Sent) -> Differences:
+    """Compare what the model holds with a gathered bucket, in the engine's own dtypes, by checkpoint name.
 
-    sent: the bucket's buffer, and the checkpoint tensors in it. Each copy of the traced loader reads the buffer where it
-    would read the trainer's tensor.
+    Each copy of the traced loader reads the buffer where it would read the trainer's tensor.
     """
     buffer, views = sent
     in_buffer = {view.name: view for view in views}
@@ -46,18 +45,57 @@ def compare(model: Any, sent: tuple[torch.Tensor, tuple[TensorView, ...]]) -> Di
     return wrong
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reload:
+    """What a scheduler loads again, to compare: the next bucket, or the last step."""
+
+    sent: tuple[Sent, ...] = ()
+    derive: bool = False
+    """Afterwards, derive anew what post_load_weights derives."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Reloaded:
+    """What a load of the same tensors would change in a scheduler: nothing, if they arrived."""
+
+    differences: Differences = field(default_factory=dict)
+    """By the engine's own names."""
+    compared: int = 0
+    """Tensors of the engine that the load wrote, and that were compared."""
+    error: str = ""
+    """What the loader raised; nothing was compared."""
+
+
 @torch.no_grad()
-def stale_tensors(model: Any, _: None = None) -> list[str]:
-    """Have the loader derive anew what it derives from weights; return the tensors that were not up to date."""
+def load_again(model: Any, reload: Reload) -> Reloaded:
+    """Load what was sent once more, compare all that this writes with what the model held before, and take it back.
+
+    For what no copy shows: tensors that the loader computes with, and tensors that it derives from others.
+    """
     kept = kept_trace(model)
-    before = {name: tensor.clone() for name, tensor in derived_tensors(model).items()}
-    for group, traced in zip(kept.groups, kept.traces, strict=True):
-        if traced.does_more:
-            kept.trace_group(group)
-    if kept.derives:
-        model.post_load_weights()
-    after = derived_tensors(model)
-    return [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+    found = _load_again(kept, reload, kept.device)
+    if any(count for count, _ in found.differences.values()) and kept.device.type != "cpu":
+        # A load from disk computes on the CPU, whose exp() may differ in the last bit. Either is right.
+        on_cpu = _load_again(kept, reload, torch.device("cpu"))
+        found = on_cpu if not any(count for count, _ in on_cpu.differences.values()) else found
+    found.differences = {name: (count, size) for name, (count, size) in found.differences.items() if count}
+    return found
+
+
+def _load_again(kept: LoaderTrace, reload: Reload, device: torch.device) -> Reloaded:
+    with UndoneWrites(kept.model) as undone, in_this_thread():
+        try:
+            for buffer, views in reload.sent:
+                # Some loaders compute in place, in what they are given.
+                pairs = [(view.name, view.in_memory(buffer).to(device, copy=True).contiguous()) for view in views]
+                with kept.post_load_noted():
+                    kept.model.load_weights(pairs)
+            if reload.derive and kept.derives:
+                kept.model.post_load_weights()
+        except Exception as error:  # whatever the loader of an architecture raises when it is asked twice
+            return Reloaded(error=f"{type(error).__name__}: {error}".strip())
+        changed = undone.changed()
+    return Reloaded(differences=changed, compared=len(changed))
 
 
 @torch.no_grad()

@@ -269,7 +269,7 @@ def test_what_only_the_post_load_step_derives_is_copied_and_derived_once() -> No
         assert stand.model.calls == [] and stand.model.derived == seed  # type: ignore[attr-defined]
         assert torch.equal(stand.model.w_kc, (sent(seed)["kv_b"] * 2).T)
     stand.model.w_kc = torch.zeros(2, 6)
-    assert stand.differences() == ["w_kc (derived by the engine): stale on rank 0"]
+    assert stand.differences() == ["w_kc, which the engine computes as it loads: 12 of 12 elements on rank 0"]
 
 
 def test_what_is_computed_with_is_loaded_by_the_models_own_loader() -> None:

@@ -81,7 +81,7 @@ def test_what_arrived_is_equal() -> None:
     sync = sync_of()
     sync.update_engine()
     count = len(SHAPES)
-    assert compare(sync) == FingerprintComparison(tensors=count, compared=count, wrong=())
+    assert compare(sync) == FingerprintComparison(tensors=count, left=(), compared=count, wrong=())
 
 
 def test_a_sync_that_does_nothing_is_caught() -> None:

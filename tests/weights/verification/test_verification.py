@@ -10,6 +10,7 @@ from harness.config.schema import Config
 from harness.runtime.events import EventLog
 from harness.weights.log_probs import LogProbDifference, PartDifference
 from harness.weights.verification.fingerprint import FingerprintComparison
+from harness.weights.verification.reload import ReloadFindings
 from harness.weights.verification.verification import Level, NoBaseline, Verification, WeightsDidNotArrive
 
 
@@ -106,8 +107,9 @@ def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
 ) -> None:
     sync = SimpleNamespace(engine=SimpleNamespace(can_ask=True), weights=None, loader=None)
     checks = verification(tmp_path, sync=sync)
-    found = FingerprintComparison(tensors=2, compared=2, wrong=wrong)
+    found = FingerprintComparison(tensors=2, left=(), compared=2, wrong=wrong)
     monkeypatch.setattr("harness.weights.verification.verification.compare_fingerprints", lambda weights, loader: found)
+    monkeypatch.setattr("harness.weights.verification.verification.load_again", lambda *_: ReloadFindings())
     if not wrong:
         checks.check_arrival(3)
         assert checks.sync_metrics()["sync_tensors_compared"] == 2

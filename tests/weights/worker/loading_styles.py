@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
 from harness.weights.tensor_view import TensorView
 from tests.weights.toy_model import view_of
@@ -14,13 +15,12 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 Loader = Callable[["Model", Weights], None]
 
 
-@dataclass
-class Model:
+class Model(nn.Module):
     """Named tensors and a loader that fills them."""
 
-    held: dict[str, torch.Tensor]
-    loader: Loader
-    rank: int = 0
+    def __init__(self, held: dict[str, torch.Tensor], loader: Loader, rank: int = 0) -> None:
+        super().__init__()
+        self.held, self.loader, self.rank = held, loader, rank
 
     def load_weights(self, weights: Weights) -> None:
         self.loader(self, weights)
