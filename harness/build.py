@@ -32,6 +32,7 @@ from harness.runtime.run_record import RunRecord
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
+from harness.weights.names import names_in_checkpoint
 from harness.weights.sync import WeightSync
 from harness.weights.verification.verification import Verification
 
@@ -72,7 +73,9 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         with run.events.phase("build_trainer", waiting_for="actor, critic and reference"):
             actor, critic, reference = background.result() if background else build_models()
     if engine and memory and actor:
-        sync = build_sync(run, engine, actor.model, offloaded="actor" in config.memory.offload_parameters)
+        sync = build_sync(
+            run, engine, actor.model, inputs.model_folder, offloaded="actor" in config.memory.offload_parameters
+        )
         run.observer.built("sync", sync)
         verification = Verification(
             config=config,
@@ -206,7 +209,9 @@ def build_trainer(
     return actor, critic, reference
 
 
-def build_sync(run: RunContext, engine: RolloutEngine, model: nn.Module, *, offloaded: bool = False) -> WeightSync:
+def build_sync(
+    run: RunContext, engine: RolloutEngine, model: nn.Module, model_folder: Path, *, offloaded: bool = False
+) -> WeightSync:
     """Return what brings the model's weights to the engine, by weights.transport. A collective call of all ranks.
 
     offloaded: the model's memory is given up between syncs.
@@ -221,6 +226,7 @@ def build_sync(run: RunContext, engine: RolloutEngine, model: nn.Module, *, offl
         check=config.weights.verify != "off",
         dtype=getattr(torch, config.model.dtype),
         offloaded=offloaded,
+        checkpoint_names=names_in_checkpoint(str(model_folder)),
     )
 
 

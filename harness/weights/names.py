@@ -5,12 +5,16 @@ knows the names on disk and silently ignores all others. transformers can undo i
 meta tensors, which shows where each checkpoint tensor lies in the trainer's.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
+from transformers.utils import cached_file
 
 from harness.weights.tensor_view import TensorView
 
@@ -74,3 +78,25 @@ def checkpoint_layout(
             )
         )
     return tuple(tensor for tensors in layout.values() for tensor in tensors)
+
+
+def names_in_checkpoint(model: str) -> frozenset[str]:
+    """Return the names of the tensors in the model's safetensors files; empty if there are none, as for random weights.
+
+    model: a folder, or a hub id of which the files are in the cache.
+    """
+    index = _cached(model, "model.safetensors.index.json")
+    if index:
+        return frozenset(json.loads(Path(index).read_text())["weight_map"])
+    file = _cached(model, "model.safetensors")
+    if not file:
+        return frozenset()
+    with safe_open(file, framework="pt") as opened:
+        return frozenset(opened.keys())
+
+
+def _cached(model: str, file: str) -> str | None:
+    return cached_file(
+        model, file, local_files_only=True, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip

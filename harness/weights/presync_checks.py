@@ -74,11 +74,20 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
         raise WeightsRefused(f"{len(found)} tensor(s) hold a NaN or an infinity: {listed}; nothing was sent.")
 
 
-def check_coverage(groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage]) -> None:
-    """Raise WeightsRefused, naming tensors, unless the schedulers of one engine together take every element."""
-    found = coverage_problems(groups, coverage)
+def check_coverage(
+    groups: Sequence[FusingGroup], coverage: Sequence[LoadCoverage], *, whole_checkpoint: bool = False
+) -> list[str]:
+    """Raise WeightsRefused, naming tensors, unless the schedulers of one engine together take every element.
+
+    whole_checkpoint: all that the model's own checkpoint has is sent. Then return a sentence for each parameter of the engine
+    that nothing fills, instead of refusing: SGLang's own load does not fill it either (FalconH1's q_norm, which its forward
+    pass does not use).
+    """
+    unfilled = unfilled_parameters(coverage) if whole_checkpoint else []
+    found = [problem for problem in coverage_problems(groups, coverage) if problem not in unfilled]
     if found:
         raise WeightsRefused(first_of(found))
+    return [f"{sentence}, nor does the model's own checkpoint" for sentence in unfilled]
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -91,7 +100,7 @@ def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCove
     """Return one sentence for each tensor that would not arrive whole and unchanged."""
     errors = {name: error for each in coverage for name, error in each.errors.items()}
     found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
-    found += _unfilled(coverage)
+    found += unfilled_parameters(coverage)
     # A tensor is unknown only if no rank reads it: where sizes are padded, the last ranks hold padding only.
     unknown = set(coverage[0].unknown).intersection(*(each.unknown for each in coverage))
     untold = {name for each in coverage for name in each.opaque} | {name for key in errors for name in key.split(", ")}
@@ -103,12 +112,15 @@ def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCove
             if view.name in unknown:
                 found.append(f"{view.name}: the engine knows no such parameter and would ignore it")
             elif view.name not in untold:
-                found += _misfit(view, copies[view.name])
+                found += _misfit(view, copies[view.name], coverage[0].dtype)
     return found
 
 
-def _unfilled(coverage: Sequence[LoadCoverage]) -> list[str]:
-    """Return what no scheduler's loader fills whole. Where sizes are padded, the last ranks hold padding that nothing fills."""
+def unfilled_parameters(coverage: Sequence[LoadCoverage]) -> list[str]:
+    """Return one sentence for each parameter that no scheduler's loader fills whole.
+
+    Where sizes are padded, the last ranks hold padding that nothing fills.
+    """
     least: dict[str, tuple[int, int]] = {}
     for name, found in (item for each in coverage for item in each.missing.items()):
         least[name] = min(found, least.get(name, found))
@@ -120,10 +132,14 @@ def _unfilled(coverage: Sequence[LoadCoverage]) -> list[str]:
     ]
 
 
-def _misfit(view: TensorView, copies: Sequence[LoaderCopy]) -> list[str]:
-    """Return what is wrong with the copies that the schedulers make of one checkpoint tensor."""
+def _misfit(view: TensorView, copies: Sequence[LoaderCopy], engine_dtype: torch.dtype | None) -> list[str]:
+    """Return what is wrong with the copies that the schedulers make of one checkpoint tensor.
+
+    What the engine holds narrower than its other parameters is its own choice, which its load from disk makes too.
+    """
     sentences = []
     narrower = {copy.held for copy in copies if loses_precision(copy.source.dtype, copy.held)}
+    narrower -= {held for held in narrower if engine_dtype and loses_precision(engine_dtype, held)}
     if narrower:
         held = str(narrower.pop()).removeprefix("torch.")
         sentences.append(

@@ -1,11 +1,13 @@
 """WeightSync: all weights of the trainer's ranks brought to the engine under their checkpoint names."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.cluster.world import all_gather
 from harness.rollout.engine import RolloutEngine
 from harness.runtime.units import MIB
 from harness.weights.converter import CheckpointConverter, Converter
@@ -30,6 +32,7 @@ class WeightSync:
         dtype: torch.dtype | None = None,
         offloaded: bool = False,
         converter: Converter | None = None,
+        checkpoint_names: Collection[str] = (),
     ) -> None:
         """Plan what is sent. A collective call of all ranks, as every method is.
 
@@ -37,7 +40,7 @@ class WeightSync:
         bucket_size_mib: size limit of one update call. check: refuse weights that cannot arrive, before the engine is
         touched. dtype: the engine's, to which parameters are cast on their way; None sends them as the model has them.
         offloaded: the model's memory is given up between syncs. converter: what is sent, in place of the model's tensors
-        under their checkpoint names.
+        under their checkpoint names. checkpoint_names: of the tensors in the model's own checkpoint, if they are known.
 
         Raise NotAViewError for an architecture that needs another converter, WeightsRefused for shards that do not fit
         together.
@@ -51,6 +54,10 @@ class WeightSync:
         check_complete(self.weights.layout, self.weights.tensors)
         self.loader = EngineLoader(engine, self.weights.groups)
         self._covered = False
+        sent = {view.name for view in self.weights.layout}
+        self._sends_whole_checkpoint = all(all_gather(bool(checkpoint_names) and sent.issuperset(checkpoint_names)))
+        self.unfilled: list[str] = []
+        """Sentences on parameters of the engine that neither this sync nor the model's own checkpoint fills."""
         if isinstance(transport, str):
             transport = make_transport(transport, engine, self.folder, offloaded=offloaded)
         self.transport = transport
@@ -72,7 +79,9 @@ class WeightSync:
         check_finite(self.weights.tensors)
         if self.engine.can_ask and not self._covered:
             self.loader.trace_once()
-            check_coverage(self.weights.groups, self.loader.coverage)
+            self.unfilled = check_coverage(
+                self.weights.groups, self.loader.coverage, whole_checkpoint=self._sends_whole_checkpoint
+            )
             self._covered = True
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from tests.weights.faults_in_scheduler import REPLAN, SPOIL
 from tests.weights.faults_stand import (
     Stand,
     live_layout,
+    no_bit_is_missed,
     no_shard_is_padding,
     rename_live,
     run,
@@ -217,7 +218,7 @@ def stale_derived(stand: Stand, broken: bool, name: str) -> list[str]:
     stand.change()
     stand.sync.update_engine()
     if broken:
-        stand.hook(SPOIL, f"1 {name}")
+        stand.hook(SPOIL, f"1 model.layers.0.self_attn.{name}")
     assert not stand.compared().wrong, "no fingerprint shows it"
     return [*stand.reloaded(), *stand.seen()]
 
@@ -252,4 +253,9 @@ CASES = (
 
 
 def main(folder: Path) -> None:
-    run(folder, "deepseek_v3", CASES, [live_names_that_the_engine_knows, no_shard_is_padding, two_hundred_updates])
+    run(
+        folder,
+        "deepseek_v3",
+        CASES,
+        [live_names_that_the_engine_knows, no_shard_is_padding, no_bit_is_missed, two_hundred_updates],
+    )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from harness.weights.pull.copies import CpuCopies
 from harness.weights.pull.puller import Puller
 from harness.weights.worker.loader_trace import GroupTrace
+from harness.weights.worker.model_state import model_tensors
 
 LINGER = f"{__name__}.linger"
 SKIP = f"{__name__}.skip"
@@ -52,17 +53,11 @@ def skip(model: Any, named_tensors: Named) -> None:
 
 
 def spoil(model: Any, named_tensors: Named) -> None:
-    """ "RANK NAME": on this engine rank, flip one bit of one element of the attribute NAME of the first module that has it."""
+    """ "RANK NAME": on this engine rank, flip one bit of the first element of the tensor that the engine calls NAME."""
     rank, name = named_tensors[0][0].split()
     if rank == str(dist.get_rank()):
-        held = next(vars(module)[name] for module in model.modules() if name in vars(module))
-        held.as_strided((1,), (1,)).view(torch.int32).bitwise_xor_(1)
-
-
-def zeros(model: Any, _: None = None) -> dict[str, int]:
-    """Return parameter -> elements that are exactly 0, where there are any: random weights have none, padding has only these."""
-    found = {name: int((tensor == 0).sum()) for name, tensor in model.named_parameters()}
-    return {name: count for name, count in found.items() if count}
+        held = model_tensors(model)[name]
+        held.detach()[(0,) * held.ndim].view(torch.int32).bitwise_xor_(1)
 
 
 def replan(model: Any, named_tensors: Named) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from harness.task.tiny_models import save_tiny_model
 from harness.trainer.model import load_causal_lm
-from tests.weights.faults_stand import Stand, live_layout, no_shard_is_padding, patching, raising, run
+from tests.weights.faults_stand import Stand, live_layout, no_bit_is_missed, no_shard_is_padding, patching, raising, run
 
 
 def has_sessions(stand: Stand) -> list[str]:
@@ -63,4 +63,4 @@ CASES = (live_names, live_names_that_nobody_asked_about, tied_embeddings_sent_on
 
 
 def main(folder: Path) -> None:
-    run(folder, "qwen3_moe", CASES, [has_sessions, no_shard_is_padding])
+    run(folder, "qwen3_moe", CASES, [has_sessions, no_shard_is_padding, no_bit_is_missed])

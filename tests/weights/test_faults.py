@@ -55,13 +55,18 @@ CASES = {
     "qwen3_moe": ("live_names", "live_names_that_nobody_asked_about", "tied_embeddings_sent_once", "outside_a_session"),
 }
 HEALTHY = {
-    "deepseek_v3": ("live_names_that_the_engine_knows", "no_shard_is_padding", "two_hundred_updates"),
+    "deepseek_v3": (
+        "live_names_that_the_engine_knows",
+        "no_shard_is_padding",
+        "no_bit_is_missed",
+        "two_hundred_updates",
+    ),
     "llama": (
         "tied_embeddings_are_sent_once",
         "one_tensor_a_call_where_nothing_fuses",
         "moved_shards_are_pulled_from_where_they_are",
     ),
-    "qwen3_moe": ("has_sessions", "no_shard_is_padding"),
+    "qwen3_moe": ("has_sessions", "no_shard_is_padding", "no_bit_is_missed"),
 }
 
 

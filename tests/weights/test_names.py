@@ -8,8 +8,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from harness.task.tiny_models import tiny_config, tiny_model
 from harness.trainer.model import named_tensors
-from harness.weights.names import NotAViewError, checkpoint_layout
+from harness.weights.names import NotAViewError, checkpoint_layout, names_in_checkpoint
 from harness.weights.tensor_view import TensorView
 
 COMMON = {
@@ -102,3 +103,15 @@ def test_an_architecture_whose_checkpoint_transposes_parameters_is_refused() -> 
     model._weight_conversions = [transposed]
     with pytest.raises(NotAViewError, match=r"layers\.0\.self_attn\.o_proj\.weight of Qwen2ForCausalLM must be a view"):
         checkpoint_layout(model, dict(named_tensors(model)))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_names_in_a_checkpoint_are_those_that_are_sent(shards: bool, tmp_path: Path) -> None:
+    model = tiny_model(tiny_config("qwen3_moe"), seed=1)
+    model.save_pretrained(tmp_path, **({"max_shard_size": "100KB"} if shards else {}))
+    sent = {view.name for view in checkpoint_layout(model, dict(named_tensors(model)))}
+    assert names_in_checkpoint(str(tmp_path)) == sent
+
+
+def test_a_folder_without_weights_has_no_names(tmp_path: Path) -> None:
+    assert names_in_checkpoint(str(tmp_path)) == frozenset()

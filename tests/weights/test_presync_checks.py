@@ -169,6 +169,27 @@ def test_a_parameter_that_is_filled_in_part_is_refused() -> None:
     assert coverage_problems([], ranks) == [said]
 
 
+def test_what_the_models_own_checkpoint_does_not_fill_either_is_told_and_not_refused() -> None:
+    """FalconH1's q_norm, in SGLang: a parameter that no checkpoint has, and that is not used."""
+    ranks = [LoadCoverage(rank=0, missing={"q_norm": (4, 4), "up": (0, 4)})]
+    with pytest.raises(WeightsRefused, match=r"q_norm: .* nothing sent would fill"):
+        check_coverage([], ranks)
+    [sentence] = check_coverage([], ranks, whole_checkpoint=True)
+    assert sentence.startswith("q_norm: ") and "nor does the model's own checkpoint" in sentence
+    ranks[0].errors["up"] = "AssertionError: no"
+    with pytest.raises(WeightsRefused, match="refuses it"):
+        check_coverage([], ranks, whole_checkpoint=True)
+
+
+def test_what_the_engine_holds_narrower_than_all_else_is_its_own_choice() -> None:
+    """Apertus' activation in bfloat16, in an engine of float32."""
+    sent = [[entry(dtype=torch.float32)]]
+    taken = copy_of(torch.zeros(4, 6), torch.bfloat16)
+    wide, narrow = (LoadCoverage(rank=0, dtype=dtype, copies=[[taken]]) for dtype in (torch.float32, torch.bfloat16))
+    assert coverage_problems(groups(*sent), [wide]) == []
+    assert "it would be rounded" in coverage_problems(groups(*sent), [narrow])[0]
+
+
 def test_unfilled_in_one_pipeline_stage_is_refused() -> None:
     stages = [
         LoadCoverage(rank=0, copies=filling("layers.0.norm")),

@@ -5,6 +5,7 @@ The sync is the part that stacks get wrong silently. Without rollout, optimizer 
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -55,11 +56,11 @@ class SyncJob:
         run = replace(run, config=resolved[0])
         if run.world.rank == 0:
             write_config(run.folder, run.config, run.world.device_type)
-        engine, model = make_engine_and_model(run)
+        engine, model, folder = make_engine_and_model(run)
         verdicts: list[str] = []
         rows: list[BenchRow] = []
         for config in resolved:
-            name, sync = config.weights.transport, build_sync(replace(run, config=config), engine, model)
+            name, sync = config.weights.transport, build_sync(replace(run, config=config), engine, model, folder)
             run.observer.built("sync", sync)
             run.events.say(f"{sync.weights.nbytes / 1e6:.1f} MB in {len(sync.weights.layout)} tensors, by {name}")
             if self.bench:
@@ -106,8 +107,8 @@ class SyncJob:
         )
 
 
-def make_engine_and_model(run: RunContext) -> tuple[RolloutEngine, nn.Module]:
-    """Return an engine for each (tp, pp) group, and the sharded model. A collective call of all ranks."""
+def make_engine_and_model(run: RunContext) -> tuple[RolloutEngine, nn.Module, Path]:
+    """Return an engine for each (tp, pp) group, the sharded model, and the model's folder. A collective call of all ranks."""
     config, world, events = run.config, run.world, run.events
     with as_config_error(), events.phase("inputs", waiting_for="the model's folder"):
         rows = load_rows(config.task.source, config.task.split, config.task.rows)
@@ -128,4 +129,4 @@ def make_engine_and_model(run: RunContext) -> tuple[RolloutEngine, nn.Module]:
             compute_dtype=getattr(torch, config.model.dtype),
         )
     dist.barrier()
-    return engine, model
+    return engine, model, model_folder

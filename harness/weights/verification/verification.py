@@ -208,7 +208,7 @@ class Verification:
             with self.timed("fingerprints", index, "the schedulers' fingerprints of what they hold"):
                 self.compared = compare_fingerprints(self.sync.weights, self.sync.loader)
                 self.reloaded = load_again(self.sync.weights, self.sync.loader, self.compared.left)
-                self.not_covered |= dict.fromkeys(self.reloaded.not_covered)
+                self.not_covered |= dict.fromkeys([*self.reloaded.not_covered, *self.sync.unfilled])
                 wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
             refuse(wrong or self.reloaded.wrong, f"step {index}: after the sync the engine holds other weights")
 

@@ -5,7 +5,7 @@ because nothing else of ours lives as long as the scheduler does.
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -42,6 +42,8 @@ class LoadCoverage:
 
     rank: int
     """The engine rank of the scheduler."""
+    dtype: torch.dtype | None = None
+    """The dtype of most elements of the engine's parameters."""
     copies: list[list[LoaderCopy]] = field(default_factory=list)
     """The copies of each group."""
     unknown: list[str] = field(default_factory=list)
@@ -176,7 +178,10 @@ class LoaderTrace:
 
     def coverage(self) -> LoadCoverage:
         """Return what the traces mean for the trainer."""
-        found = LoadCoverage(rank=dist.get_rank(), derives=self.derives)
+        elements = Counter[torch.dtype]()
+        for parameter in self.model.parameters():
+            elements[parameter.dtype] += parameter.numel()
+        found = LoadCoverage(rank=dist.get_rank(), dtype=elements.most_common(1)[0][0], derives=self.derives)
         tensors = model_tensors(self.model)
         in_storage: dict[int, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():

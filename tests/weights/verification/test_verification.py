@@ -105,7 +105,7 @@ def test_no_baseline_at_off_nor_of_random_weights(tmp_path: Path) -> None:
 def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
     wrong: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = SimpleNamespace(engine=SimpleNamespace(can_ask=True), weights=None, loader=None)
+    sync = SimpleNamespace(engine=SimpleNamespace(can_ask=True), weights=None, loader=None, unfilled=[])
     checks = verification(tmp_path, sync=sync)
     found = FingerprintComparison(tensors=2, left=(), compared=2, wrong=wrong)
     monkeypatch.setattr("harness.weights.verification.verification.compare_fingerprints", lambda weights, loader: found)
