@@ -96,11 +96,12 @@ def torchrun(python: Path) -> list[str]:
 # The environment.
 
 
-def ensure(*, tests: bool = False) -> Path:
+def ensure(*, tests: bool = False, run_here: bool = True) -> Path:
     """Return the interpreter of an environment that has what the pin files say, after installing what is missing.
 
-    `tests` adds tests.txt. Nothing in the folder is ever deleted: newer pins are installed over older ones, other packages
-    and files stay, and an environment of another Python is used as it is. Raises Unusable.
+    tests: also install tests.txt. run_here: whether it is for this machine, and not only made here. Nothing in the folder
+    is ever deleted: newer pins are installed over older ones, other packages and files stay, and an environment of another
+    Python is used as it is. Raises Unusable.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is may run this
         found = ".".join(map(str, sys.version_info[:3]))
@@ -111,6 +112,13 @@ def ensure(*, tests: bool = False) -> Path:
     installed = _read_stamp(folder)
     asked = os.environ.get("HARNESS_ENVIRONMENT")
     files = _pin_files(asked or _made_of(installed) or (DEFAULT_WITH_GPU if has_gpu() else DEFAULT_WITHOUT_GPU), tests)
+    if run_here and files[0].stem.startswith("cuda") and not has_gpu():
+        remedy = (
+            "set HARNESS_VENV to a new folder to make one for the CPU" if installed else "leave out HARNESS_ENVIRONMENT"
+        )
+        raise Unusable(
+            2, f"{files[0].stem} is for a machine with an NVIDIA GPU, and nvidia-smi finds none here: {remedy}"
+        )
     _check_folder(folder, files[0].stem, installed)
     if _outdated(files, installed):
         with _locked(folder):
@@ -311,7 +319,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tests", action="store_true", help="also install what the tests need")
     options = parser.parse_args(arguments)
     try:
-        print(ensure(tests=options.tests))
+        print(ensure(tests=options.tests, run_here=False))
     except Unusable as problem:
         _say(str(problem))
         return problem.exit_code

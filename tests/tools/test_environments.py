@@ -51,6 +51,13 @@ def has(folder: Path, package: str) -> bool:
     return subprocess.run([python, "-c", f"import {package}"], capture_output=True, cwd="/").returncode == 0
 
 
+def test_a_cuda_environment_is_not_for_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    run = command(script=QUICKSTART, HARNESS_ENVIRONMENT=environments.DEFAULT_WITH_GPU, HARNESS_VENV=str(venv))
+    assert run.returncode == 2 and "leave out HARNESS_ENVIRONMENT" in run.stderr, run.stderr
+    assert not venv.exists(), "nothing is installed"
+
+
 @pytest.mark.long
 def test_made_completed_kept_and_brought_up_to_date(small_pins: Path, tmp_path: Path) -> None:
     folder = tmp_path / "venv"
