@@ -41,12 +41,19 @@ def main(overrides: list[str]) -> int:
         return problem.exit_code
     # The environment has the packages to check the rest: models, data, engine arguments. torchrun would exit with 1
     # whatever its ranks exit with.
-    checked = subprocess.run([python, "-m", "harness.tools.preflight", *arguments], stdout=subprocess.PIPE, text=True)
+    # -P: whatever the user's folder holds is not imported.
+    path = os.pathsep.join([str(_checkout.CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    checked = subprocess.run(
+        [python, "-P", "-m", "harness.tools.preflight", *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     if checked.returncode:
         return checked.returncode
     ranks = int(checked.stdout)
     # Without an address torchrun looks for this host by its name. If that does not resolve, it tries for minutes.
-    torchrun = [python, "-m", "torch.distributed.run", "--nnodes=1", "--local-addr=127.0.0.1"]
+    torchrun = [python, "-P", "-m", "torch.distributed.run", "--nnodes=1", "--local-addr=127.0.0.1"]
     command = [*torchrun, f"--nproc-per-node={ranks}", script, *arguments]
     print(f"+ {shlex.join(command)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning

@@ -67,14 +67,27 @@ def remove_run_folders(name: str) -> None:
 def variables(folder: Path) -> Mapping[str, str]:
     """Return the environment of a process that makes its temporary files there.
 
-    Compiled kernels stay where torch keeps them, because later runs use them again.
+    Compiled kernels stay where torch keeps them, because later runs use them again. torch runs what it finds there, so a
+    folder that somebody else made under this name is not used.
     """
-    cache = str(shared() / f"torchinductor_{psutil.Process().username()}")  # torch's own default
+    cache = shared() / f"torchinductor_{psutil.Process().username()}"  # torch's own default
+    with suppress(OSError):  # it exists, or cannot be made
+        cache.mkdir(0o700)
     return {
         "TMPDIR": str(folder),
         SHARED: str(shared()),
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        or str(cache if _is_own(cache) else folder / "torchinductor"),
     }
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether this is a folder of this user that nobody else can write to."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def base_for(below: int, base: str | None = None) -> str:

@@ -90,7 +90,7 @@ def restart_in_environment() -> None:
 def torchrun(python: Path) -> list[str]:
     """Return the command that starts torchrun in the environment of `python`."""
     script = python.with_name("torchrun")
-    return [str(script)] if script.exists() else [str(python), "-m", "torch.distributed.run"]
+    return [str(script)] if script.exists() else [str(python), "-P", "-m", "torch.distributed.run"]
 
 
 # The environment.

@@ -36,8 +36,8 @@ class ReportWriter(Observer):
         """Write the reports in another process: whatever happens there, the run has passed."""
         if not (self.folder and code == 0):
             return
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", "harness.tools.report.write_reports", str(self.folder)]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-P", "-m", "harness.tools.report.write_reports", str(self.folder)]
         try:
             subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, timeout=REPORT_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.runtime import scratch
@@ -54,7 +55,30 @@ def test_files_of_a_killed_process_are_removed(base: Path) -> None:
     scratch.remove_run_folders("harness-0-12345-6789-1")
     assert Path(file).exists()
     scratch.remove_run_folders(NAME)
-    assert list(base.iterdir()) == []
+    assert [each.name for each in base.iterdir()] == [f"torchinductor_{psutil.Process().username()}"], "kept for later"
+
+
+@pytest.mark.parametrize("harm", ["nothing", "mode", "link", "user"])
+def test_compiled_kernels_are_taken_from_a_folder_of_this_user_alone(
+    harm: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch imports what it finds in its cache, and anybody can make a folder of that name in /tmp."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.delenv(scratch.SHARED, raising=False)
+    cache = base / f"torchinductor_{psutil.Process().username()}"
+    if harm == "link":
+        cache.symlink_to(base)
+    elif harm != "nothing":
+        cache.mkdir()
+        cache.chmod(0o777 if harm == "mode" else 0o700)
+    if harm == "user":
+        if os.geteuid():
+            pytest.skip("only root can give a folder to another user")
+        os.chown(cache, 65534, 65534)
+    private = base / "private"
+    found = scratch.variables(private)["TORCHINDUCTOR_CACHE_DIR"]
+    assert found == str(cache if harm == "nothing" else private / "torchinductor")
+    assert harm != "nothing" or stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
 def test_a_base_folder_too_long_for_sockets_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

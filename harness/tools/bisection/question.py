@@ -183,13 +183,13 @@ def command_of(question: Question, python: str, folder: Path) -> list[str]:
     if script in TORCHRUN_JOBS:
         # By its own name, which may not resolve, a host would look for itself for minutes.
         meet = ["--standalone", "--local-addr=127.0.0.1"]
-        torchrun = [python, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={_ranks(rest)}"]
+        torchrun = [python, "-P", "-m", "torch.distributed.run", *meet, f"--nproc-per-node={_ranks(rest)}"]
         own = [] if any(word.startswith("--run.dir") for word in rest) else ["--run.dir", str(folder / "run")]
         return [*torchrun, str(script), *rest, *own]
     if script is not None:
         return [python, str(script), *(rest if first.endswith(".py") else rest[1:])]
     if first == "torchrun":
-        return [python, "-m", "torch.distributed.run", *rest]
+        return [python, "-P", "-m", "torch.distributed.run", *rest]
     return [python if _is_python(first) else first, *rest]
 
 

@@ -181,7 +181,7 @@ def torchrun(plan: EmulationPlan, host: HostPlan, port: int) -> tuple[str, ...]:
     """Return the command line of one host's torchrun."""
     options, first = plan.options, plan.hosts[0]
     master = first.name if options.master == "hostname" and plan.namespaces else first.addresses[0]
-    command = [sys.executable, "-m", "torch.distributed.run"]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     command += [f"--nnodes={options.hosts}", f"--nproc-per-node={plan.ranks_per_host}"]
     if options.rendezvous == "c10d":
         endpoint = f"[{master}]:{port}" if ":" in master else f"{master}:{port}"

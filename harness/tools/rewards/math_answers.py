@@ -33,7 +33,7 @@ class MathWorker:
         The rule of verl/utils/reward_score/math_verify.py. Raise RuntimeError if the process cannot work.
         """
         if self._process is None:
-            command = [sys.executable, "-m", __name__, str(self.cpu_seconds)]
+            command = [sys.executable, "-P", __file__, str(self.cpu_seconds)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         process = self._process
         assert process.stdin and process.stdout

@@ -267,7 +267,7 @@ def _start_watchdog(settings: WatchdogSettings) -> int:
     words = [json.dumps(asdict(settings)), str(folder), *map(str, passed)]
     subprocess.run(
         # The shell detaches it at once: a child of this rank would be ended together with the rank's other children.
-        ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", "harness.tools.watchdog.watchdog", *words],
+        ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-P", "-m", "harness.tools.watchdog.watchdog", *words],
         env=os.environ | {"PYTHONPATH": path},
         pass_fds=passed,
         stdin=subprocess.DEVNULL,

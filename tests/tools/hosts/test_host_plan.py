@@ -30,7 +30,7 @@ def test_a_host_has_a_rank_for_each_of_its_gpus_or_one() -> None:
 def test_torchrun_over_a_rendezvous() -> None:
     made = plan(HostsOptions(ranks_per_host=2))
     assert torchrun(made, made.hosts[1], 29500) == (
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
+        sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=10.77.0.1:29500", "--rdzv-id=hosts", *SCRIPT,
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ def test_torchrun_over_ipv6_puts_the_address_in_brackets() -> None:
 def test_torchrun_with_a_master_and_ranks_of_nodes() -> None:
     made = plan(HostsOptions(rendezvous="static", master="hostname", network="both"))
     words = torchrun(made, made.hosts[1], 29500)
-    assert words[5:8] == ("--node-rank=1", "--master-addr=host0", "--master-port=29500")
+    assert words[6:9] == ("--node-rank=1", "--master-addr=host0", "--master-port=29500")
 
 
 def test_without_namespaces_hosts_differ_by_variables_and_loopback_addresses() -> None:

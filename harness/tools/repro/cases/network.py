@@ -98,7 +98,7 @@ def port_collision_same_seed(broken: bool) -> None:
 def torchelastic_agent_store_hang(broken: bool) -> None:
     """Under torchrun the engine's process group waits for a store that nobody serves."""
     if "RANK" not in os.environ:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+        torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
         command = [*torchrun, "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1", *sys.argv, str(free_port())]
         sys.exit(subprocess.run(command).returncode)
     # With it, torch makes every rank a client of any store, a private one too.
