@@ -56,7 +56,8 @@ class HostEngine:
         node 0 of the engine, the only one that can be called.
         """
         arguments = {**arguments, "custom_sigquit_handler": engine_processes.ignore_signal}
-        environment = {**environment, **scratch.variables(Path(self._scratch.name))}
+        # Its processes are started by `python -c`, which would import from the current folder first.
+        environment = {"PYTHONSAFEPATH": "1", **environment, **scratch.variables(Path(self._scratch.name))}
         before = descendants()
         with started_processes() as started:
             try:

@@ -31,3 +31,12 @@ def is_regular(file: Path) -> bool:
         return stat.S_ISREG(file.lstat().st_mode)
     except OSError:
         return False
+
+
+def is_own_folder(folder: Path) -> bool:
+    """Return whether this is a folder of this user, and not a link, into which nobody else can put files."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from harness.runtime.files import is_own_folder
+
 SHARED = "HARNESS_TMPDIR"
 """Environment variable with the folder for temporary files from before the run made its own, the same for a whole host."""
 LONGEST_SOCKET = 107
@@ -77,17 +79,8 @@ def variables(folder: Path) -> Mapping[str, str]:
         "TMPDIR": str(folder),
         SHARED: str(shared()),
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-        or str(cache if _is_own(cache) else folder / "torchinductor"),
+        or str(cache if is_own_folder(cache) else folder / "torchinductor"),
     }
-
-
-def _is_own(folder: Path) -> bool:
-    """Return whether this is a folder of this user that nobody else can write to."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def base_for(below: int, base: str | None = None) -> str:

@@ -202,13 +202,13 @@ def _numbered(records: Iterable[Any], unit: str) -> Iterator[tuple[str, Any]]:
 
 def _jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the lines that are not blank. `datasets` would not name the line of a bad one."""
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for where, line in _numbered(lines, f"{path} line"):
             try:
                 if line.strip():
                     yield where, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where} is not JSON ({error.msg}): it must be one object per line") from error
+            except (ValueError, RecursionError) as error:  # also text that is not UTF-8
+                raise ValueError(f"{where} is not JSON ({error}): it must be one object per line") from error
 
 
 def _parquet_records(path: Path) -> Iterator[Any]:

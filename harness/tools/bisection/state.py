@@ -9,6 +9,7 @@ from typing import IO
 
 import msgspec
 
+from harness.runtime.files import is_own_folder
 from harness.tools.bisection.candidates import Candidate
 from harness.tools.bisection.installation import Environment
 from harness.tools.bisection.question import Question, WrongQuestion
@@ -132,12 +133,20 @@ class State:
 
 
 def load_state(folder: Path) -> State:
-    """Return the state of the bisect in a folder. Raises WrongQuestion."""
+    """Return the state of the bisect in a folder. Raises WrongQuestion, also if others can write to the folder.
+
+    It holds the command that is run, and the interpreters that run it.
+    """
+    if (folder / STATE).exists() and not is_own_folder(folder.absolute()):
+        raise WrongQuestion(
+            f"{folder} must be a folder of yours that nobody else can write to, because its {STATE} says what is run; if you"
+            " trust it, copy it with `cp -r` and run `chmod 700` on the copy."
+        )
     try:
         return msgspec.convert(json.loads((folder / STATE).read_text(encoding="utf-8")), State)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise WrongQuestion(f"there is no bisect in {folder}: it has no {STATE}.") from error
-    except (json.JSONDecodeError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise WrongQuestion(
             f"{folder / STATE} was cut off, or another version of this program wrote it: {error}."
         ) from error

@@ -258,7 +258,8 @@ def literal(value: Any, name: str = "") -> str:
 def _wrapped(lines: Iterable[str]) -> list[str]:
     rows = []
     for line in lines:
-        text, indent = line.encode("ascii", "backslashreplace").decode(), " " * (len(line) - len(line.lstrip()) + 2)
+        text = "".join(each if each.isprintable() or each.isspace() else ascii(each)[1:-1] for each in line)
+        text, indent = text.encode("ascii", "backslashreplace").decode(), " " * (len(line) - len(line.lstrip()) + 2)
         options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
         rows += textwrap.wrap(text, WIDTH - 2, **options) or [""]  # type: ignore[arg-type]
     return rows

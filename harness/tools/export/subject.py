@@ -166,9 +166,8 @@ def read_end(folder: Path, events: Sequence[Event]) -> RunEnd:
     """Return what the watchdogs wrote, else what the ranks' own events say."""
     verdicts: list[Any] = []
     for file in filter(is_regular, sorted(folder.glob("failure-*.json"))):
-        with suppress(
-            msgspec.DecodeError, RecursionError
-        ):  # a full disk leaves it empty; other hosts have written theirs
+        # A full disk leaves it empty; other hosts have written theirs.
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
             verdicts.append(msgspec.json.decode(file.read_bytes(), type=_KEPT))
     verdicts = [each for each in verdicts if each.first.kind != "mistake"]  # its rank's event has more
     if verdicts:

@@ -105,7 +105,15 @@ def test_a_python_that_does_not_start_is_said(tmp_path: Path) -> None:
         installation.Environment(python=str(python)).with_freeze()
 
 
-@pytest.mark.parametrize("text", ["{", '{"records": []}'])
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_state_that_others_could_have_written_is_not_run(tmp_path: Path, mode: int) -> None:
+    (tmp_path / STATE).write_text("{}")
+    tmp_path.chmod(mode)
+    with pytest.raises(WrongQuestion, match="a folder of yours that nobody else can write to"):
+        load_state(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", '{"records": []}', "\xff", "[" * 100_000])
 def test_a_state_of_another_program_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / STATE).write_text(text)
     with pytest.raises(WrongQuestion, match="was cut off, or another version of this program wrote it"):
