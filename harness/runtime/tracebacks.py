@@ -72,6 +72,7 @@ _LAST_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\(\w+\))?(:(?:\s.*
 _CLASS_OF_ERROR = re.compile(
     r"(?:(?:Error|Exception)(?:_\w+)?|ExceptionGroup|Interrupt|Exit|Failure|Failed|Refused|Died|Expired)$"
 )
+_RESOURCE_TRACKER = "multiprocessing/resource_tracker.py"
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 
 
@@ -175,9 +176,16 @@ def tracebacks_in(lines: Iterable[LogLine]) -> Iterator[Traceback]:
 
 
 def first_cause(found: Iterable[Traceback]) -> Traceback | None:
-    """Return the first exception or crash that Python did not ignore, an exception group only if there is nothing else."""
-    named = [each for each in found if each.exception and not each.is_ignored]
+    """Return the first exception or crash that may have ended a process, an exception group only if there is nothing else."""
+    named = [each for each in found if each.exception and not each.is_ignored and not _is_of_resource_tracker(each)]
     return min(named, key=lambda each: (bool(_GROUP.search(each.exception)), each.ends), default=None)
+
+
+def _is_of_resource_tracker(found: Traceback) -> bool:
+    """Return whether multiprocessing's resource tracker printed it, which then goes on: KeyError for a name it lacks."""
+    return (
+        bool(found.frames) and found.frames[-1].file.endswith(_RESOURCE_TRACKER) and found.frames[-1].function == "main"
+    )
 
 
 def _is_exception(text: str) -> bool:

@@ -222,3 +222,15 @@ def test_a_crash_of_c_plus_plus() -> None:
 def test_prefixes_are_taken_off(line: str, text: str, process: str) -> None:
     found = log_line(1, line)
     assert (found.text, found.process) == (text, process)
+
+
+def test_what_the_resource_tracker_prints_is_no_cause() -> None:
+    """A real one, which is asked to forget a name that it never learned, and goes on."""
+    code = "from multiprocessing import resource_tracker as each; each.unregister('/sgl_shm_mq_7', 'shared_memory')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "KeyError: '/sgl_shm_mq_7'" in done.stderr
+    log = (
+        f'{done.stderr}Traceback (most recent call last):\n  File "x.py", line 1, in f\nOSError: [Errno 24] Too many\n'
+    )
+    first = first_cause(tracebacks_in(log_lines(log)))
+    assert first and first.exception == "OSError: [Errno 24] Too many"
