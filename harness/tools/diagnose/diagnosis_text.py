@@ -53,7 +53,8 @@ def next_step(found: Diagnosis) -> str:
     """Return what to look at if the cause is unknown; "" if it is known, or if nothing failed."""
     if found.verdict == "no failure" or (found.finding and not found.finding.entry.consequence):
         return ""
-    shown = (found.suspicious, found.finding.line if found.finding else None, found.ending)
+    # After an unknown failure, how the log ends says little: it is its consequence.
+    shown = (found.suspicious, *((found.finding.line, found.ending) if found.finding else ()))
     for line in filter(None, shown):
         for step in surroundings().next_steps:
             if step.pattern.regex.search(line.whole):

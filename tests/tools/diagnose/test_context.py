@@ -234,6 +234,12 @@ def test_an_unknown_failure_has_a_next_step(line: str, tmp_path: Path) -> None:
     assert "  next: " in text and STEPS[line] in " ".join(text.split())
 
 
+def test_the_next_step_is_that_of_the_first_failure(tmp_path: Path) -> None:
+    lost = "RuntimeError: Connection closed by peer [10.0.0.2]:38032 gloo\n"
+    found = diagnosed(tmp_path, f"OSError: [Errno 28] No space left on device\n{lost}")
+    assert found.verdict == "unknown" and "The other side ended" not in " ".join(as_text(found).split())
+
+
 def test_the_pool_is_too_small_only_if_it_is(tmp_path: Path) -> None:
     text = (
         "[2026-11-21 05:44:00 TP0] Prefill out of memory. Try to lower your batch size.\nTry to allocate 8192 tokens.\n"
