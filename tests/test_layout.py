@@ -35,7 +35,7 @@ TOOLS = {
     "doctor": {"environment_file", "ranks"},
     "environment_file": set(),
     "environments": set(),
-    "export": {"command_line"},
+    "export": {"bisection", "command_line", "diagnose", "environment_file"},
     "fault_spec": set(),
     "hosts": set(),
     "inject": {"fault_spec"},

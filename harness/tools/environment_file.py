@@ -3,9 +3,15 @@
 import json
 import os
 import platform
+import shlex
+import sys
 from importlib import metadata
+from pathlib import Path
+
+import psutil
 
 from harness.observer import Observer, RunContext
+from harness.runtime import redact
 
 PACKAGES = (
     "torch", "sglang", "transformers", "torch_memory_saver", "sglang-kernel", "sgl-kernel", "flashinfer-python", "triton",
@@ -29,11 +35,20 @@ class EnvironmentFile(Observer):
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
             "platform": platform.platform(),
             "versions": package_versions(),
+            "command": command(),
             "environment": behaviour(os.environ),
         }
         everyone = all_gather(facts)
         if run.world.rank == 0:
             (run.folder / "environment.json").write_text(json.dumps(everyone, indent=1), encoding="utf-8")
+
+
+def command() -> str:
+    """Return the shell command that started this rank, without secrets: torchrun's if torchrun did, else the rank's own."""
+    parent = psutil.Process().parent()
+    words = parent.cmdline() if parent else []
+    is_torchrun = any(word == "torch.distributed.run" or Path(word).name == "torchrun" for word in words[:3])
+    return redact.text(shlex.join(words if is_torchrun else sys.orig_argv))
 
 
 def package_versions() -> dict[str, str]:

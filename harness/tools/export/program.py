@@ -1,6 +1,6 @@
-"""A run as one file that needs only torch, transformers and sglang, from the template repro.py.jinja.
+"""A run as one file that needs only sglang and its dependencies, from the templates of this folder.
 
-`program_of` says what the file must do: settings, the fault to plant and the arms. `render` fills in the template.
+`values_of` says what the file must do: settings, the fault to plant and the arms. `render` fills in a template.
 """
 
 import builtins
@@ -20,7 +20,8 @@ from harness.runtime.cpu_standins import STANDINS
 from harness.task.tiny_models import is_tiny, tiny_fields
 from harness.tools.export.subject import RankRecord, RunEnd, Subject
 
-TEMPLATE = Path(__file__).with_name("repro.py.jinja")
+TORCHRUN, SERVER = "repro.py.jinja", "server.py.jinja"
+"""Templates: an engine inside torchrun's ranks, or a server and a trainer of one process."""
 WIDTH = 120
 LONGEST = 600
 """Characters of a message that are kept."""
@@ -45,9 +46,25 @@ ELSEWHERE = dict.fromkeys(LEARNING, "update_actor") | {
 """Phases of a run that a program does not have -> the phase of the program that stands for them."""
 
 
-def render(subject: Subject, slug: str = "") -> str:
-    """Return the file's text. slug: the catalogue's name of what was seen, if it has one."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What an issue needs to be told besides the program; see evidence.py."""
+
+    slug: str = ""
+    """The catalogue's name of what was seen."""
+    check_env: Sequence[str] = ()
+    """What `python -m sglang.check_env` printed."""
+    bisect: Sequence[str] = ()
+    """The bisect's command and answer."""
+
+
+def render(subject: Subject, evidence: Evidence | None = None, server: bool = False) -> str:
+    """Return the file's text. server: start SGLang's server by its command line and speak HTTP to it.
+
+    Raises ValueError if an engine does not fit on one host, which a file for a server cannot start.
+    """
     environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -55,25 +72,31 @@ def render(subject: Subject, slug: str = "") -> str:
         autoescape=False,
     )
     environment.filters["literal"] = literal
-    values = values_of(subject)
-    values["header"] = [f"{subject.torchrun} repro.py", *_wrapped(_header(subject, slug, values))]
-    return redact.text(environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values))
+    values = values_of(subject, server)
+    if server and values["group"] > subject.nproc_per_node:
+        ranks = f"an engine of {values['group']} ranks on hosts of {subject.nproc_per_node}"
+        raise ValueError(f"--server needs an engine that fits on one host, got {ranks}; leave --server out.")
+    header = "\n".join(_wrapped(_header(subject, evidence or Evidence(), values, server)))
+    values["header"] = header.replace('"""', "'''").rstrip("\\")
+    return redact.text(environment.get_template(SERVER if server else TORCHRUN).render(values))
 
 
-def values_of(subject: Subject) -> dict[str, Any]:
+def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
     """Return what the template needs to know of the run, the header apart."""
     config, parallel, model, device = subject.config, subject.config.parallel, subject.config.model, device_of(subject)
     fields = {**tiny_fields(model.name, device), **model.overrides} if is_tiny(model.name) else {}
     is_random = model.weights == "random" and is_tiny(model.name)
     dummy = config.engine.initial_weights == "dummy" or is_random
     own = {"load_format": "dummy" if dummy else "auto", "skip_tokenizer_init": True}
-    arguments = engine_defaults(device, config.engine.defaults) | own | config.engine.args
-    moves_memory = device == "cuda" and bool(arguments.get("enable_memory_saver"))
+    arguments = engine_defaults(device, config.engine.defaults) | own
+    moves_memory = device == "cuda" and bool((arguments | config.engine.args).get("enable_memory_saver"))
     resumes_all = config.memory.resume == "all"
     still = {"first_release", "resume_weights", "resume_kv_cache", "release"} if not moves_memory else set()
     still |= {"resume_kv_cache"} if resumes_all else set()
     fault = planted_fault(subject.seen, [name for name in ORDER if name not in still])
     missing = missing_tensors(subject.seen)
+    has_own_failure = bool(subject.seen and subject.seen.code and not (fault or missing))
+    control = control_without_fault(subject, is_random) if has_own_failure else ""
     timeouts = dict(config.run.phase_timeouts)
     if fault and subject.seen and subject.seen.phase in timeouts:
         timeouts[fault.phase] = timeouts[subject.seen.phase]
@@ -90,10 +113,11 @@ def values_of(subject: Subject) -> dict[str, Any]:
         "is_mla": model.name in ("deepseek_v3", "moonlight"),
         "stand_in_names": runpy.run_path(str(STANDINS / "sgl_kernel" / "__init__.py"))["NAMES"],
         "engine_arguments": arguments,
-        "given": tuple(config.engine.args),
+        "given": config.engine.args,
         "transport": transport_of(subject),
         "group": group,
         "pp": parallel.pp,
+        "many_hosts": subject.nnodes > 1,
         "pp_first": parallel.rank_order == "dp,pp,tp",
         "colocate": parallel.colocate,
         "moves_memory": moves_memory,
@@ -106,12 +130,13 @@ def values_of(subject: Subject) -> dict[str, Any]:
         "responses": -(-config.rollout.responses_per_prompt // group) * group,
         "prompt_tokens": min(config.task.max_prompt_tokens, MOST_PROMPT_TOKENS),
         "response_tokens": config.rollout.max_response_tokens,
-        "tolerance": allowed(subject),
+        "tolerance": allowed(subject, takes_baseline=not (server and device == "cuda")),
         "timeout": config.run.timeout_seconds,
         "timeouts": timeouts,
         "fault": fault,
         "missing": missing,
-        "has_arms": bool(fault or missing),
+        "control": control,
+        "has_arms": bool(fault or missing or control),
     }
 
 
@@ -121,37 +146,77 @@ def transport_of(subject: Subject) -> Literal["bucket", "disk", "tensor"]:
     return "bucket" if asked in ("auto", "bucket") else "disk" if asked == "disk" else "tensor"
 
 
-def _header(subject: Subject, slug: str, values: dict[str, Any]) -> list[str]:
-    """Return the comment below the first line: what this is, what was expected and seen, and where."""
+def _header(subject: Subject, evidence: Evidence, values: dict[str, Any], server: bool) -> list[str]:
+    """Return the file's docstring: what this is, how to run it, what was expected and found, and where."""
+    command = "python repro.py" if server else f"{subject.torchrun} repro.py"
+    return [
+        *_what(subject, values, server),
+        "",
+        *_how_to_run(command, values),
+        "",
+        f'Expected: exit code 0, and "PASSED: {values["steps"]} of {values["steps"]} steps".',
+        *_found(subject.seen, evidence.slug),
+        *_made_of(subject, values),
+        *(["", "Bisect:", *(f"  {line}" for line in evidence.bisect)] if evidence.bisect else []),
+        "",
+        *_environment(subject.ranks, evidence.check_env),
+    ]
+
+
+def _what(subject: Subject, values: dict[str, Any], server: bool) -> list[str]:
     config, parallel = subject.config, subject.config.parallel
     made = "with random weights" if values["model_config"] else "as it is"
-    device = "cuda" if values["cuda"] else "cpu"
-    mesh = f"dp {parallel.dp}, tp {parallel.tp}, pp {parallel.pp}, {config.model.dtype}, on {device}"
-    lines = [f"A trainer that sends weights to sglang, without a framework: {config.model.name} {made}, {mesh}."]
-    lines += [f"Needs torch, transformers and sglang. Made by launch/export.py from {Path(subject.words[0]).name}."]
-    lines += [f'Expected: exit code 0, and "PASSED: {values["steps"]} of {values["steps"]} steps".']
-    lines += _seen(subject.seen, slug, values["has_arms"])
-    if config.weights.transport not in (values["transport"], "auto"):
-        lines.append(
-            f"The run sent weights by {config.weights.transport}. This file sends them by {values['transport']} instead."
-        )
-    return lines + _environment(subject.ranks)
+    on = f"{config.model.dtype} on {'cuda' if values['cuda'] else 'cpu'}"
+    if server:
+        who = "A trainer that sends weights to an sglang server over HTTP"
+        mesh = f"tp {parallel.tp}, pp {parallel.pp}, {on}; the trainer is one process on the CPU"
+    else:
+        who = "A trainer that sends weights to sglang.Engine on the ranks of torchrun"
+        mesh = f"dp {parallel.dp}, tp {parallel.tp}, pp {parallel.pp}, {on}"
+    return [f"{who}: {config.model.name} {made}, {mesh}."]
 
 
-def _seen(seen: RunEnd | None, slug: str, has_arms: bool) -> list[str]:
+def _how_to_run(command: str, values: dict[str, Any]) -> list[str]:
+    """Return the commands of both arms, and what the control arm does without."""
+    lines = ["It needs sglang, which brings torch and transformers, and nothing else:"]
+    if not values["has_arms"]:
+        return [*lines, f"    {command}"]
+    without, why = {
+        "default arguments": (
+            "without the run's own engine arguments",
+            "SGLang fails by itself.",
+        ),
+        "no updates": (
+            "without updates: the engine reads the checkpoint itself",
+            "SGLang fails by itself.",
+        ),
+        "": (
+            "without THE FAULT",
+            "The run failed outside of SGLang; THE FAULT in this file does on purpose what happened there.",
+        ),
+    }[values["control"]]
+    lines += [f"    {command}                  # fails as the run did"]
+    return [*lines, f"    {command} --arm control    # passes, {without}", why]
+
+
+def _found(seen: RunEnd | None, slug: str) -> list[str]:
     if seen is None:
-        return ["Seen: nothing yet; this was made from a config that was not run."]
+        return ["Found: nothing yet; this file was made from a config that was not run."]
     if seen.code == 0:
-        return [f"Seen: exit code 0. {seen.verdict[0]}"]
+        return [f"Found: exit code 0. {seen.verdict[0]}"]
     code = "did not end" if seen.code is None else f"exit code {seen.code} of the rank that failed first"
-    lines = [f"Seen: {code}; {f'known as {slug}' if slug else 'no known failure'}."]
-    lines += [f"  {line.strip()[:LONGEST]}" for line in seen.verdict[:1]]
-    if has_arms:
-        lines.append(
-            'What failed in the run is done on purpose here; see "THE FAULT". With --arm control it is not done,'
-        )
-        return [*lines, "and the program must pass."]
-    return [*lines, "Nothing is planted: sglang failed by itself, or a watchdog, which this file does not have."]
+    known = f", known to launch/diagnose.py as {slug}" if slug else ""
+    return [f"Found: {code}{known}:", *(f"  {line.strip()[:LONGEST]}" for line in seen.verdict[:1])]
+
+
+def _made_of(subject: Subject, values: dict[str, Any]) -> list[str]:
+    """Return the command that was run, and how this file differs from the run."""
+    commands = list(dict.fromkeys(each.command for each in subject.ranks if each.command))
+    lines = ["The run was started with:", *(f"    {each}" for each in commands)] if commands else []
+    asked = subject.config.weights.transport
+    if asked not in (values["transport"], "auto"):
+        lines.append(f"The run sent weights by {asked}. This file sends them by {values['transport']} instead.")
+    return lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +227,14 @@ class PlantedFault:
     phase: str
     step: int | None
     statement: str
+
+
+def control_without_fault(subject: Subject, is_random: bool) -> Literal["", "no updates", "default arguments"]:
+    """Return what the control arm does without if SGLang failed by itself; "" if that is not known."""
+    assert subject.seen
+    if subject.seen.phase in ("import_sglang", "start_engine", "inputs", "meet"):
+        return "default arguments" if subject.config.engine.args else ""
+    return "" if is_random else "no updates"
 
 
 def missing_tensors(seen: RunEnd | None) -> tuple[str, ...]:
@@ -223,14 +296,18 @@ def _class_name(error: str) -> str:
     return error.partition(":")[0].rpartition(".")[2]
 
 
-def allowed(subject: Subject) -> str:
-    """Return the mean log-prob difference: by the run's baseline where it took one, else what is healthy without."""
+def allowed(subject: Subject, takes_baseline: bool = True) -> str:
+    """Return the mean log-prob difference: by the run's baseline where it took one, else what is healthy without.
+
+    takes_baseline: whether the run's own applies, which was taken with a trainer on the same device.
+    """
     from harness.weights.log_probs import FACTOR, FLOOR, FLOOR_WITHOUT_BASELINE  # imports torch
 
     dtype = subject.config.model.dtype
     if subject.config.weights.verify == "off":
         return 'float("inf")'
-    taken = [each["log_prob_difference_mean"] for each in subject.events if each["event"] == "log_prob_baseline"]
+    baselines = [each for each in subject.events if takes_baseline and each["event"] == "log_prob_baseline"]
+    taken = [each["log_prob_difference_mean"] for each in baselines]
     return f"{max(FLOOR[dtype], FACTOR * taken[0]) if taken else FLOOR_WITHOUT_BASELINE[dtype]:.2g}"
 
 
@@ -256,21 +333,26 @@ def literal(value: Any, name: str = "") -> str:
 
 
 def _wrapped(lines: Iterable[str]) -> list[str]:
+    """Return them in ASCII and in rows of WIDTH. What is indented by four spaces is to be pasted, and stays in one row."""
     rows = []
     for line in lines:
-        text = "".join(each if each.isprintable() or each.isspace() else ascii(each)[1:-1] for each in line)
-        text, indent = text.encode("ascii", "backslashreplace").decode(), " " * (len(line) - len(line.lstrip()) + 2)
-        options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-        rows += textwrap.wrap(text, WIDTH - 2, **options) or [""]  # type: ignore[arg-type]
+        text = "".join(" " if each.isspace() else each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        text = text.encode("ascii", "backslashreplace").decode()
+        indent = " " * (len(text) - len(text.lstrip()) + 2)
+        wrap = textwrap.TextWrapper(WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        rows += [text] if text.startswith("    ") else wrap.wrap(text) or [""]
     return rows
 
 
-def _environment(ranks: Sequence[RankRecord]) -> list[str]:
-    """Return a paragraph for each kind of host; ranks that have the same share it."""
+def _environment(ranks: Sequence[RankRecord], check_env: Sequence[str]) -> list[str]:
+    """Return what check_env printed, and a paragraph for each kind of host; ranks that have the same share it."""
     groups: dict[str, list[RankRecord]] = {}
     for each in ranks:
         values = [f"{name} {version}" for name, version in each.versions.items() if version != "not installed"]
         values += [f"{name}={value}" for name, value in redact.variables(each.environment).items()]
         groups.setdefault(f"{each.device}, {each.platform}, {', '.join(values)}", []).append(each)
     shown = [f"  {len(some)} rank(s) from rank {some[0].rank} on {some[0].host}: {on}" for on, some in groups.items()]
-    return ["Environment:", *shown] if shown else []
+    lines = ["The run's ranks had:", *shown] if shown else []
+    if check_env:
+        lines += ["python -m sglang.check_env (this file prints it again):", *(f"    {line}" for line in check_env)]
+    return lines

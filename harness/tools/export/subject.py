@@ -62,6 +62,7 @@ class RankRecord:
     platform: str
     versions: Mapping[str, str]
     environment: Mapping[str, str]
+    command: str = ""  # the shell command that started it; older runs did not note it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

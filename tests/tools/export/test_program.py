@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.config.layers import ConfigError
-from harness.tools.export.program import literal, missing_tensors, planted_fault, render
+from harness.tools.export.program import Evidence, literal, missing_tensors, planted_fault, render
 from harness.tools.export.subject import RunEnd, Subject, behind, read_subject
 from tests.tools.report.fake_run import fake_run
 
@@ -30,6 +30,12 @@ LOST = RunEnd(
     " model.layers.1.mlp.up_proj.weight); model.norm.weight; and 3 more",
 )  # fmt: skip
 
+REFUSED = RunEnd(
+    code=1, verdict=("FIRST FAILURE: y",), kind="exception", ranks=(0,), phase="sync", step=1,
+    error="EngineRefused: update_weights_from_tensor: the engine refused: no",
+)  # fmt: skip
+ENDS = {"new": None, "failed": FAILED, "lost": LOST, "refused": REFUSED}
+
 
 def check(files: Path) -> None:
     """What a maintainer's linter would say, and Python."""
@@ -43,7 +49,7 @@ def check(files: Path) -> None:
     for file in files.glob("*.py"):
         text = file.read_text(encoding="ascii")
         compile(text, str(file), "exec")
-        assert "harness" not in text.split("import faulthandler")[1]
+        assert "harness" not in text.split("import faulthandler")[1].replace("the harness's own", "")
 
 
 def subject_of(*words: str) -> Subject:
@@ -56,9 +62,13 @@ def test_every_config_on_both_devices_with_and_without_a_failure_is_a_clean_shor
     monkeypatch.chdir(REPOSITORY)
     for config in CONFIGS:
         for device in ("cpu", "cuda"):
-            for name, seen in {"new": None, "failed": FAILED, "lost": LOST}.items():
-                text = render(replace(subject_of(config, "--engine.device", device), seen=seen))
-                (tmp_path / f"{Path(config).stem}_{device}_{name}.py").write_text(text)
+            for name, seen in ENDS.items():
+                subject = replace(subject_of(config, "--engine.device", device), seen=seen)
+                (tmp_path / f"{Path(config).stem}_{device}_{name}.py").write_text(render(subject))
+                if subject.config.parallel.tp * subject.config.parallel.pp <= 8:
+                    subject = replace(subject, nproc_per_node=8)
+                    file = tmp_path / f"{Path(config).stem}_{device}_{name}_server.py"
+                    file.write_text(render(subject, server=True))
     many = "configs/multinode/deepseek_v3_671b.toml"
     (tmp_path / "hosts.py").write_text(render(replace(subject_of(many, "--nnodes", "64"), seen=FAILED)))
     check(tmp_path)
@@ -83,18 +93,81 @@ def test_other_choices_make_clean_files_too(
         subject = subject_of("configs/cpu/quickstart.toml", "--engine.device", device, *words)
         assert ("'copy_all_layer_kv_cache_cpu'," in render(subject)) == (device == "cpu"), "the names of the stand-in"
         (tmp_path / f"{device}.py").write_text(render(subject))
+        (tmp_path / f"{device}_server.py").write_text(render(subject, server=True))
         (tmp_path / f"{device}_lost.py").write_text(render(replace(subject, seen=LOST)))
+        (tmp_path / f"{device}_lost_server.py").write_text(render(replace(subject, seen=LOST), server=True))
     check(tmp_path)
+
+
+def header_of(text: str) -> str:
+    compile(text, "repro.py", "exec")
+    return text.split('"""')[1]
+
+
+def test_the_top_of_the_file_has_what_maintainers_ask_for() -> None:
+    """The text of others, such as a bisect's reason, cannot end the string that it is in."""
+    words = ("configs/cpu/quickstart.toml", "--engine.device", "cpu")
+    subject = replace(subject_of(*(str(REPOSITORY / words[0]), *words[1:])), seen=FAILED)
+    said = ["python3 launch/bisect_versions.py --good 1 --bad 2 -- s.py", 'It says """x""" \\']
+    evidence = Evidence(slug="some-slug", check_env=["sglang: 0.5.23", "vllm: Module Not Found"], bisect=said)
+    for server in (False, True):
+        header = header_of(render(subject, evidence, server))
+        command = "python repro.py" if server else "torchrun --standalone --nproc-per-node=2 repro.py"
+        assert f"    {command}   " in header and f"    {command} --arm control   " in header, header
+        assert 'Expected: exit code 0, and "PASSED: 4 of 4 steps".' in header
+        assert "known to launch/diagnose.py as some-slug:\n  FIRST FAILURE: rank 1 failed" in header
+        assert "Bisect:\n  python3 launch/bisect_versions.py --good 1 --bad 2 -- s.py\n  It says" in header
+        assert "python -m sglang.check_env (this file prints it again):\n    sglang: 0.5.23\n" in header
+
+
+def test_the_command_that_was_run_is_in_the_file(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 2)
+    file = folder / "environment.json"
+    ranks = json.loads(file.read_text())
+    file.write_text(json.dumps([each | {"command": "torchrun launch/ppo.py --x y"} for each in ranks]))
+    assert "The run was started with:\n    torchrun launch/ppo.py --x y\n" in render(read_subject([str(folder)]))
+
+
+@pytest.mark.parametrize("server", [False, True])
+@pytest.mark.parametrize(
+    ("phase", "words", "says"),
+    [
+        ("sync", (), "passes, without updates: the engine reads the checkpoint itself"),
+        ("load_baseline", (), "passes, without updates"),
+        (
+            "start_engine",
+            ("--engine.args.page_size", "3"),
+            "passes, without the run's own engine arguments",
+        ),
+        ("start_engine", (), ""),
+    ],
+)
+def test_where_sglang_fails_by_itself_the_control_arm_leaves_out_what_may_be_the_cause(
+    phase: str, words: tuple[str, ...], says: str, server: bool
+) -> None:
+    subject = subject_of(str(REPOSITORY / "configs/cpu/quickstart.toml"), "--engine.device", "cpu", *words)
+    text = render(replace(subject, seen=replace(REFUSED, phase=phase)), server=server)
+    assert ("--arm control" in header_of(text)) == ("ARM == " in text) == bool(says)
+    assert says in " ".join(header_of(text).split()) and "THE FAULT" not in text
+
+
+def test_a_server_on_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    many = subject_of("configs/multinode/deepseek_v3_671b.toml", "--nnodes", "64")
+    assert many.config.parallel.tp * many.config.parallel.pp > many.nproc_per_node
+    with pytest.raises(ValueError, match="--server needs an engine that fits on one host"):
+        render(many, server=True)
 
 
 def test_a_run_of_64_ranks_says_where_it_ran_and_what_was_seen(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 64)
-    text = render(read_subject([str(folder), "--run.phase_timeouts.update_critic", "7"]), "some-slug")
+    text = render(read_subject([str(folder), "--run.phase_timeouts.update_critic", "7"]))
     assert "'update_actor': 7" in text, "the timeout of the phase in whose place it is"
-    assert text.startswith(
-        "# torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST0:29400 repro.py\n"
+    assert (
+        "\n    torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST0:29400 repro.py  "
+        in text
     )
-    assert "known as some-slug" in text and "exit code 124" in text and "NCCL_CUMEM_ENABLE=1" in text
+    assert "exit code 124" in text and "NCCL_CUMEM_ENABLE=1" in text
     assert "RANK in (60,) and (name, step) == ('update_actor', 1):" in text and "time.sleep(" in text
 
 
@@ -171,10 +244,10 @@ def test_the_rank_behind_is_the_one_with_fewest_phases() -> None:
     assert behind([event(0, "phase_start", "run")]) == ((0,), ("", None))
 
 
-def program_of(folder: Path, *words: str, seen: RunEnd | None = None) -> Any:
+def program_of(folder: Path, *words: str, seen: RunEnd | None = None, config: str = "cpu/quickstart.toml") -> Any:
     """Return a repro as a module, as an engine's process imports it."""
     # For a GPU: the stand-ins of the CPU mode would stay in this process.
-    words = (str(REPOSITORY / "configs/cpu/quickstart.toml"), "--engine.device", "cuda", *words)
+    words = (str(REPOSITORY / "configs" / config), "--engine.device", "cuda", *words)
     subject = replace(subject_of(*words), seen=seen)
     file = folder / "repro.py"
     file.write_text(render(subject))
@@ -195,7 +268,7 @@ def test_an_update_changes_every_element_of_every_tensor(program: Any) -> None:
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.fill_(1.0)
-    program.change(model, seed=1)
+    program.change(model, step=0)
     assert all(set(tensor.unique().tolist()) == {7 / 8, 9 / 8} for tensor in model.parameters())
 
 
@@ -212,8 +285,11 @@ def test_a_phase_that_takes_too_long_ends_the_rank_with_124(
 
 
 @pytest.mark.parametrize(("master", "begins"), [("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")])
-def test_an_ipv6_address_has_brackets(master: str, begins: str, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ipv6_address_has_brackets(
+    master: str, begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", master)
+    program = program_of(tmp_path, "--nnodes", "2", "--parallel.dp", "2")
     assert program.free_address().startswith(begins)
 
 
@@ -223,6 +299,21 @@ def test_the_control_arm_leaves_the_fault_out(tmp_path: Path, monkeypatch: pytes
         program.phase("update_actor", 1)
     monkeypatch.setattr(program, "ARM", "control")
     program.phase("update_actor", 1)
+
+
+def test_every_rank_writes_its_model_before_the_ranks_meet(tmp_path: Path) -> None:
+    """From then on transformers' save_pretrained writes on rank 0 alone."""
+    (tmp_path / "repro.py").write_text(render(subject_of(str(REPOSITORY / "configs/cpu/quickstart.toml"))))
+    script = (
+        "import os, repro\n"
+        "repro.run = lambda folder: print('>', sorted(os.listdir(folder)), repro.dist.is_initialized(), flush=True)\n"
+        "repro.dist.barrier = lambda: None\n"
+        "repro.RANK = 1\n"
+        "repro.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert "'config.json'" in done.stdout and "model.safetensors" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.strip().endswith(" False")
 
 
 def test_literals_are_python_and_not_long() -> None:

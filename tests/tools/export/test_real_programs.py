@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 
@@ -43,7 +44,7 @@ def export(folder: Path, *words: str) -> Path:
 
 
 def run_repro(file: Path, *more: str, seconds: float = 500) -> tuple[int, Path]:
-    """Run it by its own first line, without a way to this package; return exit code and output."""
+    """Run it by its own first command, without a way to this package; return exit code and output."""
     hidden = file.parent / "hidden"  # before the checkout that the environment knows of
     hidden.mkdir(exist_ok=True)
     (hidden / "harness.py").write_text("raise ImportError('a repro imports nothing of the harness')")
@@ -51,12 +52,13 @@ def run_repro(file: Path, *more: str, seconds: float = 500) -> tuple[int, Path]:
     assert subprocess.run(
         [sys.executable, "-c", "import harness"], cwd=file.parent, env=environment, capture_output=True
     ).returncode
-    words = file.read_text().splitlines()[0].removeprefix("# torchrun ").split()
+    # Its first command is the broken arm's, with a comment behind it.
+    command = next(line for line in file.read_text().splitlines() if line.endswith("repro.py") or "repro.py  " in line)
+    launcher, *words = [*command.partition("#")[0].split(), *more]
     log = file.with_suffix(".log")
-    words += more
     with log.open("w") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *words],
+            [sys.executable, *(["-m", "torch.distributed.run"] if launcher == "torchrun" else []), *words],
             cwd=file.parent, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=seconds,
         )  # fmt: skip
     return exit_code(log.read_text(errors="replace"), done.returncode), log
@@ -93,6 +95,14 @@ def test_a_repro_ends_as_its_run_did(case: str, tmp_path: Path) -> None:
     assert repro_code == code, repro_log.read_text()[-4000:]
     assert slug_of(repro_log) == slug_of(log) == SLUG.get(case), repro_log.read_text()[-4000:]
     assert ("PASSED: 4 of 4 steps" in repro_log.read_text()) == (code == 0)
-    if case == "killed":
+    assert "\nsglang: " in repro_log.read_text(), "what sglang.check_env prints"
+    if case != "healthy" and case != "deepseek_v3":
         control_code, control_log = run_repro(repro_log.with_suffix(".py"), "--arm", "control")
-        assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text()
+        assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text(), control_log.read_text()[-4000:]
+    if case in ("missing", "killed"):
+        server = export(tmp_path / "server", str(folder), "--server")
+        server_code, server_log = run_repro(server)
+        assert server_code == (-SIGKILL if case == "killed" else code), server_log.read_text()[-4000:]
+        assert slug_of(server_log) == SLUG.get(case), server_log.read_text()[-4000:]
+        control_code, control_log = run_repro(server, "--arm", "control")
+        assert control_code == 0 and "PASSED: 4 of 4 steps" in control_log.read_text(), control_log.read_text()[-4000:]
