@@ -50,7 +50,7 @@ class EngineLoader:
         return {place: by_rank[rank] for place, rank in enumerate(self.engine.group.ranks)}
 
     def _complete(self, found: dict[int, dict[str, int]]) -> bool:
-        due = {each.rank: sum(map(len, each.copies)) for each in self.coverage}
+        due = {each.rank: sum(map(len, each.copies)) + len(each.padded) for each in self.coverage}
         return {rank: len(sums) for rank, sums in found.items()} == due
 
     @property

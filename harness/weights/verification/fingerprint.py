@@ -17,6 +17,7 @@ from harness.trainer.rows import RowShards, own_rows
 from harness.weights.loader import EngineLoader
 from harness.weights.tensor_view import loses_precision
 from harness.weights.trainer_weights import TrainerWeights
+from harness.weights.worker.coverage import PADDING
 from harness.weights.worker.model_state import WRAP, weighted_sum
 
 Box = tuple[str, int, tuple[tuple[int, int], ...]]
@@ -34,7 +35,8 @@ class FingerprintComparison:
     compared: int
     """Checkpoint tensors of the others."""
     wrong: tuple[str, ...]
-    """Checkpoint tensors that the engine does not hold as the trainer does. All experts of one tensor are named together."""
+    """Checkpoint tensors that the engine does not hold as the trainer does. All experts of one tensor are named together.
+    Also tensors of the engine of which the padding is not zero."""
 
 
 def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> FingerprintComparison:
@@ -58,6 +60,7 @@ def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> Finge
             total += min(sums)
             wrong += [name] * (len(sums) > 1)  # ranks that should hold the same elements differ
         wrong += names[tensor] if total % WRAP != expected[tensor] else []
+    wrong += _wrong_padding(loader, received)
     everyone = all_gather((wrong, [name for name in names if name not in compared]))
     left = dict.fromkeys(name for _, each in everyone for name in each)
     return FingerprintComparison(
@@ -103,6 +106,16 @@ def _followed(loader: EngineLoader) -> dict[str, dict[Box, list[tuple[int, str]]
                     lost.add(source.name)
     lost_tensors = {view.of for group in loader.groups for view in group.views if view.name in lost}
     return {tensor: boxes for tensor, boxes in found.items() if tensor not in lost_tensors}
+
+
+def _wrong_padding(loader: EngineLoader, received: dict[int, dict[str, int]]) -> list[str]:
+    """Return the engine's tensors that are not zero where their loader makes them zero: padding is computed with too."""
+    return [
+        f"the padding of {', '.join(dict.fromkeys(names))}"
+        for each in loader.coverage
+        for number, names in each.padded.items()
+        if received[each.rank][f"{number}/{PADDING}"]
+    ]
 
 
 def _sums_by_box(boxes: dict[Box, list[tuple[int, str]]], received: dict[int, dict[str, int]]) -> dict[Box, set[int]]:

@@ -6,7 +6,7 @@ because nothing else of ours lives as long as the scheduler does.
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +22,7 @@ from harness.weights.worker.model_state import derived_tensors, fingerprint, mod
 from harness.weights.worker.undo import UndoneWrites, storage
 
 _KEPT = "_harness_trace"
+PADDING = "padding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class LoadCoverage:
     """Checkpoint names that arrive in a way that cannot be followed: only loading them again shows whether they did."""
     computing: list[str] = field(default_factory=list)
     """Names of tensors of the trainer, as sent, that the loader does more with than copy: those to load again."""
+    padded: dict[int, list[str]] = field(default_factory=dict)
+    """Number of a group -> the engine's tensors that its load makes zero in part."""
     derives: bool = False
     """The loader ends with post_load_weights, which derives tensors from what was copied."""
     derived_over: list[str] = field(default_factory=list)
@@ -182,17 +185,13 @@ class LoaderTrace:
         for parameter in self.model.parameters():
             elements[parameter.dtype] += parameter.numel()
         found = LoadCoverage(rank=dist.get_rank(), dtype=elements.most_common(1)[0][0], derives=self.derives)
-        tensors = model_tensors(self.model)
-        in_storage: dict[int, list[str]] = defaultdict(list)
-        for name, tensor in tensors.items():
-            in_storage[storage(tensor)].append(name)
-        for group, traced in zip(self.groups, self.traces, strict=True):
-            copies = []
-            for copy in traced.copies:
-                names = in_storage[storage(copy.target)]
-                into = next((name for name in names if begins_within(copy.target, tensors[name])), "")
-                copies.append(LoaderCopy(copy.source, into, copy.target.dtype))
-            found.copies.append(copies)
+        name_of = self._names()
+        for number, (group, traced) in enumerate(zip(self.groups, self.traces, strict=True)):
+            found.copies.append(
+                [LoaderCopy(copy.source, name_of(copy.target), copy.target.dtype) for copy in traced.copies]
+            )
+            if padding := traced.padding:
+                found.padded[number] = [name_of(zeros) for zeros in padding]
             if traced.error:
                 found.errors |= self._blame(group, traced)
                 continue
@@ -204,6 +203,21 @@ class LoaderTrace:
         if not found.errors:
             found.missing = self._missing()
         return found
+
+    def name_of(self, part: torch.Tensor) -> str:
+        """Return the engine's own name of the tensor that a part begins in; "" if it is in none."""
+        return self._names()(part)
+
+    def _names(self) -> Callable[[torch.Tensor], str]:
+        tensors = model_tensors(self.model)
+        in_storage: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            in_storage[storage(tensor)].append(name)
+
+        def name_of(part: torch.Tensor) -> str:
+            return next((name for name in in_storage[storage(part)] if begins_within(part, tensors[name])), "")
+
+        return name_of
 
     def _missing(self) -> dict[str, tuple[int, int]]:
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -248,14 +262,17 @@ def cover(model: Any, groups: tuple[FusingGroup, ...]) -> LoadCoverage:
 
 @torch.no_grad()
 def fingerprints(model: Any, _: None = None) -> dict[str, int]:
-    """Return the fingerprint of what each copy filled as "<group>/<copy>" -> number; empty if SGLang replaced a tensor."""
+    """Return the fingerprint of what each copy filled as "<group>/<copy>" -> number; empty if SGLang replaced a tensor.
+
+    Also "<group>/padding" -> elements that are not zero where the loader makes them zero.
+    """
     kept: LoaderTrace | None = getattr(model, _KEPT, None)
     traces = kept.traces if kept and kept.is_current else ()
-    sums = {
-        f"{number}/{part}": fingerprint(copy.target, copy.source)
-        for number, traced in enumerate(traces)
-        for part, copy in enumerate(traced.copies)
-    }
+    sums: dict[str, torch.Tensor] = {}
+    for number, traced in enumerate(traces):
+        sums |= {f"{number}/{part}": fingerprint(copy.target, copy.source) for part, copy in enumerate(traced.copies)}
+        if padding := traced.padding:
+            sums[f"{number}/{PADDING}"] = torch.stack([(zeros != 0).sum() for zeros in padding]).sum()
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 

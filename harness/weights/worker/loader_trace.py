@@ -60,6 +60,15 @@ class GroupTrace:
         """Whether the zeros and copies alone are the whole load."""
         return not (self.error or self.does_more or self.opaque)
 
+    @property
+    def padding(self) -> list[torch.Tensor]:
+        """The zeros that stay, as no copy goes there."""
+        return [
+            zeros
+            for zeros in self.zeros
+            if not any(storage(copy.target) == storage(zeros) and overlap(copy.target, zeros) for copy in self.copies)
+        ]
+
     def give_up(self, copies: Sequence[Copy]) -> None:
         """Say of some of the copies that they do not last, as something else is written over them."""
         lost = {id(copy) for copy in copies}
@@ -228,6 +237,8 @@ class _Recorder(TorchDispatchMode):
                 stride=tuple(piece.stride()),
                 offset=int(piece.storage_offset()),
             )
+            if any(overlap(zeros, part) for zeros in self.traced.zeros if storage(zeros) == storage(part)):
+                self.traced.computed_with |= names  # which of the zeros stay is not followed
             self.traced.copies.append(Copy(part, read))
             if self._of_the_model(part):
                 self.recorded[storage(part)].append(self.traced.copies[-1])

@@ -42,6 +42,12 @@ def compare(model: Any, sent: Sent) -> Differences:
         if differing:
             before = wrong.get(name, (0, 0))
             wrong[name] = before[0] + differing, before[1] + copy.target.numel()
+    for group, traced in zip(kept.groups, kept.traces, strict=True):
+        if in_buffer.keys().isdisjoint(view.name for view in group.views):
+            continue
+        for zeros in traced.padding:
+            if differing := int((zeros != 0).sum()):
+                wrong[f"the padding of {kept.name_of(zeros)}"] = differing, zeros.numel()
     return wrong
 
 
