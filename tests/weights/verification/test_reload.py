@@ -7,7 +7,7 @@ import torch
 
 from harness.weights.verification.fingerprint import compare_fingerprints
 from harness.weights.verification.reload import ReloadFindings, load_again
-from tests.weights.toy_model import SHAPES, Toy, ToySync, layout_of, live_of, sent, sync_to
+from tests.weights.toy_model import SHAPES, Toy, ToySync, layout_of, live_name, live_of, sent, sync_to
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -156,3 +156,29 @@ def test_a_loader_that_cannot_load_twice_is_named_as_not_covered() -> None:
     found = check(sync)
     assert found.wrong == []
     assert any("scale" in sentence and "RuntimeError: loaded before" in sentence for sentence in found.not_covered)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loaded_on", ["cuda", "cpu"])
+def test_on_a_gpu_what_was_computed_there_or_on_the_cpu_is_right(loaded_on: str) -> None:
+    """A load from disk computes on the CPU, an update call on the GPU: exp() may differ in the last bit."""
+
+    class Before(Toy):
+        """Computes with what it is given, wherever that is."""
+
+        def load_weights(self, weights: Weights) -> None:
+            super().load_weights((name, -torch.exp(each) if name == "scale" else each) for name, each in weights)
+
+    model = Before().cuda()
+    model.w_kc = model.w_kc.cuda()
+    values = {live_name(name): tensor.cuda() for name, tensor in sent(3).items()}
+    sync = sync_to(model, values, layout_of(SHAPES), pull=False)
+    sync.loader.trace()
+    model.load_weights([(name, tensor.to(loaded_on)) for name, tensor in sent(3).items()])
+    before = state(model)
+    assert check(sync).wrong == []
+    model.scale.data[1:2].view(torch.int32).bitwise_xor_(1 << 20)
+    [sentence] = check(sync).wrong
+    assert sentence.startswith("scale") and "1 of 4 elements" in sentence
+    model.scale.data[1:2].view(torch.int32).bitwise_xor_(1 << 20)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(model).items())
