@@ -39,3 +39,36 @@ hash() { return 1; }
 source() { command_not_found_handle source "$@"; }
 .() { command_not_found_handle source "$@"; }
 
+# What stands in a file that was not read, or what somebody would have typed, is unknown, and so is all that comes after it.
+# A read that gives nothing found the end of such input, or a file that is not open here.
+read() {
+    local OPTIND=1 OPTARG __option __array= __name __all= __hole= __status=0 __words=("$@")
+    builtin read "$@" || __status=$?
+    while builtin getopts :ersEa:d:i:n:N:p:t:u: __option; do [[ $__option != a ]] || __array=$OPTARG; done
+    shift $((OPTIND - 1))
+    [[ -z $__array && $# != 0 ]] || builtin set -- "${__array:-REPLY}"
+    for __name; do __all+=${!__name-}; done
+    [[ -n $__all ]] || __hole=$(command_not_found_handle read "${__words[@]}")
+    for __name; do
+        [[ ${!__name-} != *[$'\2\3']* ]] || __hole=${!__name}
+        [[ -z $__hole ]] || builtin printf -v "$__name" %s "$__hole"
+    done
+    return $__status
+}
+mapfile() {
+    local OPTIND=1 OPTARG __option __array __status=0
+    builtin mapfile "$@" || __status=$?
+    while builtin getopts :td:n:O:s:u:C:c: __option; do :; done
+    __array=${!OPTIND-MAPFILE}
+    [[ -n ${!__array-} ]] || builtin printf -v "$__array" %s "$(command_not_found_handle mapfile "$@")"
+    return $__status
+}
+readarray() { mapfile "$@"; }
+
+# hole_or TEXT WORDS ... prints the first of the words with a hole, or the text. It stands where words or letters are counted.
+hole_or() {
+    local __text=$1 __word
+    shift
+    for __word; do case $__word in *[$'\2\3']*) __text=$__word && break ;; esac; done
+    builtin printf '%s' "$__text"
+}

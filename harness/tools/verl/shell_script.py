@@ -1,5 +1,6 @@
 """The words of a verl command: as given, or from a shell script that bash expands without starting anything in it."""
 
+import fcntl
 import os
 import re
 import select
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,24 +22,37 @@ OTHER_MAIN = re.compile(r"(?:verl|recipe)[./][\w./]*main_\w+(?:\.py)?|(?:verl|re
 SECONDS = 20
 BACKGROUND_SECONDS = 5
 """How long a script may take, and what it leaves in the background after its end."""
+OWN_FDS = 50
+"""The first file descriptor that is ours in the process of a script; it may open any below."""
 _PRELUDE = Path(__file__).with_name("expand.bash")
 
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
 _FILE = rf"""(?:{_QUOTED}|\$\([^()]*\)|\$\{{[^{{}}]*\}}|\$(?![({{])|[^\s;|&()<>'"\\$])+"""
+_COUNTED = re.compile(
+    r"\$\{(?:#(?P<all>\w+(?:\[[@*]\])?)\}|(?P<cut>\w+(?:\[[@*]\])?):(?![-=?+])"
+    r"|(?P<name>\w+)\[(?P<index>(?![@*]\])(?:[-\w$ +*/%]|\$\{\w+\})+)\](?P<whole>\})?)"
+)
+"""The start of ${#NAME}, ${#NAME[@]}, ${NAME:FROM:LENGTH} and ${NAME[INDEX]}."""
 _QUOTED_OR_REDIRECTION = re.compile(
     rf"""{_QUOTED}|\[\[\s.*?\]\]|\(\(.*?\)\)|(?P<comment>(?<![^\s;])\#[^\n]*)"""
     rf"""|(?P<output>(?<![^\s;)])(?:[0-9]|&)?>{{1,2}}[|]?[ \t]*(?![&(>]){_FILE})"""
-    rf"""|(?P<input>(?<![<>=&$({{])<[ \t]*(?![&(<>])(?P<file>{_FILE}))""",
+    rf"""|(?P<input>(?<![<>=&$({{])<[ \t]*(?![&(<>])(?P<file>{_FILE}))"""
+    rf"|(?P<counted>{_COUNTED.pattern})",
     re.DOTALL,
 )
-"""A redirection to or from a file, or text that may look like one."""
+"""A redirection to or from a file, or text that may look like one; and what counts words or letters."""
 _CONTENT = re.compile(rf"(?P<open>\$\(|`)\s*<[ \t]*(?P<file>{_FILE})\s*(?P<close>\)|`)")
 """$(<FILE): what a file holds."""
 _PATH = re.compile(r"(?<![\w$])PATH=")
 _OWN_PATH = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?(?::-[^{}]*)?\}|\$BASH_SOURCE\b")
 """The script's own path. $0 has it too, and exists in a script that is no file."""
-_HOLE = re.compile("\2([0-9]+)\3\n?")
-"""What expand.bash prints in place of a command's output: the id of its process."""
+_INPUT = rf"(?:\{{\w+\}}|[0-9]+)?<{{1,3}}&?[ \t]*(?:<\(cat [^\n]*?\)|{_FILE})"
+_EXEC = re.compile(rf"(?<![\w$./-])exec(?=(?:[ \t]+{_INPUT})+[ \t]*(?:[;\n&|)}}#]|\Z))")
+"""An exec that only opens files to read, once _without_redirections has rewritten them."""
+_HOLE = re.compile("\2([0-9]+)\3\n?|\2[0-9]*\3?|[0-9]*\3")
+"""What expand.bash prints in place of a command's output: the id of its process; or what is left of that in ${NAME%?}."""
+_STUCK = re.compile(r"error token|not a valid identifier")
+"""An error of bash after which a variable is not set: in arithmetic, or in the name of a variable."""
 _SET_UP = ("activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "set_env.sh")
 """Files that a script sources to choose its Python or its drivers, and not to set variables of the command."""
 
@@ -90,6 +105,7 @@ def command_of_script(text: str, arguments: Sequence[str], environment: Mapping[
     def with_commands(text: str) -> str:
         return _HOLE.sub(lambda match: f"$({named.get(match[1], '...')})", text)
 
+    stuck = [with_commands(line) for line in said if _HOLE.search(line) and _STUCK.search(line)]
     said = [with_commands(line) for line in said]
     found: list[list[str]] = []
     others: list[list[str]] = []
@@ -114,8 +130,9 @@ def command_of_script(text: str, arguments: Sequence[str], environment: Mapping[
         for words in others
         if _sets_variables(words)
     ]
+    holes += [Hole(text=line, why="needs the output of a command that was not run") for line in stuck]
     whole = tuple(word for word in command.words if not _HOLE.search(word))
-    return VerlCommand(words=whole, not_run=tuple(not_run), holes=tuple(holes))
+    return VerlCommand(words=whole, not_run=tuple(not_run), holes=tuple(dict.fromkeys(holes)))
 
 
 def _run_by_bash(
@@ -131,10 +148,18 @@ def _run_by_bash(
         for name, value in environment.items()
         if not name.startswith("BASH_") and name not in ("ENV", "HISTFILE")
     }
-    with tempfile.TemporaryFile() as written, open(os.devnull, "wb") as trace, tempfile.TemporaryFile() as errors:
+    with ExitStack() as files:
+        written, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        trace = files.enter_context(open(os.devnull, "wb"))
+        # A script opens 3, 4, ... itself.
+        record_fd, trace_fd = (fcntl.fcntl(each.fileno(), fcntl.F_DUPFD_CLOEXEC, OWN_FDS) for each in (written, trace))
+        files.callback(os.close, record_fd)
+        files.callback(os.close, trace_fd)
         prelude = _PRELUDE.read_text(encoding="utf-8")
-        prelude = prelude.replace("RECORD_FD", str(written.fileno())).replace("TRACE_FD", str(trace.fileno()))
-        all_have_ended, held_until_the_end = os.pipe()
+        prelude = prelude.replace("RECORD_FD", str(record_fd)).replace("TRACE_FD", str(trace_fd))
+        all_have_ended, held = os.pipe()
+        held_until_the_end = fcntl.fcntl(held, fcntl.F_DUPFD_CLOEXEC, OWN_FDS)
+        os.close(held)
         try:
             process = subprocess.Popen(
                 [bash, "--norc", "--noprofile", "-r", "-c", prelude + text, "bash", *arguments],
@@ -142,7 +167,7 @@ def _run_by_bash(
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env=kept | {"PATH": os.devnull},
-                pass_fds=(written.fileno(), trace.fileno(), held_until_the_end),
+                pass_fds=(record_fd, trace_fd, held_until_the_end),
                 start_new_session=True,
                 preexec_fn=confine,
             )
@@ -168,7 +193,7 @@ def _run_by_bash(
         errors.seek(0)
         record, said = written.read().decode(errors="replace"), errors.read().decode(errors="replace")
     lines = filter(None, said.splitlines())
-    return _commands_in(record), [re.sub(r"^\S*bash: (line \d+: )?", "bash: ", line) for line in lines]
+    return _commands_in(record), [re.sub(r"^(\S*bash|environment): (line \d+: )?", "bash: ", line) for line in lines]
 
 
 def _commands_in(record: str) -> list[tuple[str, list[str]]]:
@@ -188,23 +213,36 @@ def _without_redirections(text: str) -> str:
     """Return a script without redirections to files and comments, and without changes of PATH.
 
     Restricted bash would refuse the whole command. What the script reads from a file comes from a `cat` that is not run.
+    A hole stands for any number of words and letters, so that what counts them is a hole too.
     """
 
+    def with_hole(match: re.Match[str]) -> str:
+        if match["all"]:
+            return f'$(hole_or {match[0]} "${{{match["all"]}-}}")'
+        if match["cut"]:
+            return f'$(hole_or "" "${{{match["cut"]}-}}"){match[0]}'
+        element, hole = f"{match['name']}[{match['index']}]", f'hole_or "" "${{{match["name"]}[@]-}}"'
+        return f"${{{element}-$({hole})}}" if match["whole"] else f"$([[ -v {element} ]] || {hole}){match[0]}"
+
     def keep(match: re.Match[str]) -> str:
+        if match["counted"] or match[0][0] in '"([':
+            return _COUNTED.sub(with_hole, match[0])
         if match["input"]:
             return "" if match["file"] == "/dev/null" else f"< <(cat {match['file']})"
         return "" if match["output"] or match["comment"] else match[0]
 
     text = _CONTENT.sub(r"\g<open>cat \g<file>\g<close>", text.replace("\r\n", "\n"))
     text = _OWN_PATH.sub("$0", text)
-    return _PATH.sub("PATH_OF_SCRIPT=", _QUOTED_OR_REDIRECTION.sub(keep, text))
+    text = _EXEC.sub("command exec", _QUOTED_OR_REDIRECTION.sub(keep, text))
+    return _PATH.sub("PATH_OF_SCRIPT=", text)
 
 
 def _does_something(words: Iterable[str]) -> bool:
     """Return whether a command is worth naming: not one that shows text, or asks what is installed."""
     name, *rest = [*words, ""]
     return (
-        name.rsplit("/", 1)[-1] not in ("", "tee", "cat", "mkdir", "sleep", "which", "nvidia-smi") and "-c" not in rest
+        name.rsplit("/", 1)[-1] not in ("", "tee", "cat", "read", "mapfile", "mkdir", "sleep", "which", "nvidia-smi")
+        and "-c" not in rest
     )
 
 

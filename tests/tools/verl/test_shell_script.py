@@ -193,6 +193,66 @@ def test_what_a_file_holds_is_a_hole(lines: str, hole: str) -> None:
     assert found.words == ("one=1",) and [each.text for each in found.holes] == [hole]
 
 
+@pytest.mark.parametrize(
+    ("lines", "holes"),
+    [
+        ("read A B < f", "a=$(cat f) b=$(cat f)"),
+        ("IFS=, read -r A B < f", "a=$(cat f) b=$(cat f)"),
+        ('read A B <<< "$(cat f)"', "a=$(cat f) b=$(cat f)"),
+        ("{ read A; read B; } < f", "a=$(cat f) b=$(read B)"),
+        ("exec 3< f; read -u 3 A", "a=$(cat f)"),
+        ("exec 3<f 4<g; read A <&4; read -u3 B; exec 3<&-", "a=$(cat g) b=$(cat f)"),
+        ('exec {fd}<"f"\nread -u $fd A', "a=$(cat f)"),
+        ("exec < f; read", "r=$(cat f)"),
+        ("read -u 9 A", "a=$(read -u 9 A)"),
+        ("read -p 'which? ' A B", "a=$(read -p which?  A B) b=$(read -p which?  A B)"),
+        ("set -eu; mapfile -t X < f; A=${X[1]} B=${#X[@]}", "a=$(cat f) b=$(cat f)"),
+        ('readarray X < f; i=2; A="it\'s ${X[i]}" B="${X[-1]}"', "a=it's $(cat f) b=$(cat f)"),
+        ("mapfile -t -s 1 X < f; A=${X[0]} B=${X[*]:1:2}", "a=$(mapfile -t -s 1 X) b=$(mapfile -t -s 1 X)"),
+        ("X=($(cat f)); A=${X[1]} B=${#X[*]}", "a=$(cat f) b=$(cat f)"),
+        ("read -ra X < f; A=${X[0]} B=${X[3]}", "a=$(cat f) b=$(cat f)"),
+        ("X=$(cat f); A=${#X} B=${X%?}", "a=$(cat f) b=$(...)"),
+        ("f() { local A; read A; B=$A; }; f < f", "b=$(cat f)"),
+    ],
+)
+def test_everything_that_is_filled_from_a_file_is_a_hole(lines: str, holes: str) -> None:
+    script = f'{lines}\n{MAIN} one=1 ${{A:+"a=$A"}} ${{B:+b=$B}} ${{REPLY:+r=$REPLY}}'
+    found = command_of_script(script, [], {"HOME": "/h"})
+    assert found.words == ("one=1",) and " ".join(each.text for each in found.holes) == holes
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        'read -r A B <<< "x y z"',
+        "IFS=: read -r A B <<< 'x:y z'",
+        'read -r A C <<< "x $(cat f)"; B="y z"',
+        "mapfile -t X <<< $'x\ny z'; A=${X[0]} B=${X[-1]}",
+        "exec 3<<< $'x\ny z'; read -u 3 A; read -u 3 B",
+        "while IFS== read -r k v; do printf -v $k %s \"$v\"; done <<< $'A=x\nB=y z'",
+        "X=(x 'y z'); A=${X[0]} B=${X[${#X[@]}-1]}",
+        "V='x y z'; A=${V:0:1} B=${V:2:${#V}}",
+        "read -r A < f; mapfile X < g; read -r -d '' A B <<END\nx y z\nEND",
+    ],
+)
+def test_what_a_script_reads_from_itself_is_known(lines: str) -> None:
+    found = command_of_script(f'{lines}\n{MAIN} a=$A "b=$B"', [], {"HOME": "/h"})
+    assert found.words == ("a=x", "b=y z") and found.holes == ()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        'while IFS== read -r k v; do export "$k=$v"; done < .env',
+        "mapfile -t X < .env; TP=$((${#X[@]} / 2))",
+        "TP=$(($(nproc) / 2))",
+    ],
+)
+def test_a_variable_that_bash_cannot_set_is_told(lines: str) -> None:
+    found = command_of_script(f"{lines}\n{MAIN} a=${{TP:-1}}", [], {"HOME": "/h"})
+    assert found.holes and all(hole.text.startswith("bash: ") and "$(" in hole.text for hole in found.holes)
+
+
 def test_where_the_output_goes_may_have_spaces() -> None:
     for target in ('"my $A.log"', "logs/$(date +%F).log", "${A:-my log}", "'a b'/c"):
         assert words(f"{MAIN} a=1 > {target} 2>&1") == ("a=1",)
