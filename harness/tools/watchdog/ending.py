@@ -19,6 +19,7 @@ import psutil
 from harness.runtime import scratch
 from harness.runtime.background import in_background
 from harness.runtime.errors import STANDARD_ERROR, say
+from harness.runtime.files import replace_file
 from harness.runtime.processes import SharedFiles, end_processes, is_alive
 from harness.tools.watchdog.channel import WatchdogSettings
 from harness.tools.watchdog.host_processes import Descendants
@@ -138,4 +139,4 @@ def report_failed_run(folder: Path, seconds: float = REPORT_SECONDS) -> None:
         problem = f"{type(error).__name__}: {error}\n"
     if problem:
         with suppress(OSError):  # a full disk
-            (folder / NO_REPORT).write_text(f"{problem}`python launch/report.py {folder}` writes the reports.\n")
+            replace_file(folder / NO_REPORT, f"{problem}`python launch/report.py {folder}` writes the reports.\n")
