@@ -1,12 +1,14 @@
 """A step's responses in files, so that the engine and the trainer of a run can run apart (rollout.save, rollout.load)."""
 
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from harness.config.layers import shown
 from harness.config.schema import Config, Rollout
@@ -56,7 +58,10 @@ class SavedRollouts:
         os.replace(part, file)
 
     def load(self, step: int) -> Batch:
-        """Return a step's batch as it was saved. Raise ValueError if there is none, or if it is from another kind of run."""
+        """Return a step's batch as it was saved.
+
+        Raise ValueError if there is none, if it is from another kind of run, or if the file holds something else.
+        """
         file = self.file(step)
         try:
             with safe_open(file, "pt") as opened:
@@ -67,11 +72,14 @@ class SavedRollouts:
                             f"{file} was saved with {key} = {theirs}, but this run has {mine}: use the saved value, or save"
                             " rollouts with this one in another folder"
                         )
-                return Batch(**{name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"{file} cannot be read ({error}): run.steps must be at most the number of steps that were saved"
             ) from error
+        if wrong := not_a_batch(tensors):
+            raise ValueError(f"{file} holds no rollouts: {wrong}; save them again")
+        return Batch(**tensors)
 
     def check(self, rollout: Rollout, steps: int, first: int = 0) -> None:
         """Raise ValueError if a run from step `first` to `steps` cannot load from the folder, or continue what it holds."""
@@ -83,3 +91,19 @@ class SavedRollouts:
             raise ValueError(f'rollout.save = "{self.folder}" holds rollouts of another run; give another folder')
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
+
+
+def not_a_batch(tensors: Mapping[str, Tensor]) -> str:
+    """Return why a batch cannot be made of these tensors, "" if it can."""
+    needed = {each.name for each in fields(Batch) if each.default is MISSING}
+    if foreign := sorted(tensors.keys() - {each.name for each in fields(Batch)}):
+        return f"{', '.join(foreign)} {'are' if len(foreign) > 1 else 'is'} no part of a batch"
+    if missing := sorted(needed - tensors.keys()):
+        return f"it lacks {', '.join(missing)}"
+    shape = tuple(tensors["input_ids"].shape)
+    if len(shape) != 2:
+        return f"input_ids must have the shape [B, T], got {list(shape)}"
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) not in (shape, shape[:1]):
+            return f"{name} has the shape {list(tensor.shape)} and input_ids {list(shape)}"
+    return ""

@@ -1,5 +1,6 @@
 """A step's responses, saved and loaded."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,25 @@ def test_neither_an_earlier_runs_rollouts_nor_a_file_that_is_cut_off_goes_unseen
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read"):
         of(words).load(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda tensors: tensors | {"model.norm.weight": torch.ones(2), "x": torch.ones(2)},
+            "model.norm.weight, x are no part",
+        ),
+        (lambda tensors: {"model.norm.weight": torch.ones(2)}, "model.norm.weight is no part of a batch"),
+        (lambda tensors: {"input_ids": tensors["input_ids"]}, "it lacks attention_mask, response_mask"),
+        (lambda tensors: tensors | {"input_ids": torch.ones(2)}, r"input_ids must have the shape \[B, T\], got \[2\]"),
+        (lambda tensors: tensors | {"scores": torch.ones(3)}, r"scores has the shape \[3\] and input_ids \[2, 3\]"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_named(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], said: str, tmp_path: Path
+) -> None:
+    saved = of(f"--rollout.save {tmp_path}")
+    save_file(change(batch().tensors()), saved.file(2), metadata=saved.made_for)
+    with pytest.raises(ValueError, match=f"step00002-rank0001.safetensors holds no rollouts: .*{said}"):
+        saved.load(2)
