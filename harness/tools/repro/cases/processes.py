@@ -14,11 +14,13 @@ from pathlib import Path
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import RankLocation, parse_visible, place
 from harness.rollout import sglang_api
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import free_port, run_ranks
 from harness.tools.repro.tiny_engine import prepare_process, tiny_engine
 
 SECONDS = 8
+NOBODY = 65534
 SCRIPT = """
 import multiprocessing, sys
 
@@ -211,6 +213,28 @@ def signal_outside_main_thread(broken: bool) -> None:
     thread = threading.Thread(target=build)
     thread.start()
     thread.join()
+
+
+@Case(
+    broken="a limit of one process or thread for the user",
+    healthy="the limit that the user has",
+    signature=(r"RuntimeError: can't start new thread",),
+)
+def too_many_processes(broken: bool) -> None:
+    """The user has as many processes and threads as the kernel allows, and a thread cannot be started."""
+    import resource
+
+    if os.geteuid() == 0:  # the limit does not hold for root
+        try:
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        except OSError as error:
+            raise UnsupportedEnvironment(f"root cannot become user {NOBODY} here ({error})") from error
+    if broken:
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+    workers = [threading.Thread(target=time.sleep, args=(0.1,)) for _ in range(4)]
+    for each in workers:
+        each.start()
+    print(f"{len(workers)} threads were started", flush=True)
 
 
 @Case(
