@@ -13,35 +13,20 @@ pytestmark = pytest.mark.long
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-SERVER_NEEDS = (
-    "jsonschema==4.26.0", "jsonschema-specifications==2025.9.1", "referencing==0.37.0", "rpds-py==2026.6.3", "attrs==26.1.0",
-    "soundfile==0.13.1", "cffi==2.1.1", "pycparser==3.0",
-)  # fmt: skip
-"""What SGLang's server imports and its Engine does not, so that the environment for the CPU has none of it."""
 
 
-@pytest.fixture(scope="module")
-def python_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """PYTHONPATH with this checkout and what the server needs."""
-    folder = tmp_path_factory.mktemp("server_needs")
-    uv = Path(sys.executable).with_name("uv")
-    install = [uv, "pip", "install", "--no-deps", "--python", sys.executable, "--target", folder, *SERVER_NEEDS]
-    subprocess.run(install, check=True, timeout=120)
-    return os.pathsep.join([str(REPOSITORY), str(folder)])
-
-
-def on_two_ranks(script: Path, python_path: str, *words: str) -> "subprocess.CompletedProcess[str]":
+def on_two_ranks(script: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), *words]
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 
 
-def test_a_server_takes_weights_in_every_way_and_both_ranks_see_its_answers(python_path: str, tmp_path: Path) -> None:
-    on_two_ranks(HERE / "http_on_two_ranks.py", python_path, str(tmp_path))
+def test_a_server_takes_weights_in_every_way_and_both_ranks_see_its_answers(tmp_path: Path) -> None:
+    on_two_ranks(HERE / "http_on_two_ranks.py", str(tmp_path))
     seen, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     refused = seen.pop("refused"), other.pop("refused")
     assert all("update_weights_from_disk: the server" in each for each in refused)
@@ -54,9 +39,9 @@ def test_a_server_takes_weights_in_every_way_and_both_ranks_see_its_answers(pyth
 
 
 @pytest.mark.parametrize("transport", ["disk", "bucket"])
-def test_whole_ppo_steps_run_with_it(transport: str, python_path: str, tmp_path: Path) -> None:
+def test_whole_ppo_steps_run_with_it(transport: str, tmp_path: Path) -> None:
     words = ["configs/cpu/quickstart.toml", "--run.dir", str(tmp_path), "--weights.transport", transport]
-    done = on_two_ranks(HERE / "ppo_with.py", python_path, "tests.rollout.http_engine:HttpEngine", *words)
+    done = on_two_ranks(HERE / "ppo_with.py", "tests.rollout.http_engine:HttpEngine", *words)
     verdict = done.stdout[done.stdout.index("PASSED: 3 PPO steps") :]
     assert "fingerprints were not possible, as this engine cannot be asked" in verdict
     assert "do not show a failed sync" in verdict
