@@ -305,7 +305,8 @@ class _Scanner:
         inside = self._inside.pop(id(found), {})
         last = found.last or found.first
         own = matched if last is line else frozenset(each for each, at in inside.items() if at is last)
-        if found.is_ignored or not own.isdisjoint(surroundings().harmless):
+        opening = {each for each, at in inside.items() if at is found.first}
+        if found.is_ignored or not (own | opening).isdisjoint(surroundings().harmless):
             return
         if not (found.last or found.has_header):
             return

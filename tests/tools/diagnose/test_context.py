@@ -159,10 +159,19 @@ def test_a_log_with_a_failure_is_never_without_one(line: str, tmp_path: Path) ->
         "[2026-11-21 22:27:18 TP0] Failed to load NCCL library from x . It is expected if you are not running on GPUs.",
         "[2026-11-21 22:27:24 TP1] multimem all-gather disabled (Torch not compiled with CUDA enabled)",
         "Failed to import flash_attn, falling back to eager",
+        "[2026-11-23 23:10:33] Failed to get yes/no token IDs dynamically: 'NoneType' object has no attribute 'encode'",
+        "[2026-11-23 23:10:33] OpenAI Responses API (/v1/responses) disabled: OpenAIServingResponses init failed "
+        "(ModuleNotFoundError: No module named 'openai_harmony')",
+        "[2026-11-23 23:10:33] Can not initialize OpenAIServingResponses, error: Traceback (most recent call last):\n"
+        '  File "/env/site-packages/sglang/srt/entrypoints/http_server.py", line 366, in lifespan\n'
+        "    from sglang.srt.entrypoints.openai.serving_responses import (\n"
+        "ModuleNotFoundError: No module named 'openai_harmony'\n",
     ],
 )
 def test_what_a_program_does_without_is_no_failure(line: str, tmp_path: Path) -> None:
     assert diagnosed(tmp_path, f"{HEALTHY}{line}\n{HEALTHY}").verdict == "no failure"
+    found = diagnosed(tmp_path, f"{HEALTHY}{line}\n{HEALTHY}{USER}")
+    assert found.suspicious and found.suspicious.text == "KeyError: 'answer'"
 
 
 def test_a_line_in_doubt_is_shown_with_the_last_lines(tmp_path: Path) -> None:
