@@ -80,6 +80,8 @@ class LoaderTrace:
     model: Any
     groups: tuple[FusingGroup, ...]
     traces: list[GroupTrace] = field(default_factory=list)
+    padding: list[list[torch.Tensor]] = field(default_factory=list)
+    """For each group, what its load makes zero and leaves so."""
     derives: bool = False
     """The loader ends with post_load_weights, which derives tensors from what was copied."""
     derived_over: set[str] = field(default_factory=set)
@@ -97,6 +99,7 @@ class LoaderTrace:
         self.traces = [self.trace_group(group) for group in self.groups]
         if self.derives:
             self._find_what_is_derived_over()
+        self.padding = [traced.find_padding() for traced in self.traces]
         targets = {storage(copy.target) for copy in self.copies()}
         modules = list(self.model.modules())
         members = [each for module in modules for each in (module._parameters, module._buffers, vars(module))]
@@ -190,7 +193,7 @@ class LoaderTrace:
             found.copies.append(
                 [LoaderCopy(copy.source, name_of(copy.target), copy.target.dtype) for copy in traced.copies]
             )
-            if padding := traced.padding:
+            if padding := self.padding[number]:
                 found.padded[number] = [name_of(zeros) for zeros in padding]
             if traced.error:
                 found.errors |= self._blame(group, traced)
@@ -267,11 +270,12 @@ def fingerprints(model: Any, _: None = None) -> dict[str, int]:
     Also "<group>/padding" -> elements that are not zero where the loader makes them zero.
     """
     kept: LoaderTrace | None = getattr(model, _KEPT, None)
-    traces = kept.traces if kept and kept.is_current else ()
+    if not kept or not kept.is_current:
+        return {}
     sums: dict[str, torch.Tensor] = {}
-    for number, traced in enumerate(traces):
+    for number, (traced, padding) in enumerate(zip(kept.traces, kept.padding, strict=True)):
         sums |= {f"{number}/{part}": fingerprint(copy.target, copy.source) for part, copy in enumerate(traced.copies)}
-        if padding := traced.padding:
+        if padding:
             sums[f"{number}/{PADDING}"] = torch.stack([(zeros != 0).sum() for zeros in padding]).sum()
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 

@@ -60,14 +60,12 @@ class GroupTrace:
         """Whether the zeros and copies alone are the whole load."""
         return not (self.error or self.does_more or self.opaque)
 
-    @property
-    def padding(self) -> list[torch.Tensor]:
-        """The zeros that stay, as no copy goes there."""
-        return [
-            zeros
-            for zeros in self.zeros
-            if not any(storage(copy.target) == storage(zeros) and overlap(copy.target, zeros) for copy in self.copies)
-        ]
+    def find_padding(self) -> list[torch.Tensor]:
+        """Return the zeros that stay, as no copy goes there."""
+        copied = defaultdict(list)
+        for copy in self.copies:
+            copied[storage(copy.target)].append(copy.target)
+        return [zeros for zeros in self.zeros if not any(overlap(each, zeros) for each in copied[storage(zeros)])]
 
     def give_up(self, copies: Sequence[Copy]) -> None:
         """Say of some of the copies that they do not last, as something else is written over them."""

@@ -42,10 +42,10 @@ def compare(model: Any, sent: Sent) -> Differences:
         if differing:
             before = wrong.get(name, (0, 0))
             wrong[name] = before[0] + differing, before[1] + copy.target.numel()
-    for group, traced in zip(kept.groups, kept.traces, strict=True):
+    for group, padding in zip(kept.groups, kept.padding, strict=True):
         if in_buffer.keys().isdisjoint(view.name for view in group.views):
             continue
-        for zeros in traced.padding:
+        for zeros in padding:
             if differing := int((zeros != 0).sum()):
                 wrong[f"the padding of {kept.name_of(zeros)}"] = differing, zeros.numel()
     return wrong

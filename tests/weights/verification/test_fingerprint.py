@@ -101,6 +101,15 @@ def test_one_stale_element_names_its_tensor_alone(name: str) -> None:
     assert compare(sync).wrong == (name,)
 
 
+def test_garbage_in_padding_is_caught() -> None:
+    """A loader makes the rest of a padded tensor zero, and the engine computes with it."""
+    sync = sync_of()
+    sync.update_engine()
+    sync.model.embed.data[6, 1] = 0.5
+    assert compare(sync).wrong == ("the padding of embed",)
+    assert sync.differences() == ["the padding of embed: 1 of 12 elements on rank 0"]
+
+
 def test_two_that_were_swapped_are_caught() -> None:
     sync = sync_of()
     sync.update_engine()

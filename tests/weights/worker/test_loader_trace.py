@@ -129,6 +129,17 @@ def test_zeros_over_what_was_loaded_make_the_loader_run_itself(part: slice) -> N
     assert torch.equal(model.held["a"], torch.ones(3, 2))
 
 
+def test_zeros_under_a_copy_are_no_padding() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        for name, loaded in weights:
+            model.held[name].zero_()
+            model.held[name][1:].copy_(loaded[1:])
+
+    _, traced = only("a", load)
+    assert len(traced.zeros) == 1 and traced.find_padding() == []
+    assert traced.computed_with == {"a"}, "so that the row that stays zero is compared by loading again"
+
+
 def converted(model: Model, weights: Weights) -> None:
     for name, loaded in weights:
         model.held[name].copy_(loaded.to(torch.bfloat16))
