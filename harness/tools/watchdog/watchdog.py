@@ -347,7 +347,7 @@ class Watchdog:
             self._looked = now
             self._look_at_processes()
             self._look_for_stopped(now)
-            self._look_at_launcher()
+        self._look_at_launcher()  # each time: the ranks go on, and the verdict says where they were
         silent = self.beats.silent() if self.beats else []
         if silent and now > self._warn_at:
             self._warn_at = math.inf

@@ -1,5 +1,6 @@
 """Which stopped processes a watchdog reports, and when. Its clock is a number here; the processes are real."""
 
+import math
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from harness.tools.watchdog.channel import WatchdogSettings
+from harness.tools.watchdog.failures import Place
 from harness.tools.watchdog.watchdog import LocalRank, Watchdog
 
 LIMIT = 5.0
@@ -106,3 +108,18 @@ def test_a_job_that_is_stopped_as_a_whole_is_left_alone(stand: Stand) -> None:
 
 def test_a_process_that_works_is_left_alone(stand: Stand) -> None:
     assert stand.look(*range(20)) == []
+
+
+def test_the_end_of_torchrun_is_seen_by_the_next_look_with_the_place_of_then(stand: Stand) -> None:
+    stand.watchdog._looked = math.inf  # the looks of once a second are not due
+    stand.watchdog.ranks[0].moved = math.inf
+    stand.watchdog.ranks[0].place = Place(1, "sync", 3, inside=True)
+    stand.watchdog.look()
+    assert stand.watchdog.own == []
+    stand.launcher.kill()
+    stand.launcher.wait()
+    stand.watchdog.look()
+    stand.watchdog.ranks[0].place = Place(2, "generate", 3, inside=True)
+    stand.watchdog.look()
+    (failure,) = stand.watchdog.own
+    assert (failure.kind, str(failure.place)) == ("launcher", "in sync of step 3")

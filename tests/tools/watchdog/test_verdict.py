@@ -52,7 +52,7 @@ def failed(**values: object) -> RunFailure:
         ),
         (
             failed(kind="launcher", ranks=(0, 1), detail="(pid 7) is gone"),
-            [IN_SYNC] * 4,
+            [Place(9, "generate", 2, True)] * 4,  # where the ranks have come since then
             "torchrun of ranks 0, 1 on host0 (pid 7) is gone at 12:00:00 UTC, when its ranks were in sync of step 1",
         ),
         (
