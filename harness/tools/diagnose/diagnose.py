@@ -2,7 +2,8 @@
 
 Every symptom of the log (symptoms.py) is a candidate, known to the catalogue or not. The best one is, in this order:
 1. an error that the catalogue knows: of several, those with more than low confidence, and then the earliest;
-2. an exception or a crash that nobody knows: then the answer is "unknown";
+2. an exception or a crash that nobody knows: then the answer is "unknown"; or a sentence that means the same in every
+   program, in a log that shows no more than that: then the earlier of the two;
 3. a line that the catalogue knows and that is no error by itself, such as a warning or a report of how a process ended;
 4. a consequence, such as a lost connection: what caused it is not in the log, or not known;
 5. an exception that is usually a consequence, such as a refused connection, or an error line, that nobody knows:
@@ -15,22 +16,24 @@ How sure a name is:
 - high: an error that only this failure prints ("cause"), with everything that the entry's conditions ask for.
 - medium: such an error without all conditions; or one that it usually prints ("likely"), with all of them.
 - low: anything else; everything from a traceback without any frame of SGLang or of a trainer; a line that is no error;
-  a consequence; and a failure that an unknown exception preceded, which may have led to it.
+  a consequence; a sentence outside of its entry's context; and a failure that an unknown exception preceded, which may
+  have led to it.
 
 An entry counts only in its context: the log must show SGLang, or a trainer, as the entry asks; a traceback with frames of
-another engine is out of context. It does not count where a line speaks against it ("excludes").
+another engine is out of context. A sentence of which the name is true in every program ("elsewhere", or an entry without
+a context) counts outside of it as well. An entry does not count where a line speaks against it ("excludes").
 """
 
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from harness.runtime.tracebacks import LogLine
 from harness.tools.diagnose.entries import OF_SGLANG, CatalogueEntry, Pattern, Role, Signature, catalogue, surroundings
 from harness.tools.diagnose.log_lines import is_of_a_run
-from harness.tools.diagnose.symptoms import MILD, NEAR_LINES, LogFacts, Symptom, read_facts, seconds_of
+from harness.tools.diagnose.symptoms import LAST_LINES, MILD, NEAR_LINES, LogFacts, Symptom, read_facts, seconds_of
 
 Confidence = Literal["low", "medium", "high"]
 
@@ -39,7 +42,8 @@ OF_A_RUN = ("engine", "rl", "trainer", "rollout", "harness")
 HEADLINE_LINES = 3
 """So many lines after an exception without a message its message may stand."""
 KNOWN, KNOWN_LOW, UNKNOWN_ERROR, NO_ERROR, CONSEQUENCE = range(5)
-"""Ranks of candidates, the best first; UNKNOWN_ERROR is that of exceptions and crashes that the catalogue does not know."""
+"""Ranks of candidates, the best first; UNKNOWN_ERROR is that of exceptions and crashes that the catalogue does not know, and
+of sentences outside of their entry's context."""
 _WORDS_OF_FAILURE = re.compile(
     r"error|fail|exception|fatal|assert|abort|refus|invalid|unable|cannot|can't|timed? ?out|not found|denied|exceed|no such"
     r"|died|unsafe|must|missing|not supported|disabled|unbalanced|mismatch|undefined|blocked",
@@ -55,6 +59,8 @@ class CatalogueMatch:
     confidence: Confidence
     evidence: tuple[tuple[Signature, LogLine], ...]
     """The lines that show it, each once; the one that names it comes first."""
+    outside: str = ""
+    """Why the log is not of the entry's context, if only the sentence itself is known; "" within the context."""
 
     @property
     def line(self) -> LogLine:
@@ -104,6 +110,8 @@ class _Candidate:
     line: LogLine
     confidence: Confidence
     rank: int
+    is_outside: bool
+    """Whether it counts for its sentence alone, since nothing shows the entry's context."""
 
 
 class _Ranking:
@@ -111,7 +119,7 @@ class _Ranking:
 
     def __init__(self, facts: LogFacts) -> None:
         self.facts = facts
-        self.key = _order([*(symptom.line for symptom in facts.symptoms), *facts.doubts])
+        self.key = _order([*(symptom.line for symptom in facts.symptoms), *facts.doubts, *facts.mild_doubts])
         self.by_pattern: dict[Pattern, list[Symptom]] = {}
         for symptom in facts.symptoms:
             for pattern in symptom.matched:
@@ -128,20 +136,36 @@ class _Ranking:
             each for each in self.unknown if each.is_error and each.own.isdisjoint(surroundings().consequences)
         ]
         self.candidates: dict[str, _Candidate] = {}  # the best one of each entry, the best of all first
-        for each in sorted(found, key=lambda each: (self._was_survived(each), each.rank, self.key(each.line))):
+        for each in sorted(found, key=self._badness):
             self.candidates.setdefault(each.entry.slug, each)
 
     def diagnosis(self) -> Diagnosis:
         error = self._first(self.errors)
         best = next(iter(self.candidates.values()), None)
-        if best and not self._was_survived(best) and (error is None or best.rank < UNKNOWN_ERROR):
+        if best and not self._was_survived(best) and (error is None or self._is_better(best, error)):
             return self._diagnosed(best, error)
         first = error or self._first(self.unknown) or self._first(self.failures)
         others = self._others(None)
         if first is None:
-            doubts, last = tuple(self.facts.doubts), tuple(self.facts.last)
-            return Diagnosis("no failure", None, others, None, doubts=doubts, last=last)
+            return Diagnosis("no failure", None, others, None, doubts=self._doubts(), last=tuple(self.facts.last))
         return Diagnosis("unknown", None, others, first.quoted, self._ending([first.quoted]))
+
+    def _badness(self, candidate: _Candidate) -> tuple[Any, ...]:
+        """Return a sort key. Of one line, the entry whose context the log shows comes before the general one."""
+        return self._was_survived(candidate), candidate.rank, self.key(candidate.line), candidate.is_outside
+
+    def _is_better(self, candidate: _Candidate, error: Symptom) -> bool:
+        """Return whether the candidate, and not an unknown exception, is the likelier cause."""
+        is_earlier = candidate.rank == UNKNOWN_ERROR and self.key(candidate.line) < self.key(error.line)
+        return candidate.rank < UNKNOWN_ERROR or is_earlier
+
+    def _doubts(self) -> tuple[LogLine, ...]:
+        """Return the lines that may tell of a failure: those with words of it, and what other programs' failures print."""
+        telling = {
+            s.pattern for entry in catalogue().values() for s in entry.signatures if s.role in ("cause", "likely")
+        }
+        known = [each.line for each in self.facts.symptoms if not telling.isdisjoint(each.own)]
+        return tuple(sorted({*self.facts.doubts, *self.facts.mild_doubts, *known[-LAST_LINES:]}, key=self.key))
 
     def _diagnosed(self, chosen: _Candidate, error: Symptom | None) -> Diagnosis:
         confidence = chosen.confidence
@@ -161,10 +185,16 @@ class _Ranking:
         first = error or (self._first(lines) if chosen.entry.consequence else None)
         if first and self.key(first.line) > self.key(chosen.line) and chosen.entry.consequence:
             first = self._first(lines)
-        if first and self.key(first.line) < self.key(chosen.line) and not _is_headline(first.line, chosen.line):
+        if first and self._is_before(first.line, chosen.line) and not _is_headline(first.line, chosen.line):
             return first.quoted
         doubts = self.facts.doubts if chosen.entry.consequence else []
-        return next((each for each in doubts if self.key(each) < self.key(chosen.line)), None)
+        return next((each for each in doubts if self._is_before(each, chosen.line)), None)
+
+    def _is_before(self, line: LogLine, other: LogLine) -> bool:
+        """Return whether a line stands before the other, and is not later by its own clock: some logs begin with the end."""
+        stamp, others = seconds_of(line), seconds_of(other)
+        is_later = stamp is not None and others is not None and stamp > others
+        return self.key(line) < self.key(other) and not is_later
 
     def _others(self, chosen: _Candidate | None) -> tuple[CatalogueMatch, ...]:
         others = [each for each in self.candidates.values() if chosen is None or each.line != chosen.line]
@@ -184,15 +214,18 @@ class _Ranking:
         is_mild = _is_mild(signature, symptom, line)
         is_report = line is symptom.line and not symptom.own.isdisjoint(surroundings().wrappers)
         confidence = self._confidence(entry, signature)
-        if entry.consequence or is_mild or (not signature.anywhere and _is_of_strangers(entry, symptom)):
+        is_outside = not signature.anywhere and not self._is_in_context(entry, signature, symptom)
+        if entry.consequence or is_mild or is_outside or (not signature.anywhere and _is_of_strangers(entry, symptom)):
             confidence = "low"
         if entry.consequence:
             rank = CONSEQUENCE
         elif is_mild or (signature.role == "likely" and (is_report or not symptom.is_error)):
             rank = NO_ERROR
+        elif is_outside:
+            rank = UNKNOWN_ERROR
         else:
             rank = KNOWN_LOW if confidence == "low" else KNOWN
-        return _Candidate(entry, symptom, signature, line, confidence, rank)
+        return _Candidate(entry, symptom, signature, line, confidence, rank, is_outside)
 
     def _confidence(self, entry: CatalogueEntry, signature: Signature) -> Confidence:
         """Return it as far as the entry's conditions decide."""
@@ -202,13 +235,14 @@ class _Ranking:
         return "medium" if entry.conditions and has_all else "low"
 
     def _lines(self, entry: CatalogueEntry, signature: Signature) -> list[tuple[Symptom, LogLine]]:
-        """Return the symptoms with a line that shows the signature in the entry's context."""
+        """Return the symptoms with a line that shows the signature, in the entry's context if that matters."""
+        counts_everywhere = signature.anywhere or signature.elsewhere or not entry.context
         return [
             (symptom, line)
             for symptom in self.by_pattern.get(signature.pattern, ())
             if (line := symptom.matched[signature.pattern])
             and (signature.near is None or self._is_near(symptom, line, signature.near))
-            and (signature.anywhere or self._is_in_context(entry, signature, symptom))
+            and (counts_everywhere or self._is_in_context(entry, signature, symptom))
         ]
 
     def _is_near(self, symptom: Symptom, line: LogLine, near: Pattern) -> bool:
@@ -241,7 +275,21 @@ class _Ranking:
             first = min(lines, key=self.key, default=None)
             if first and first.text not in {each.text for each in shown}:
                 shown[first] = signature
-        return CatalogueMatch(entry, confidence, tuple((signature, line) for line, signature in shown.items()))
+        evidence = tuple((signature, line) for line, signature in shown.items())
+        return CatalogueMatch(entry, confidence, evidence, self._outside(candidate))
+
+    def _outside(self, candidate: _Candidate) -> str:
+        """Return why the log is not of the entry's context; "" if it is, or if the entry needs none."""
+        if not candidate.is_outside or not candidate.entry.context:
+            return ""
+        around = surroundings()
+        is_others = candidate.symptom.packages & set(around.other_engine_packages)
+        if is_others or (
+            "engine" not in self.facts.contexts and any(each in self.facts.lines for each in around.other_engines)
+        ):
+            return "the log is of another engine"
+        has_engine = "engine" in self.facts.contexts
+        return "its traceback has no frame of SGLang" if has_engine else "the log does not show SGLang"
 
     def _was_survived(self, candidate: _Candidate) -> bool:
         """Return whether an unknown exception ended the file, in a burst of failures that began long after it."""

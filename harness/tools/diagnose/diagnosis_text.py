@@ -11,6 +11,10 @@ from harness.tools.diagnose.entries import Affected, CatalogueEntry, surrounding
 WIDTH = 110
 LONGEST = 300  # characters of a log's line that are shown
 OTHERS = 4
+NOTHING_SEEN = (
+    "no exception, no crash and no words of failure, except in settings, counters and messages known as harmless"
+)
+OUTSIDE = "The name is that of the sentence alone: {}. Read cause and fix with that in mind."
 
 
 def as_text(found: Diagnosis) -> str:
@@ -22,6 +26,8 @@ def as_text(found: Diagnosis) -> str:
         entry = found.finding.entry
         lines = [f"{entry.slug} (confidence: {found.finding.confidence}): {entry.title}"]
         lines += [f"  {signature.role + ':':<7} {_shown(line)}" for signature, line in found.finding.evidence]
+        if found.finding.outside:
+            lines.append(_paragraph("note", OUTSIDE.format(found.finding.outside)))
         if entry.consequence:
             why = "perhaps from the line before it" if found.suspicious else "which these logs do not show"
             lines.append(f"  This is a consequence: something else failed first, {why}.")
@@ -42,7 +48,7 @@ def as_text(found: Diagnosis) -> str:
 
 
 def _without_failure(found: Diagnosis) -> list[str]:
-    lines = ["no failure seen: no exception, no crash and no line with words of failure"]
+    lines = [f"no failure seen: {NOTHING_SEEN}"]
     if found.doubts:
         lines = ["no failure recognized, but these lines have words of failure:"]
         lines += [f"  in doubt: {_shown(line)}" for line in found.doubts]
@@ -81,6 +87,7 @@ def as_json(found: Diagnosis) -> str:
         "slug": finding.entry.slug if finding else None,
         "confidence": finding.confidence if finding else None,
         "consequence": finding.entry.consequence if finding else None,
+        "outside": (finding.outside or None) if finding else None,
         "evidence": _evidence(finding) if finding else [],
         "suspicious": _line(found.suspicious) if found.suspicious else None,
         "ending": _line(found.ending) if found.ending else None,

@@ -92,6 +92,7 @@ class Signature:
     pattern: Pattern
     near: Pattern | None = None  # must match another line of the process, in the same traceback or nearby
     anywhere: str = ""  # why it counts in any context: no other program can print it
+    elsewhere: str = ""  # why the name is true of it in other programs too: there it counts with low confidence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,8 @@ class CatalogueEntry:
     """log: lines; source: where they come from. measured: we ran it; reported: URL of a page that shows them; source: a program
     that prints the message (the time stamp is made up); harness: our module; signature: put together around a quotation."""
     context: tuple[str, ...]
-    """Names of surroundings.toml; the log must show one of them, since other programs print the same sentences."""
+    """Names of surroundings.toml; the log must show one of them, since other programs print the same sentences.
+    (): cause and fix are the same in every program; it counts in each, with low confidence, after all other entries."""
     conditions: tuple[Pattern, ...] | None = None
     """What else a log must show for high confidence. (): nothing; None: no log can show it, so medium is the most."""
     links: tuple[str, ...] = ()

@@ -37,7 +37,8 @@ WORDS = frozenset(
     b"traceback error fatal failed fails failure failing killed oom segmentation terminate terminated dumped panic"
     b" panicked sigkill sigsegv sigabrt sigbus signal crit alert emerg critical assert exited exit exitcode exception"
     b" aborted abort bus unable invalid cannot refused denied unreachable crashed crash died dead timeout timed hang stuck"
-    b" broken corrupt corrupted warn recent xid oomkilled giving fault".split()
+    b" broken corrupt corrupted warn recent xid oomkilled giving fault exceptions crashes mismatch could couldn missing"
+    b" unrecognized unsupported incompatible undefined rejected unexpected unexpectedly raise __terminate such lost not".split()
 )
 """Each line that looks like a failure has one of these words (in any case), or a part that _may_fail looks for."""
 
@@ -72,6 +73,17 @@ _DOUBT = re.compile(
     rf"(?<![\w=./-]){_FAILS}(?![\w=./-])|(?<![\w=./-])(?:[Ee]rror|[Tt]imeout|[Ff]ails|[Ss]tuck|[Hh]ang|[Cc]orrupt(?:ed)?)(?![\w=./-]|\w*\W{{1,2}}[\d\[{{])"
 )
 """Words of failure in a sentence; those of settings and counters, such as "timeout=300" and "errors: 0", do not count."""
+_MILD_DOUBT = re.compile(
+    r"""(?<![\w=./-])(?<!=['"])(?:fail(?:ed|s|ure|ures|ing)?|errors?|exceptions?|crash(?:e[sd])?|timed ?out|timeout|time-out|refused|denied|unreachable"""
+    r"|abort(?:ed)?|killed|died|dead|hang|stuck|broken|corrupt(?:ed)?|terminated|unable|invalid|cannot|could ?n[o']t|out of memory"
+    r"|mismatch|missing|unrecognized|unsupported|incompatible|undefined|rejected|lost|unexpected(?:ly)?|giving up"
+    r"|no such (?:file|device|process|host|option|operator|module)"
+    r"|not (?:found|loaded|supported|available|exist|allowed|permitted|implemented|reachable|respond\w*|connect\w*|compiled|initialized|defined))"
+    r"(?![\w=./-]|\w*\W{1,2}[\d\[{])"
+    r"|\b(?-i:(?:[A-Z]\w*)?(?:Error|Exception))\b(?!=)|\b(?-i:[A-Z]+_ERROR_[A-Z])|\bNCCL WARN\b|\b__terminate\b",
+    re.IGNORECASE,
+)
+"""The same for any line: of warnings, of source code, and of what a program did without."""
 _TORCH_ERROR = re.compile(r"\[E\d{3,4} \d\d:\d\d:\d\d|\[E [^\]]*?\w\.(?:cpp|cc|cu|hpp|h):\d+\]")
 # A logger says that the line is no failure: healthy runs print such lines too.
 MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b|\b[A-Z]?\w*Warning: |\[[WI]\d{3,4} \d\d:")
@@ -158,6 +170,8 @@ class LogFacts:
     """The contexts of surroundings.toml that the files show."""
     doubts: list[LogLine] = field(default_factory=list)
     """The last lines of each file that have words of failure and no form that is known."""
+    mild_doubts: list[LogLine] = field(default_factory=list)
+    """The same of lines that do not say that the program failed, such as warnings, and of tracebacks without an exception."""
     last: list[LogLine] = field(default_factory=list)
     """The last lines of the last file that has any, without empty ones."""
 
@@ -178,7 +192,8 @@ def read_facts(files: Sequence[str]) -> LogFacts:
                 for each in index.by_word[word]
                 if each.words <= words and each not in seen
             ]
-            if not (patterns or _may_fail(raw, words) or scanner.awaits(number)):
+            may_fail = _may_fail(raw, words)
+            if not (patterns or may_fail or scanner.awaits(number)):
                 continue
             line = _line_of(number, raw, file)
             matched = frozenset(
@@ -191,9 +206,10 @@ def read_facts(files: Sequence[str]) -> LogFacts:
             seen |= matched & index.once
             if _RANKS.search(line.process):
                 facts.contexts.add("engine")
-            scanner.read(line, matched)
+            scanner.read(line, matched, may_fail)
         facts.symptoms += scanner.symptoms()
         facts.doubts += scanner.doubts
+        facts.mild_doubts += scanner.mild_doubts
         facts.last = [_line_of(number, raw, file) for number, raw in last] or facts.last
     shown = {
         name for name, patterns in surroundings().contexts.items() if any(each in facts.lines for each in patterns)
@@ -208,7 +224,8 @@ def _line_of(number: int, raw: bytes, file: str) -> LogLine:
 
 def _may_fail(raw: bytes, words: Set[bytes]) -> bool:
     """Return quickly whether a line of these words, in lower case, may look like a failure or be of a traceback."""
-    return not WORDS.isdisjoint(words) or b"Error" in raw or b"Exception" in raw or b"[E" in raw or b'File "' in raw
+    is_said = not WORDS.isdisjoint(words) or b"Error" in raw or b"_ERROR_" in raw or b"Exception" in raw
+    return is_said or b"[E" in raw or b'File "' in raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +264,7 @@ class _Scanner:
         self._first: dict[tuple[object, ...], Symptom] = {}
         self._last: dict[tuple[object, ...], Symptom] = {}
         self.doubts = deque[LogLine](maxlen=LAST_LINES)
+        self.mild_doubts = deque[LogLine](maxlen=LAST_LINES)
         self._pending: list[Symptom] = []  # the latest ones, whose messages may go on
         self._burst = 0  # number of the first line of the latest burst of failures
         self._failed_until = -NEAR_LINES  # number of its last line
@@ -255,8 +273,8 @@ class _Scanner:
         """Return whether the line of this number may be of a traceback, or of an exception's message."""
         return self._reader.is_waiting or any(number <= each.ends for each in self._pending)
 
-    def read(self, line: LogLine, matched: frozenset[Pattern]) -> None:
-        """Look at one line, and at the patterns that match it."""
+    def read(self, line: LogLine, matched: frozenset[Pattern], may_fail: bool) -> None:
+        """Look at one line, at the patterns that match it, and at whether it has words of failure at all."""
         self._keep(before=line.number)
         self._announce(line)
         ended = self._reader.read(line)
@@ -268,7 +286,7 @@ class _Scanner:
             for pattern in matched:
                 place.setdefault(pattern, line)
         elif not owner and matched.isdisjoint(surroundings().harmless):
-            self._look(line, matched)
+            self._look(line, matched, may_fail)
 
     def symptoms(self) -> list[Symptom]:
         """Return them in the order of their lines, at the end of the file."""
@@ -282,7 +300,7 @@ class _Scanner:
             same.own |= each.own
         return sorted(found.values(), key=lambda each: each.line.number)
 
-    def _look(self, line: LogLine, matched: frozenset[Pattern]) -> None:
+    def _look(self, line: LogLine, matched: frozenset[Pattern], may_fail: bool) -> None:
         kind = _kind(line)
         earlier = next((each for each in reversed(self._pending) if each.may_have_in_message(line)), None)
         if kind is None and earlier:
@@ -290,8 +308,16 @@ class _Scanner:
                 earlier.matched.setdefault(pattern, line)
         elif kind or not matched.isdisjoint(_signature_patterns()):
             self._add(Symptom(line, kind or "line", self._file, matched=dict.fromkeys(matched, line), own=matched))
-        elif _DOUBT.search(line.text) and not (MILD.search(line.whole) or _IS_HANDLED.search(line.text)):
+        if kind is None and may_fail:
+            self._doubt(line, is_known=bool(earlier or matched))
+
+    def _doubt(self, line: LogLine, is_known: bool) -> None:
+        """Keep a line with words of failure; as a mild doubt if the catalogue or a logger knows it as less than a failure."""
+        is_mild = is_known or MILD.search(line.whole) or _IS_HANDLED.search(line.text)
+        if not is_mild and _DOUBT.search(line.text):
             self.doubts.append(line)
+        elif _MILD_DOUBT.search(line.text):
+            self.mild_doubts.append(line)
 
     def _announce(self, line: LogLine) -> None:
         """Give the latest heading the line that follows it."""
@@ -309,6 +335,7 @@ class _Scanner:
         if found.is_ignored or not (own | opening).isdisjoint(surroundings().harmless):
             return
         if not (found.last or found.has_header):
+            self.mild_doubts.append(replace(last, whole=f"{last.whole} ... {found.lines[-1].strip()}"))
             return
         kind: Kind = "crash" if found.is_crash else "exception" if found.last else "complaint"
         self._add(Symptom(last, kind, self._file, found, dict.fromkeys(own, last) | inside, own))

@@ -50,7 +50,7 @@ def test_an_entry_is_sound(entry: CatalogueEntry) -> None:
     file = FOLDER / f"{entry.slug}.toml"
     strict = msgspec.toml.decode(file.read_bytes(), type=CatalogueEntry, dec_hook=lambda kind, value: kind(value))
     assert strict == entry, "each value is of the type, and one of the literals, that the class says"
-    assert all([entry.affected, entry.examples, entry.context, entry.title, entry.cause, entry.fix])
+    assert all([entry.affected, entry.examples, entry.title, entry.cause, entry.fix])
     assert set(entry.context) <= {*surroundings().contexts, OF_SGLANG}
     assert {"cause", "likely"} & {signature.role for signature in entry.signatures}, "it would never be named"
     assert all(
@@ -82,6 +82,14 @@ def test_an_example_is_diagnosed_as_its_entry_and_as_no_other_cause(
     found = diagnose([str(log)])
     assert found.finding and found.finding.entry.slug == entry.slug
     assert [other.entry.slug for other in found.others if not other.entry.consequence] == []
+
+
+def test_an_entry_of_every_program_claims_no_more_than_its_sentence() -> None:
+    general = [entry for entry in ENTRIES if not entry.context]
+    assert general
+    for entry in general:
+        assert {signature.role for signature in entry.signatures} == {"likely"} and not entry.conditions, entry.slug
+        assert "SGLang" not in entry.title + entry.cause, entry.slug
 
 
 def test_no_cause_signature_matches_an_example_of_another_entry() -> None:

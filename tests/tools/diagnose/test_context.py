@@ -1,11 +1,12 @@
 """What makes a name wrong: a warning, another engine, a failure that came later and has nothing to do with it."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from harness.tools.diagnose.diagnose import Diagnosis, diagnose
-from harness.tools.diagnose.diagnosis_text import as_text
+from harness.tools.diagnose.diagnosis_text import as_json, as_text
 
 USER = """Traceback (most recent call last):
   File "/app/my_reward.py", line 31, in score
@@ -60,11 +61,8 @@ def test_a_traceback_of_another_engine_is_not_of_sglang(line: str, tmp_path: Pat
 
 
 PLAIN_TORCH = (
-    "RuntimeError: [enforce fail at gloo/transport/tcp/device.cc:83] ifa != nullptr. Unable to find address for: eth9",
-    "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
-    "node1:1:1 [0] NCCL WARN Bootstrap : no socket interface found\nRuntimeError: NCCL error",
+    "node1:1:1 [0] NCCL WARN Bootstrap : too many interfaces\nRuntimeError: NCCL error",
     "RuntimeError: nonce == returnedNonce INTERNAL ASSERT FAILED, Ping failed, invalid nonce returned",
-    "torch.distributed.DistNetworkError: The server socket has failed to listen. code: -98, name: EADDRINUSE",
     "AssertionError: dp_size must be 1",
     "AttributeError: 'Booster' object has no attribute 'scoring_func'",
     "OSError: libcudart.so.12: cannot open shared object file: No such file or directory",
@@ -76,6 +74,77 @@ def test_the_same_sentence_of_another_program_is_unknown(line: str, tmp_path: Pa
     frame = '  File "/env/site-packages/torch/distributed/distributed_c10d.py", line 9, in init_process_group\n'
     text = f'Traceback (most recent call last):\n  File "train_ddp.py", line 3, in <module>\n{frame}{line}\n'
     assert diagnosed(tmp_path, f"torchrun --nproc-per-node 8\n{text}").verdict == "unknown"
+
+
+GLOO = "RuntimeError: [enforce fail at gloo/transport/tcp/device.cc:83] ifa != nullptr. Unable to find"
+IN_EACH_PROGRAM = {
+    f"{GLOO} address for: eth9": ("no-network-interface", "multinode-tp-init-timeout"),
+    f"{GLOO} interface for: [10.0.0.9]": ("no-network-interface", "multinode-tp-init-timeout"),
+    "RuntimeError: Gloo connectFullMesh failed with [../pair.cc:144] no error": (
+        "ranks-did-not-meet",
+        "multinode-tp-init-timeout",
+    ),
+    "RuntimeError: connect() timed out. Original timeout was 1800000 ms.": (
+        "ranks-did-not-meet",
+        "multinode-tp-init-timeout",
+    ),
+    "TimeoutError: The client socket has timed out after 1800s while trying to connect to (127.0.0.1, 4891).": (
+        "ranks-did-not-meet",
+        "torchelastic-agent-store-hang",
+    ),
+    "torch.distributed.DistNetworkError: The server socket has failed to listen. code: -98, name: EADDRINUSE": (
+        "address-in-use",
+        "port-collision-same-seed",
+    ),
+    "RuntimeError: NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000": (
+        "duplicate-gpu",
+        "illegal-cuda-visible-devices",
+    ),
+    "ValueError: signal only works in main thread of the main interpreter": ("signal-outside-main-thread",) * 2,
+    "multiprocessing.context.AuthenticationError: digest sent was rejected": ("cpu-payload-authkey",) * 2,
+    "Exception: worker said AuthenticationError('digest received was wrong')": ("cpu-payload-authkey",) * 2,
+}
+
+
+@pytest.mark.parametrize("line", IN_EACH_PROGRAM)
+def test_a_sentence_that_each_program_means_alike_is_named_low_outside_of_sglang(line: str, tmp_path: Path) -> None:
+    general, special = IN_EACH_PROGRAM[line]
+    plain = f'Traceback (most recent call last):\n  File "train_ddp.py", line 3, in <module>\n{line}\n'
+    assert name(diagnosed(tmp_path, plain)) == f"{general} low"
+    assert name(diagnosed(tmp_path, f"vllm\n{plain}")) == f"{general} low"
+    assert name(diagnosed(tmp_path, f"{USER}{plain}")) == "unknown", "an earlier exception is the likelier cause"
+    assert name(diagnosed(tmp_path, f"{plain}{USER}")) == f"{general} low"
+    own = f'Traceback (most recent call last):\n{SGLANG}  File "x.py", line 1, in init_torch_distributed\n{line}\n'
+    assert name(diagnosed(tmp_path, f"{HEALTHY}{own}")).split()[0] == special
+
+
+def test_a_name_outside_of_its_context_says_so(tmp_path: Path) -> None:
+    line = "ValueError: signal only works in main thread of the main interpreter\n"
+    plain, other = diagnosed(tmp_path, line), diagnosed(tmp_path, f"import vllm\n{line}")
+    assert "the log does not show SGLang" in as_text(plain) and "the log is of another engine" in as_text(other)
+    assert json.loads(as_json(plain))["outside"] == "the log does not show SGLang"
+    own = diagnosed(tmp_path, f"{HEALTHY}{line}")
+    assert "note:" not in as_text(own) and json.loads(as_json(own))["outside"] is None
+
+
+def test_a_line_alone_in_a_log_of_sglang_is_not_more_than_it_says(tmp_path: Path) -> None:
+    for line in (
+        "torch.distributed.DistStoreError: wait timeout after 1800000ms, keys: /default_pg/0//cuda//0",
+        "E0526 11:02:25.394000 1399 torch/distributed/elastic/multiprocessing/api.py:826] failed (exitcode: -11) local_rank: 0",
+    ):
+        assert name(diagnosed(tmp_path, f"{HEALTHY}{line}\n")) == "unknown"
+
+
+def test_error_1_of_the_memory_saver_is_a_second_release_for_sure_only_in_resume(tmp_path: Path) -> None:
+    line = "[torch_memory_saver.cpp] cudaError error: 1 (invalid argument)  file=csrc/core.cpp func={} line=172\n"
+    assert name(diagnosed(tmp_path, line.format("resume"))) == "double-resume-or-release high"
+    assert name(diagnosed(tmp_path, line.format("pause"))) == "double-resume-or-release low"
+    assert "without a second release" in " ".join(as_text(diagnosed(tmp_path, line.format("pause"))).split())
+
+
+def test_memory_pools_and_expandable_segments(tmp_path: Path) -> None:
+    line = "RuntimeError: torch.cuda.MemPool doesn't currently support expandable_segments.\n"
+    assert name(diagnosed(tmp_path, line)) == "expandable-segments medium"
 
 
 def test_a_traceback_without_engine_and_trainer_gives_low_confidence(tmp_path: Path) -> None:
@@ -121,7 +190,7 @@ def test_high_confidence_needs_all_conditions(tmp_path: Path) -> None:
 def test_a_config_that_names_each_engine_is_no_context(tmp_path: Path) -> None:
     config = "{'engine_kwargs': {'vllm': {'seed': 1}, 'sglang': {'attention_backend': None}}}\n"
     error = "ValueError: signal only works in main thread of the main interpreter\n"
-    assert diagnosed(tmp_path, config + error).verdict == "unknown"
+    assert name(diagnosed(tmp_path, config + error)) == "signal-outside-main-thread low"
     assert name(diagnosed(tmp_path, f"{config}{SGLANG}{error}")) == "signal-outside-main-thread high"
 
 
@@ -166,6 +235,7 @@ def test_a_log_with_a_failure_is_never_without_one(line: str, tmp_path: Path) ->
         '  File "/env/site-packages/sglang/srt/entrypoints/http_server.py", line 366, in lifespan\n'
         "    from sglang.srt.entrypoints.openai.serving_responses import (\n"
         "ModuleNotFoundError: No module named 'openai_harmony'\n",
+        "[W socket.cpp:601] [c10d] The client socket has failed to connect to [h]:29500 (errno: 97 - Address family not supported by protocol).",
     ],
 )
 def test_what_a_program_does_without_is_no_failure(line: str, tmp_path: Path) -> None:
@@ -174,12 +244,64 @@ def test_what_a_program_does_without_is_no_failure(line: str, tmp_path: Path) ->
     assert found.suspicious and found.suspicious.text == "KeyError: 'answer'"
 
 
+def test_what_is_harmless_alone_hides_no_exception_that_quotes_it(tmp_path: Path) -> None:
+    quoted = (
+        "The client socket has failed to connect to [h]:29500 (errno: 97 - Address family not supported by protocol)."
+    )
+    error = "torch.distributed.DistNetworkError: The client socket has failed to connect to any network address of (h, 29500)."
+    assert as_text(
+        diagnosed(tmp_path, f"{HEALTHY}[rank1]:[W1121 05:44:00.1 socket.cpp:752] [c10d] {quoted}\n")
+    ).startswith("no failure seen: ")
+    assert name(diagnosed(tmp_path, f"{error} {quoted}\n")) == "ranks-did-not-meet low"
+
+
 def test_a_line_in_doubt_is_shown_with_the_last_lines(tmp_path: Path) -> None:
     text = "[2026-11-21 05:44:00 TP0] The store is unreachable, giving up\n"
     found = as_text(diagnosed(tmp_path, f"{HEALTHY}{text}{HEALTHY}"))
     assert found.startswith("no failure recognized, but") and "in doubt: " in found and found.count("last line: ") == 3
     assert as_text(diagnosed(tmp_path, HEALTHY)).startswith("no failure seen: ")
     assert as_text(diagnosed(tmp_path, f"{HEALTHY}errors: 0, timeout=300, 0.1 failed\n")).startswith("no failure ")
+
+
+MILD_DOUBTS = (
+    "WARNING 11-21 05:44:00 [core.py:7] Timed out waiting for the workers. A worker died or was killed",
+    "[rank1]:[W1121 05:44:00.1 socket.cpp:752] [c10d] The IPv6 network addresses cannot be retrieved, retrying",
+    "[W socket.cpp:601] [c10d] The client socket has failed to connect to [node-0]:29500 (errno: 111 - Connection refused).",
+    "node1:1:1 [0] NCCL WARN Call to ibv_modify_qp ended with 110",
+    "2026-11-21 05:44:00.1: E tensorflow/stream_executor/cuda/cuda_driver.cc:265] failed call to cuInit: CUDA_ERROR_NO_DEVICE",
+    "        raise RuntimeError(f'worker {rank} is gone')",
+    "WARNING:root:the reward said <class 'KeyError'>",
+    "\tsize mismatch for head.weight: copying a param with shape torch.Size([10, 512]) from checkpoint",
+    '  File "/app/train.py", line 3, in step\n    raise TrainingStopped(step)',
+    "third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:72] Timed out waiting 30000ms for recv operation to complete",
+    "Port could not be cast to integer value as '$(PORT)'",
+    "INFO 05:44 the router is gone: no such host",
+)
+
+
+@pytest.mark.parametrize("line", MILD_DOUBTS)
+def test_no_line_with_words_of_failure_is_passed_over_in_silence(line: str, tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, f"{HEALTHY}{line}\n{HEALTHY}")
+    text = as_text(found)
+    if found.verdict == "no failure":
+        assert text.startswith("no failure recognized, but") and line.splitlines()[-1].strip()[:60] in text
+        assert text.count("last line: ") == 3
+    else:
+        assert found.finding or found.suspicious
+
+
+def test_a_mild_doubt_is_not_shown_as_what_came_before_a_consequence(tmp_path: Path) -> None:
+    lost = "[2026-11-21 05:44:02] Received sigquit from a child process. It usually means the child failed.\n"
+    assert "before it" not in as_text(diagnosed(tmp_path, f"{HEALTHY}WARNING an attempt failed\n{lost}"))
+
+
+def test_in_a_log_that_begins_with_its_end_a_later_line_is_not_before(tmp_path: Path) -> None:
+    late = "2026-11-21 05:44:09 ERROR x.py:1 -- the worker is gone\n"
+    lost = (
+        "2026-11-21 05:44:03 RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:3\n"
+    )
+    assert "before it" not in as_text(diagnosed(tmp_path, late + lost))
+    assert "before it" in as_text(diagnosed(tmp_path, late.replace("09 E", "01 E") + lost))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +360,6 @@ def test_an_unknown_failure_has_a_next_step(line: str, tmp_path: Path) -> None:
     found = diagnosed(tmp_path, f"Traceback (most recent call last):\n{line}\n" if "Broken" in line else f"{line}\n")
     text = as_text(found)
     assert found.finding is None or found.finding.entry.consequence
-    assert name(diagnosed(tmp_path, "sglang\n(exitcode: -9) local_rank: 0\n")) == "peer-vanished low"
     assert "dmesg" in as_text(diagnosed(tmp_path, "sglang\nfailed (exitcode: -9) local_rank: 0\n"))
     assert "  next: " in text and STEPS[line] in " ".join(text.split())
 

@@ -23,7 +23,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 LOGS = Path(__file__).with_name("logs")
 REPORTS = tomllib.loads((LOGS / "reported.toml").read_text(encoding="utf-8"))["reports"]
 UNRELATED = sorted((LOGS / "unrelated").glob("*.log"))
-ENTRIES = list(catalogue().values())
+ENTRIES = [entry for entry in catalogue().values() if entry.context]
+"""Those of SGLang and of trainers: in their logs a special entry may have the sentence of a general one."""
 
 PREFIXES: dict[str, Callable[[str], str]] = {
     "ray": lambda line: f"\x1b[36m(WorkerDict pid=123, ip=10.0.0.1)\x1b[0m {line}",
@@ -99,6 +100,21 @@ def test_noise_never_changes_the_slug(data: st.DataObject, tmp_path: Path) -> No
         places = [at for at in range(len(lines) + 1) if not at or not lines[at - 1].startswith("    ")]
         lines.insert(data.draw(st.sampled_from(places)), noise)
     assert slug(diagnosed(tmp_path, "\n".join(lines))) == before == entry.slug
+
+
+OF_OTHER_PROGRAMS = {
+    "multiprocessing_without_guard": "missing-main-guard",
+    "nginx_address_in_use": "address-in-use",
+    "signal_in_streamlit_thread": "signal-outside-main-thread",
+    "uvicorn_address_in_use": "address-in-use",
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_PROGRAMS)
+def test_a_sentence_of_every_program_is_named_with_low_confidence(name: str) -> None:
+    finding = diagnose([str(LOGS / "other_programs" / f"{name}.log")]).finding
+    assert finding and (finding.entry.slug, finding.confidence) == (OF_OTHER_PROGRAMS[name], "low")
+    assert bool(finding.outside) == bool(finding.entry.context)
 
 
 def test_there_are_enough_unrelated_logs() -> None:
