@@ -33,7 +33,16 @@ from typing import Any, Literal, get_args
 from harness.runtime.tracebacks import LogLine
 from harness.tools.diagnose.entries import OF_SGLANG, CatalogueEntry, Pattern, Role, Signature, catalogue, surroundings
 from harness.tools.diagnose.log_lines import is_of_a_run
-from harness.tools.diagnose.symptoms import LAST_LINES, MILD, NEAR_LINES, LogFacts, Symptom, read_facts, seconds_of
+from harness.tools.diagnose.symptoms import (
+    IS_HANDLED,
+    LAST_LINES,
+    MILD,
+    NEAR_LINES,
+    LogFacts,
+    Symptom,
+    read_facts,
+    seconds_of,
+)
 
 Confidence = Literal["low", "medium", "high"]
 
@@ -236,14 +245,20 @@ class _Ranking:
 
     def _lines(self, entry: CatalogueEntry, signature: Signature) -> list[tuple[Symptom, LogLine]]:
         """Return the symptoms with a line that shows the signature, in the entry's context if that matters."""
-        counts_everywhere = signature.anywhere or signature.elsewhere or not entry.context
         return [
             (symptom, line)
             for symptom in self.by_pattern.get(signature.pattern, ())
             if (line := symptom.matched[signature.pattern])
             and (signature.near is None or self._is_near(symptom, line, signature.near))
-            and (counts_everywhere or self._is_in_context(entry, signature, symptom))
+            and self._counts(entry, signature, symptom, line)
         ]
+
+    def _counts(self, entry: CatalogueEntry, signature: Signature, symptom: Symptom, line: LogLine) -> bool:
+        """Return whether the line may name the entry: in its context, or where its name is true in every program."""
+        if signature.anywhere or self._is_in_context(entry, signature, symptom):
+            return True
+        is_handled = not symptom.is_error and IS_HANDLED.search(line.text)
+        return bool(signature.elsewhere or not entry.context) and not is_handled
 
     def _is_near(self, symptom: Symptom, line: LogLine, near: Pattern) -> bool:
         """Return whether the pattern is in the same traceback, or, if there is none, not far from the line."""

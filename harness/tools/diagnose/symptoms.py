@@ -65,12 +65,13 @@ _FAILS = (
 _MAY_BE_COMPLAINT = re.compile(
     rf"(?:^|[:\]] )(?:(?:Failed|Unable|Cannot) to |Invalid \w+[:=])|\b{_FAILS} ?:|\b[Ee]rror (?:in|while|during|code|fetching)\b"
 )
-_IS_HANDLED = re.compile(
+# The line says that the program goes on without what failed, or tries again.
+IS_HANDLED = re.compile(
     r"expected|fall(?:ing)? ?back|ignor|skipp|silence|to avoid|retr(?:y|ies)|instead|disabled|optional|\bno error|\b[01]\.\d+ ?$",
     re.IGNORECASE,
 )
 _DOUBT = re.compile(
-    rf"(?<![\w=./-]){_FAILS}(?![\w=./-])|(?<![\w=./-])(?:[Ee]rror|[Tt]imeout|[Ff]ails|[Ss]tuck|[Hh]ang|[Cc]orrupt(?:ed)?)(?![\w=./-]|\w*\W{{1,2}}[\d\[{{])"
+    rf"(?<![\w=./-]){_FAILS}(?![\w=./-])|(?<![\w=./-])(?<!=['\"])(?:[Ee]rror|[Tt]imeout|[Ff]ails|[Ss]tuck|[Hh]ang|[Cc]orrupt(?:ed)?)(?![\w=./-]|\w*\W{{1,2}}[\d\[{{])"
 )
 """Words of failure in a sentence; those of settings and counters, such as "timeout=300" and "errors: 0", do not count."""
 _MILD_DOUBT = re.compile(
@@ -313,7 +314,7 @@ class _Scanner:
 
     def _doubt(self, line: LogLine, is_known: bool) -> None:
         """Keep a line with words of failure; as a mild doubt if the catalogue or a logger knows it as less than a failure."""
-        is_mild = is_known or MILD.search(line.whole) or _IS_HANDLED.search(line.text)
+        is_mild = is_known or MILD.search(line.whole) or IS_HANDLED.search(line.text)
         if not is_mild and _DOUBT.search(line.text):
             self.doubts.append(line)
         elif _MILD_DOUBT.search(line.text):
@@ -377,7 +378,7 @@ def _kind(line: LogLine) -> Kind | None:
     prefix = line.whole[: len(line.whole) - len(line.text)]
     if _LEVEL.search(prefix) and line.text.strip():
         return "complaint"
-    may = _MAY_BE_COMPLAINT.search(line.text) and not (MILD.search(line.whole) or _IS_HANDLED.search(line.text))
+    may = _MAY_BE_COMPLAINT.search(line.text) and not (MILD.search(line.whole) or IS_HANDLED.search(line.text))
     return "complaint" if may or _COMPLAINT.search(line.text) or _TORCH_ERROR.search(line.whole) else None
 
 

@@ -127,6 +127,16 @@ def test_a_name_outside_of_its_context_says_so(tmp_path: Path) -> None:
     assert "note:" not in as_text(own) and json.loads(as_json(own))["outside"] is None
 
 
+def test_what_another_program_handled_names_nothing(tmp_path: Path) -> None:
+    for line in (
+        "WARNING: port 8265: address already in use, taking 8266 instead",
+        "[W1121 05:44:00.1 TCPStore.cpp:358] [c10d] TCP client failed to connect/validate to host h:1 - retrying (try=0): "
+        "The client socket has timed out after 600000ms while trying to connect to (h, 1).",
+    ):
+        found = diagnosed(tmp_path, f"epoch 1\n{line}\nepoch 2\n")
+        assert found.verdict == "no failure" and "in doubt: " in as_text(found)
+
+
 def test_a_line_alone_in_a_log_of_sglang_is_not_more_than_it_says(tmp_path: Path) -> None:
     for line in (
         "torch.distributed.DistStoreError: wait timeout after 1800000ms, keys: /default_pg/0//cuda//0",
@@ -305,7 +315,14 @@ def test_in_a_log_that_begins_with_its_end_a_later_line_is_not_before(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "line", ["errors: 0", "watchdog_timeout=300, dist_timeout=None", "Timeout: 300 s", "exit code 0"]
+    "line",
+    [
+        "errors: 0",
+        "watchdog_timeout=300, dist_timeout=None",
+        "Timeout: 300 s",
+        "exit code 0",
+        "log_level='error', on_exception='raise'",
+    ],
 )
 def test_settings_and_counters_are_no_failure(line: str, tmp_path: Path) -> None:
     assert as_text(diagnosed(tmp_path, f"{HEALTHY}{line}\n")).startswith("no failure seen: ")
