@@ -57,7 +57,7 @@ _COMPLAINT = re.compile(
     r"|Exception raised from throw\w*Error|NCCL WARN .*(?:closed|fail|error|refused|timed? ?out))"
     r"|(?<!\S)[Ee]rror:|\[(?:error|crit|alert|emerg|fatal)\]|^(?:Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)"
 )
-_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b")  # in the prefix
+_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL|FAILED)\b")  # in the prefix
 _FAILS = (
     r"(?:[Ff]ailed|[Ff]ailure|[Cc]rashed|[Tt]imed out|[Rr]efused|[Dd]enied|[Uu]nreachable|[Aa]borted|[Kk]illed|[Dd]ied"
     r"|[Tt]erminated|out of memory|giving up|[Uu]nable to|[Cc]annot|is dead|exception)"
@@ -338,7 +338,8 @@ class _Scanner:
         if not (found.last or found.has_header):
             self.mild_doubts.append(replace(last, whole=f"{last.whole} ... {found.lines[-1].strip()}"))
             return
-        kind: Kind = "crash" if found.is_crash else "exception" if found.last else "complaint"
+        # A stack that a program only printed, such as after a timeout, says less than the sentence that explains it.
+        kind: Kind = "complaint" if not found.last else "crash" if found.is_crash else "exception"
         self._add(Symptom(last, kind, self._file, found, dict.fromkeys(own, last) | inside, own))
 
     def _add(self, symptom: Symptom) -> None:

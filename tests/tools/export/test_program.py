@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness.config.layers import ConfigError
+from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.export.program import Evidence, literal, missing_tensors, planted_fault, render
 from harness.tools.export.subject import RunEnd, Subject, behind, read_subject
 from tests.tools.report.fake_run import fake_run
@@ -244,13 +245,15 @@ def test_the_rank_behind_is_the_one_with_fewest_phases() -> None:
     assert behind([event(0, "phase_start", "run")]) == ((0,), ("", None))
 
 
-def program_of(folder: Path, *words: str, seen: RunEnd | None = None, config: str = "cpu/quickstart.toml") -> Any:
+def program_of(
+    folder: Path, *words: str, seen: RunEnd | None = None, config: str = "cpu/quickstart.toml", server: bool = False
+) -> Any:
     """Return a repro as a module, as an engine's process imports it."""
     # For a GPU: the stand-ins of the CPU mode would stay in this process.
     words = (str(REPOSITORY / "configs" / config), "--engine.device", "cuda", *words)
     subject = replace(subject_of(*words), seen=seen)
     file = folder / "repro.py"
-    file.write_text(render(subject))
+    file.write_text(render(subject, server=server))
     spec = importlib.util.spec_from_file_location("repro", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -258,12 +261,8 @@ def program_of(folder: Path, *words: str, seen: RunEnd | None = None, config: st
     return module
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Any:
-    return program_of(tmp_path, "--run.phase_timeouts.sync", "0.3")
-
-
-def test_an_update_changes_every_element_of_every_tensor(program: Any) -> None:
+def test_an_update_changes_every_element_of_every_tensor(tmp_path: Path) -> None:
+    program = program_of(tmp_path)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64, track_running_stats=False))
     with torch.no_grad():
         for tensor in model.parameters():
@@ -272,16 +271,22 @@ def test_an_update_changes_every_element_of_every_tensor(program: Any) -> None:
     assert all(set(tensor.unique().tolist()) == {7 / 8, 9 / 8} for tensor in model.parameters())
 
 
+@pytest.mark.parametrize("server", [False, True])
 def test_a_phase_that_takes_too_long_ends_the_rank_with_124(
-    program: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    server: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    program = program_of(tmp_path, "--run.phase_timeouts.sync", "0.3", server=server)
     ends: list[tuple[int, str]] = []
     monkeypatch.setattr(program, "leave", lambda *end: ends.append(end))
     program.phase("sync", 1)
     program.watch()
-    assert ends == [(124, "rank 0 FAILED: its timeout passed in sync of step 1\n")]
+    [(code, text)] = ends
+    assert code == 124 and text.endswith("FAILED: its timeout passed in sync of step 1\n")
     printed = capfd.readouterr()
     assert printed.out == "sync of step 1\n" and "most recent call first" in printed.err
+    (tmp_path / "repro.log").write_text(printed.err)
+    found = diagnose([str(tmp_path / "repro.log")])
+    assert found.suspicious and found.suspicious.whole == text.strip(), "the sentence, and not the first of the stacks"
 
 
 @pytest.mark.parametrize(("master", "begins"), [("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")])
