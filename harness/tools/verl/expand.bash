@@ -40,15 +40,19 @@ source() { command_not_found_handle source "$@"; }
 .() { command_not_found_handle source "$@"; }
 
 # What stands in a file that was not read, or what somebody would have typed, is unknown, and so is all that comes after it.
-# A read that gives nothing found the end of such input, or a file that is not open here.
+# A read that gives nothing found the end of such input, or a file that is not open here. Only where it had given something
+# before, as in a loop, is that the end, for which the loop waits.
+declare -A read_at=()
 read() {
-    local OPTIND=1 OPTARG __option __array= __name __all= __hole= __status=0 __words=("$@")
-    builtin read "$@" || __status=$?
+    local OPTIND=1 OPTARG __option __array= __name __all= __hole= __status=0 __words=("$@") __here="${BASH_LINENO[*]} $*"
     while builtin getopts :ersEa:d:i:n:N:p:t:u: __option; do [[ $__option != a ]] || __array=$OPTARG; done
     shift $((OPTIND - 1))
     [[ -z $__array && $# != 0 ]] || builtin set -- "${__array:-REPLY}"
+    for __name; do builtin printf -v "$__name" ''; done  # a file that is not open changes nothing
+    builtin read "${__words[@]}" || __status=$?
     for __name; do __all+=${!__name-}; done
-    [[ -n $__all ]] || __hole=$(command_not_found_handle read "${__words[@]}")
+    [[ $__status == 0 || -n $__all || -n ${read_at[$__here]-} ]] || __hole=$(command_not_found_handle read "${__words[@]}")
+    read_at[$__here]=1
     for __name; do
         [[ ${!__name-} != *[$'\2\3']* ]] || __hole=${!__name}
         [[ -z $__hole ]] || builtin printf -v "$__name" %s "$__hole"
@@ -56,11 +60,12 @@ read() {
     return $__status
 }
 mapfile() {
-    local OPTIND=1 OPTARG __option __array __status=0
+    local OPTIND=1 OPTARG __option __status=0 __here="${BASH_LINENO[*]} $*"
     builtin mapfile "$@" || __status=$?
     while builtin getopts :td:n:O:s:u:C:c: __option; do :; done
-    __array=${!OPTIND-MAPFILE}
-    [[ -n ${!__array-} ]] || builtin printf -v "$__array" %s "$(command_not_found_handle mapfile "$@")"
+    local -n __array=${!OPTIND-MAPFILE}
+    [[ ${#__array[@]} != 0 || -n ${read_at[$__here]-} ]] || __array=("$(command_not_found_handle mapfile "$@")")
+    read_at[$__here]=1
     return $__status
 }
 readarray() { mapfile "$@"; }

@@ -205,6 +205,9 @@ def test_what_a_file_holds_is_a_hole(lines: str, hole: str) -> None:
         ('exec {fd}<"f"\nread -u $fd A', "a=$(cat f)"),
         ("exec < f; read", "r=$(cat f)"),
         ("read -u 9 A", "a=$(read -u 9 A)"),
+        ("ask() { read -p $1 X; }; ask x\nA=$X; ask y\nB=$X", "a=$(read -p x X) b=$(read -p y X)"),
+        ("while IFS= read -r l || [[ -n $l ]]; do A=$l; done < f", "a=$(cat f)"),
+        ("while read -u 7 -r l || [[ -n $l ]]; do A=$l; done", "a=$(read -u 7 -r l)"),
         ("read -p 'which? ' A B", "a=$(read -p which?  A B) b=$(read -p which?  A B)"),
         ("set -eu; mapfile -t X < f; A=${X[1]} B=${#X[@]}", "a=$(cat f) b=$(cat f)"),
         ('readarray X < f; i=2; A="it\'s ${X[i]}" B="${X[-1]}"', "a=it's $(cat f) b=$(cat f)"),
@@ -230,13 +233,17 @@ def test_everything_that_is_filled_from_a_file_is_a_hole(lines: str, holes: str)
         "mapfile -t X <<< $'x\ny z'; A=${X[0]} B=${X[-1]}",
         "exec 3<<< $'x\ny z'; read -u 3 A; read -u 3 B",
         "while IFS== read -r k v; do printf -v $k %s \"$v\"; done <<< $'A=x\nB=y z'",
+        "while IFS= read -r l || [[ -n $l ]]; do K+=(\"$l\"); done < <(printf 'x\\ny z'); A=${K[0]} B=${K[1]} S=$l${K[2]}",
+        "while mapfile -n 1 -t X && [[ -n $X ]]; do K+=(\"$X\"); done <<< $'x\\ny z'; A=${K[0]} B=${K[1]}",
+        "read S <<< ''; while read -r A B && [[ -z $A ]]; do S+=$A; done <<< $'\\n\\nx y z'",
+        "mapfile -t X <<< ''; A=x${X[0]} B='y z'",
         "X=(x 'y z'); A=${X[0]} B=${X[${#X[@]}-1]}",
         "V='x y z'; A=${V:0:1} B=${V:2:${#V}}",
         "read -r A < f; mapfile X < g; read -r -d '' A B <<END\nx y z\nEND",
     ],
 )
 def test_what_a_script_reads_from_itself_is_known(lines: str) -> None:
-    found = command_of_script(f'{lines}\n{MAIN} a=$A "b=$B"', [], {"HOME": "/h"})
+    found = command_of_script(f'{lines}\n{MAIN} a=$A$S "b=$B"', [], {"HOME": "/h"})
     assert found.words == ("a=x", "b=y z") and found.holes == ()
 
 
