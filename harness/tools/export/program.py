@@ -100,6 +100,10 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
     timeouts = dict(config.run.phase_timeouts)
     if fault and subject.seen and subject.seen.phase in timeouts:
         timeouts[fault.phase] = timeouts[subject.seen.phase]
+    enough = dict[str, float]()  # the control arm's timeout of the phase that took too long
+    if fault and subject.seen and subject.seen.kind == "deadline":
+        timeouts.setdefault(fault.phase, config.run.timeout_seconds)
+        enough[fault.phase] = max(config.run.timeout_seconds, type(config.run)().timeout_seconds)
     group = parallel.tp * parallel.pp
     choices = {"top_p": config.rollout.top_p, "top_k": config.rollout.top_k}
     return {
@@ -133,6 +137,7 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
         "tolerance": allowed(subject, takes_baseline=not (server and device == "cuda")),
         "timeout": config.run.timeout_seconds,
         "timeouts": timeouts,
+        "enough": enough,
         "fault": fault,
         "missing": missing,
         "control": control,
@@ -191,7 +196,7 @@ def _how_to_run(command: str, values: dict[str, Any]) -> list[str]:
             "SGLang fails by itself.",
         ),
         "": (
-            "without THE FAULT",
+            "without THE FAULT" + (" and the timeout" if values["enough"] else ""),
             "The run failed outside of SGLang; THE FAULT in this file does on purpose what happened there.",
         ),
     }[values["control"]]

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,29 @@ def test_a_phase_that_takes_too_long_ends_the_rank_with_124(
     (tmp_path / "repro.log").write_text(printed.err)
     found = diagnose([str(tmp_path / "repro.log")])
     assert found.suspicious and found.suspicious.whole == text.strip(), "the sentence, and not the first of the stacks"
+
+
+@pytest.mark.parametrize("server", [False, True])
+@pytest.mark.parametrize("key", ["timeout_seconds", "phase_timeouts.sync"])
+def test_the_control_arm_does_not_have_the_timeout_that_passed(
+    key: str, server: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would end as the run did if the timeout was merely too short."""
+    words = (f"--run.{key}", "5", "--run.phase_timeouts.generate", "5")
+    program = program_of(tmp_path, *words, seen=replace(FAILED, kind="deadline", phase="sync"), server=server)
+    ends: list[str] = []
+    monkeypatch.setattr(program, "leave", lambda code, text: ends.append(text))
+    for arm in ("broken", "control"):
+        monkeypatch.setattr(program, "ARM", arm)
+        for phase in ("sync", "generate"):
+            program.PHASE.update(name=phase, place=f"{phase} of {arm}", began=time.monotonic() - 60)
+            monkeypatch.setattr(program.time, "sleep", lambda seconds: pytest.fail("its time has not passed"))
+            if (arm, phase) == ("control", "sync"):
+                with pytest.raises(pytest.fail.Exception):
+                    program.watch()
+            else:
+                program.watch()
+    assert [text.split()[-1] for text in ends] == ["broken", "broken", "control"]
 
 
 @pytest.mark.parametrize(("master", "begins"), [("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")])
