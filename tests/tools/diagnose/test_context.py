@@ -317,6 +317,24 @@ def test_in_a_log_that_begins_with_its_end_a_later_line_is_not_before(tmp_path: 
 @pytest.mark.parametrize(
     "line",
     [
+        "sglang-kernel: Module Not Found",
+        "/env/site-packages/sglang/kernels/ops/attention/fla/utils.py:223: UserWarning: Triton is not supported on current "
+        "platform, roll back to CPU.",
+        "[2026-11-23 23:10:17] SGLANG_CPU_OMP_THREADS_BIND is set for explicit control of CPU cores for each TP rank.Please "
+        "beware that in this case the available memory amounts of the ranks cannot be determined in prior.You need to set "
+        "proper --max-total-tokens to avoid the out-of-memory error.",
+        "[2026-11-23 23:10:31 TP0] The total number of ranks (2) is larger than numa node number (1), in this case the "
+        "available memory amount of each rank cannot be determined in prior. Please set proper `--max-total-tokens` to "
+        "avoid the out-of-memory error.",
+    ],
+)
+def test_what_sglang_says_on_every_cpu_is_not_in_doubt(line: str, tmp_path: Path) -> None:
+    assert as_text(diagnosed(tmp_path, f"{HEALTHY}{line}\n")).startswith("no failure seen: ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
         "errors: 0",
         "watchdog_timeout=300, dist_timeout=None",
         "Timeout: 300 s",
