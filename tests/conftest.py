@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 from harness.runtime.cpu_standins import activate
 
@@ -23,6 +24,11 @@ if not torch.cuda.is_available():
 # Started in a shell's background this process ignores Ctrl-C, and so would all that tests start and then interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# On a busy machine any example may take a second: no test measures a speed.
+settings.register_profile("harness", deadline=None)
+settings.load_profile("harness")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

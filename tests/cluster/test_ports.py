@@ -113,8 +113,10 @@ def test_leased_ports_can_be_bound() -> None:
 
 def test_a_lease_has_no_name_that_others_could_take() -> None:
     """Any local user can take the name of an abstract Unix socket, so the lease must be ports and nothing else."""
+    before = _open_files()
     with PortLease(20000) as lease:
-        own = {os.readlink(f"/proc/self/fd/{each}") for each in _descriptors()}
+        own = _open_files() - before
+        assert own
         named = {f"socket:[{line.split()[6]}]" for line in _lines("/proc/net/unix") if len(line.split()) > 7}
         assert not own & named
         with socket.socket() as taken, pytest.raises(OSError, match="Address already in use"):
@@ -154,8 +156,10 @@ def _has_ipv6() -> bool:
     return Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text() != ""
 
 
-def _descriptors() -> list[str]:
-    return [each for each in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{each}").is_symlink()]
+def _open_files() -> set[str]:
+    """What this process has open, by the names that the kernel gives: socket:[inode] of a socket."""
+    links = [Path(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if link.is_symlink()}
 
 
 def _lines(file: str) -> list[str]:

