@@ -100,14 +100,17 @@ def test_a_long_phase_says_what_it_waits_for_until_it_ends(tmp_path: Path, monke
     monkeypatch.setattr(events, "PATIENCE_SECONDS", 0.1)
     stream = io.StringIO()
     log = log_at(tmp_path, Console(stream, launched=time.time() - 100))
+    before, deadline = set(threading.enumerate()), time.monotonic() + 60
     with log.phase("sync", 0, waiting_for="all ranks"):
-        time.sleep(0.35)
+        while len(stream.getvalue().splitlines()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
     log.close()
+    while not set(threading.enumerate()) <= before:
+        assert time.monotonic() < deadline, "nobody may be left to say more"
+        time.sleep(0.01)
     said = stream.getvalue().splitlines()
-    time.sleep(0.25)
-    assert 2 <= len(said) <= 3
-    assert all(re.fullmatch(r"\[ 100\.\d s\] sync: waiting for all ranks \(0 s so far\)", line) for line in said)
-    assert stream.getvalue().splitlines() == said
+    assert len(said) >= 2
+    assert all(re.fullmatch(r"\[ 1\d\d\.\d s\] sync: waiting for all ranks \(\d+ s so far\)", line) for line in said)
 
 
 def test_what_is_said_is_a_fact_on_every_rank_and_on_the_console_of_one(tmp_path: Path) -> None:
