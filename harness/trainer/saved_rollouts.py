@@ -94,7 +94,7 @@ class SavedRollouts:
 
 
 def not_a_batch(tensors: Mapping[str, Tensor]) -> str:
-    """Return why a batch cannot be made of these tensors, "" if it can."""
+    """Return why these tensors do not make a batch; "" if they do."""
     needed = {each.name for each in fields(Batch) if each.default is MISSING}
     if foreign := sorted(tensors.keys() - {each.name for each in fields(Batch)}):
         return f"{', '.join(foreign)} {'are' if len(foreign) > 1 else 'is'} no part of a batch"

@@ -65,7 +65,7 @@ class EngineLoader:
 
     @property
     def derived_over(self) -> set[str]:
-        """Names of the trainer's tensors, as sent, that post_load_weights changes in place on some scheduler."""
+        """Names of the trainer's tensors whose values post_load_weights changes in place after they were loaded."""
         return {name for each in self.coverage for name in each.derived_over}
 
     @property

@@ -142,7 +142,7 @@ class CatalogueEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class NextStep:
-    """What to look at after a line that nobody knows."""
+    """The next thing to look at when a line matches no entry."""
 
     pattern: Pattern
     text: str

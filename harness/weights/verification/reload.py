@@ -39,12 +39,14 @@ def load_again(weights: TrainerWeights, loader: EngineLoader, names: Collection[
     loader.trace_once()
     together = {name for each in all_gather(sorted(loader.derived_over)) for name in each}
     alone = ({name for each in all_gather(sorted(loader.computing)) for name in each} | set(names)) - together
-    findings = ReloadFindings()
+    findings, derives = ReloadFindings(), any(all_gather(loader.derives))
+    if not alone and not derives:
+        return findings  # an update session would cost the engine a pause
     with loader.engine.weight_update():
         for bucket in weights.buckets_of(alone):
             one = (weights.gather_buffer(bucket), bucket.views)
             _add(findings, loader, [view.name for view in bucket.views], Reload(sent=(one,)))
-        if any(all_gather(loader.derives)):
+        if derives:
             buckets = weights.buckets_of(together)
             sent = tuple((weights.gather_buffer(bucket), bucket.views) for bucket in buckets)
             sent_names = [view.name for bucket in buckets for view in bucket.views]

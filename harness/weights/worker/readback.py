@@ -57,7 +57,7 @@ class Reload:
 
     sent: tuple[Sent, ...] = ()
     derive: bool = False
-    """Afterwards, derive anew what post_load_weights derives."""
+    """Run post_load_weights after the tensors are loaded."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,7 +20,7 @@ Place = tuple[dict[str, Any], str]
 class UndoneWrites(TorchDispatchMode):
     """Take back, at the end, what the code inside writes into tensors that existed before, and what modules hold.
 
-    What no torch operator does cannot be seen: a kernel that is launched directly, or a write through numpy.
+    Only writes by torch operators are seen, not those of a kernel that is launched directly, or through numpy.
     """
 
     def __init__(self, model: Any) -> None:
