@@ -4,6 +4,7 @@ import faulthandler
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.cluster.mesh import build_meshes
+from harness.cluster.placement import place
 from harness.cluster.world import hard_exit
 from harness.inputs import Inputs
 from harness.observer import RunContext
@@ -27,6 +29,7 @@ from harness.rollout.verl_engine import VerlEngine
 from harness.runtime.background import in_background
 from harness.runtime.errors import say, tell_torchrun
 from harness.runtime.events import EventLog
+from harness.runtime.fork_server import collecting_nothing
 from harness.runtime.processes import descendants, end_processes
 from harness.runtime.run_record import RunRecord
 from harness.trainer.actor import Actor, Reference
@@ -49,9 +52,10 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
     has_engine, has_trainer = not config.rollout.load, not config.rollout.only
     meshes = build_meshes(run.dims, run.world.device.type)
     build_models = partial(build_trainer, run, meshes.fsdp, inputs, record)
-    if has_engine:
+    if has_engine and builds_engine(run):
         with record.timed("sglang_import"):
             import_sglang(run.events)
+    faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python frames
     # On a CPU the models are built while the engine's processes start. On a GPU they wait for it: SGLang sizes its KV cache by
     # the memory that is free, and must release it before there is room for the trainer.
     at_once = has_engine and has_trainer and run.world.device.type == "cpu" and run.engine_class is None
@@ -111,9 +115,16 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
 
 def import_sglang(events: EventLog) -> None:
     """Import SGLang, which takes as long as to start an engine. No other thread may import anything meanwhile."""
-    with events.phase("import_sglang", waiting_for="SGLang's import"):
+    with events.phase("import_sglang", waiting_for="SGLang's import"), collecting_nothing():
         sglang_api.import_engine()
-    faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python frames
+
+
+def builds_engine(run: RunContext) -> bool:
+    """Return whether this rank's process builds an sglang.Engine, for which it must import all of SGLang."""
+    engines = place(run.dims, run.world.locations, run.world.device_type)
+    return run.engine_class is not None or any(
+        node.builder == run.world.rank for engine in engines for node in engine.nodes
+    )
 
 
 def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> RolloutEngine:
@@ -136,7 +147,7 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollo
         events.say("the engine starts with dummy weights, so that a tensor missing from the first sync shows")
     waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
     with events.phase("start_engine", waiting_for=waiting), _main_module_hidden():
-        engine: RolloutEngine = (run.engine_class or VerlEngine)(
+        engine: RolloutEngine = (run.engine_class or partial(VerlEngine, servers=run.servers))(
             mesh["tp", "pp"] if parallel.pp > 1 else mesh["tp"],
             log_dir=run.folder / "engines",
             base_port=config.engine.base_port,
@@ -160,6 +171,8 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollo
         dropped_defaults=engine.dropped_defaults if isinstance(engine, VerlEngine) else (),
         arguments=engine.engine_args if isinstance(engine, VerlEngine) else arguments | config.engine.args,
     )
+    if isinstance(engine, VerlEngine) and engine.is_builder:
+        events.fact("engine_processes", **asdict(engine.starts))
     check_gpus(world, engine, parallel.colocate)
     return engine
 

@@ -42,6 +42,7 @@ from harness.observer import Observer, Observers, RunContext
 from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import Stopped, UnsupportedEnvironment, report_user_error, say, tell_torchrun
 from harness.runtime.events import Console, EventLog
+from harness.runtime.fork_server import ForkServer, collecting_nothing
 from harness.runtime.memory_gauge import MemoryGauge
 from harness.runtime.phases import MEET, RUN
 from harness.runtime.processes import descendants, end_processes
@@ -59,6 +60,7 @@ def run(
     job: str | Job = "harness.train:train",
     *,
     rewards: Mapping[str, MakeReward] | None = None,
+    servers: Sequence[ForkServer] = (),
     engine_class: Callable[..., Any] | None = None,
 ) -> int:
     """Run a job on this rank, which torchrun has started. Only rank 0 prints, except for a rank that fails.
@@ -66,6 +68,7 @@ def run(
     job: "module:function", imported only after the stand-ins are on the path; or a function, whose own module must then
     import neither transformers nor SGLang at the top.
     rewards: rewards in addition to those of task/rewards.py, by the name that task.reward gives.
+    servers: what forks the processes of the engine that this rank builds (rollout/early_start.py).
     engine_class: called in place of VerlEngine, with the same arguments.
 
     Return an exit code if the ranks never meet; once they have met, end the process with it.
@@ -110,6 +113,7 @@ def run(
                     launched=launched,
                     observer=observer,
                     rewards=rewards or {},
+                    servers=servers,
                     engine_class=engine_class,
                 )
                 observer.met(context)
@@ -182,7 +186,8 @@ def _run_job(job: str | Job, context: RunContext) -> int:
         write_config(context.folder, context.config, context.world.device_type)
     observer.phase_ends(MEET, None)
     try:
-        work = _import_job(job) if isinstance(job, str) else job
+        with collecting_nothing():
+            work = _import_job(job) if isinstance(job, str) else job
         with events.phase(RUN):
             verdict = work(context)
         observer.passed()

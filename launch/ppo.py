@@ -20,7 +20,10 @@ _checkout.use()
 
 from harness.config.layers import ConfigError
 from harness.config.run_folder import check_run_folder
+from harness.rollout.early_start import start_early
+from harness.runtime import kernel_caches
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.fork_server import collecting_nothing
 from harness.tools import preflight
 from harness.tools.command_line import Command, exit_with, parse, print_help
 
@@ -58,12 +61,15 @@ def main(arguments: list[str]) -> int:
         preflight.check_rank(command.config, "launch/ppo.py", arguments, os.environ)
     except (ValueError, UnsupportedEnvironment) as error:  # only the first rank of each host looks
         return report_user_error(error, rank=0)
-    from harness.run import run
-    from harness.tools.observers import standard_observers
-    from harness.tools.rewards.more_rewards import rewards_of
+    os.environ.update(kernel_caches.variables(os.environ))
+    servers = start_early(command.config, preflight.device_of(command.config), os.environ)
+    with collecting_nothing():
+        from harness.run import run
+        from harness.tools.observers import standard_observers
+        from harness.tools.rewards.more_rewards import rewards_of
 
     config = command.config
-    return run(config, standard_observers(config), rewards=rewards_of(config))
+    return run(config, standard_observers(config), rewards=rewards_of(config), servers=servers)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python3 launch/quickstart.py [--section.key VALUE ...]
 
-Checks the overrides, makes the environment if there is none (harness/tools/environments.py), and becomes `torchrun --nnodes=1
---nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`. If the overrides ask for another mesh, torchrun
+Checks the overrides, makes the environment if there is none (harness/tools/environments.py), and becomes `launch/torchrun.py
+--nnodes=1 --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml [overrides]`. If the overrides ask for another mesh, torchrun
 starts as many ranks as that mesh has. Exit codes: torchrun's; 2 an override is wrong; 125 the environment cannot be made here.
 """
 
@@ -20,6 +20,7 @@ from harness.runtime.errors import report_user_error
 from harness.tools.command_line import parse
 from harness.tools.environments import Unusable, ensure
 
+TORCHRUN = "launch/torchrun.py"
 JOB = ("launch/ppo.py", "configs/cpu/quickstart.toml")
 
 
@@ -53,10 +54,9 @@ def main(overrides: list[str]) -> int:
         return checked.returncode
     ranks = int(checked.stdout)
     # Without an address torchrun looks for this host by its name. If that does not resolve, it tries for minutes.
-    torchrun = [python, "-P", "-m", "torch.distributed.run", "--nnodes=1", "--local-addr=127.0.0.1"]
+    torchrun = [python, os.path.relpath(_checkout.CHECKOUT / TORCHRUN), "--nnodes=1", "--local-addr=127.0.0.1"]
     command = [*torchrun, f"--nproc-per-node={ranks}", script, *arguments]
     print(f"+ {shlex.join(command)}", flush=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     os.execv(python, command)
 
 

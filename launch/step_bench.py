@@ -18,7 +18,10 @@ import _checkout
 _checkout.use()
 
 from harness.observer import RunContext
+from harness.rollout.early_start import start_early
+from harness.runtime import kernel_caches
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.fork_server import collecting_nothing
 from harness.tools import preflight
 from harness.tools.command_line import parse, read_known_options
 
@@ -57,16 +60,19 @@ def main(arguments: list[str]) -> int:
         preflight.check_rank(config, "launch/step_bench.py", arguments, os.environ)
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)
-    from harness.run import run
-    from harness.tools.observers import standard_observers
-    from harness.tools.rewards.more_rewards import rewards_of
+    os.environ.update(kernel_caches.variables(os.environ))
+    servers = start_early(config, preflight.device_of(config), os.environ)
+    with collecting_nothing():
+        from harness.run import run
+        from harness.tools.observers import standard_observers
+        from harness.tools.rewards.more_rewards import rewards_of
 
     def job(context: RunContext) -> str:
         from harness.tools.step_bench.bench import StepBench  # imports transformers, so only now
 
         return StepBench(repeats=options.repeats, prompt_tokens=options.prompt_tokens, json=options.json)(context)
 
-    return run(config, standard_observers(config), job, rewards=rewards_of(config))
+    return run(config, standard_observers(config), job, rewards=rewards_of(config), servers=servers)
 
 
 if __name__ == "__main__":

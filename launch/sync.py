@@ -21,7 +21,10 @@ _checkout.use()
 from harness.config.resolve import SYNC_SECTIONS
 from harness.config.schema import TransportName
 from harness.observer import RunContext
+from harness.rollout.early_start import start_early
+from harness.runtime import kernel_caches
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.fork_server import collecting_nothing
 from harness.tools import preflight
 from harness.tools.command_line import parse, read_known_options
 
@@ -61,9 +64,12 @@ def main(arguments: list[str]) -> int:
         preflight.check_rank(command.config, "launch/sync.py", arguments, os.environ, SYNC_SECTIONS)
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)
-    from harness.run import run
-    from harness.tools.observers import standard_observers
-    from harness.tools.rewards.more_rewards import rewards_of
+    os.environ.update(kernel_caches.variables(os.environ))
+    servers = start_early(command.config, preflight.device_of(command.config), os.environ)
+    with collecting_nothing():
+        from harness.run import run
+        from harness.tools.observers import standard_observers
+        from harness.tools.rewards.more_rewards import rewards_of
 
     def job(context: RunContext) -> str:
         from harness.tools.sync.job import SyncJob  # imports transformers, so only now
@@ -76,7 +82,7 @@ def main(arguments: list[str]) -> int:
         )(context)
 
     config = command.config
-    return run(config, standard_observers(config), job, rewards=rewards_of(config))
+    return run(config, standard_observers(config), job, rewards=rewards_of(config), servers=servers)
 
 
 if __name__ == "__main__":

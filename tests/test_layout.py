@@ -37,6 +37,7 @@ TOOLS = {
     "environments": set(),
     "export": {"bisection", "command_line", "diagnose", "environment_file"},
     "fault_spec": set(),
+    "forked_ranks": {"preflight"},
     "hosts": set(),
     "inject": {"fault_spec"},
     "observers": {
@@ -66,6 +67,7 @@ TOOLS = {
 ONLY_THESE_IMPORT_SGLANG = ("harness/rollout/sglang_api", "harness/runtime/standins/harness_sglang_cpu.py")
 LIGHT = (
     "harness.cluster.placement",
+    "harness.rollout.early_start",
     "harness.tools.command_line",
     "harness.tools.diagnose.diagnose",
     "harness.tools.watchdog.watchdog",

@@ -18,14 +18,6 @@ from harness.cluster.network import HostAddress
 from harness.cluster.placement import RankLocation, engine_gpu_of, parse_visible
 from harness.runtime import redact
 
-# torchrun sets these for its workers. An engine that inherits them behaves like a worker: with
-# TORCHELASTIC_USE_AGENT_STORE, its rank 0 connects to a store that no process serves.
-TORCHRUN_VARIABLES = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-)  # fmt: skip
-TORCHRUN_PREFIX = "TORCHELASTIC_"
-
 BEHAVIOUR_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "SGL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_")
 
 
@@ -190,26 +182,3 @@ def behaviour(environment: Mapping[str, str]) -> dict[str, str]:
     return redact.variables(
         {name: environment[name] for name in sorted(environment) if name.startswith(BEHAVIOUR_PREFIXES)}
     )
-
-
-@contextmanager
-def child_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Remove torchrun's variables from os.environ and apply `changes` (None removes a variable), for an engine to inherit.
-
-    At the end os.environ is exactly as before, even if the engine changed it.
-    """
-    before = dict(os.environ)
-    torchrun = {name for name in before if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIX)}
-    wanted = {name: value for name, value in before.items() if name not in torchrun} | dict(changes)
-    try:
-        _set_environment({name: value for name, value in wanted.items() if value is not None})
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(wanted: Mapping[str, str]) -> None:
-    """Change only the variables that differ, so that other threads never see an empty environment."""
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})

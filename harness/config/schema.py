@@ -112,6 +112,9 @@ class Engine:
     """Defaults for the arguments that engine.args does not set. harness: on a GPU no CUDA graphs, attention_backend =
     triton and sampling_backend = pytorch, which start on any GPU in seconds. sglang: SGLang's own, as in
     production."""
+    start: Literal["auto", "spawn"] = "auto"
+    """How the engine's processes start. auto: forked from a process that has imported SGLang meanwhile; with CUDA, started
+    early; where neither can be, as with spawn. spawn: SGLang's own start, a new Python that imports everything anew."""
     base_port: int = 30000
     """First port to try. Each engine of a host takes a block of ports from here on."""
     args: dict[str, Any] = field(default_factory=dict)

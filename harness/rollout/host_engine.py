@@ -6,7 +6,7 @@ one died and why, and ends the rest. Nothing that the engine started outlives it
 
 import atexit
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import psutil
 
 from harness.cluster.ports import PortLease
-from harness.cluster.world import child_environment, hard_exit
+from harness.cluster.world import hard_exit
 from harness.rollout import engine_processes, sglang_api
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_processes import (
@@ -24,8 +24,11 @@ from harness.rollout.engine_processes import (
     sigterm_blocked,
     started_processes,
 )
+from harness.rollout.forked_processes import Starts, forking
 from harness.runtime import scratch
+from harness.runtime.child_environment import child_environment
 from harness.runtime.errors import say
+from harness.runtime.fork_server import ForkServer
 from harness.runtime.processes import descendants, end_processes, is_resource_tracker
 
 
@@ -41,6 +44,7 @@ class HostEngine:
         self.engine: Any = None
         """The sglang.Engine; None before `start` and after `stop`."""
         self.log = EngineLog(log)
+        self.starts = Starts()
         self._lease = PortLease(base_port)
         self.ports = self._lease.ports
         self._on_death = on_death
@@ -49,16 +53,23 @@ class HostEngine:
         self._scratch = scratch.engine_folder()
         self._stop_watching: Callable[[], None] = lambda: None
 
-    def start(self, arguments: Mapping[str, Any], environment: Mapping[str, str | None], serves: bool) -> None:
+    def start(
+        self,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str | None],
+        servers: Sequence[ForkServer],
+        serves: bool,
+    ) -> None:
         """Build the engine and watch its processes. Raise EngineFailed, with the log's error, if it does not start.
 
-        environment: added to what this process's children inherit; None removes a variable. serves: whether this is
+        environment: added to what this process's children inherit; None removes a variable. servers: fork the engine's
+        processes where they can. serves: whether this is
         node 0 of the engine, the only one that can be called.
         """
         arguments = {**arguments, "custom_sigquit_handler": engine_processes.ignore_signal}
-        # Its processes are started by `python -c`, which would import from the current folder first.
-        environment = {"PYTHONSAFEPATH": "1", **environment, **scratch.variables(Path(self._scratch.name))}
-        before = descendants()
+        environment = {**environment, **scratch.variables(Path(self._scratch.name))}
+        early = {server.pid for server in servers}  # which become processes of the engine
+        before = descendants().keys() - early
         with started_processes() as started:
             try:
                 with (
@@ -66,8 +77,11 @@ class HostEngine:
                     patch.object(tempfile, "tempdir", self._scratch.name),
                     output_to(self.log.path),
                     sigterm_blocked(),
+                    forking(servers) as self.starts,
                 ):
                     self.engine = sglang_api.build_engine(arguments)
+                    for server in servers:
+                        server.close()
                     # SGLang's own exit handler would end more than the engine's processes: see sglang_api.close.
                     atexit.unregister(self.engine.shutdown)
                     if serves:

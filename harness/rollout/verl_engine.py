@@ -27,13 +27,16 @@ from harness.cluster.placement import gpu_of
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
 from harness.rollout.defaults import Defaults, engine_defaults
+from harness.rollout.early_start import variables_of_engine
 from harness.rollout.engine import NamedTensors
 from harness.rollout.engine_errors import EngineFailed, in_one_line
 from harness.rollout.engine_ranks import Group, locate_ranks
+from harness.rollout.forked_processes import Starts
 from harness.rollout.host_engine import HostEngine
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, seed_sampling
 from harness.rollout.update_group import UpdateGroup
 from harness.runtime.cpu_standins import activate
+from harness.runtime.fork_server import ForkServer
 
 T = TypeVar("T")
 
@@ -53,6 +56,8 @@ class VerlEngine:
             no trainer uses.
         defaults: "harness" applies rollout/defaults.py; "sglang" leaves attention and sampling backends, CUDA graphs and
             fusions on a GPU to SGLang.
+        servers: what forks the engine's processes (rollout/early_start.py); closed when the engine is up. Without any, and
+            for a process that none of them can fork, SGLang starts a new Python.
         on_death: called with a message when a process of the engine dies, on a thread, or when SGLang fails in this
             process. By default the message is printed and this process exits with code 1.
         record_call: called after each call of the engine (on the head) and each `ask` (on every rank).
@@ -75,6 +80,7 @@ class VerlEngine:
         base_port: int = 30000,
         colocate: bool = True,
         defaults: Defaults = "harness",
+        servers: Sequence[ForkServer] = (),
         on_death: Callable[[str], None] | None = None,
         record_call: RecordCall = lambda name, seconds, succeeded: None,
         **engine_args: Any,
@@ -99,7 +105,11 @@ class VerlEngine:
         self._prepare_process()
         # Only the rank that builds this host's engine has one.
         self._host = HostEngine(self.log, base_port, on_death) if self.is_builder else None
-        self._start()
+        try:
+            self._start(servers)
+        finally:
+            for server in servers:
+                server.close()
 
     def _prepare_process(self) -> None:
         """Make this process able to hand tensors to the schedulers."""
@@ -112,13 +122,14 @@ class VerlEngine:
         key = self.group.broadcast(bytes(multiprocessing.current_process().authkey))
         multiprocessing.current_process().authkey = key
 
-    def _start(self) -> None:
+    def _start(self, servers: Sequence[ForkServer]) -> None:
         failure: Exception | None = None
         own = f"{bracketed(self._own_address())}:{self._host.ports.dist_init_port}" if self._host else None
         address = self.group.broadcast(own)
         if self._host:
             try:
-                self._host.start(self._arguments(self._host, address), self._environment(), serves=self.is_head)
+                arguments = self._arguments(self._host, address)
+                self._host.start(arguments, self._environment(), servers, serves=self.is_head)
             except Exception as error:
                 failure = error
         for rank, message in self.group.all_gather(failure and in_one_line(failure)).items():
@@ -141,12 +152,7 @@ class VerlEngine:
 
     def _environment(self) -> dict[str, str | None]:
         """Return the variables that the engine's processes see in addition to this process's; None removes one."""
-        changes: dict[str, str | None] = {
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # log-probs at the sampling temperature, as the trainer's
-            "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # otherwise Engine(node_rank >= 1) never returns
-            "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": None,  # otherwise a scheduler cannot open handles of other GPUs
-            **sglang_api.memory_imbalance_environment(),
-        }
+        changes = variables_of_engine(self.device_type)
         if self.node.cuda_visible_devices is not None:
             changes["CUDA_VISIBLE_DEVICES"] = self.node.cuda_visible_devices
         if self.device_type == "cpu":
@@ -176,6 +182,11 @@ class VerlEngine:
     def has_memory_saver(self) -> bool:
         """Whether release and resume move memory; without the memory saver they do nothing."""
         return self.device_type == "cuda" and bool(self.engine_args.get("enable_memory_saver"))
+
+    @property
+    def starts(self) -> Starts:
+        """How the processes of the engine on this host were started; counted on the rank that builds it."""
+        return self._host.starts if self._host else Starts()
 
     @property
     def is_head(self) -> bool:
@@ -310,7 +321,7 @@ class VerlEngine:
     def _send(self, payloads: Sequence[Any], load_format: str | None, flush_cache: bool) -> None:
         """Make one update call. payloads: the head's, one for each TP rank."""
         update: Any = list(payloads)
-        if load_format != "flattened_bucket":
+        if self.is_head and load_format != "flattened_bucket":  # other ranks need not import SGLang for it
             update = [
                 (named[0][0], sglang_api.local_serialized_tensor(self.api, [payload for _, payload in named]))
                 for named in zip(*payloads, strict=True)

@@ -47,7 +47,9 @@ def command() -> str:
     """Return the shell command that started this rank, without secrets: torchrun's if torchrun did, else the rank's own."""
     parent = psutil.Process().parent()
     words = parent.cmdline() if parent else []
-    is_torchrun = any(word == "torch.distributed.run" or Path(word).name == "torchrun" for word in words[:3])
+    is_torchrun = any(
+        word == "torch.distributed.run" or Path(word).name in ("torchrun", "torchrun.py") for word in words[:3]
+    )
     return redact.text(shlex.join(words if is_torchrun else sys.orig_argv))
 
 

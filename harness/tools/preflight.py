@@ -176,6 +176,13 @@ def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
     return "the torch that is installed here is built for the CPU" if torch_is_for_cpu() else ""
 
 
+def device_of(config: Config) -> Device:
+    """Return what engine.device = "auto" means on this host, as far as no_gpu knows."""
+    if config.engine.device != "auto":
+        return config.engine.device
+    return "cpu" if no_gpu() else "cuda"
+
+
 def count_rows(config: Config, on_hub: bool) -> tuple[int | None, str]:
     """Return how many rows task.source has, or None and why they are not known. Raise ValueError for wrong rows and rewards."""
     task, validation = config.task, config.validation

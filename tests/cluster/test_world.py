@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from harness.cluster import world
-from harness.cluster.world import Launch, WorldError, child_environment, choose_device
+from harness.cluster.world import Launch, WorldError, choose_device
+from harness.runtime.child_environment import TORCHRUN_VARIABLES, child_environment
 from tests.cluster.gloo import on_ranks
 from tests.free_port import free_port
 
@@ -128,7 +129,7 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def torchrun_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """os.environ as torchrun makes it, whole."""
-    for name in (*world.TORCHRUN_VARIABLES, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "KEPT", "CHANGED"):
+    for name in (*TORCHRUN_VARIABLES, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "KEPT", "CHANGED"):
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("ADDED", raising=False)
     return environment()
@@ -137,7 +138,7 @@ def torchrun_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_a_child_sees_no_torchrun_and_the_changes(torchrun_environment: dict[str, str]) -> None:
     with child_environment({"ADDED": "2", "CHANGED": "2", "KEPT": None, "NEVER_SET": None, "RANK": "7"}):
         assert not [name for name in os.environ if name.startswith("TORCHELASTIC_")]
-        assert [name for name in world.TORCHRUN_VARIABLES if name in os.environ] == ["RANK"]
+        assert [name for name in TORCHRUN_VARIABLES if name in os.environ] == ["RANK"]
         assert (os.environ["ADDED"], os.environ["CHANGED"], os.environ["RANK"]) == ("2", "2", "7")
         assert "KEPT" not in os.environ
     assert environment() == torchrun_environment

@@ -22,7 +22,7 @@ import psutil
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.cluster.ports import PortLease
-from harness.cluster.world import child_environment
+from harness.runtime.child_environment import child_environment
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cpu_environment
 from harness.rollout.defaults import engine_defaults

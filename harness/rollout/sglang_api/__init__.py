@@ -18,6 +18,6 @@ from harness.rollout.sglang_api.engine_calls import (
     unlink_shared_memory,
     update_session,
 )
-from harness.rollout.sglang_api.engine_environment import common_environment, memory_imbalance_environment
+from harness.rollout.sglang_api.engine_environment import common_environment, meaning, memory_imbalance_environment
 from harness.rollout.sglang_api.probe import SGLangApi, UnknownEngineArgument, check_arguments, probe
 from harness.rollout.sglang_api.source import SourceTree

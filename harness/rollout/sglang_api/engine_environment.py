@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from harness.rollout.sglang_api import source
 from harness.rollout.sglang_api.probe import ENGINE, SGLangApi
 
 SET_ENVIRONMENT = "_set_envs_and_config"
@@ -62,6 +63,22 @@ def common_environment(api: SGLangApi, engine_args: Mapping[str, Any], environ: 
         else:
             found[name] = str(int(asked)) if value["literal"] is None else value["literal"]
     return found
+
+
+def meaning(name: str, value: str | None) -> object:
+    """Return what SGLang understands by a variable's value; None: unset.
+
+    Its Engine writes defaults into the environment, such as SGLANG_ENABLE_TORCH_COMPILE = 0, which change nothing.
+    """
+    fields = vars(type(source.load("srt/environ.py", "envs")))
+    field = fields.get(name)
+    if not hasattr(field, "parse") or not hasattr(field, "default"):
+        return value
+    default = field.default() if callable(field.default) else field.default
+    try:
+        return default if value is None else field.parse(value)
+    except ValueError:  # SGLang warns and takes the default
+        return default
 
 
 def _assignments(body: list[ast.stmt], tests: tuple[str, ...] = ()) -> Iterator[tuple[str, str, tuple[str, ...]]]:

@@ -1,0 +1,402 @@
+"""A process that has done the imports once, and forks processes that need them.
+
+Importing torch, transformers and SGLang takes ten seconds of a core, and the ranks and schedulers of one host all do it.
+Here one process does it for all of them, while nothing else needs it yet.
+
+    server = ForkServer.start(["torch"], os.environ)
+    pid = server.fork(Task("module:function", b"argument"))
+
+The new process is a child of the process that asked, as though that had started it itself: it waits for it, gets its exit
+status, and is the parent that a dying process signals. Server and client talk over a pair of sockets without a name, so no
+other process can ask. The server ends with its client.
+
+If the imports have initialized CUDA, no fork of the process could use it. Then the server does one task itself: it is a
+process that was started early. Start as many of them as there are tasks.
+
+A forked process is like a started one only if the imports depended on nothing that is different now. So the server records
+which environment variables were read during them, and ForkServer.obstacle() compares.
+"""
+
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.popen_fork import Popen
+from pkgutil import resolve_name
+from typing import Any
+
+HANDED_OVER = "HARNESS_FORK_SERVER"
+"""Variable in which a forked process finds a server of its own: descriptor and pid."""
+READ_BY_LIBRARIES = ("LD_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "GLIBC_")
+"""Prefixes of variables that C libraries read when they are loaded, which no Python code sees."""
+SET_AGAIN = ("TMPDIR", "TEMP", "TMP", "PWD", "OLDPWD", "_", "COLUMNS", "LINES")
+"""Variables that may differ: tempfile looks at the folders again in a forked process, and a terminal's size does not matter."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+
+
+Meaning = Callable[[str, str | None], object]
+
+
+def as_written(name: str, value: str | None) -> object:
+    """Return the value of a variable as its meaning."""
+    return value
+
+
+class ServerGone(RuntimeError):
+    """The server has ended, or could not do its imports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a forked process does, and in which surroundings."""
+
+    function: str
+    """MODULE:FUNCTION, called with the argument and the descriptors that were passed. It is the last thing that the process does."""
+    argument: bytes = b""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    folder: str = field(default_factory=os.getcwd)
+    blocked: frozenset[int] = field(default_factory=lambda: frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    """Signals that the process starts with blocked."""
+    new_session: bool = False
+    ends_with_parent: bool = False
+    parent: int = field(default_factory=os.getpid)
+    gets_server: bool = False
+    """Whether the process gets a server of its own, a fork of this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What a server has imported, and what the imports depended on."""
+
+    seconds: float
+    environment: Mapping[str, str]
+    """The environment before the imports."""
+    read: frozenset[str]
+    """Names of the variables that were read."""
+    changed: Mapping[str, str | None]
+    """Variables that the imports have set; None: removed."""
+    printed: bytes
+    """What the imports have printed."""
+    forks: bool
+    """Whether the server can fork; otherwise it does one task itself."""
+
+    def obstacle(self, environment: Mapping[str, str], meaning: Meaning) -> str:
+        """Return why a process with this environment may have imported something else; "" if it has not."""
+        prefixes = READ_BY_LIBRARIES if self.forks else (*READ_BY_LIBRARIES, "CUDA_")
+        names = {name for name in {*environment, *self.environment} if name.startswith(prefixes)}
+        for name in sorted((self.read | names) - set(SET_AGAIN)):
+            before, now = self.environment.get(name), environment.get(name)
+            if now != self.changed.get(name, before) and meaning(name, now) != meaning(name, before):
+                return f"{name} was {_shown(before)} during the imports, and is {_shown(now)} here"
+        return ""
+
+    def applied_to(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment with what the imports would have set in it."""
+        new = {
+            name: value for name, value in self.changed.items() if environment.get(name) == self.environment.get(name)
+        }
+        return {name: value for name, value in {**environment, **new}.items() if value is not None}
+
+
+def _shown(value: str | None) -> str:
+    return "unset" if value is None else repr(value)
+
+
+class ForkServer:
+    """The client's end of a server, which is a child of this process. Use it from one thread."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        """Speak to the server with this pid over the connection."""
+        self._socket = connection
+        self._connection = Connection(os.dup(connection.fileno()))
+        self.pid = pid
+        self.used_up = False
+        """Whether the server has become a process that does a task."""
+        self._imported: Imported | None = None
+
+    @classmethod
+    def start(cls, modules: Sequence[str], environment: Mapping[str, str]) -> "ForkServer":
+        """Start a server in this environment, which imports the modules. Return at once."""
+        own, its = socket.socketpair()
+        with its:
+            descriptor = its.fileno()
+            code = f"from {__name__} import main; main({descriptor}, {os.getpid()}, {list(modules)!r})"
+            words = [sys.executable, "-P", "-c", code]
+            process = subprocess.Popen(words, env=environment, pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+        process.returncode = 0  # close() waits for it, so that Popen does not warn that it still runs
+        return cls(own, process.pid)
+
+    @classmethod
+    def handed_over(cls) -> "ForkServer | None":
+        """Return the server that this process was started with, if there is one. A second call returns None."""
+        descriptor, _, pid = os.environ.pop(HANDED_OVER, "").partition(":")
+        if not descriptor or _parent_of(int(pid)) != os.getpid():  # the variable may be an ancestor's
+            return None
+        return cls(socket.socket(fileno=int(descriptor)), int(pid))
+
+    def imported(self) -> Imported:
+        """Wait until the imports are done, and return what they depended on. Raise ServerGone if they failed."""
+        if self._imported is None:
+            answer = self._receive()
+            if isinstance(answer, str):
+                raise ServerGone(answer)
+            self._imported = answer
+        assert self._imported is not None
+        return self._imported
+
+    def obstacle(self, environment: Mapping[str, str], meaning: Meaning = as_written) -> str:
+        """Return why a process with this environment cannot be forked; "" if it can. Waits until the imports are done.
+
+        meaning: returns what the modules understand by a variable's value, where None is an unset one.
+        """
+        try:
+            return self.imported().obstacle(environment, meaning)
+        except ServerGone as error:
+            return str(error)
+
+    def fork(self, task: Task, descriptors: Sequence[int] = ()) -> int:
+        """Return the pid of a process that does the task, a child of this process. Raise ServerGone.
+
+        descriptors: passed to the process, the first three as its standard input, output and error.
+        """
+        forks = self.imported().forks
+        with _adopting_orphans():
+            try:
+                self._connection.send_bytes(pickle.dumps(task))
+                socket.send_fds(self._socket, [b"f"], list(descriptors))
+            except OSError as error:
+                raise ServerGone(f"the process that forks has ended: {error}") from error
+            pid = int(self._receive())
+        self.used_up = not forks
+        return pid
+
+    def close(self) -> None:
+        """End the server. Forked processes go on. A second call does nothing."""
+        self._connection.close()
+        self._socket.close()
+        if not self.used_up:
+            self.used_up = True
+            with suppress(ChildProcessError, ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # it may be in its imports
+                os.waitpid(self.pid, 0)
+
+    def _receive(self) -> Any:
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise ServerGone("the process that does the imports has ended") from error
+
+
+class ForkedChild(Popen):
+    """A child that a server has forked: multiprocessing's object for a child, which also takes subprocess.Popen's place."""
+
+    def __init__(self, pid: int, sentinel: int) -> None:
+        """sentinel: a descriptor that can be read once the child has ended."""
+        self.returncode = None
+        self.finalizer = None
+        self.pid = pid
+        self.sentinel = sentinel
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Make this process the parent of its descendants whose parent ends."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+# The server.
+
+
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """Keep Python's garbage collector from looking at what is imported in this block, now and later.
+
+    What is imported stays. The collector would look at all of it again and again, for a fifth of the time that the imports
+    take. And a forked process shares the memory only as long as the collector does not write to it.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def import_once(modules: Sequence[str]) -> Imported:
+    """Import the modules, and record what they read of the environment and set in it."""
+    before, started = dict(os.environ), time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        with _printing_to(output.fileno()), _recording_reads() as read, collecting_nothing():
+            for module in modules:
+                importlib.import_module(module)
+        output.seek(0)
+        printed = output.read()
+    if setproctitle := sys.modules.get("setproctitle"):
+        setproctitle.getproctitle()  # it looks for the arguments next to the environment, which a forked process replaces
+    changed = {
+        name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)
+    }
+    torch = sys.modules.get("torch")
+    forks = torch is None or not torch.cuda.is_initialized()
+    return Imported(time.monotonic() - started, before, frozenset(read), changed, printed, forks)
+
+
+@contextmanager
+def _printing_to(descriptor: int) -> Iterator[None]:
+    """Send this process's standard output and error to the descriptor."""
+    own = os.dup(1), os.dup(2)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, each in zip((1, 2), own, strict=True):
+            os.dup2(each, number)
+            os.close(each)
+
+
+@contextmanager
+def _recording_reads() -> Iterator[set[str]]:
+    """Collect the names of the environment variables that are read in this block."""
+    read: set[str] = set()
+    real = type(os.environ)
+
+    class Recording(real):  # type: ignore[misc, valid-type]
+        def __getitem__(self, name: str) -> str:
+            read.add(name)
+            return str(super().__getitem__(name))
+
+        def __contains__(self, name: object) -> bool:
+            read.add(str(name))
+            return bool(super().__contains__(name))
+
+    os.environ.__class__ = Recording
+    try:
+        yield read
+    finally:
+        os.environ.__class__ = real
+
+
+def main(descriptor: int, client: int, modules: Sequence[str]) -> None:
+    """Import the modules and serve the client. In each forked process, do its task; then the interpreter ends as usual."""
+    _end_with(client)
+    blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # they are for the client, which ends this process
+    connection = socket.socket(fileno=descriptor)
+    answer: Imported | str
+    try:
+        answer = import_once(modules)
+        if threads := [thread.name for thread in threading.enumerate()[1:]]:
+            answer = f"an import has started threads, which a forked process does not have: {', '.join(threads)}"
+    except Exception as error:
+        traceback.print_exc()
+        answer = f"an import failed: {type(error).__name__}: {error}"
+    while True:
+        task, descriptors = _serve(connection, answer)
+        assert isinstance(answer, Imported)
+        _settle(task, descriptors, answer)
+        if not task.gets_server:
+            break
+        own, its = socket.socketpair()
+        client = os.getpid()
+        if pid := os.fork():
+            its.close()
+            os.environ[HANDED_OVER] = f"{own.detach()}:{pid}"
+            break
+        # The new process is the server of the one that forked it.
+        _end_with(client)
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        own.close()
+        connection = its
+    resolve_name(task.function)(task.argument, descriptors[3:])
+
+
+def _serve(connection: socket.socket, answer: Imported | str) -> tuple[Task, list[int]]:
+    """Answer what was imported, then fork a process for each task. Return in that process; the server itself ends in here."""
+    messages = Connection(os.dup(connection.fileno()))
+    with suppress(OSError, EOFError):  # the client has gone
+        messages.send_bytes(pickle.dumps(answer))
+        while True:
+            task = pickle.loads(messages.recv_bytes())
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 250, socket.MSG_CMSG_CLOEXEC)
+            if isinstance(answer, Imported) and not answer.forks:
+                messages.send_bytes(pickle.dumps(os.getpid()))
+                messages.close()
+                connection.close()
+                return task, descriptors
+            adopted, done = os.pipe()
+            told, tells = os.pipe()
+            if (middle := os.fork()) == 0:
+                if pid := os.fork():
+                    os.write(tells, str(pid).encode())
+                    os._exit(0)
+                for each in (done, told, tells):
+                    os.close(each)
+                # Its parent is about to end. Until then a process that asks to end with its parent would end at once.
+                os.read(adopted, 1)
+                os.close(adopted)
+                messages.close()
+                connection.close()
+                return task, descriptors
+            os.waitpid(middle, 0)
+            forked = int(os.read(told, 20))
+            for each in (adopted, done, told, tells, *descriptors):
+                os.close(each)
+            messages.send_bytes(pickle.dumps(forked))
+    os._exit(0)
+
+
+def _settle(task: Task, descriptors: Sequence[int], imported: Imported) -> None:
+    """Give this forked process the surroundings of its task."""
+    if task.new_session:
+        os.setsid()
+    if task.ends_with_parent:
+        _end_with(task.parent)
+    for number, passed in enumerate(descriptors[:3]):
+        os.dup2(passed, number)
+        os.close(passed)
+    os.chdir(task.folder)
+    os.environ.clear()
+    os.environ.update(imported.applied_to(task.environment))
+    tempfile.tempdir = None
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    signal.pthread_sigmask(signal.SIG_SETMASK, task.blocked)
+
+
+def _end_with(parent: int) -> None:
+    """Get SIGKILL when this parent ends; end now if it has ended already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
