@@ -37,7 +37,7 @@ TOOLS = {
     "environments": set(),
     "export": {"bisection", "command_line", "diagnose", "environment_file"},
     "fault_spec": set(),
-    "forked_ranks": {"preflight"},
+    "forked_ranks": {"command_line", "preflight"},
     "hosts": set(),
     "inject": {"fault_spec"},
     "observers": {

@@ -12,18 +12,16 @@ from typing import Literal
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.placement import EngineNode, RankLocation, parse_visible, place
 from harness.config.schema import Config
+from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import CPU_MODE
-from harness.rollout.sglang_api.engine_environment import memory_imbalance_environment
 from harness.runtime.child_environment import engine_environment
 from harness.runtime.cpu_standins import activate, installed_folder
 from harness.runtime.fork_server import ForkServer
 
-ENGINE_MODULES = (
-    "sglang.srt.entrypoints.engine",
-    "sglang.srt.model_executor.model_runner",
-    "sglang.srt.models.registry",
-)
-"""What the processes of an engine import; the registry imports every model that SGLang has."""
+ENGINE_MODULES = ("sglang.srt.entrypoints.engine", "sglang.srt.model_executor.model_runner")
+"""What the processes of an engine import."""
+CPU_MODULES = (*ENGINE_MODULES, "sglang.srt.models.registry")
+"""The same with every model that SGLang has. Some read variables that SGLang sets on a GPU once it knows the model."""
 PRELOADED = "torch_memory_saver_hook_mode_preload"
 """The library of torch_memory_saver that SGLang has its schedulers preload."""
 
@@ -38,7 +36,7 @@ def variables_of_engine(device: Device) -> dict[str, str | None]:
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # log-probs at the sampling temperature, as the trainer's
         "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # otherwise Engine(node_rank >= 1) never returns
         "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": None,  # otherwise a scheduler cannot open handles of other GPUs
-        **memory_imbalance_environment(),
+        **sglang_api.memory_imbalance_environment(),
     }
     return changes | (CPU_MODE if device == "cpu" else {})
 
@@ -50,18 +48,20 @@ def start_early(config: Config, device: Device, environment: Mapping[str, str]) 
     """
     given = ForkServer.handed_over()
     if config.rollout.load or config.engine.start == "spawn":
-        if given:
-            given.close()
+        for server in given:
+            server.close()
         return []
     if given:
-        return [given]
+        return given
     node = expected_node(config, device, environment)
     if node is None:
         return []
     changes = variables_of_engine(device)
     if device == "cpu":
         activate()
-        return [ForkServer.start(ENGINE_MODULES, engine_environment(os.environ, changes))]
+        return [ForkServer.start(CPU_MODULES, engine_environment(os.environ, changes))]
+    # SGLang sets these before it starts its own.
+    changes |= sglang_api.common_environment(sglang_api.probe(), config.engine.args, environment)
     changes["CUDA_VISIBLE_DEVICES"] = node.cuda_visible_devices
     of_scheduler = engine_environment(environment, changes | preload_of_memory_saver(config, environment))
     schedulers = [ForkServer.start(ENGINE_MODULES, of_scheduler) for _ in node.ranks]
@@ -74,22 +74,20 @@ def expected_node(config: Config, device: Device, environment: Mapping[str, str]
     Once the ranks have met, the engine finds out for certain. A process that was started for something else is not used.
     """
     rank, here = int(environment["RANK"]), int(environment["LOCAL_WORLD_SIZE"])
-    visible = None if device == "cpu" else parse_visible(environment.get("CUDA_VISIBLE_DEVICES"))
-    gpus = (
-        None if device == "cpu" else len([file for file in Path("/dev").glob("nvidia*") if file.name[6:].isdecimal()])
-    )
-    locations = [
-        RankLocation(
-            rank=each,
-            host=str(each // here),
-            local_rank=each % here,
-            visible=visible,
-            gpu_count=gpus,
-            engine_offset=here if device == "cuda" and not config.parallel.colocate else 0,
-        )
-        for each in range(int(environment["WORLD_SIZE"]))
-    ]
+    on_gpu = device == "cuda"
     try:
+        visible = parse_visible(environment.get("CUDA_VISIBLE_DEVICES")) if on_gpu else None
+        locations = [
+            RankLocation(
+                rank=each,
+                host=str(each // here),
+                local_rank=each % here,
+                visible=visible,
+                gpu_count=sum(file.name[6:].isdecimal() for file in Path("/dev").glob("nvidia*")) if on_gpu else None,
+                engine_offset=here if on_gpu and not config.parallel.colocate else 0,
+            )
+            for each in range(int(environment["WORLD_SIZE"]))
+        ]
         engines = place(ParallelDims.of(config.parallel), locations, device)
     except ValueError:  # which the ranks will report once they have met
         return None

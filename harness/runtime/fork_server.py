@@ -33,14 +33,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.popen_fork import Popen
 from pkgutil import resolve_name
 from typing import Any
 
 HANDED_OVER = "HARNESS_FORK_SERVER"
-"""Variable in which a forked process finds a server of its own: descriptor and pid."""
+"""Variable in which a process finds servers of its own: the descriptor and pid of each."""
 READ_BY_LIBRARIES = ("LD_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "GLIBC_")
 """Prefixes of variables that C libraries read when they are loaded, which no Python code sees."""
 SET_AGAIN = ("TMPDIR", "TEMP", "TMP", "PWD", "OLDPWD", "_", "COLUMNS", "LINES")
@@ -98,11 +98,12 @@ class Imported:
         """Return why a process with this environment may have imported something else; "" if it has not."""
         prefixes = READ_BY_LIBRARIES if self.forks else (*READ_BY_LIBRARIES, "CUDA_")
         names = {name for name in {*environment, *self.environment} if name.startswith(prefixes)}
+        found = []
         for name in sorted((self.read | names) - set(SET_AGAIN)):
             before, now = self.environment.get(name), environment.get(name)
             if now != self.changed.get(name, before) and meaning(name, now) != meaning(name, before):
-                return f"{name} was {_shown(before)} during the imports, and is {_shown(now)} here"
-        return ""
+                found.append(f"{name} was {_shown(before)} during the imports, and is {_shown(now)} here")
+        return "; ".join(found)
 
     def applied_to(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the environment with what the imports would have set in it."""
@@ -129,24 +130,48 @@ class ForkServer:
         self._imported: Imported | None = None
 
     @classmethod
-    def start(cls, modules: Sequence[str], environment: Mapping[str, str]) -> "ForkServer":
-        """Start a server in this environment, which imports the modules. Return at once."""
+    def start(
+        cls,
+        modules: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        first: str = "",
+        argument: str = "",
+        new_session: bool = False,
+    ) -> "ForkServer":
+        """Start a server in this environment, which imports the modules. Return at once.
+
+        first: MODULE:FUNCTION, called with the argument before the imports. It returns servers that the process gets if it
+        does a task itself (see Imported.forks). new_session: whether the server gets a session of its own.
+        """
         own, its = socket.socketpair()
         with its:
             descriptor = its.fileno()
-            code = f"from {__name__} import main; main({descriptor}, {os.getpid()}, {list(modules)!r})"
-            words = [sys.executable, "-P", "-c", code]
-            process = subprocess.Popen(words, env=environment, pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+            given = (descriptor, os.getpid(), list(modules), first, argument)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from {__name__} import main; main(*{given!r})"],
+                env=environment,
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                start_new_session=new_session,
+            )
         process.returncode = 0  # close() waits for it, so that Popen does not warn that it still runs
         return cls(own, process.pid)
 
     @classmethod
-    def handed_over(cls) -> "ForkServer | None":
-        """Return the server that this process was started with, if there is one. A second call returns None."""
-        descriptor, _, pid = os.environ.pop(HANDED_OVER, "").partition(":")
-        if not descriptor or _parent_of(int(pid)) != os.getpid():  # the variable may be an ancestor's
-            return None
-        return cls(socket.socket(fileno=int(descriptor)), int(pid))
+    def handed_over(cls) -> "list[ForkServer]":
+        """Return the servers that this process was started with. A second call returns none."""
+        found = []
+        for each in os.environ.pop(HANDED_OVER, "").split():
+            descriptor, _, pid = each.partition(":")
+            if _parent_of(int(pid)) == os.getpid():  # otherwise the variable is an ancestor's
+                found.append(cls(socket.socket(fileno=int(descriptor)), int(pid)))
+        return found
+
+    def hand_over(self) -> str:
+        """Give up this object; return what handed_over() reads in HANDED_OVER to make another one of it."""
+        self._connection.close()
+        return f"{self._socket.detach()}:{self.pid}"
 
     def imported(self) -> Imported:
         """Wait until the imports are done, and return what they depended on. Raise ServerGone if they failed."""
@@ -259,8 +284,6 @@ def import_once(modules: Sequence[str]) -> Imported:
                 importlib.import_module(module)
         output.seek(0)
         printed = output.read()
-    if setproctitle := sys.modules.get("setproctitle"):
-        setproctitle.getproctitle()  # it looks for the arguments next to the environment, which a forked process replaces
     changed = {
         name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)
     }
@@ -307,15 +330,21 @@ def _recording_reads() -> Iterator[set[str]]:
         os.environ.__class__ = real
 
 
-def main(descriptor: int, client: int, modules: Sequence[str]) -> None:
+def main(descriptor: int, client: int, modules: Sequence[str], first: str, argument: str) -> None:
     """Import the modules and serve the client. In each forked process, do its task; then the interpreter ends as usual."""
     _end_with(client)
     blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # they are for the client, which ends this process
+    with suppress(ModuleNotFoundError):
+        # It looks for this process's arguments next to the environment, which imports and forked processes replace.
+        importlib.import_module("setproctitle").getproctitle()
     connection = socket.socket(fileno=descriptor)
+    servers: Sequence[ForkServer] = resolve_name(first)(argument) if first else ()
     answer: Imported | str
     try:
         answer = import_once(modules)
+        if servers:
+            answer = replace(answer, forks=False)  # they are children of this process, and of no other
         if threads := [thread.name for thread in threading.enumerate()[1:]]:
             answer = f"an import has started threads, which a forked process does not have: {', '.join(threads)}"
     except Exception as error:
@@ -325,6 +354,9 @@ def main(descriptor: int, client: int, modules: Sequence[str]) -> None:
         task, descriptors = _serve(connection, answer)
         assert isinstance(answer, Imported)
         _settle(task, descriptors, answer)
+        if servers:
+            os.environ[HANDED_OVER] = " ".join(server.hand_over() for server in servers)
+            break
         if not task.gets_server:
             break
         own, its = socket.socketpair()
@@ -378,7 +410,7 @@ def _serve(connection: socket.socket, answer: Imported | str) -> tuple[Task, lis
 
 def _settle(task: Task, descriptors: Sequence[int], imported: Imported) -> None:
     """Give this forked process the surroundings of its task."""
-    if task.new_session:
+    if task.new_session and os.getsid(0) != os.getpid():
         os.setsid()
     if task.ends_with_parent:
         _end_with(task.parent)

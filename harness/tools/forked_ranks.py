@@ -1,4 +1,4 @@
-"""Run torchrun so that the ranks of this host are forked from one process that has done their imports."""
+"""Run torchrun so that the imports of this host's ranks begin at once, and are made only once where they can be shared."""
 
 import os
 import runpy
@@ -10,12 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 from harness.rollout.cpu_mode import CPU_MODE
-from harness.rollout.early_start import ENGINE_MODULES
+from harness.rollout.early_start import CPU_MODULES, ENGINE_MODULES, expected_node, start_early
 from harness.runtime import kernel_caches
 from harness.runtime.cpu_standins import activate
 from harness.runtime.fork_server import ForkedChild, ForkServer, Task
+from harness.tools.command_line import parse
 from harness.tools.preflight import no_gpu
 
+JOB = Path(__file__).resolve().parents[2] / "launch" / "ppo.py"
 RANK_MODULES = ("harness.run", "harness.tools.observers", "harness.train")
 
 
@@ -72,20 +74,8 @@ def script_of(words: Sequence[str]) -> Sequence[str]:
 
 
 def run_torchrun() -> None:
-    """Start the imports, and run torchrun on this process's arguments meanwhile.
-
-    On a host with a GPU, torchrun starts the ranks: an import initializes CUDA there, which a forked process cannot use.
-    """
-    if not no_gpu():
-        from torch.distributed.run import main as torchrun
-
-        torchrun()
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
-    os.environ.update({name: value for name, value in CPU_MODE.items() if name != "OMP_NUM_THREADS"})
-    os.environ.update(kernel_caches.variables(os.environ))
-    activate()
-    server = ForkServer.start([*RANK_MODULES, *ENGINE_MODULES], os.environ)
+    """Start the imports, and run torchrun on this process's arguments meanwhile."""
+    servers = start_ranks_early(sys.argv[1:]) if not no_gpu() else [start_ranks_server()]
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.run import main as torchrun
 
@@ -94,9 +84,80 @@ def run_torchrun() -> None:
 
     def start_rank(self: Any, words: Sequence[str], environment: dict[str, str]) -> Any:
         script = script_of(words)
-        if not script or server.obstacle(environment):
+        server = servers[min(self.local_rank_id, len(servers) - 1)] if script and servers else None
+        if server is None or server.used_up:
+            return start_python(self, tuple(words), environment)
+        if why := server.obstacle(environment):
+            print(f"local rank {self.local_rank_id} starts as torchrun starts it: {why}", file=sys.stderr, flush=True)
             return start_python(self, tuple(words), environment)
         return ForkedRank(server, script, environment, self._stdout, self._stderr)
 
     with patch.object(handler, "_popen", start_rank):
         torchrun()
+
+
+def start_ranks_server() -> ForkServer:
+    """Start the process from which all ranks of a host without a GPU are forked, with all that they and their engines need."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
+    os.environ.update({name: value for name, value in CPU_MODE.items() if name != "OMP_NUM_THREADS"})
+    os.environ.update(kernel_caches.variables(os.environ))
+    activate()
+    return ForkServer.start([*RANK_MODULES, *CPU_MODULES], os.environ)
+
+
+def start_ranks_early(words: Sequence[str]) -> list[ForkServer]:
+    """Start a process for each rank of launch/ppo.py, if this host runs them all; none if torchrun is to start them.
+
+    words: torchrun's arguments. An import of SGLang initializes CUDA, which a forked process cannot use. So each process
+    becomes the rank itself, and those that will build an engine start its processes first.
+    """
+    ranks, script = ranks_and_script(words)
+    if not ranks or not script or Path(script[0]).resolve() != JOB:
+        return []
+    os.environ.update(kernel_caches.variables(os.environ))
+    if ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        config = parse(script[1:]).config
+    except ValueError:  # which the ranks report
+        return []
+    servers = []
+    for rank in range(ranks) if config.engine.device != "cpu" else ():
+        builds = expected_node(config, "cuda", variables_of_rank(rank, ranks)) is not None
+        servers.append(
+            ForkServer.start(
+                [*RANK_MODULES, *(ENGINE_MODULES if builds else ())],
+                os.environ | variables_of_rank(rank, ranks),
+                first=f"{__name__}:start_engine_early",
+                argument="\0".join([str(rank), str(ranks), *script[1:]]),
+                new_session=True,
+            )
+        )
+    return servers
+
+
+def start_engine_early(argument: str) -> list[ForkServer]:
+    """Start the processes of the engine that a rank will build, in the process that will become the rank."""
+    rank, ranks, *words = argument.split("\0")
+    return start_early(parse(words).config, "cuda", {**os.environ, **variables_of_rank(int(rank), int(ranks))})
+
+
+def variables_of_rank(rank: int, ranks: int) -> dict[str, str]:
+    """Return what torchrun will set for a rank, if all ranks are on this host."""
+    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), **size}
+
+
+def ranks_and_script(words: Sequence[str]) -> tuple[int, Sequence[str]]:
+    """Read torchrun's arguments without importing torch: the number of ranks, and the script with its arguments.
+
+    The number is 0 if it is not written, or if there are other hosts.
+    """
+    at = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+    options: dict[str, str] = {}
+    for word, following in zip(words[:at], [*words[1:at], ""], strict=True):
+        name, is_given, value = word.partition("=")
+        options[name.replace("_", "-")] = value if is_given else following
+    ranks = options.get("--nproc-per-node", "1")
+    one_host = options.get("--nnodes", "1") == "1"
+    return int(ranks) if ranks.isdecimal() and one_host else 0, words[at:]
