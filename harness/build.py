@@ -173,6 +173,8 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollo
     )
     if isinstance(engine, VerlEngine) and engine.is_builder:
         events.fact("engine_processes", **asdict(engine.starts))
+        for index, (began, ended) in enumerate(engine.starts.imports):
+            events.span(f"imports of the engine's processes, {index}", began, ended)
     check_gpus(world, engine, parallel.colocate)
     return engine
 

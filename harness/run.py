@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -39,13 +38,14 @@ from harness.config.layers import ConfigError
 from harness.config.run_folder import EVENTS, FOLDER_MODE, make_run_folder, open_to_others, write_config
 from harness.config.schema import Config
 from harness.observer import Observer, Observers, RunContext
+from harness.runtime import clock
 from harness.runtime.cpu_standins import activate
 from harness.runtime.errors import Stopped, UnsupportedEnvironment, report_user_error, say, tell_torchrun
 from harness.runtime.events import Console, EventLog
 from harness.runtime.fork_server import ForkServer, collecting_nothing
 from harness.runtime.memory_gauge import MemoryGauge
 from harness.runtime.phases import MEET, RUN
-from harness.runtime.processes import descendants, end_processes
+from harness.runtime.processes import descendants, end_processes, start_time
 from harness.task.rewards import MakeReward
 
 FAILED = 1
@@ -73,7 +73,7 @@ def run(
 
     Return an exit code if the ranks never meet; once they have met, end the process with it.
     """
-    launched = _launched_at()
+    launched, entered = _launched_at(), clock.now()
     try:
         launch = Launch.from_environment(os.environ)
     except WorldError as error:
@@ -100,6 +100,7 @@ def run(
         if console:
             console.say(f"waiting for {launch.world_size} ranks to meet at {os.environ['MASTER_ADDR']}")
         observer.phase_begins(MEET, None)
+        began_to_meet = clock.now()
         seconds, interface = config.run.timeout_seconds, config.network.interface
         with open_world(launch, device, seconds, config.parallel.colocate, interface) as world:
             try:
@@ -116,6 +117,10 @@ def run(
                     servers=servers,
                     engine_class=engine_class,
                 )
+                started = start_time(os.getpid())
+                context.events.span("launcher", launched, started)
+                context.events.span("imports of this process", started, entered)
+                context.events.span("meeting", began_to_meet, clock.now())
                 observer.met(context)
                 place(context.dims, world.locations, world.device_type)  # raises ValueError for an impossible placement
             except (ValueError, UnsupportedEnvironment) as error:
@@ -186,8 +191,10 @@ def _run_job(job: str | Job, context: RunContext) -> int:
         write_config(context.folder, context.config, context.world.device_type)
     observer.phase_ends(MEET, None)
     try:
+        began = clock.now()
         with collecting_nothing():
             work = _import_job(job) if isinstance(job, str) else job
+        events.span("imports of the job", began, clock.now())
         with events.phase(RUN):
             verdict = work(context)
         observer.passed()
@@ -240,6 +247,4 @@ def _end_failed(rank: int, error: Exception, observer: Observer, events: EventLo
 
 def _launched_at() -> float:
     """Return the UNIX time at which torchrun started; without torchrun, at which this process did."""
-    process = psutil.Process()
-    torchrun = process.parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    return float((torchrun or process).create_time())
+    return start_time(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())

@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import process, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from typing import Any
@@ -101,6 +101,8 @@ class Starts:
     spawned: int = 0
     why_spawned: str = ""
     """Why SGLang's own start was left in place, for the last process for which it was; "" if there was no server."""
+    imports: list[tuple[float, float]] = field(default_factory=list)
+    """When the imports of each server that forked began and ended, in UNIX seconds."""
 
 
 @contextmanager
@@ -120,9 +122,12 @@ def forking(servers: Sequence[ForkServer]) -> Iterator[Starts]:
             if not server.used_up:
                 why = server.obstacle(os.environ, sglang_api.meaning)
             if not why:
+                imported = server.imported()
                 if not starts.forked:
-                    os.write(2, server.imported().printed)  # to the engine's log, as though each process had printed it
+                    os.write(2, imported.printed)  # to the engine's log, as though each process had printed it
                 starts.forked += 1
+                if (span := (imported.began, imported.began + imported.seconds)) not in starts.imports:
+                    starts.imports.append(span)
                 return ForkedProcess(server, process_object)
         starts.spawned += 1
         starts.why_spawned = why

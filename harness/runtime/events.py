@@ -95,6 +95,10 @@ class EventLog:
             self._file.write(line + "\n")
             self._file.flush()
 
+    def span(self, part: str, began: float, ended: float) -> None:
+        """Write a part of the start that was over before it could be a phase. began, ended: UNIX seconds."""
+        self.fact("span", part=part, began=began, ended=ended)
+
     def fail(self, error: str, traceback: str = "") -> None:
         """Write the error that is about to end this rank, and tell the watcher. May be called from any thread."""
         with suppress(OSError):  # the disk may be what failed

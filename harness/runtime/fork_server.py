@@ -82,6 +82,8 @@ class Task:
 class Imported:
     """What a server has imported, and what the imports depended on."""
 
+    began: float
+    """When the imports began, in UNIX seconds."""
     seconds: float
     environment: Mapping[str, str]
     """The environment before the imports."""
@@ -277,7 +279,7 @@ def collecting_nothing() -> Iterator[None]:
 
 def import_once(modules: Sequence[str]) -> Imported:
     """Import the modules, and record what they read of the environment and set in it."""
-    before, started = dict(os.environ), time.monotonic()
+    before, began, started = dict(os.environ), time.time(), time.monotonic()
     with tempfile.TemporaryFile() as output:
         with _printing_to(output.fileno()), _recording_reads() as read, collecting_nothing():
             for module in modules:
@@ -289,7 +291,7 @@ def import_once(modules: Sequence[str]) -> Imported:
     }
     torch = sys.modules.get("torch")
     forks = torch is None or not torch.cuda.is_initialized()
-    return Imported(time.monotonic() - started, before, frozenset(read), changed, printed, forks)
+    return Imported(began, time.monotonic() - started, before, frozenset(read), changed, printed, forks)
 
 
 @contextmanager

@@ -194,7 +194,7 @@ def _made_by(pids: Iterable[int]) -> set[Path]:
         used, written = _used_by([pid]), _used_by([pid], for_writing=True)
         for file, inode in there.items():
             with suppress(OSError, ValueError):  # the file has just been removed, or the process has just ended
-                age = _born_at(file) - _started_at(pid) if inode in used else -math.inf
+                age = _born_at(file) - start_time(pid) if inode in used else -math.inf
                 if age > _TICK_SECONDS or (age > -_TICK_SECONDS and inode in written):
                     found.add(file)
     return found
@@ -211,7 +211,7 @@ def _born_at(file: Path) -> float:
     return file.stat().st_ctime  # an older kernel: when it last changed
 
 
-def _started_at(pid: int) -> float:
+def start_time(pid: int) -> float:
     """Return when the process was started, in UNIX seconds, up to a tick too early. Raise ValueError if it has ended."""
     if not (fields := stat_fields(pid)):
         raise ValueError(f"process {pid} has ended")

@@ -1,7 +1,8 @@
 """trace.json: what every rank did and when, for https://ui.perfetto.dev or chrome://tracing.
 
-Chrome's trace event format as a JSON array: one process for each rank, with one thread for its phases and one for the calls
-of its engine; memory as counters. Times are microseconds since the run's first event; each host's clock is taken as it is.
+Chrome's trace event format as a JSON array: one process for each rank, with threads for its phases, for the calls of its
+engine and for its start (launcher, imports, meeting); memory as counters. Times are microseconds since the launch; each
+host's clock is taken as it is.
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -18,8 +19,8 @@ from harness.runtime.units import MIB
 from harness.tools.export.subject import OUTER_PHASES
 
 TRACE = "trace.json"
-PHASES, ENGINE = 0, 1
-"""The two threads of a rank."""
+PHASES, ENGINE, START = 0, 1, 2
+"""The threads of a rank."""
 COUNTERS = {"host memory": ("rss",), "GPU memory": ("used", "reserved", "engine"), "GPU memory, most": ("peak",)}
 """Each counter and its series: figures of harness/runtime/memory_gauge.py, in MiB."""
 
@@ -29,7 +30,7 @@ Outcome = Literal["ended", "failed", "open"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One phase of one rank, in seconds since the run's first event. An open one lasts until the run ended."""
+    """One phase of one rank, in seconds since the run began. An open one lasts until the run ended."""
 
     rank: int
     phase: str
@@ -57,13 +58,14 @@ def _json_lines(items: Iterator[dict[str, Any]]) -> Iterator[str]:
 
 def trace_events(events: Sequence[Event], ended: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield the events of the trace. events: of all ranks, by time."""
-    first = float(events[0]["time"]) if events else 0.0
+    first = began(events)
     for rank, host in {each["rank"]: host_name(each["host"]) for each in events}.items():
         for name, thread, value in (
             ("process_name", PHASES, {"name": f"rank {rank} on {host}"}),
             ("process_sort_index", PHASES, {"sort_index": rank}),
             ("thread_name", PHASES, {"name": "phases"}),
             ("thread_name", ENGINE, {"name": "engine calls"}),
+            ("thread_name", START, {"name": "start"}),
         ):
             yield {"ph": "M", "name": name, "pid": rank, "tid": thread, "ts": 0, "args": value}
     for span in spans(events, ended):
@@ -75,6 +77,10 @@ def trace_events(events: Sequence[Event], ended: float = 0.0) -> Iterator[dict[s
         if each["event"] == "engine_call":
             took = float(each["seconds"])
             yield _complete("engine", each["call"], each["rank"], ENGINE, since - took, since, {"ok": each["ok"]})
+        elif each["event"] == "span":
+            yield _complete(
+                "start", each["part"], each["rank"], START, each["began"] - first, each["ended"] - first, {}
+            )
         elif each["event"] == "phase_end":
             figures = each.get("memory") or {}
             for name, series in COUNTERS.items():
@@ -98,18 +104,23 @@ def _microseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
+def began(events: Sequence[Event]) -> float:
+    """Return the UNIX time at which the run began: at its launch, or at its first event."""
+    return min((float(each["began" if each["event"] == "span" else "time"]) for each in events), default=0.0)
+
+
 def spans(events: Sequence[Event], ended: float = 0.0) -> list[Span]:
     """Return the phases of all ranks, without the one that holds all others.
 
     events: of all ranks, by time. ended: when the run ended, in UNIX seconds, if that was after its last event.
     """
-    first, last = (float(events[0]["time"]), float(events[-1]["time"])) if events else (0.0, 0.0)
+    first, last = began(events), float(events[-1]["time"]) if events else 0.0
     opened: dict[tuple[int, str, int | None], list[float]] = {}
     found: list[Span] = []
 
-    def close(place: tuple[int, str, int | None], began: float, end: float, outcome: Outcome) -> None:
+    def close(place: tuple[int, str, int | None], begin: float, end: float, outcome: Outcome) -> None:
         rank, phase, step = place
-        found.append(Span(rank=rank, phase=phase, step=step, start=began - first, end=end - first, outcome=outcome))
+        found.append(Span(rank=rank, phase=phase, step=step, start=begin - first, end=end - first, outcome=outcome))
 
     for each in events:
         if not each["event"].startswith("phase_") or each["phase"] in OUTER_PHASES:
@@ -121,6 +132,6 @@ def spans(events: Sequence[Event], ended: float = 0.0) -> list[Span]:
             outcome: Outcome = "failed" if each["event"] == "phase_failed" else "ended"
             close(place, opened[place].pop(), float(each["time"]), outcome)
     for place, starts in opened.items():
-        for began in starts:
-            close(place, began, max(ended, last), "open")
+        for begin in starts:
+            close(place, begin, max(ended, last), "open")
     return sorted(found, key=lambda each: (each.rank, each.start, -each.end))
