@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from harness.rollout import sglang_api
-from harness.runtime.fork_server import ForkedChild, ForkServer, Task
+from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task
 
 _passed: list[int] = []
 """In a forked process: the descriptors that its arguments refer to."""
@@ -122,13 +122,18 @@ def forking(servers: Sequence[ForkServer]) -> Iterator[Starts]:
             if not server.used_up:
                 why = server.obstacle(os.environ, sglang_api.meaning)
             if not why:
+                try:
+                    forked = ForkedProcess(server, process_object)
+                except ServerGone as error:
+                    why = str(error)
+                    continue
                 imported = server.imported()
                 if not starts.forked:
                     os.write(2, imported.printed)  # to the engine's log, as though each process had printed it
                 starts.forked += 1
                 if (span := (imported.began, imported.began + imported.seconds)) not in starts.imports:
                     starts.imports.append(span)
-                return ForkedProcess(server, process_object)
+                return forked
         starts.spawned += 1
         starts.why_spawned = why
         return spawned(process_object)

@@ -23,6 +23,7 @@ import importlib
 import os
 import pickle
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -36,15 +37,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.popen_fork import Popen
+from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from pkgutil import resolve_name
 from typing import Any
+from unittest.mock import patch
 
 HANDED_OVER = "HARNESS_FORK_SERVER"
 """Variable in which a process finds servers of its own: the descriptor and pid of each."""
-READ_BY_LIBRARIES = ("LD_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "GLIBC_")
-"""Prefixes of variables that C libraries read when they are loaded, which no Python code sees."""
-SET_AGAIN = ("TMPDIR", "TEMP", "TMP", "PWD", "OLDPWD", "_", "COLUMNS", "LINES")
-"""Variables that may differ: tempfile looks at the folders again in a forked process, and a terminal's size does not matter."""
+READ_BY_LIBRARIES = (
+    *("LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ", "PYTHON"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "TORCH_CPP_"),
+)
+"""Prefixes of variables that Python and C libraries read when they are loaded, which no Python code sees."""
+MAY_DIFFER = ("TMPDIR", "TEMP", "TMP", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONSAFEPATH")
+"""Variables that may differ: tempfile looks at the folders again in a forked process, a terminal's size does not matter, and
+what is imported later is looked for where the task says."""
+FOR_CLIENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that a server blocks: the terminal and launchers send them to its client, which ends it."""
+LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 
 
@@ -57,7 +67,7 @@ def as_written(name: str, value: str | None) -> object:
 
 
 class ServerGone(RuntimeError):
-    """The server has ended, or could not do its imports."""
+    """The server has ended, or could not do its imports, or cannot fork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,10 @@ class Task:
     folder: str = field(default_factory=os.getcwd)
     blocked: frozenset[int] = field(default_factory=lambda: frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
     """Signals that the process starts with blocked."""
+    limits: Mapping[int, tuple[int, int]] = field(
+        default_factory=lambda: {limit: resource.getrlimit(limit) for limit in LIMITS}
+    )
+    """Soft and hard resource limits. SGLang raises its own before it starts its processes."""
     new_session: bool = False
     ends_with_parent: bool = False
     parent: int = field(default_factory=os.getpid)
@@ -101,7 +115,7 @@ class Imported:
         prefixes = READ_BY_LIBRARIES if self.forks else (*READ_BY_LIBRARIES, "CUDA_")
         names = {name for name in {*environment, *self.environment} if name.startswith(prefixes)}
         found = []
-        for name in sorted((self.read | names) - set(SET_AGAIN)):
+        for name in sorted((self.read | names) - set(MAY_DIFFER)):
             before, now = self.environment.get(name), environment.get(name)
             if now != self.changed.get(name, before) and meaning(name, now) != meaning(name, before):
                 found.append(f"{name} was {_shown(before)} during the imports, and is {_shown(now)} here")
@@ -120,7 +134,7 @@ def _shown(value: str | None) -> str:
 
 
 class ForkServer:
-    """The client's end of a server, which is a child of this process. Use it from one thread."""
+    """The client's end of a server, which is a child of this process. Use it from one thread: the server ends with it."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         """Speak to the server with this pid over the connection."""
@@ -130,6 +144,7 @@ class ForkServer:
         self.used_up = False
         """Whether the server has become a process that does a task."""
         self._imported: Imported | None = None
+        self._why_gone = ""
 
     @classmethod
     def start(
@@ -150,13 +165,18 @@ class ForkServer:
         with its:
             descriptor = its.fileno()
             given = (descriptor, os.getpid(), list(modules), first, argument)
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from {__name__} import main; main(*{given!r})"],
-                env=environment,
-                pass_fds=[descriptor],
-                stdin=subprocess.DEVNULL,
-                start_new_session=new_session,
-            )
+            code = f"from {__name__} import main; main(*{given!r})"
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_CLIENT)  # which the server inherits
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, *_args_from_interpreter_flags(), "-P", "-c", code],
+                    env=environment,
+                    pass_fds=[descriptor],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=new_session,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         process.returncode = 0  # close() waits for it, so that Popen does not warn that it still runs
         return cls(own, process.pid)
 
@@ -177,9 +197,12 @@ class ForkServer:
 
     def imported(self) -> Imported:
         """Wait until the imports are done, and return what they depended on. Raise ServerGone if they failed."""
+        if self._why_gone:
+            raise ServerGone(self._why_gone)
         if self._imported is None:
             answer = self._receive()
             if isinstance(answer, str):
+                self._why_gone = answer
                 raise ServerGone(answer)
             self._imported = answer
         assert self._imported is not None
@@ -201,31 +224,44 @@ class ForkServer:
         descriptors: passed to the process, the first three as its standard input, output and error.
         """
         forks = self.imported().forks
+        if self.used_up:
+            raise ServerGone("the process that did the imports does a task, or has been ended")
         with _adopting_orphans():
-            try:
+            with suppress(OSError):  # it has gone, which the answer shows
                 self._connection.send_bytes(pickle.dumps(task))
                 socket.send_fds(self._socket, [b"f"], list(descriptors))
-            except OSError as error:
-                raise ServerGone(f"the process that forks has ended: {error}") from error
-            pid = int(self._receive())
+            answer = self._receive()
+        if isinstance(answer, str):
+            raise ServerGone(answer)
         self.used_up = not forks
-        return pid
+        return int(answer)
 
     def close(self) -> None:
         """End the server. Forked processes go on. A second call does nothing."""
         self._connection.close()
         self._socket.close()
-        if not self.used_up:
-            self.used_up = True
-            with suppress(ChildProcessError, ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # it may be in its imports
-                os.waitpid(self.pid, 0)
+        self._why_gone = self._why_gone or "the process that did the imports has been ended"
+        self._end()
+
+    def _end(self) -> str:
+        """End the server, unless it does a task, and return how it ended; "" if that is not known."""
+        if self.used_up:
+            return ""
+        self.used_up = True
+        try:
+            os.kill(self.pid, signal.SIGKILL)  # it may be in its imports
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except (ChildProcessError, ProcessLookupError):  # somebody else has waited for it
+            return ""
+        return f" with exit code {code}" if code >= 0 else f": {signal.Signals(-code).name}"
 
     def _receive(self) -> Any:
         try:
             return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise ServerGone("the process that does the imports has ended") from error
+            when = "after" if self._imported else "during"
+            self._why_gone = f"the process that does the imports has ended {when} them{self._end()}"
+            raise ServerGone(self._why_gone) from error
 
 
 class ForkedChild(Popen):
@@ -294,6 +330,16 @@ def import_once(modules: Sequence[str]) -> Imported:
     return Imported(began, time.monotonic() - started, before, frozenset(read), changed, printed, forks)
 
 
+def _prepare_titles() -> None:
+    """Let setproctitle find the arguments of this process, next to the environment, which imports and forked processes replace.
+
+    Without SPT_NOENV titles would take the environment's place, by which a process is found that belongs to a run
+    (processes.with_variable).
+    """
+    with suppress(ModuleNotFoundError), patch.dict(os.environ, SPT_NOENV="1"):
+        importlib.import_module("setproctitle").getproctitle()
+
+
 @contextmanager
 def _printing_to(descriptor: int) -> Iterator[None]:
     """Send this process's standard output and error to the descriptor."""
@@ -335,21 +381,19 @@ def _recording_reads() -> Iterator[set[str]]:
 def main(descriptor: int, client: int, modules: Sequence[str], first: str, argument: str) -> None:
     """Import the modules and serve the client. In each forked process, do its task; then the interpreter ends as usual."""
     _end_with(client)
-    blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # they are for the client, which ends this process
-    with suppress(ModuleNotFoundError):
-        # It looks for this process's arguments next to the environment, which imports and forked processes replace.
-        importlib.import_module("setproctitle").getproctitle()
+    _prepare_titles()
     connection = socket.socket(fileno=descriptor)
-    servers: Sequence[ForkServer] = resolve_name(first)(argument) if first else ()
+    servers: Sequence[ForkServer] = ()
     answer: Imported | str
     try:
+        servers = resolve_name(first)(argument) if first else ()
         answer = import_once(modules)
         if servers:
             answer = replace(answer, forks=False)  # they are children of this process, and of no other
-        if threads := [thread.name for thread in threading.enumerate()[1:]]:
+        threads = [thread.name for thread in threading.enumerate()[1:]]
+        if threads and answer.forks:
             answer = f"an import has started threads, which a forked process does not have: {', '.join(threads)}"
-    except Exception as error:
+    except BaseException as error:  # SystemExit too
         traceback.print_exc()
         answer = f"an import failed: {type(error).__name__}: {error}"
     while True:
@@ -358,8 +402,7 @@ def main(descriptor: int, client: int, modules: Sequence[str], first: str, argum
         _settle(task, descriptors, answer)
         if servers:
             os.environ[HANDED_OVER] = " ".join(server.hand_over() for server in servers)
-            break
-        if not task.gets_server:
+        if not (task.gets_server and answer.forks):
             break
         own, its = socket.socketpair()
         client = os.getpid()
@@ -369,8 +412,10 @@ def main(descriptor: int, client: int, modules: Sequence[str], first: str, argum
             break
         # The new process is the server of the one that forked it.
         _end_with(client)
-        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        signal.pthread_sigmask(signal.SIG_BLOCK, FOR_CLIENT)
         own.close()
+        for each in descriptors[3:]:
+            os.close(each)
         connection = its
     resolve_name(task.function)(task.argument, descriptors[3:])
 
@@ -380,42 +425,74 @@ def _serve(connection: socket.socket, answer: Imported | str) -> tuple[Task, lis
     messages = Connection(os.dup(connection.fileno()))
     with suppress(OSError, EOFError):  # the client has gone
         messages.send_bytes(pickle.dumps(answer))
-        while True:
+        while isinstance(answer, Imported):
             task = pickle.loads(messages.recv_bytes())
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 250, socket.MSG_CMSG_CLOEXEC)
-            if isinstance(answer, Imported) and not answer.forks:
+            if not answer.forks:
                 messages.send_bytes(pickle.dumps(os.getpid()))
-                messages.close()
-                connection.close()
-                return task, descriptors
-            adopted, done = os.pipe()
-            told, tells = os.pipe()
-            if (middle := os.fork()) == 0:
-                if pid := os.fork():
-                    os.write(tells, str(pid).encode())
-                    os._exit(0)
-                for each in (done, told, tells):
+            elif not _fork_for(messages):
+                for each in descriptors:
                     os.close(each)
-                # Its parent is about to end. Until then a process that asks to end with its parent would end at once.
-                os.read(adopted, 1)
-                os.close(adopted)
-                messages.close()
-                connection.close()
-                return task, descriptors
-            os.waitpid(middle, 0)
-            forked = int(os.read(told, 20))
-            for each in (adopted, done, told, tells, *descriptors):
-                os.close(each)
-            messages.send_bytes(pickle.dumps(forked))
+                continue
+            messages.close()
+            connection.close()
+            return task, descriptors
     os._exit(0)
 
 
+def _fork_for(client: Connection) -> bool:
+    """Fork a process that the client adopts, and tell the client its pid, or why there is none. Return whether this is it.
+
+    It goes on only when the client knows its pid: if this server is killed before, nothing runs that nobody knows of.
+    """
+    told, tells = os.pipe()
+    waits, goes = os.pipe()
+    try:
+        middle = os.fork()
+    except OSError as error:
+        os.write(tells, str(error).encode())
+    else:
+        if middle == 0:
+            _fork_orphan(tells)
+            for each in (told, tells, goes):
+                os.close(each)
+            if not os.read(waits, 1):
+                os._exit(1)
+            os.close(waits)
+            return True
+        os.waitpid(middle, 0)
+    os.close(tells)
+    os.close(waits)
+    said = os.read(told, 1000).decode()
+    client.send_bytes(
+        pickle.dumps(int(said) if said.isdecimal() else f"the process that does the imports cannot fork: {said}")
+    )
+    with suppress(BrokenPipeError):  # it has been killed
+        os.write(goes, b"1")
+    os.close(told)
+    os.close(goes)
+    return False
+
+
+def _fork_orphan(tells: int) -> None:
+    """Fork a process and end, so that the client becomes its parent. Write its pid, or why there is none. Return in it."""
+    try:
+        if pid := os.fork():
+            os.write(tells, str(pid).encode())
+            os._exit(0)
+    except OSError as error:
+        os.write(tells, str(error).encode())
+        os._exit(1)
+
+
 def _settle(task: Task, descriptors: Sequence[int], imported: Imported) -> None:
-    """Give this forked process the surroundings of its task."""
+    """Give this process the surroundings of its task."""
     if task.new_session and os.getsid(0) != os.getpid():
         os.setsid()
-    if task.ends_with_parent:
-        _end_with(task.parent)
+    _end_with(task.parent if task.ends_with_parent else 0)
+    for limit, values in task.limits.items():
+        with suppress(ValueError, OSError):  # a hard limit that only root may raise
+            resource.setrlimit(limit, values)
     for number, passed in enumerate(descriptors[:3]):
         os.dup2(passed, number)
         os.close(passed)
@@ -430,7 +507,7 @@ def _settle(task: Task, descriptors: Sequence[int], imported: Imported) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Get SIGKILL when this parent ends; end now if it has ended already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    """Get SIGKILL when this parent ends; end now if it has ended already. 0: end with no parent."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if parent else 0, 0, 0, 0)
+    if parent not in (0, os.getppid()):
         os._exit(0)

@@ -13,7 +13,7 @@ from harness.rollout.cpu_mode import CPU_MODE
 from harness.rollout.early_start import CPU_MODULES, ENGINE_MODULES, expected_node, start_early
 from harness.runtime import kernel_caches
 from harness.runtime.cpu_standins import activate
-from harness.runtime.fork_server import ForkedChild, ForkServer, Task
+from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task
 from harness.tools.command_line import parse
 from harness.tools.preflight import no_gpu
 
@@ -87,10 +87,14 @@ def run_torchrun() -> None:
         server = servers[min(self.local_rank_id, len(servers) - 1)] if script and servers else None
         if server is None or server.used_up:
             return start_python(self, tuple(words), environment)
-        if why := server.obstacle(environment):
-            print(f"local rank {self.local_rank_id} starts as torchrun starts it: {why}", file=sys.stderr, flush=True)
-            return start_python(self, tuple(words), environment)
-        return ForkedRank(server, script, environment, self._stdout, self._stderr)
+        why = server.obstacle(environment)
+        try:
+            if not why:
+                return ForkedRank(server, script, environment, self._stdout, self._stderr)
+        except ServerGone as error:
+            why = str(error)
+        print(f"local rank {self.local_rank_id} starts as torchrun starts it: {why}", file=sys.stderr, flush=True)
+        return start_python(self, tuple(words), environment)
 
     with patch.object(handler, "_popen", start_rank):
         torchrun()
