@@ -106,6 +106,7 @@ def start_ranks_server() -> ForkServer:
     os.environ.update({name: value for name, value in CPU_MODE.items() if name != "OMP_NUM_THREADS"})
     os.environ.update(kernel_caches.variables(os.environ))
     activate()
+    print("importing torch, transformers and SGLang, once for all ranks of this host", flush=True)
     return ForkServer.start([*RANK_MODULES, *CPU_MODULES], os.environ)
 
 
