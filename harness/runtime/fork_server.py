@@ -20,6 +20,7 @@ which environment variables were read during them, and ForkServer.obstacle() com
 import ctypes
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import random
@@ -226,7 +227,7 @@ class ForkServer:
         forks = self.imported().forks
         if self.used_up:
             raise ServerGone("the process that did the imports does a task, or has been ended")
-        with _adopting_orphans():
+        with adopting_orphans():
             with suppress(OSError):  # it has gone, which the answer shows
                 self._connection.send_bytes(pickle.dumps(task))
                 socket.send_fds(self._socket, [b"f"], list(descriptors))
@@ -276,8 +277,8 @@ class ForkedChild(Popen):
 
 
 @contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    """Make this process the parent of its descendants whose parent ends."""
+def adopting_orphans() -> Iterator[None]:
+    """Make this process the parent of its descendants whose parent ends in this block."""
     libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -500,6 +501,7 @@ def _settle(task: Task, descriptors: Sequence[int], imported: Imported) -> None:
     os.environ.clear()
     os.environ.update(imported.applied_to(task.environment))
     tempfile.tempdir = None
+    multiprocessing.current_process().authkey = os.urandom(32)  # as multiprocessing draws one in each new Python
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

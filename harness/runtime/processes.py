@@ -3,7 +3,7 @@
 A pid alone does not name a process for long, because the kernel reuses it. psutil.Process compares start times too.
 
 run_tree() runs a command and leaves nothing of it behind. It starts this file as a script, the supervisor, so this file must
-not import anything of harness.
+not import anything of harness. forked_tree.py does the same with a supervisor and a program that are forked.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -33,7 +33,7 @@ EXEC_SECONDS = 0.1
 """How long an exec may show no environment."""
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 0.5
-"""How often a supervisor looks at /dev/shm, and run_tree() calls its tick."""
+"""How often a supervisor lists the processes of its command, and run_tree() calls its tick."""
 STACKS_SECONDS = 10.0
 UNKNOWN_SECONDS = 3.0
 """A file in /dev/shm that none of our processes uses for so long belongs to another program."""
@@ -251,6 +251,10 @@ class SharedFiles:
     _since: dict[tuple[str, int], float] = field(default_factory=dict)
     """When a file that none of our processes uses was first seen."""
 
+    def sees_new(self) -> bool:
+        """Return whether there are files whose users look() has not found."""
+        return not _shared_files() <= self.ours | self._not_ours
+
     def look(self, pids: Iterable[int]) -> None:
         """Note the new files that these processes of ours use."""
         pids, there, now = set(pids), _shared_files(), time.monotonic()
@@ -295,30 +299,50 @@ def run_tree(
     `grace` seconds. inherit: descriptors (of locks) that stay open until the tree is gone, even if this process dies first.
     tick: called twice a second; what it raises ends the command. Raise SupervisorKilled, OSError.
     """
+
+    def start(environment: Mapping[str, str], stdin: int, result: int) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-I", str(Path(__file__).resolve()), str(result), str(timeout), str(grace), *command]
+        streams = {"stdin": stdin, "stdout": output, "stderr": output}
+        return subprocess.Popen(words, **streams, env=environment, cwd=cwd, pass_fds=(result, *inherit))  # type: ignore[call-overload]
+
+    return run_supervised(start, command[0], os.environ if env is None else env, tick)
+
+
+def run_supervised(
+    start: Callable[[Mapping[str, str], int, int], Any],
+    name: str,
+    environment: Mapping[str, str],
+    tick: Callable[[], None] | None,
+) -> Ended:
+    """Start a supervisor, and return once it and everything below it has ended, as run_tree() does.
+
+    start: starts it with an environment, its standard input and a descriptor that is passed to supervise(). Returns an
+    object that can wait() for it.
+    """
     mark = uuid.uuid4().hex
-    environment = dict(os.environ if env is None else env) | {TREE: mark}
     reading, writing = os.pipe()
-    words = [sys.executable, "-I", str(Path(__file__).resolve()), str(writing), str(timeout), str(grace), *command]
-    streams = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
+    stdin, held = os.pipe()
     with os.fdopen(reading, "rb") as result:
         try:
-            supervisor = subprocess.Popen(words, **streams, env=environment, cwd=cwd, pass_fds=(writing, *inherit))  # type: ignore[call-overload]
+            supervisor = start({**environment, TREE: mark}, stdin, writing)
+        except BaseException:
+            os.close(held)
+            raise
         finally:
+            os.close(stdin)
             os.close(writing)
         try:
-            while True:
-                with suppress(subprocess.TimeoutExpired):
-                    supervisor.wait(LOOK_SECONDS if tick else None)
-                    break
+            # It writes the result as the last thing that it does. If it is killed, the pipe ends.
+            while not select.select([result], [], [], LOOK_SECONDS if tick else None)[0]:
                 if tick:
                     tick()
         finally:
-            supervisor.stdin.close()  # the supervisor kills what still runs, and ends
+            os.close(held)  # the supervisor kills what still runs, and ends
             supervisor.wait()
             written = result.read()
     if not written:
         end_processes(with_variable(TREE, mark))
-        raise SupervisorKilled(f"the process that supervised {command[0]} was killed.")
+        raise SupervisorKilled(f"the process that supervised {name} was killed.")
     return Ended(**json.loads(written))
 
 
@@ -359,25 +383,34 @@ def reap(wanted: int = 0) -> int | None:
     return code
 
 
-def _supervise(result: int, timeout: float, grace: float, command: list[str]) -> None:
-    """Run the command and end its tree, once it has ended or once nobody holds our standard input open any more."""
+def supervise(result: int, timeout: float, grace: float, start: Callable[[], int]) -> None:
+    """Start a command and end its tree, once it has ended or once nobody holds our standard input open any more.
+
+    result: where to write how it ended. start: returns the command's pid, which must lead a session; may raise OSError.
+    """
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
     started, shared = time.monotonic(), SharedFiles()
     ended: tuple[int, bool] | None = (CANNOT_START, False)
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_restore)
+        pid = start()
     except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
     else:
-        ended = _wait(process.pid, started + (timeout or math.inf), grace, shared)
+        ended = _wait(pid, started + (timeout or math.inf), grace, shared)
     seconds = time.monotonic() - started
     shared.look(descendants())
     kill_descendants()
     shared.remove()
     if ended:
         os.write(result, json.dumps({"code": ended[0], "timed_out": ended[1], "seconds": seconds}).encode())
+
+
+def _start(command: Sequence[str]) -> int:
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_restore)
+    process.returncode = 0  # _wait() waits for it, so that Popen does not
+    return process.pid
 
 
 def _restore() -> None:
@@ -391,7 +424,7 @@ def _wait(pid: int, deadline: float, grace: float, shared: SharedFiles) -> tuple
     timed_out, looked = False, 0.0
     while not (select.select([sys.stdin], [], [], POLL_SECONDS)[0] and not os.read(0, 1)):
         now = time.monotonic()
-        if now - looked > LOOK_SECONDS:
+        if now - looked > LOOK_SECONDS or shared.sees_new():
             looked = now
             shared.look(descendants())
         if (code := reap(pid)) is not None:
@@ -418,4 +451,4 @@ def _print_stacks() -> None:
 
 
 if __name__ == "__main__":
-    _supervise(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    supervise(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), lambda: _start(sys.argv[4:]))

@@ -51,6 +51,17 @@ def test_a_killed_process_leaves_no_file(name: str, how: str) -> None:
     assert not Path("/dev/shm", name).exists()
 
 
+def test_a_file_is_new_until_its_user_was_found(name: str) -> None:
+    memory = SharedFiles()
+    process = owner(name, "mapped")
+    assert memory.sees_new()
+    memory.look([])
+    assert memory.sees_new()
+    memory.look([process.pid])
+    assert name in {file for file, _ in memory.ours}
+    end(process)
+
+
 def test_files_that_are_gone_are_forgotten(name: str) -> None:
     """A run of thousands of steps makes a few at each sync."""
     memory = SharedFiles()

@@ -1,0 +1,56 @@
+"""processes.run_tree() for a program whose imports a fork server has done: the program and its supervisor are forked."""
+
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from harness.runtime import processes
+from harness.runtime.fork_server import ForkedChild, ForkServer, Task, adopting_orphans
+
+
+def run_forked_tree(
+    server: ForkServer,
+    function: str,
+    argument: bytes,
+    *,
+    output: IO[bytes],
+    cwd: Path,
+    env: Mapping[str, str],
+    tick: Callable[[], None],
+) -> processes.Ended:
+    """Fork a process that calls a function with the argument. Return once it has ended and everything it started is gone.
+
+    function: MODULE:FUNCTION, as in a Task. The process has a server of its own. It sees what run_tree()'s command sees, but
+    the kernel shows the server's environment for it. Raise SupervisorKilled, ServerGone.
+    """
+    before = processes.descendants()
+
+    def start(environment: Mapping[str, str], stdin: int, result: int) -> ForkedChild:
+        words = pickle.dumps((function, argument))
+        task = Task(f"{__name__}:supervise_fork", words, environment, str(cwd), gets_server=True)
+        return ForkedChild(server.fork(task, [stdin, output.fileno(), output.fileno(), result]), result)
+
+    with adopting_orphans():  # which is how we find them if the supervisor is killed
+        try:
+            return processes.run_supervised(start, function, env, tick)
+        except processes.SupervisorKilled:
+            left = processes.descendants()
+            processes.end_processes({pid: left[pid] for pid in left.keys() - before.keys()})
+            raise
+
+
+def supervise_fork(words: bytes, descriptors: Sequence[int]) -> None:
+    """Supervise a function's process, in the process that was forked for that."""
+    (result,) = descriptors
+    (server,) = ForkServer.handed_over()
+    processes.supervise(result, 0.0, 0.0, partial(_start, server, *pickle.loads(words)))
+    os._exit(0)  # without the teardown of all that was imported
+
+
+def _start(server: ForkServer, function: str, argument: bytes) -> int:
+    with open(os.devnull, "rb") as nothing:
+        task = Task(function, argument, new_session=True, ends_with_parent=True, gets_server=True)
+        return server.fork(task, [nothing.fileno(), 1, 2])
