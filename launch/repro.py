@@ -85,7 +85,8 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # like Ctrl-C, it ends the variant first
     cases = chosen_cases(options) if options.all else [case for name in options.names for case in find(name)]
     gpus = visible_gpus()
-    verdicts = [run_cases.run_case(case, gpus) for case in cases]
+    with run_cases.sharing_imports(cases, gpus) as server:
+        verdicts = [run_cases.run_case(case, gpus, server) for case in cases]
     if len(cases) > 1:
         print(run_cases.count_verdicts(verdicts))
     return run_cases.exit_code_of(verdicts)

@@ -55,7 +55,7 @@ TOOLS = {
     "prepare_data": set(),
     "ranks": set(),
     "report": {"diagnose", "export", "ranks"},
-    "repro": {"diagnose", "hosts"},
+    "repro": {"diagnose", "hosts", "preflight"},
     "rewards": set(),
     "step_bench": {"sync"},
     "sync": set(),

@@ -39,6 +39,10 @@ class Case:
     engine: bool = (
         False  # starts real SGLang engines: on the GPU if there is one, else in CPU mode (half a minute each)
     )
+    new_python: bool = False
+    """Whether each variant must run in a new Python, and SGLang must spawn its engine's processes: where the failure is about
+    imports or the start of a process, or where the program itself only starts other programs. Otherwise they may be forked
+    from a process that has done the imports."""
     requires: tuple[str, ...] = ()  # packages, as requirement specifiers: "sglang>=0.5.21"
     signature: tuple[str, ...]
     """Regular expressions: the broken variant's output must match all of them, the control's none."""

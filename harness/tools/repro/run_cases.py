@@ -1,6 +1,7 @@
 """Run both variants of a case, judge them and show the verdict.
 
-Each variant runs as a separate process tree, and no process of it is left afterwards.
+Each variant runs as a separate process tree, and no process of it is left afterwards. Where its case allows it, the variant
+is forked from a process that has done the imports (shared_imports.py).
 """
 
 import importlib.metadata
@@ -10,8 +11,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,8 +21,11 @@ from typing import get_args
 from packaging.requirements import Requirement
 
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
+from harness.runtime.fork_server import ForkServer, ServerGone
+from harness.runtime.forked_tree import run_forked_tree
 from harness.runtime.processes import SupervisorKilled, run_tree
 from harness.tools.hosts import kernel
+from harness.tools.repro import cases, shared_imports
 from harness.tools.repro.case import CANNOT, GPUS, Case, Variant
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -54,15 +58,39 @@ class VariantOutcome:
         return f"no end after {self.seconds:.0f} s" if self.exit_code is None else f"exit code {self.exit_code}"
 
 
-def run_case(case: Case, gpus: Sequence[str]) -> str:
+@contextmanager
+def sharing_imports(chosen: Sequence[Case], gpus: Sequence[str]) -> Iterator[ForkServer | None]:
+    """Have a server for run_case() in this block, if cases that can run here would use it."""
+    able = [case for case in chosen if shared_imports.may_fork(case, gpus) and not _refusal(case, gpus)]
+    modules = shared_imports.modules_of(able)
+    if not modules:
+        yield None
+        return
+    environment = variant_environment(tempfile.gettempdir(), gpus)
+    server = ForkServer.start(modules, shared_imports.environment_of_fork(environment))
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _refusal(case: Case, gpus: Sequence[str]) -> str:
+    try:
+        check_requirements(case, gpus)
+    except UnsupportedEnvironment as error:
+        return str(error)
+    return ""
+
+
+def run_case(case: Case, gpus: Sequence[str], server: ForkServer | None = None) -> str:
     """Run both variants, print everything on the way, and return the verdict (one of EXIT_CODES).
 
-    gpus: the GPUs that the case may use, as CUDA_VISIBLE_DEVICES names them.
+    gpus: the GPUs that the case may use, as CUDA_VISIBLE_DEVICES names them. server: from sharing_imports().
     """
     print(f"{case.slug}: {case.title}\n{case.difference()}", flush=True)
     try:
         check_requirements(case, gpus)
-        broken, healthy = (run_and_show(case, variant, gpus) for variant in get_args(Variant))
+        broken, healthy = (run_and_show(case, variant, gpus, server) for variant in get_args(Variant))
         verdict, sentence = judge(case, broken, healthy)
     except UnsupportedEnvironment as error:
         verdict, sentence = "cannot run here", str(error)
@@ -72,9 +100,9 @@ def run_case(case: Case, gpus: Sequence[str]) -> str:
     return verdict
 
 
-def run_and_show(case: Case, variant: Variant, gpus: Sequence[str]) -> VariantOutcome:
+def run_and_show(case: Case, variant: Variant, gpus: Sequence[str], server: ForkServer | None = None) -> VariantOutcome:
     """Run one variant, and print how it ended. Raise UnsupportedEnvironment if it says that it cannot run here."""
-    outcome = run_variant(case, variant, gpus, case.timeout_seconds)
+    outcome = run_variant(case, variant, gpus, case.timeout_seconds, server)
     lines = "".join(f"\n  | {line}" for line in decisive_lines(case, outcome.output))
     print(f"\n{variant}: {outcome.ending()}, {outcome.seconds:.1f} s{lines}", flush=True)
     refusal = re.search(rf"^{CANNOT}(.*)", outcome.output, re.MULTILINE)
@@ -112,7 +140,9 @@ def decisive_lines(case: Case, output: str) -> list[str]:
     return [line for n, line in enumerate(lines) if n in near][:SHOWN_LINES] or lines[-SHOWN_LINES:]
 
 
-def run_variant(case: Case, variant: Variant, gpus: Sequence[str], seconds: float) -> VariantOutcome:
+def run_variant(
+    case: Case, variant: Variant, gpus: Sequence[str], seconds: float, server: ForkServer | None = None
+) -> VariantOutcome:
     """Run one variant to its end, at most LINGER_SECONDS after it has shown its whole signature."""
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         log = Path(folder) / "output"
@@ -130,14 +160,21 @@ def run_variant(case: Case, variant: Variant, gpus: Sequence[str], seconds: floa
         code = None
         with log.open("wb") as output, suppress(VariantOver):
             command, environment = program_command(case, variant), variant_environment(folder, gpus)
-            code = run_tree(command, output=output, cwd=REPOSITORY, env=environment, tick=tick).code
+            forked, ended = shared_imports.environment_of_fork(environment), None
+            if server and shared_imports.may_fork(case, gpus) and not server.obstacle(forked):
+                name, words = shared_imports.task_of(case, variant)
+                with suppress(ServerGone):
+                    ended = run_forked_tree(server, name, words, output=output, cwd=REPOSITORY, env=forked, tick=tick)
+            if not ended:
+                ended = run_tree(command, output=output, cwd=REPOSITORY, env=environment, tick=tick)
+            code = ended.code
         taken = time.monotonic() - began
         return VariantOutcome(exit_code=code, output=log.read_text(encoding="utf-8", errors="replace"), seconds=taken)
 
 
 def program_command(case: Case, variant: Variant) -> list[str]:
     """Return the command of a variant, to run in the repository's root."""
-    return [sys.executable, "-m", "harness.tools.repro.cases", case.slug, variant]
+    return [sys.executable, "-m", cases.__name__, case.slug, variant]
 
 
 def variant_environment(folder: str, gpus: Sequence[str]) -> dict[str, str]:

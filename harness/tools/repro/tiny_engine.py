@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.rollout import sglang_api
+from harness.rollout.forked_processes import forking
+from harness.runtime.fork_server import ForkServer
 
 PROMPT = list(range(5, 37))
 NEW_TOKENS = 16
@@ -93,7 +95,11 @@ def tiny_engine(
     defaults = engine_defaults(device) | ({"mem_fraction_static": 0.2} if device == "cuda" else {})
     given = {"model_path": str(folder), "dtype": dtype_on(device), "random_seed": 0} | args
     chosen, _ = sglang_api.check_arguments(api, given, defaults)
-    engine = sglang_api.build_engine(chosen)
+    servers = ForkServer.handed_over()  # there is one if the program itself was forked
+    with forking(servers):
+        engine = sglang_api.build_engine(chosen)
+    for server in servers:
+        server.close()
     print(f"the engine is up: sglang {api.version} on {device}", flush=True)
     try:
         yield TinyEngine(api=api, engine=engine, folder=folder, name=name, device=device)

@@ -1,10 +1,14 @@
 """Running cases: variants end in time, leave nothing, and get no launcher's variables. They are a few lines of shell."""
 
+import os
+import signal
+from typing import Any
+
 import psutil
 import pytest
 
 from harness.tools.repro import run_cases
-from harness.tools.repro.case import Case
+from harness.tools.repro.case import Case, all_cases
 from harness.tools.repro.run_cases import VariantOutcome
 
 CASE = Case(broken="b", healthy="h", signature=("it broke",), slug="stand-in")
@@ -88,3 +92,45 @@ def test_exit_code_and_count_of_several() -> None:
     assert run_cases.exit_code_of([bad, no]) == 125
     assert run_cases.exit_code_of([bad]) == 0
     assert run_cases.count_verdicts([good, no, good]) == "2 reproduced, 1 cannot run here"
+
+
+@pytest.mark.parametrize(
+    ("slugs", "gpus"),
+    [
+        (["cpu-payload-authkey"], []),  # one case alone is as fast without
+        (["missing-main-guard", "verl-engine-removed", "orphans-of-a-start"], []),
+        (["cpu-payload-authkey", "illegal-cuda-visible-devices"], ["0"]),
+        (["illegal-cuda-visible-devices", "nccl-cumem-skew"], []),  # the second cannot run here
+    ],
+)
+def test_no_imports_are_done_for_cases_that_would_not_share_them(
+    slugs: list[str], gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with run_cases.sharing_imports([all_cases()[slug] for slug in slugs], gpus) as server:
+        assert server is None
+
+
+def test_variants_share_imports_where_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sharing = [all_cases()[slug] for slug in ("cpu-payload-authkey", "illegal-cuda-visible-devices")]
+    alone, ways = all_cases()["missing-main-guard"], []
+    for way in ("run_tree", "run_forked_tree"):
+        real = getattr(run_cases, way)
+
+        def run(*words: Any, way: str = way, real: Any = real, **options: Any) -> Any:
+            ways.append(way)
+            return real(*words, **options)
+
+        monkeypatch.setattr(run_cases, way, run)
+    with run_cases.sharing_imports([*sharing, alone], []) as server:
+        assert {run_cases.run_case(case, [], server) for case in (*sharing, alone)} == {"reproduced"}
+        assert ways == ["run_forked_tree"] * 4 + ["run_tree"] * 2
+        monkeypatch.setenv("LD_LIBRARY_PATH", "/another")  # which the imports have not seen
+        assert run_cases.run_case(sharing[1], [], server) == "reproduced"
+        assert ways[-2:] == ["run_tree"] * 2
+        monkeypatch.delenv("LD_LIBRARY_PATH")
+        assert server
+        os.kill(server.pid, signal.SIGKILL)
+        assert run_cases.run_case(sharing[1], [], server) == "reproduced"
+        assert ways[-3:] == ["run_forked_tree", "run_tree", "run_tree"]

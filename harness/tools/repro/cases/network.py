@@ -15,6 +15,7 @@ from harness.tools.repro.local_ranks import free_port, join_group, run_on_two_ho
     healthy="/etc/hosts has the address that other hosts reach",
     signature=(r"connectFullMesh failed|Connection refused|Connect timeout|connect timeout",),
     failure="multinode-tp-init-timeout",
+    new_python=True,
 )
 def debian_hosts_file(broken: bool) -> None:
     """A host's own name resolves to 127.0.1.1, as Debian installs it, and gloo tells other hosts to connect there."""
@@ -94,6 +95,7 @@ def port_collision_same_seed(broken: bool) -> None:
     broken="TORCHELASTIC_USE_AGENT_STORE stays in the environment, as torchrun sets it",
     healthy="it is taken out first",
     signature=(r"client socket has timed out after \d+ ?ms while trying to connect",),
+    new_python=True,
 )
 def torchelastic_agent_store_hang(broken: bool) -> None:
     """Under torchrun the engine's process group waits for a store that nobody serves."""

@@ -43,6 +43,7 @@ def cpu_payload_authkey(broken: bool) -> None:
     broken="rank 0's payload for the ranks of both hosts",
     healthy="each host's rank opens its own payload",
     signature=(r"rank 1: RuntimeError: unable to open shared memory object",),
+    new_python=True,
 )
 def cross_node_ipc(broken: bool) -> None:
     """A payload of rank 0 does not open on another host; each host needs its own."""

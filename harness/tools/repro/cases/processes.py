@@ -78,6 +78,7 @@ def illegal_cuda_visible_devices(broken: bool) -> None:
     broken="the start stands at module level",
     healthy='it stands under if __name__ == "__main__":',
     signature=(r"An attempt has been made to start a new process before the", r"the scheduler died: exit code [1-9]"),
+    new_python=True,
 )
 def missing_main_guard(broken: bool) -> None:
     """A script without `if __name__ == "__main__":` dies in the child that it spawns, as SGLang spawns schedulers."""
@@ -121,6 +122,7 @@ def nonzero_node_engine_blocks(broken: bool) -> None:
     signature=(r"still there after \d+ s: \d+ of 2",),
     failure="teardown-orphans",
     engine=True,
+    new_python=True,
 )
 def orphans_of_a_start(broken: bool) -> None:
     """An engine's processes outlive a trainer that was killed while it was starting."""
@@ -134,6 +136,7 @@ def orphans_of_a_start(broken: bool) -> None:
     healthy="it shuts the engine down",
     signature=(r"still there after \d+ s: .*scheduler",),
     engine=True,
+    new_python=True,
 )
 def teardown_orphans(broken: bool) -> None:
     """Schedulers outlive a trainer that was killed, and hold their memory."""
@@ -258,6 +261,7 @@ def unknown_engine_argument(broken: bool) -> None:
     broken="VerlEngine is imported from sglang",
     healthy="VerlEngine is imported from this harness",
     signature=(r"No module named 'sglang.srt.entrypoints.verl_engine'",),
+    new_python=True,
 )
 def verl_engine_removed(broken: bool) -> None:
     """sglang no longer has VerlEngine, which scripts of spring 2025 import."""
