@@ -22,7 +22,6 @@ import psutil
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.cluster.ports import PortLease
-from harness.runtime.child_environment import child_environment
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cpu_environment
 from harness.rollout.defaults import engine_defaults
@@ -30,6 +29,7 @@ from harness.rollout.engine import NamedTensors
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.update_group import UpdateGroup
+from harness.runtime.child_environment import child_environment
 from harness.runtime.cpu_standins import activate
 from harness.runtime.processes import end_processes
 
