@@ -72,15 +72,12 @@ def trace_events(events: Sequence[Event], ended: float = 0.0) -> Iterator[dict[s
         ending = {} if span.outcome == "ended" else {"outcome": span.outcome}
         more = {"step": span.step} | ending
         yield _complete("phase", span.phase, span.rank, PHASES, span.start, span.end, more)
+    yield from _starts(events, first)
     for each in events:
         since = float(each["time"]) - first
         if each["event"] == "engine_call":
             took = float(each["seconds"])
             yield _complete("engine", each["call"], each["rank"], ENGINE, since - took, since, {"ok": each["ok"]})
-        elif each["event"] == "span":
-            yield _complete(
-                "start", each["part"], each["rank"], START, each["began"] - first, each["ended"] - first, {}
-            )
         elif each["event"] == "phase_end":
             figures = each.get("memory") or {}
             for name, series in COUNTERS.items():
@@ -90,6 +87,17 @@ def trace_events(events: Sequence[Event], ended: float = 0.0) -> Iterator[dict[s
         elif each["event"] == "failed":
             place = {"pid": each["rank"], "tid": PHASES, "ts": _microseconds(since)}
             yield {"ph": "i", "s": "p", "name": redact.text(f"failed: {each['error']}"), "cat": "failure", **place}
+
+
+def _starts(events: Sequence[Event], first: float) -> Iterator[dict[str, Any]]:
+    """Yield the parts of each rank's start. Parts that overlap are in different threads, as the format wants it."""
+    taken: dict[int, list[float]] = {}
+    for each in sorted((each for each in events if each["event"] == "span"), key=lambda each: float(each["began"])):
+        ends = taken.setdefault(each["rank"], [])
+        lane = next((lane for lane, end in enumerate(ends) if end <= each["began"]), len(ends))
+        ends[lane:] = [each["ended"], *ends[lane + 1 :]]
+        times = each["began"] - first, each["ended"] - first
+        yield _complete("start", each["part"], each["rank"], START + lane, *times, {})
 
 
 def _complete(
