@@ -83,7 +83,7 @@ def expected_node(config: Config, device: Device, environment: Mapping[str, str]
                 host=str(each // here),
                 local_rank=each % here,
                 visible=visible,
-                gpu_count=sum(file.name[6:].isdecimal() for file in Path("/dev").glob("nvidia*")) if on_gpu else None,
+                gpu_count=count_gpus() if on_gpu else None,
                 engine_offset=here if on_gpu and not config.parallel.colocate else 0,
             )
             for each in range(int(environment["WORLD_SIZE"]))
@@ -92,6 +92,11 @@ def expected_node(config: Config, device: Device, environment: Mapping[str, str]
     except ValueError:  # which the ranks will report once they have met
         return None
     return next((node for engine in engines for node in engine.nodes if node.builder == rank), None)
+
+
+def count_gpus() -> int:
+    """Return the number of NVIDIA GPUs of this host, without importing torch."""
+    return sum(file.name[6:].isdecimal() for file in Path("/dev").glob("nvidia*"))
 
 
 def preload_of_memory_saver(config: Config, environment: Mapping[str, str]) -> dict[str, str | None]:

@@ -146,6 +146,7 @@ class ForkServer:
         """Whether the server has become a process that does a task."""
         self._imported: Imported | None = None
         self._why_gone = ""
+        self._has_ended = False
 
     @classmethod
     def start(
@@ -226,7 +227,7 @@ class ForkServer:
         """
         forks = self.imported().forks
         if self.used_up:
-            raise ServerGone("the process that did the imports does a task, or has been ended")
+            raise ServerGone("the process that did the imports does a task")
         with adopting_orphans():
             with suppress(OSError):  # it has gone, which the answer shows
                 self._connection.send_bytes(pickle.dumps(task))
@@ -246,9 +247,9 @@ class ForkServer:
 
     def _end(self) -> str:
         """End the server, unless it does a task, and return how it ended; "" if that is not known."""
-        if self.used_up:
+        if self.used_up or self._has_ended:
             return ""
-        self.used_up = True
+        self._has_ended = True
         try:
             os.kill(self.pid, signal.SIGKILL)  # it may be in its imports
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

@@ -48,4 +48,6 @@ def variables(environment: Mapping[str, str], prefix: str = sys.prefix) -> dict[
         except metadata.PackageNotFoundError:
             continue
     folder = Path(prefix, "kernels", "_".join(versions))
+    if any(os.path.lexists(made) and not is_own_folder(made) for made in (folder.parent, folder)):
+        return {}
     return {name: str(folder / own) for name, own in FOLDERS.items() if name not in environment}

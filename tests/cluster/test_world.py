@@ -1,4 +1,3 @@
-import os
 import socket
 from pathlib import Path
 
@@ -7,7 +6,6 @@ import torch
 
 from harness.cluster import world
 from harness.cluster.world import Launch, WorldError, choose_device
-from harness.runtime.child_environment import TORCHRUN_VARIABLES, child_environment
 from tests.cluster.gloo import on_ranks
 from tests.free_port import free_port
 
@@ -119,48 +117,3 @@ def test_open_world_gathers_locations_and_closes_its_group(tmp_path: Path, monke
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     host = world.host_identity()
     assert on_ranks(_open, 1, tmp_path, 1) == [(0, host, (host,), [0], [0])]
-
-
-def environment() -> dict[str, str]:
-    """os.environ, but for what pytest changes between a fixture and its test."""
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-
-
-@pytest.fixture
-def torchrun_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """os.environ as torchrun makes it, whole."""
-    for name in (*TORCHRUN_VARIABLES, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "KEPT", "CHANGED"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.delenv("ADDED", raising=False)
-    return environment()
-
-
-def test_a_child_sees_no_torchrun_and_the_changes(torchrun_environment: dict[str, str]) -> None:
-    with child_environment({"ADDED": "2", "CHANGED": "2", "KEPT": None, "NEVER_SET": None, "RANK": "7"}):
-        assert not [name for name in os.environ if name.startswith("TORCHELASTIC_")]
-        assert [name for name in TORCHRUN_VARIABLES if name in os.environ] == ["RANK"]
-        assert (os.environ["ADDED"], os.environ["CHANGED"], os.environ["RANK"]) == ("2", "2", "7")
-        assert "KEPT" not in os.environ
-    assert environment() == torchrun_environment
-
-
-def test_what_the_body_did_to_the_environment_is_undone(torchrun_environment: dict[str, str]) -> None:
-    with child_environment({"ADDED": "2"}):
-        os.environ["OF_THE_BODY"] = "3"
-        os.environ["CHANGED"] = "3"
-        os.environ["WORLD_SIZE"] = "3"
-        del os.environ["ADDED"], os.environ["KEPT"]
-    assert environment() == torchrun_environment
-    assert os.popen("echo $CHANGED$OF_THE_BODY$WORLD_SIZE").read() == "11\n"  # children see it too
-
-
-def test_the_environment_is_restored_after_an_exception(torchrun_environment: dict[str, str]) -> None:
-    with pytest.raises(RuntimeError), child_environment({"ADDED": "2"}):
-        raise RuntimeError
-    assert environment() == torchrun_environment
-
-
-def test_a_change_that_cannot_be_made_leaves_the_environment_as_it_was(torchrun_environment: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="null byte"), child_environment({"ADDED": "2", "CHANGED": "a\0b"}):
-        pass
-    assert environment() == torchrun_environment

@@ -1,0 +1,183 @@
+"""Which processes a rank starts before it knows the other ranks."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.config.schema import Config
+from harness.rollout import early_start
+from harness.rollout.early_start import expected_node, preload_of_memory_saver, start_early
+from harness.runtime.fork_server import HANDED_OVER, ForkServer
+
+
+def torchrun(rank: int, world_size: int, here: int | None = None, **variables: str) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(here or world_size)} | variables
+
+
+def config_of(dp: int = 1, tp: int = 2, pp: int = 1, order: str = "dp,tp,pp", colocate: bool = True) -> Config:
+    config = Config()
+    config.parallel.dp, config.parallel.tp, config.parallel.pp = dp, tp, pp
+    config.parallel.rank_order, config.parallel.colocate = order, colocate  # type: ignore[assignment]
+    return config
+
+
+def built(config: Config, world_size: int, here: int | None = None) -> dict[int, tuple[int, ...]]:
+    """The ranks of the engine's share that each rank builds."""
+    nodes = {rank: expected_node(config, "cpu", torchrun(rank, world_size, here)) for rank in range(world_size)}
+    return {rank: node.ranks for rank, node in nodes.items() if node}
+
+
+def test_the_first_rank_of_each_engine_on_each_host_builds_it() -> None:
+    assert built(config_of(tp=2), 2) == {0: (0, 1)}
+    assert built(config_of(dp=2, tp=1), 2) == {0: (0,), 1: (1,)}
+    assert built(config_of(dp=2, tp=2), 4) == {0: (0, 1), 2: (2, 3)}
+    assert built(config_of(dp=2, tp=2), 4, here=2) == {0: (0, 1), 2: (2, 3)}
+    assert built(config_of(tp=4), 4, here=2) == {0: (0, 1), 2: (2, 3)}
+    assert built(config_of(tp=2, pp=2, order="dp,pp,tp"), 4, here=2) == {0: (0, 1), 2: (2, 3)}
+    assert built(config_of(tp=1, pp=2), 2) == {0: (0, 1)}
+
+
+def test_a_mesh_that_cannot_be_placed_builds_nothing() -> None:
+    assert built(config_of(tp=4), 2) == {}
+    assert built(config_of(tp=2), 3) == {}
+    assert built(config_of(tp=3), 3, here=2) == {}
+
+
+@pytest.fixture
+def on_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_start, "count_gpus", lambda: 8)
+
+
+@pytest.mark.usefixtures("on_eight_gpus")
+def test_the_engines_gpus_are_those_of_its_ranks_first() -> None:
+    config, visible = config_of(dp=2, tp=2), {"CUDA_VISIBLE_DEVICES": "3,5,6,7"}
+    first = expected_node(config, "cuda", torchrun(0, 4, **visible))
+    second = expected_node(config, "cuda", torchrun(2, 4, **visible))
+    assert (
+        first
+        and first.visible_devices == ("3", "5")
+        and expected_node(config, "cuda", torchrun(1, 4, **visible)) is None
+    )
+    assert second and second.visible_devices == ("6", "7")
+    apart = expected_node(config_of(colocate=False), "cuda", torchrun(0, 2, **visible))
+    assert apart and apart.visible_devices == ("6", "7")
+
+
+@pytest.mark.usefixtures("on_eight_gpus")
+@pytest.mark.parametrize("visible", ["3", "3,3", "0,GPU-abc", "MIG-1"])
+def test_gpus_that_do_not_suffice_or_are_written_wrong_are_left_to_the_ranks_to_report(visible: str) -> None:
+    assert expected_node(config_of(), "cuda", torchrun(0, 2, CUDA_VISIBLE_DEVICES=visible)) is None
+
+
+# The library that SGLang preloads.
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packages with a torch for CUDA 12 and torch_memory_saver with its libraries for 12 and 13."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in ("torch", "torch_memory_saver"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text(
+        "__version__ = '2.11.0+cu128'\ncuda: Optional[str] = '12.8'\nhip = None\n"
+    )
+    for cuda in (12, 13):
+        (tmp_path / f"torch_memory_saver_hook_mode_preload_cu{cuda}.abi3.so").touch()
+    return tmp_path
+
+
+def test_the_library_for_torchs_cuda_is_preloaded_before_others(packages: Path) -> None:
+    library = str(packages / "torch_memory_saver_hook_mode_preload_cu12.abi3.so")
+    assert preload_of_memory_saver(Config(), {}) == {"LD_PRELOAD": library}
+    assert preload_of_memory_saver(Config(), {"LD_PRELOAD": "own.so"}) == {"LD_PRELOAD": f"{library}:own.so"}
+
+
+def test_a_library_inside_the_package_is_found_too(packages: Path) -> None:
+    inside = packages / "torch_memory_saver" / "torch_memory_saver_hook_mode_preload_cu12.abi3.so"
+    inside.touch()
+    assert preload_of_memory_saver(Config(), {}) == {"LD_PRELOAD": str(inside)}
+
+
+def test_an_older_release_has_one_library_without_a_version(packages: Path) -> None:
+    (packages / "torch" / "version.py").write_text("cuda = None\n")
+    for library in packages.glob("*.so"):
+        library.unlink()
+    library = packages / "torch_memory_saver_hook_mode_preload.abi3.so"
+    library.touch()
+    assert preload_of_memory_saver(Config(), {}) == {"LD_PRELOAD": str(library)}
+
+
+def test_nothing_is_preloaded_where_the_library_is_unclear_or_not_wanted(packages: Path) -> None:
+    config = Config()
+    config.engine.args["enable_memory_saver"] = False
+    assert preload_of_memory_saver(config, {}) == {}
+    (packages / "torch_memory_saver_hook_mode_preload_cu12.other.so").touch()
+    assert preload_of_memory_saver(Config(), {}) == {}
+    (packages / "torch_memory_saver" / "__init__.py").unlink()
+    (packages / "torch_memory_saver").rmdir()
+    assert preload_of_memory_saver(Config(), {}) == {}
+
+
+# Whether anything is started.
+
+
+@pytest.fixture
+def cheap_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An engine's processes import a module of one line."""
+    (tmp_path / "cheap.py").write_text("import os; os.environ.get('SGLANG_USE_CPU_ENGINE')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    for name in ("ENGINE_MODULES", "CPU_MODULES"):
+        monkeypatch.setattr(early_start, name, ("cheap",))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv(HANDED_OVER, raising=False)
+    yield
+
+
+@pytest.mark.usefixtures("cheap_modules")
+def test_on_the_cpu_a_rank_that_builds_an_engine_starts_one_server_in_the_engines_environment() -> None:
+    [server] = start_early(config_of(), "cpu", torchrun(0, 2))
+    try:
+        environment = server.imported().environment
+        assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["PYTHONSAFEPATH"] == "1"
+        assert not {"RANK", "WORLD_SIZE"} & environment.keys()
+    finally:
+        server.close()
+    assert start_early(config_of(), "cpu", torchrun(1, 2)) == []
+
+
+@pytest.mark.usefixtures("cheap_modules", "on_eight_gpus")
+def test_on_gpus_there_is_a_process_for_each_scheduler_and_one_for_the_detokenizer() -> None:
+    servers = start_early(
+        config_of(), "cuda", torchrun(0, 2, PYTHONPATH=os.environ["PYTHONPATH"], CUDA_VISIBLE_DEVICES="4,2")
+    )
+    seen = [server.imported().environment["CUDA_VISIBLE_DEVICES"] for server in servers]
+    for server in servers:
+        server.close()
+    assert seen == ["4,2"] * 3
+
+
+@pytest.mark.usefixtures("cheap_modules")
+@pytest.mark.parametrize(("section", "name", "value"), [("rollout", "load", "saved"), ("engine", "start", "spawn")])
+def test_where_sglang_is_not_started_or_starts_its_own_nothing_is(
+    section: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of()
+    setattr(getattr(config, section), name, value)
+    assert start_early(config, "cpu", torchrun(0, 2)) == []
+    given = ForkServer.start(["json"], {})
+    monkeypatch.setenv(HANDED_OVER, given.hand_over())
+    assert start_early(config, "cpu", torchrun(0, 2)) == []
+    assert not Path(f"/proc/{given.pid}").exists()
+
+
+@pytest.mark.usefixtures("cheap_modules")
+def test_a_server_that_the_rank_was_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ForkServer.start(["json"], {})
+    monkeypatch.setenv(HANDED_OVER, given.hand_over())
+    [server] = start_early(config_of(), "cpu", torchrun(0, 2))
+    assert server.pid == given.pid
+    server.close()
