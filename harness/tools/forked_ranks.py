@@ -1,11 +1,12 @@
 """Run torchrun so that the imports of this host's ranks begin at once, and are made only once where they can be shared."""
 
 import os
-import runpy
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -28,14 +29,15 @@ class ForkedRank(ForkedChild):
         self, server: ForkServer, words: Sequence[str], environment: Mapping[str, str], output: Any, error: Any
     ):
         """Fork a rank that runs a script. words: the script and its arguments. output, error: files, or None for ours."""
-        self.args = list(words)
         sentinel, held_by_rank = os.pipe()
         streams = [0, output.fileno() if output else 1, error.fileno() if error else 2]
-        task = Task(
-            f"{__name__}:run_script", "\0".join(words).encode(), environment, new_session=True, gets_server=True
-        )
+        script = os.fsencode("\0".join(words))
+        task = Task(f"{__name__}:run_script", script, environment, new_session=True, gets_server=True)
         try:
             pid = server.fork(task, [*streams, held_by_rank])
+        except ServerGone:
+            os.close(sentinel)
+            raise
         finally:
             os.close(held_by_rank)
         super().__init__(pid, sentinel)
@@ -48,13 +50,21 @@ class ForkedRank(ForkedChild):
 
 def run_script(words: bytes, descriptors: Sequence[int]) -> None:
     """Run a script with its arguments as `python -u` does, in the process that was forked for it."""
-    sys.argv = words.decode().split("\0")
+    sys.argv = os.fsdecode(words).split("\0")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True, line_buffering=True)  # type: ignore[union-attr]
     if "PYTHONSAFEPATH" not in os.environ:
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     _show_as(sys.argv)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    script = os.path.abspath(sys.argv[0])
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__, main.__loader__ = script, SourceFileLoader("__main__", script)
+    try:
+        exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
+    except Exception as error:
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without this function
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
 
 
 def _show_as(words: Sequence[str]) -> None:
@@ -63,7 +73,8 @@ def _show_as(words: Sequence[str]) -> None:
         from setproctitle import setproctitle
     except ModuleNotFoundError:  # SGLang needs it, older releases may not
         return
-    setproctitle(" ".join([sys.executable, "-u", *words]))
+    title = os.fsencode(" ".join([sys.executable, "-u", *words]))
+    setproctitle(title.decode(errors="replace"))  # a file's name need not be UTF-8
     Path("/proc/self/comm").write_text("python", encoding="ascii")  # which setproctitle cuts out of the title
 
 
@@ -156,11 +167,11 @@ def variables_of_rank(rank: int, ranks: int) -> dict[str, str]:
 def ranks_and_script(words: Sequence[str]) -> tuple[int, Sequence[str]]:
     """Read torchrun's arguments without importing torch: the number of ranks, and the script with its arguments.
 
-    The number is 0 if it is not written, or if there are other hosts.
+    The number is 0 if it is a word ("gpu"), or if there are other hosts.
     """
     at = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
     options: dict[str, str] = {}
-    for word, following in zip(words[:at], [*words[1:at], ""], strict=True):
+    for word, following in zip(words[:at], [*words[1:at], ""], strict=False):
         name, is_given, value = word.partition("=")
         options[name.replace("_", "-")] = value if is_given else following
     ranks = options.get("--nproc-per-node", "1")

@@ -1,0 +1,215 @@
+"""Ranks of a real torchrun that are forked, side by side with those that torchrun starts itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.runtime.processes import is_alive
+from harness.tools import forked_ranks
+from harness.tools.forked_ranks import ranks_and_script, script_of
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[2]
+LAUNCHERS = {
+    "forked": [str(HERE / "torchrun_with_cheap_imports.py")],
+    "plain": ["-m", "torch.distributed.run"],
+}
+SECONDS = 30
+
+both_ways = pytest.mark.parametrize("launcher", LAUNCHERS)
+
+
+class Run:
+    """A torchrun of two ranks that run rank.py, and everything that it started."""
+
+    def __init__(self, launcher: str, folder: Path, *words: str, options: tuple[str, ...] = ()) -> None:
+        self.folder, self.log = folder, folder / "screen"
+        with self.log.open("w") as screen:
+            self.process = subprocess.Popen(
+                [
+                    *[sys.executable, *LAUNCHERS[launcher], "--standalone", "--local-addr=127.0.0.1"],
+                    *["--nproc-per-node=2", *options, str(HERE / "rank.py"), str(folder), *words],
+                ],
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+                stdin=subprocess.DEVNULL,
+                stdout=screen,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.seen: set[psutil.Process] = set()
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """What both ranks say, once they have said it."""
+        self.wait_until(lambda: len(list(self.folder.glob("rank*.json"))) == 2)
+        self.seen |= set(psutil.Process().children(recursive=True))
+        return [json.loads((self.folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + SECONDS
+        while not holds():
+            assert time.monotonic() < end, self.screen()
+            time.sleep(0.02)
+
+    def ended(self) -> int:
+        """The exit code, once nothing is left of the run."""
+        code = self.process.wait(SECONDS)
+        self.wait_until(lambda: not any(map(is_alive, self.seen)))
+        return code
+
+    def screen(self) -> str:
+        return self.log.read_text()
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def start_run(launcher: str, *words: str, **named: Any) -> Run:
+        folder = tmp_path / launcher
+        folder.mkdir()
+        runs.append(Run(launcher, folder, *words, **named))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        with suppress(ProcessLookupError):
+            run.process.kill()
+        for process in run.seen:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        run.process.wait()
+
+
+def test_a_forked_rank_is_what_torchrun_starts(start: Start) -> None:
+    seen = {}
+    for launcher in LAUNCHERS:
+        run = start(launcher, "", "a word", "\udcff")
+        seen[launcher] = run.ranks()
+        assert run.ended() == 0
+        for number, rank in enumerate(seen[launcher]):
+            assert rank.pop("parent") == run.process.pid and rank["leads"] and rank["local"] == str(number)
+            assert rank.pop("argv")[1:] == ["", "a word", "\udcff"]
+            assert rank.pop("folder") == str(run.folder)
+            assert rank.pop("forked") == (launcher == "forked") and rank["shown as Python"]
+            assert f"out of rank {number}" in run.screen() and f"error of rank {number}" in run.screen()
+    assert seen["forked"] == seen["plain"]
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("words", "code"), [(("wait", "exit3"), "3"), (("wait", "kill"), "-9"), (("wait", "raise"), "1")]
+)
+def test_torchrun_reports_how_a_rank_ended_and_ends_the_other(
+    start: Start, launcher: str, words: tuple[str, ...], code: str
+) -> None:
+    run = start(launcher, *words)
+    assert run.ended() == 1
+    screen = run.screen()
+    assert f"exitcode  : {code} " in screen and "rank      : 1 (local_rank: 1)" in screen
+    if words[1] == "raise":
+        trace = screen[screen.index("Traceback (most recent call last):") :].splitlines()
+        assert (
+            trace[1].endswith("in <module>")
+            and f'"{HERE}/rank.py"' in trace[1]
+            and "ArithmeticError: planted on rank 1" in trace
+        )
+    if words[1] == "kill":
+        assert "Signal 9 (SIGKILL) received by PID" in screen
+
+
+@both_ways
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_ends_all_ranks(start: Start, launcher: str, number: signal.Signals) -> None:
+    run = start(launcher, "wait")
+    run.ranks()
+    run.process.send_signal(number)
+    assert run.ended() == 1
+    assert f"got signal: {number.value}" in run.screen()
+
+
+def test_a_signal_to_the_whole_group_ends_all(start: Start) -> None:
+    """As Ctrl-C does."""
+    run = start("forked", "wait")
+    run.ranks()
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ended() == 1
+    assert run.screen().splitlines().count("KeyboardInterrupt") == 2  # of the ranks, to which torchrun passes it on
+
+
+@both_ways
+def test_what_ranks_write_goes_to_files(start: Start, launcher: str) -> None:
+    run = start(launcher, "return", options=("--redirects=3", "--tee=0:2", f"--log-dir={launcher}-logs"))
+    assert run.ended() == 0
+    logs = run.folder / f"{launcher}-logs"
+    for rank in range(2):
+        for name, text in (("stdout.log", "out"), ("stderr.log", "error")):
+            [file] = logs.glob(f"*/attempt_0/{rank}/{name}")
+            assert f"{text} of rank {rank}" in file.read_text().splitlines()
+    assert "error of rank 0" in run.screen() and "out of rank" not in run.screen()
+
+
+def test_ranks_are_started_again_as_torchrun_is_told(start: Start) -> None:
+    run = start("forked", "wait", "exit3", options=("--max-restarts=1",))
+    assert run.ended() == 1
+    assert run.screen().count("out of rank 1") == 2
+
+
+def test_without_a_server_torchrun_starts_the_ranks_and_says_why(start: Start) -> None:
+    """The server is killed while torchrun imports torch."""
+    run = start("forked", "return")
+    run.wait_until(lambda: bool(psutil.Process(run.process.pid).children()))
+    psutil.Process(run.process.pid).children()[0].kill()
+    assert [rank["forked"] for rank in run.ranks()] == [False, False]
+    assert run.ended() == 0
+    assert "starts as torchrun starts it: the process that does the imports has ended" in run.screen()
+
+
+def test_only_a_script_is_forked() -> None:
+    python = sys.executable
+    assert script_of((python, "-u", "run.py", "word")) == ("run.py", "word")
+    assert script_of((python, "-u", "-m", "module")) == ()
+    assert script_of(("numactl", python, "-u", "run.py")) == ()
+    assert script_of((python, "-u")) == () and script_of(("./program",)) == ()
+
+
+def test_the_number_of_ranks_is_read_from_torchruns_words() -> None:
+    assert ranks_and_script(["--nproc-per-node=2", "run.py", "--nproc-per-node=3"]) == (
+        2,
+        ["run.py", "--nproc-per-node=3"],
+    )
+    assert ranks_and_script(["--standalone", "--nproc_per_node", "4", "run.py"]) == (4, ["run.py"])
+    assert ranks_and_script(["run.py"]) == (1, ["run.py"])
+    assert ranks_and_script(["--nnodes=2", "--nproc-per-node=2", "run.py"])[0] == 0
+    assert ranks_and_script(["--nproc-per-node=gpu", "run.py"])[0] == 0
+    assert ranks_and_script(["-m", "module"])[1] == []
+
+
+def test_help_says_what_it_is_before_anything_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "launch/torchrun.py", "--help"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "launch/torchrun.py --nproc-per-node=2" in done.stdout
+    assert "torch" not in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+
+
+def test_the_script_of_a_job_is_the_one_that_is_launched() -> None:
+    assert forked_ranks.JOB.is_file()

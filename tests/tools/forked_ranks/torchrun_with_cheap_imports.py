@@ -1,0 +1,13 @@
+"""launch/torchrun.py on a host without a GPU, whose server imports next to nothing, so that tests need not wait for it."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from harness.tools import forked_ranks  # noqa: E402
+
+if __name__ == "__main__":
+    forked_ranks.no_gpu = lambda: True
+    forked_ranks.RANK_MODULES, forked_ranks.CPU_MODULES = ("json", "setproctitle"), ()
+    forked_ranks.run_torchrun()
