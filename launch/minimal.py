@@ -14,6 +14,9 @@ Prints what it does as it goes, and PASSED (exit code 0) or FAILED (1) at the en
 """
 
 import argparse
+import gc
+import json
+import logging
 import multiprocessing
 import os
 import socket
@@ -23,8 +26,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 STARTED = time.monotonic()
 
@@ -69,7 +74,10 @@ SETTINGS = parse(sys.argv[1:]) if __name__ == "__main__" else Settings()
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         sys.exit("error: start this with torchrun --nproc-per-node=2 launch/minimal.py")
-    say("importing torch and transformers")
+    say("importing torch, transformers and SGLang, which takes seconds")
+    gc.disable()  # until they are imported: a fifth of that time would go into looking for garbage among the modules
+    # As torchrun sets it for several ranks. A process that was forked would wait for ever for threads of its parent.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
@@ -96,6 +104,8 @@ ENGINE_ARGUMENTS |= dict.fromkeys((*GRAPHS, "enforce_disable_flashinfer_allreduc
 ON_GPU = {"device": "cuda", "attention_backend": "triton", "enable_memory_saver": True, "mem_fraction_static": 0.4}
 ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 4096, "mem_fraction_static": 0.1}
 ENGINE_ARGUMENTS |= ON_GPU if DEVICE == "cuda" else ON_CPU
+# Read when SGLang is imported. Without the last one, it would compile C++.
+CPU_MODE = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "no-nccl-on-cpu", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def clean_environment(inherited: dict[str, str]) -> dict[str, str]:
@@ -117,18 +127,18 @@ def engine_gpus(visible: list[str | None], ranks: list[int]) -> str:
     return ",".join(gpus[rank] for rank in ranks)
 
 
-def engine_placement(mesh: DeviceMesh) -> dict[str, str]:
+def engine_placement(store: dist.Store, rank: int, world: int, tp: int) -> dict[str, str]:
     """Return the variables that put the engine of this rank's TP group on the group's GPUs (or cores); collective."""
-    ranks = mesh.mesh[mesh.get_local_rank("dp")].tolist()
+    first = rank - rank % tp
+    ranks = list(range(first, first + tp))
     if DEVICE == "cuda":
-        visible: list[str | None] = [None] * mesh.size()
-        dist.all_gather_object(visible, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        store.set(f"visible to {rank}", json.dumps(os.environ.get("CUDA_VISIBLE_DEVICES")))
+        visible = [json.loads(store.get(f"visible to {each}")) for each in range(world)]
         # SGLang refuses to start on GPUs with unequal free memory. The trainer may well hold more of one than of another.
         return {"CUDA_VISIBLE_DEVICES": engine_gpus(visible, ranks), "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
     cores = sorted(os.sched_getaffinity(0))
-    bind = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
-    placement = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_NCCL_SO_PATH": "no-nccl-on-cpu"}
-    return placement | {"SGLANG_CPU_OMP_THREADS_BIND": bind, "TORCHDYNAMO_DISABLE": "1"}  # no compilation of C++
+    bind = "|".join(str(cores[each % len(cores)]) for each in ranks)
+    return {"SGLANG_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": "1"}
 
 
 def free_ports(count: int) -> list[int]:
@@ -140,38 +150,59 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def start_engine(settings: Settings, mesh: DeviceMesh, folder: str) -> Any:
-    """Start an sglang.Engine on the first rank of each TP group; return it there, None elsewhere; collective."""
-    # One rank draws the ports of all engines. SGLang draws random ports, and a trainer seeds those generators alike.
-    # All ranks need one authkey: on the CPU an engine fetches tensors from every rank's process, which asks for its key.
-    shared: list[Any] = [free_ports(2 * mesh.size(0)), bytes(multiprocessing.current_process().authkey)]
-    dist.broadcast_object_list(shared, src=0)
-    multiprocessing.current_process().authkey = shared[1]
-    placement, dp = engine_placement(mesh), mesh.get_local_rank("dp")
-    if mesh.get_local_rank("tp") != 0:
-        return None
+def prepare(settings: Settings, store: dist.Store, rank: int, world: int, new: str) -> tuple[str, list[int]]:
+    """Write the model on the first rank; return its folder, and two ports for each engine; collective."""
+    if rank == 0:
+        # Ranks of one host can share a folder, and only the first one writes: transformers lets no other rank save a model.
+        folder = settings.model if os.path.isdir(settings.model) else write_tiny(settings.model, new, settings.seed)
+        # One rank draws the ports of all engines. SGLang draws random ports, and a trainer seeds those generators alike.
+        # All ranks need one authkey: on the CPU an engine fetches tensors from every rank's process, which asks for its key.
+        authkey = bytes(multiprocessing.current_process().authkey).hex()
+        store.set("prepared", json.dumps([folder, free_ports(2 * world // settings.tp), authkey]))
+    folder, ports, authkey = json.loads(store.get("prepared"))
+    multiprocessing.current_process().authkey = bytes.fromhex(authkey)
+    return folder, ports
+
+
+def start_engine(settings: Settings, placement: dict[str, str], ports: list[int], dp: int, folder: str) -> Any:
+    """Start the sglang.Engine of TP group dp. ports: two for each engine."""
     before = dict(os.environ)
-    os.environ.clear()
-    os.environ |= clean_environment(before) | placement
+    for name in before.keys() - clean_environment(before).keys():  # clear() would move what setproctitle looks for
+        del os.environ[name]
+    os.environ |= placement
     try:
         import sglang
         from sglang.srt.server_args import ServerArgs
 
         arguments = {key: value for key, value in ENGINE_ARGUMENTS.items() if key in signature(ServerArgs).parameters}
-        arguments |= {"port": shared[0][2 * dp], "dist_init_addr": f"127.0.0.1:{shared[0][2 * dp + 1]}"}
+        arguments |= {"port": ports[2 * dp], "dist_init_addr": f"127.0.0.1:{ports[2 * dp + 1]}"}
         arguments |= {"tp_size": settings.tp, "dtype": str(DTYPE).split(".")[1], "random_seed": settings.seed + dp}
-        return sglang.Engine(model_path=folder, **arguments)
-    finally:  # SGLang sets NCCL_* for itself; in the trainer NCCL needs the same values on all ranks
-        os.environ.clear()
+        if DEVICE == "cuda":
+            gc.enable()
+            return sglang.Engine(model_path=folder, **arguments)
+        # An engine has a process for each TP rank and one more. SGLang starts them by "spawn", so that each imports torch and
+        # SGLang anew, because CUDA cannot be forked. On the CPU it can: then they have what this process has imported.
+        logging.getLogger("sglang").setLevel("ERROR")  # some models cannot be imported without a GPU
+        import sglang.srt.models.registry
+
+        gc.freeze()  # what is imported stays, and is shared as long as the collector does not touch it
+        gc.enable()
+        multiprocessing.set_start_method("fork", force=True)
+        with patch.object(multiprocessing, "set_start_method"):  # SGLang's call does nothing
+            return sglang.Engine(model_path=folder, **arguments)
+    finally:
+        remove_shared_memory()
+        os.environ.clear()  # SGLang sets NCCL_* for itself; in the trainer NCCL needs the same values on all ranks
         os.environ |= before
 
 
-def shut_down(engine: Any) -> None:
-    """End the engine and remove its files in /dev/shm (25 MB): SGLang kills its processes, which then remove nothing."""
+def remove_shared_memory() -> None:
+    """Remove the names of the engine's files in /dev/shm (25 MB). They end with the processes that have them open.
+
+    SGLang ends its processes by SIGKILL, and they could not remove anything.
+    """
     maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in multiprocessing.active_children()]
-    files = {line.split()[5] for each in maps for line in each.splitlines() if " /dev/shm/sgl" in line}
-    engine.shutdown()
-    for file in files:
+    for file in {line.split()[5] for each in maps for line in each.splitlines() if " /dev/shm/sgl" in line}:
         Path(file).unlink(missing_ok=True)
 
 
@@ -244,16 +275,17 @@ def checkpoint_tensors(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 def sync_weights(engine: Any, mesh: DeviceMesh, model: nn.Module) -> None:
     """Load the actor's weights into every engine, one call for each item of checkpoint_tensors; collective."""
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.utils import LocalSerializedTensor
-
     call(engine, mesh, "begin_weight_update")
     for tensors in checkpoint_tensors(model):
         # Only a handle travels (CUDA IPC). The engine's TP rank on this GPU opens this rank's copy, which must live until then.
-        own = {name: MultiprocessingSerializer.serialize(tensor) for name, tensor in tensors.items()}
+        own = {name: bytes(ForkingPickler.dumps(tensor)) for name, tensor in tensors.items()}
         ranks: list[Any] = [None] * mesh.size(1)
         dist.all_gather_object(ranks, own, group=mesh.get_group("tp"))
-        named = [(name, LocalSerializedTensor(values=[each[name] for each in ranks])) for name in own]
+        named = []
+        if engine:
+            from sglang.srt.weight_sync.utils import LocalSerializedTensor
+
+            named = [(name, LocalSerializedTensor(values=[each[name] for each in ranks])) for name in own]
         call(engine, mesh, "update_weights_from_tensor", named_tensors=named, load_format=None, flush_cache=True)
     call(engine, mesh, "end_weight_update")
 
@@ -371,31 +403,34 @@ def main(settings: Settings) -> int:
 
         monkey_patch_torch_reductions()  # IPC handles name GPUs by UUID: trainer and engine number them differently
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    else:  # on the path of this process and of those that SGLang starts
+    else:  # for this process and those that SGLang starts
         sys.path.insert(0, str(STAND_INS))
         os.environ["PYTHONPATH"] = f"{STAND_INS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
-    world = dist.get_world_size()
+        os.environ |= CPU_MODE
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world % settings.tp or settings.responses % settings.tp or world != int(os.environ["LOCAL_WORLD_SIZE"]):
         raise SystemExit(
             f"tp must divide {world} ranks of one host and {settings.responses} responses, got {settings.tp}"
         )
-    mesh = init_device_mesh("cpu", (world // settings.tp, settings.tp), mesh_dim_names=("dp", "tp"))
+    # The engines start before torch.distributed, because processes that are forked later would take themselves for ranks. What
+    # the ranks have to tell each other before goes through torchrun's store.
+    store, *_ = next(dist.rendezvous("env://"))
     engine = None
     with tempfile.TemporaryDirectory() as new:
-        # Ranks of one host can share a folder, and only the first one writes: transformers lets no other rank save a model.
-        shared = [settings.model if os.path.isdir(settings.model) else new]
-        if dist.get_rank() == 0 and shared[0] == new:
-            write_tiny(settings.model, new, settings.seed)
-        dist.broadcast_object_list(shared, src=0)
-        folder = shared[0]
+        folder, ports = prepare(settings, store, rank, world, new)
+        placement = engine_placement(store, rank, world, settings.tp)
         try:
-            say(f"starting {mesh.size(0)} sglang.Engine on {settings.tp} ranks each, on {DEVICE}")
-            engine = start_engine(settings, mesh, folder)
+            say(f"starting {world // settings.tp} sglang.Engine on {settings.tp} ranks each, on {DEVICE}")
+            if rank % settings.tp == 0:
+                engine = start_engine(settings, placement, ports, rank // settings.tp, folder)
+            gc.enable()  # on the other ranks, which import nothing more
+            backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+            mesh = init_device_mesh("cpu", (world // settings.tp, settings.tp), mesh_dim_names=("dp", "tp"))
             passed = train(settings, mesh, engine, folder)
         finally:
             if engine:
-                shut_down(engine)
+                engine.shutdown()
     dist.destroy_process_group()
     return 0 if passed else 1
 

@@ -1,22 +1,25 @@
 """launch/minimal.py: its pure functions beside the harness's, and whole runs under torchrun with real SGLang on CPU."""
 
 import ast
+import contextlib
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from harness.runtime.processes import shared_memory_files
 from harness.trainer.advantages import grpo
 from harness.trainer.losses import log_probs_from_logits, policy_loss
 from tests.end_to_end.launching import MARK, REPOSITORY, Job
@@ -37,8 +40,12 @@ def load_minimal() -> ModuleType:
 minimal = load_minimal()
 
 
+@dataclass
 class MinimalJob(Job):
     """A torchrun of launch/minimal.py, which finds the CPU stand-ins by itself and has no run directory."""
+
+    memory: set[Path] = field(default_factory=set)
+    """The files in /dev/shm that SGLang's processes were seen to use, removed ones included."""
 
     def start(self) -> "MinimalJob":
         self.log = self.folder.with_suffix(".log")
@@ -54,20 +61,30 @@ class MinimalJob(Job):
             )
         return self
 
+    def watch_until(self, line: str) -> None:
+        """Return when a line of the output starts like this, or at the end."""
+        while self.process.poll() is None and not re.search(rf"s\] {line}", self.output()):
+            self.look()
+            for process in self.seen:
+                with contextlib.suppress(psutil.Error):
+                    self.memory |= {Path(each.path.removesuffix(" (deleted)")) for each in process.memory_maps()}
+            time.sleep(0.3)
+        self.memory = {file for file in self.memory if file.match("/dev/shm/sgl*")}
+
+    def assert_nothing_is_left(self) -> None:
+        """Of what was watched, no file and no process may outlive the job."""
+        assert self.memory and not any(file.exists() for file in self.memory)
+        assert self.left_behind() == []
+
 
 def run_minimal(folder: Path, ranks: int, *arguments: str) -> tuple[MinimalJob, tuple[str, ...]]:
     """Run to the end; return the job, and (word, steps, proven syncs, worst difference) of its verdict."""
     job = MinimalJob(folder=folder / "minimal", ranks=ranks, arguments=list(arguments)).start()
-    memory: set[Path] = set()
-    while job.process.poll() is None and not VERDICT.findall(job.output()):
-        job.look()
-        memory |= shared_memory_files(process.pid for process in job.seen)
-        time.sleep(0.3)
+    job.watch_until("(PASSED|FAILED)")
     job.wait()
-    assert any(file.name.startswith("sgl") for file in memory) and not any(file.exists() for file in memory)
     verdicts = VERDICT.findall(job.output())
     assert len(verdicts) == 1, job.output()[-4000:]
-    assert job.left_behind() == []
+    job.assert_nothing_is_left()
     return job, verdicts[0]
 
 
@@ -222,3 +239,13 @@ def test_a_checkpoint_folder_is_read(tmp_path: Path) -> None:
     minimal.write_tiny("qwen2", str(tmp_path / "model"), 5)
     job, (word, *_) = run_minimal(tmp_path, 1, "--model", str(tmp_path / "model"), "--tp", "1")
     assert (job.process.returncode, word) == (0, "PASSED")
+
+
+@pytest.mark.long
+def test_nothing_outlives_a_scheduler_that_is_killed(tmp_path: Path) -> None:
+    job = MinimalJob(folder=tmp_path / "minimal", ranks=2, arguments=["--steps", "1000"]).start()
+    job.watch_until("step 0")
+    (scheduler,) = [process for process in job.processes() if process.name().startswith("sglang::scheduler_TP1")]
+    scheduler.send_signal(signal.SIGKILL)
+    assert job.wait() == 1
+    job.assert_nothing_is_left()
