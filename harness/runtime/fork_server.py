@@ -32,7 +32,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -395,8 +394,9 @@ def main(descriptor: int, client: int, modules: Sequence[str], first: str, argum
         threads = [thread.name for thread in threading.enumerate()[1:]]
         if threads and answer.forks:
             answer = f"an import has started threads, which a forked process does not have: {', '.join(threads)}"
-    except BaseException as error:  # SystemExit too
-        traceback.print_exc()
+    except (
+        BaseException
+    ) as error:  # SystemExit too. It is not shown: whoever needs the import will make it and show it.
         answer = f"an import failed: {type(error).__name__}: {error}"
     while True:
         task, descriptors = _serve(connection, answer)

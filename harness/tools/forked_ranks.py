@@ -1,8 +1,11 @@
 """Run torchrun so that the imports of this host's ranks begin at once, and are made only once where they can be shared."""
 
+import math
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -14,11 +17,12 @@ from harness.rollout.cpu_mode import CPU_MODE
 from harness.rollout.early_start import CPU_MODULES, ENGINE_MODULES, expected_node, start_early
 from harness.runtime import kernel_caches
 from harness.runtime.cpu_standins import activate
-from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task
+from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Task, as_written
 from harness.tools.command_line import parse
 from harness.tools.preflight import no_gpu
 
 JOB = Path(__file__).resolve().parents[2] / "launch" / "ppo.py"
+LOOK_SECONDS = 0.05
 RANK_MODULES = ("harness.run", "harness.tools.observers", "harness.train")
 
 
@@ -29,18 +33,23 @@ class ForkedRank(ForkedChild):
         self, server: ForkServer, words: Sequence[str], environment: Mapping[str, str], output: Any, error: Any
     ):
         """Fork a rank that runs a script. words: the script and its arguments. output, error: files, or None for ours."""
-        sentinel, held_by_rank = os.pipe()
         streams = [0, output.fileno() if output else 1, error.fileno() if error else 2]
         script = os.fsencode("\0".join(words))
         task = Task(f"{__name__}:run_script", script, environment, new_session=True, gets_server=True)
-        try:
-            pid = server.fork(task, [*streams, held_by_rank])
-        except ServerGone:
-            os.close(sentinel)
-            raise
-        finally:
-            os.close(held_by_rank)
-        super().__init__(pid, sentinel)
+        super().__init__(server.fork(task, streams), sentinel=-1)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code once the rank has ended. Raise TimeoutExpired.
+
+        Look now and then, as subprocess does. A rank that is waited for at the moment of its end has been forgotten by the
+        kernel before the watchdog sees how it ended.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"rank (pid {self.pid})", timeout or 0.0)
+            time.sleep(LOOK_SECONDS)
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the rank has been waited for."""
@@ -98,12 +107,14 @@ def run_torchrun() -> None:
         server = servers[min(self.local_rank_id, len(servers) - 1)] if script and servers else None
         if server is None or server.used_up:
             return start_python(self, tuple(words), environment)
-        why = server.obstacle(environment)
         try:
+            why = server.imported().obstacle(environment, as_written)
             if not why:
                 return ForkedRank(server, script, environment, self._stdout, self._stderr)
         except ServerGone as error:
-            why = str(error)
+            # Without the exception's words: a rank that needs the import shows them, and in the log of any other they would
+            # be taken for a failure.
+            why = str(error).partition(":")[0]
         print(f"local rank {self.local_rank_id} starts as torchrun starts it: {why}", file=sys.stderr, flush=True)
         return start_python(self, tuple(words), environment)
 

@@ -16,6 +16,7 @@ from harness.rollout.sglang_api.probe import ENGINE, SGLangApi
 SET_ENVIRONMENT = "_set_envs_and_config"
 MUST_AGREE = ("NCCL_", "TORCH_NCCL_", "CUDA_")
 DISABLE_BALANCE = ("SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK", "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK")
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 ENABLE_BALANCE = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
 
 VALUE = re.compile(r"'(?P<literal>.*)'|str\(int\((?P<truth>.*\w\.\w.*)\)\)")
@@ -68,8 +69,11 @@ def common_environment(api: SGLangApi, engine_args: Mapping[str, Any], environ: 
 def meaning(name: str, value: str | None) -> object:
     """Return what SGLang understands by a variable's value; None: unset.
 
-    Its Engine writes defaults into the environment, such as SGLANG_ENABLE_TORCH_COMPILE = 0, which change nothing.
+    Its Engine writes defaults into the environment, such as SGLANG_ENABLE_TORCH_COMPILE = 0, which change nothing. And no
+    import looks at the cores of an engine, which its schedulers look at when they start.
     """
+    if name == CORES:
+        return None
     fields = vars(type(source.load("srt/environ.py", "envs")))
     field = fields.get(name)
     if not hasattr(field, "parse") or not hasattr(field, "default"):

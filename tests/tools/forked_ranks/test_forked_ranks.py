@@ -54,7 +54,8 @@ class Run:
     def ranks(self) -> list[dict[str, Any]]:
         """What both ranks say, once they have said it."""
         self.wait_until(lambda: len(list(self.folder.glob("rank*.json"))) == 2)
-        self.seen |= set(psutil.Process().children(recursive=True))
+        with suppress(psutil.NoSuchProcess):  # torchrun may have ended by now, and everything with it
+            self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
         return [json.loads((self.folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
@@ -178,6 +179,15 @@ def test_without_a_server_torchrun_starts_the_ranks_and_says_why(start: Start) -
     assert [rank["forked"] for rank in run.ranks()] == [False, False]
     assert run.ended() == 0
     assert "starts as torchrun starts it: the process that does the imports has ended" in run.screen()
+
+
+def test_an_import_that_fails_is_not_shown_as_a_failure(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHEAP_IMPORTS", "json no_such_module")
+    run = start("forked", "return")
+    assert [rank["forked"] for rank in run.ranks()] == [False, False]
+    assert run.ended() == 0
+    assert "starts as torchrun starts it: an import failed\n" in run.screen()
+    assert "no_such_module" not in run.screen() and "Traceback" not in run.screen()
 
 
 def test_only_a_script_is_forked() -> None:
