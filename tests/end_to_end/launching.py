@@ -10,9 +10,10 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
+import pytest
 
 from harness.runtime.processes import is_alive
 from tests.free_port import free_port
@@ -20,6 +21,13 @@ from tests.free_port import free_port
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "HARNESS_TEST_JOB"
 QUICKSTART = "configs/cpu/quickstart.toml"
+Launcher = Literal["forked", "plain"]
+LAUNCHERS: dict[Launcher, list[str]] = {"forked": ["launch/torchrun.py"], "plain": ["-m", "torch.distributed.run"]}
+"""Python's arguments: ranks that are forked from one import, and torchrun's own. The first is sooner at a run's first step,
+the second where a rank ends before it has imported SGLang."""
+WAYS: dict[Launcher, list[str]] = {"forked": [], "plain": ["--engine.start", "spawn"]}
+"""What else makes every process of a run a Python of its own, or forks it."""
+both_ways = pytest.mark.parametrize("launcher", LAUNCHERS)
 
 
 def run_script(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -43,8 +51,11 @@ class Job:
     ranks: int
     arguments: list[str]
     script: str = "launch/ppo.py"
+    launcher: Launcher = "forked"
     prefix: list[str] = field(default_factory=list)
     """A command that runs torchrun."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that the job gets in addition."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     seen: set[psutil.Process] = field(default_factory=set)
     """Every descendant that was ever looked at: setproctitle overwrites a scheduler's environment, mark included."""
@@ -52,21 +63,14 @@ class Job:
     def start(self) -> "Job":
         self.log = self.folder.with_suffix(".log")
         command = [
-            *[
-                *self.prefix,
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nnodes=1",
-                f"--nproc-per-node={self.ranks}",
-            ],
+            *[*self.prefix, sys.executable, *LAUNCHERS[self.launcher], "--nnodes=1", f"--nproc-per-node={self.ranks}"],
             *[f"--master-port={free_port()}", self.script, *self.arguments, "--run.dir", str(self.folder)],
         ]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env=os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"},
+                env=os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"} | self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -136,6 +140,12 @@ class Job:
         self.look()
         return [process for process in self.seen if is_alive(process)]
 
+    def rank_processes(self) -> list[psutil.Process]:
+        """The ranks, in order, without torchrun's other children: each rank leads a session."""
+        children = psutil.Process(self.process.pid).children()
+        ranks = [child for child in children if os.getsid(child.pid) == child.pid]
+        return sorted(ranks, key=lambda rank: (rank.create_time(), rank.pid))
+
     def left_behind(self, seconds: float = 15) -> list[str]:
         """Names of processes that still live this long after the end."""
         end = time.monotonic() + seconds
@@ -151,8 +161,15 @@ class Job:
                 continue
 
 
-def run(folder: Path, ranks: int, *arguments: str, script: str = "launch/ppo.py", seconds: float = 400) -> Job:
+def run(
+    folder: Path,
+    ranks: int,
+    *arguments: str,
+    script: str = "launch/ppo.py",
+    launcher: Launcher = "forked",
+    seconds: float = 400,
+) -> Job:
     """Start a job and wait for its end; look at job.process.returncode."""
-    job = Job(folder=folder, ranks=ranks, arguments=list(arguments), script=script).start()
+    job = Job(folder=folder, ranks=ranks, arguments=list(arguments), script=script, launcher=launcher).start()
     job.wait(seconds)
     return job

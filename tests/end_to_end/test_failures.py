@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import QUICKSTART, Job, run
+from tests.end_to_end.launching import QUICKSTART, WAYS, Job, Launcher, both_ways, run
 
 pytestmark = pytest.mark.slow
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.slow
 def test_the_folder_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(0o700)
     (tmp_path / "run" / "config.toml").write_text("")
-    job = run(tmp_path / "run", 2, QUICKSTART)
+    job = run(tmp_path / "run", 2, QUICKSTART, launcher="plain")
     assert job.mistake().startswith("error: run.dir = ")
     assert f"{tmp_path}/run" in job.mistake() and "holds an earlier run" in job.mistake()
     assert job.left_behind() == []
 
 
 def test_an_engine_argument_that_sglang_lacks_is_one_sentence(tmp_path: Path) -> None:
-    job = run(tmp_path / "run", 2, QUICKSTART, "--engine.args.mem_fraction", "0.5")
+    job = run(tmp_path / "run", 2, QUICKSTART, "--engine.args.mem_fraction", "0.5", launcher="plain")
     assert "engine.args.mem_fraction" in job.mistake()
     assert f"sglang {version('sglang')} has no such engine argument" in job.mistake()
     assert "mem_fraction_static" in job.mistake()
@@ -37,15 +37,17 @@ def test_a_bad_row_is_named_before_an_engine_starts(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     rows = ['{"question": "1 + 1?", "answer": "#### 2"}', '{"question": "2 + 2?"}']
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows) + "\n")
-    job = run(tmp_path / "run", 2, QUICKSTART, "--task.source", str(tmp_path / "data"))
+    job = run(tmp_path / "run", 2, QUICKSTART, "--task.source", str(tmp_path / "data"), launcher="plain")
     assert "train.jsonl line 2: answer must be a text" in job.mistake()
     assert not (job.folder / "engines").exists()
     assert job.left_behind() == []
 
 
+@both_ways
 @pytest.mark.long
-def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path) -> None:
-    job = Job(folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART, "--run.steps", "50"]).start()
+def test_a_killed_scheduler_is_named_and_nothing_stays(tmp_path: Path, launcher: Launcher) -> None:
+    words = [QUICKSTART, "--run.steps", "50", *WAYS[launcher]]
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=words, launcher=launcher).start()
     job.wait_for_phase("update_actor")
     schedulers = [process for process in job.processes() if "scheduler" in process.name()]
     assert len(schedulers) == 2
@@ -135,11 +137,12 @@ def test_read_back_it_is_named_exactly_before_anything_is_generated(tmp_path: Pa
     assert job.left_behind() == []
 
 
+@both_ways
 @pytest.mark.long
-def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path) -> None:
-    job = Job(
-        folder=tmp_path / "run", ranks=2, arguments=[QUICKSTART], script="tests/end_to_end/ppo_with_one_bad_rank.py"
-    )
+def test_a_failure_of_one_rank_alone_ends_the_run_at_once(tmp_path: Path, launcher: Launcher) -> None:
+    script = "tests/end_to_end/ppo_with_one_bad_rank.py"
+    words = [QUICKSTART, *WAYS[launcher]]
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=words, script=script, launcher=launcher)
     job.start().wait_for_phase("advantages")
     started = time.monotonic()
     assert job.wait(60) == 1

@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -91,7 +90,7 @@ def test_killed_at_random_moments_it_makes_the_steps_of_a_run_that_never_was(who
         if draw.random() < 0.5:
             job.kill()
         else:
-            draw.choice(psutil.Process(job.process.pid).children()).kill()
+            draw.choice(job.rank_processes()).kill()
         assert job.wait(SECONDS) != 0, job.output()
         assert job.left_behind(60) == []
         found = rows(job)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.runtime.cpu_standins import activate
+from harness.runtime.fork_server import ForkServer
 
 LOADER = "what_is_held.load"
 LOADER_SOURCE = """
@@ -71,8 +72,9 @@ def main(folder: Path) -> None:
     }
     engine = VerlEngine(
         *(mesh, 1), log_dir=folder / "engine", model_path=model, dtype="float32", random_seed=0,
-        custom_weight_loader=[LOADER],
+        custom_weight_loader=[LOADER], servers=ForkServer.handed_over(),
     )  # fmt: skip
+    seen["forked"] = engine.starts.forked
     seen |= engine.call_engine(lambda inner: calls(engine.api, inner, folder, weights))
     seen |= as_verl_engine(engine, folder, weights)
     engine.shutdown()

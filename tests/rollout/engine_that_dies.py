@@ -1,6 +1,6 @@
 """engine_that_dies.py FOLDER: one rank with a real engine, whose scheduler then raises at a tensor of a wrong shape.
 
-With --garbage SGLang's tokenizer manager, in this process, gets a message that it cannot read.
+With --forked its processes are forked. With --garbage SGLang's tokenizer manager, in this process, gets a message that it cannot read.
 """
 
 import os
@@ -11,20 +11,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main(folder: Path) -> None:
-    from harness.rollout.verl_engine import VerlEngine
+    from harness.config.schema import Config, Parallel
+    from harness.rollout.early_start import start_early
     from harness.runtime.cpu_standins import activate
     from harness.task.tiny_models import save_tiny_model
 
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    config = Config(parallel=Parallel(tp=1))
+    servers = start_early(config, "cpu", os.environ) if "--forked" in sys.argv else []
     activate()
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from harness.rollout.verl_engine import VerlEngine
+
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     save_tiny_model("qwen3", folder / "model", 0, texts=["hello"])
     mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "tp", "pp"))
-    engine = VerlEngine(mesh["tp"], model_path=str(folder / "model"), dtype="float32", random_seed=0)
+    engine = VerlEngine(mesh["tp"], model_path=str(folder / "model"), dtype="float32", random_seed=0, servers=servers)
+    assert engine.starts.forked == (2 if servers else 0), engine.starts
     print(f"log {engine.log}", flush=True)
     engine.generate(input_ids=[[5, 6]], sampling_params={"max_new_tokens": 2})
     if "--pass" in sys.argv:

@@ -27,6 +27,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 DUMPS = dict.fromkeys(NO_DUMPS, "1")
 
 
+both_ways = pytest.mark.parametrize("way", [[], ["--forked"]], ids=["spawned", "forked"])
+
+
 def ended(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = (
         os.environ | NO_DUMPS | variables | {"TMPDIR": os.readlink(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
@@ -41,24 +44,29 @@ def left(folder: Path) -> list[str]:
     return [each.name for each in (folder / "tmp").iterdir() if not each.name.startswith(("torchinductor", "harness-"))]
 
 
-def test_a_scheduler_that_raises_is_told_with_its_own_exception_by_a_rank_that_lives(folder: Path) -> None:
-    done = ended(folder)
+@both_ways
+def test_a_scheduler_that_raises_is_told_with_its_own_exception_by_a_rank_that_lives(
+    folder: Path, way: list[str]
+) -> None:
+    done = ended(folder, *way)
     assert done.returncode == 1, done.stderr[-3000:]
     assert "died: AssertionError: Attempted to load weight (torch.Size([7]))" in done.stderr
     assert "the scheduler took it" not in done.stdout
     assert left(folder) == []
 
 
-def test_sglangs_failure_in_the_rank_itself_is_told_at_once_and_does_not_kill_it(folder: Path) -> None:
-    done = ended(folder, "--garbage", **DUMPS)
+@both_ways
+def test_sglangs_failure_in_the_rank_itself_is_told_at_once_and_does_not_kill_it(folder: Path, way: list[str]) -> None:
+    done = ended(folder, "--garbage", *way, **DUMPS)
     assert done.returncode == 1, done.stderr[-3000:]
     assert "SGLang's TokenizerManager.handle_loop failed in this process: " in done.stderr
     assert "Dumping" not in done.stderr and "coredump" not in done.stderr
     assert left(folder) == []
 
 
-def test_python_exits_without_a_word_where_the_engine_was_not_shut_down(folder: Path) -> None:
-    done = ended(folder, "--pass")
+@both_ways
+def test_python_exits_without_a_word_where_the_engine_was_not_shut_down(folder: Path, way: list[str]) -> None:
+    done = ended(folder, "--pass", *way)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resource_tracker" not in done.stderr and "Traceback" not in done.stderr
     assert left(folder) == []

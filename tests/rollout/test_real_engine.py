@@ -23,14 +23,20 @@ Seen = list[dict[str, Any]]
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What each of the two ranks saw."""
     folder = tmp_path_factory.mktemp("engine")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    command = [sys.executable, "launch/torchrun.py", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [*command, str(folder)], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     ranks: Seen = json.loads((folder / "seen.json").read_text())
     return ranks
+
+
+def test_its_processes_are_forked_from_the_imports_of_the_ranks(seen: Seen) -> None:
+    assert [rank["forked"] for rank in seen] == [3, 0]
 
 
 def test_the_source_tells_the_truth_about_the_imported_package(seen: Seen) -> None:
@@ -48,7 +54,7 @@ def test_every_way_of_updating_restores_every_tensor(seen: Seen) -> None:
 
 
 def test_every_rank_gets_the_same_answers(seen: Seen) -> None:
-    names = set(seen[0]) - {"no_folder", "unknown"}  # failures say on which rank they were
+    names = set(seen[0]) - {"no_folder", "unknown", "forked"}  # failures say on which rank they were
     assert {name: seen[0][name] for name in names} == {name: seen[1][name] for name in names}
 
 

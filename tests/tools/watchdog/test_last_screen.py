@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
+from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job, Launcher, both_ways
 
 pytestmark = pytest.mark.slow
 
@@ -19,8 +19,8 @@ SCRIPT = "tests/tools/watchdog/phases_with_gloo.py"
 TORCHRUNS_OWN = "ChildFailedError"
 
 
-def start(folder: Path, *arguments: str) -> Job:
-    return Job(folder=folder, ranks=2, arguments=[QUICKSTART, *arguments], script=SCRIPT).start()
+def start(folder: Path, *arguments: str, launcher: Launcher = "plain") -> Job:
+    return Job(folder=folder, ranks=2, arguments=[QUICKSTART, *arguments], script=SCRIPT, launcher=launcher).start()
 
 
 def screen(job: Job) -> list[str]:
@@ -52,9 +52,10 @@ def test_an_exception_is_last_with_its_traceback(tmp_path: Path) -> None:
     assert sum(line.startswith("FIRST FAILURE: ") for line in lines) == 2
 
 
+@both_ways
 @pytest.mark.long
-def test_a_killed_rank_is_last_with_what_followed(tmp_path: Path) -> None:
-    first, *rest = last(screen(start(tmp_path / "run", "--inject", "kill@values:1:1")))
+def test_a_killed_rank_is_last_with_what_followed(tmp_path: Path, launcher: Launcher) -> None:
+    first, *rest = last(screen(start(tmp_path / "run", "--inject", "kill@values:1:1", launcher=launcher)))
     assert re.match(r"FIRST FAILURE: rank 1 on \S+ (was killed by SIGKILL|died) in values of step 1 at ", first)
     assert any(re.match(r"  \+\d\.\d s: rank 0 on ", line) for line in rest)
 
@@ -68,10 +69,11 @@ def test_a_hang_is_last_with_stacks(tmp_path: Path) -> None:
     assert "clock_nanosleep" in next((tmp_path / "run").glob("stacks-*-rank1.txt")).read_text()
 
 
+@both_ways
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.Signals) -> None:
-    job = start(tmp_path / "run", "--run.steps", "400")
+def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.Signals, launcher: Launcher) -> None:
+    job = start(tmp_path / "run", "--run.steps", "400", launcher=launcher)
     job.wait_for_phase("generate")
     # Ctrl-C reaches all of the terminal's processes; a job scheduler tells its own child.
     os.killpg(job.process.pid, number) if number is signal.SIGINT else job.process.send_signal(number)
@@ -83,9 +85,10 @@ def test_a_run_that_is_told_to_end_says_so_last(tmp_path: Path, number: signal.S
     )
 
 
+@both_ways
 @pytest.mark.long
-def test_without_its_launcher_all_ends(tmp_path: Path) -> None:
-    job = start(tmp_path / "run", "--run.steps", "400")
+def test_without_its_launcher_all_ends(tmp_path: Path, launcher: Launcher) -> None:
+    job = start(tmp_path / "run", "--run.steps", "400", launcher=launcher)
     job.wait_for_phase("generate")
     job.look()
     job.process.send_signal(signal.SIGKILL)

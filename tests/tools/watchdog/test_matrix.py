@@ -13,7 +13,7 @@ from harness.runtime.processes import shared_memory_files
 from harness.tools.fault_spec import ANYWHERE
 from harness.tools.hosts import kernel
 from harness.tools.inject import SLOW_SECONDS
-from tests.end_to_end.launching import QUICKSTART, Job
+from tests.end_to_end.launching import QUICKSTART, WAYS, Job, Launcher, both_ways
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def test_a_fault_ends_the_run_in_time_and_is_named(tmp_path: Path, kind: str, ph
     step = ":1" if phase in STEP_PHASES else ""
     arguments = [QUICKSTART, "--run.steps", "2", "--inject", f"{kind}@{phase}:1{step}"]
     arguments += ["--run.phase_timeouts", f"{{{phase} = {deadline}}}"] if deadline else []
-    job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments, script=ALL_REDUCES)
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments, script=ALL_REDUCES, launcher="plain")
     if kind == "full-disk":
         if kernel.refusal():
             pytest.skip(f"no namespaces here: {kernel.refusal()}")
@@ -98,14 +98,15 @@ REAL = {
 REAL_DEADLINE = "{sync = 20, update_actor = 20}"
 
 
+@both_ways
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "transport"), [*((fault, "auto") for fault in REAL), ("dropped-bucket@sync:1:1", "pull")]
 )
-def test_the_same_with_real_engines(tmp_path: Path, fault: str, transport: str) -> None:
+def test_the_same_with_real_engines(tmp_path: Path, fault: str, transport: str, launcher: Launcher) -> None:
     arguments = [QUICKSTART, "--run.steps", "2", "--run.phase_timeouts", REAL_DEADLINE, "--inject", fault]
     arguments += ["--weights.transport", "pull" if fault.startswith("lost-message") else transport]
-    job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments).start()
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=[*arguments, *WAYS[launcher]], launcher=launcher).start()
     check_end(job, verdict=REAL[fault])
     assert kept_codes(job) == [124 if fault.startswith(("hang", "stop", "lost")) else 1]
 
@@ -143,12 +144,14 @@ IN_A_PULL = {
 }
 
 
+@both_ways
 @pytest.mark.long
 @pytest.mark.parametrize("end", IN_A_PULL)
-def test_an_end_in_the_middle_of_a_pull(tmp_path: Path, end: str) -> None:
+def test_an_end_in_the_middle_of_a_pull(tmp_path: Path, end: str, launcher: Launcher) -> None:
     """Rank 1 comes late to the sync. Until then its scheduler is stopped, so that the pull begins and does not end."""
     arguments = [QUICKSTART, "--run.steps", "2", "--run.phase_timeouts", REAL_DEADLINE, "--inject", "slow@sync:1:1"]
-    job = Job(folder=tmp_path / "run", ranks=2, arguments=[*arguments, "--weights.transport", "pull"]).start()
+    arguments += ["--weights.transport", "pull", *WAYS[launcher]]
+    job = Job(folder=tmp_path / "run", ranks=2, arguments=arguments, launcher=launcher).start()
     job.wait_for_phase("sync", step=1)
     scheduler = next(each for each in job.processes() if each.name() == "sglang::scheduler_TP1")
     scheduler.suspend()
@@ -157,7 +160,7 @@ def test_an_end_in_the_middle_of_a_pull(tmp_path: Path, end: str) -> None:
     if end == "scheduler killed":
         scheduler.kill()
     elif end == "trainer killed":
-        next(each for each in job.processes() if each.environ().get("RANK") == "1").kill()
+        job.rank_processes()[1].kill()
     code, verdict = IN_A_PULL[end]
     check_end(job, verdict)
     assert kept_codes(job) == [code]
