@@ -52,9 +52,9 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
     has_engine, has_trainer = not config.rollout.load, not config.rollout.only
     meshes = build_meshes(run.dims, run.world.device.type)
     build_models = partial(build_trainer, run, meshes.fsdp, inputs, record)
-    if has_engine and builds_engine(run):
+    if has_engine:
         with record.timed("sglang_import"):
-            import_sglang(run.events)
+            import_sglang(run)
     faulthandler.enable()  # after every import: some of them install a SIGSEGV handler that shows no Python frames
     # On a CPU the models are built while the engine's processes start. On a GPU they wait for it: SGLang sizes its KV cache by
     # the memory that is free, and must release it before there is room for the trainer.
@@ -113,10 +113,11 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
     )
 
 
-def import_sglang(events: EventLog) -> None:
-    """Import SGLang, which takes as long as to start an engine. No other thread may import anything meanwhile."""
-    with events.phase("import_sglang", waiting_for="SGLang's import"), collecting_nothing():
-        sglang_api.import_engine()
+def import_sglang(run: RunContext) -> None:
+    """Import SGLang on a rank that builds an engine, which takes seconds. No other thread may import anything meanwhile."""
+    with run.events.phase("import_sglang", waiting_for="SGLang's import"), collecting_nothing():
+        if builds_engine(run):
+            sglang_api.import_engine()
 
 
 def builds_engine(run: RunContext) -> bool:

@@ -115,7 +115,7 @@ def make_engine_and_model(run: RunContext) -> tuple[RolloutEngine, nn.Module, Pa
         model_folder = make_model_folder(run, rows)
         attention = trainer_attention(config, model_folder, world.device_type, events.say)
     meshes = build_meshes(run.dims, world.device.type)
-    import_sglang(events)
+    import_sglang(run)
     engine = start_engine(run, meshes.engines, model_folder)
     with events.phase("build_trainer", waiting_for="the sharded model"):
         model = load_causal_lm(
