@@ -6,6 +6,7 @@ The trainer's shards are there and finite, and the engine's own loader, as trace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
+from math import prod
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -146,13 +147,54 @@ def _misfit(view: TensorView, copies: Sequence[LoaderCopy], engine_dtype: torch.
             f"{view.name}: sent as {str(view.dtype).removeprefix('torch.')}, but the engine holds {held}: it would be"
             f" rounded; send {held}"
         )
-    # Mark what is read, rather than add up: ranks that hold the same rows (replicated heads) read the same elements.
-    read = torch.zeros(max(span(view.shape, view.stride), 0), dtype=torch.bool)
-    for offset, steps in {(copy.source.offset - view.offset, copy.source.steps) for copy in copies}:
-        read.as_strided([size for _, size in steps], [stride for stride, _ in steps], offset).fill_(True)
-    if (count := int(read.count_nonzero())) < view.numel:
+    if (count := elements_read(view, [copy.source for copy in copies])) < view.numel:
         sentences.append(
             f"{view.name}: of its {view.numel} elements ({list(view.shape)}) the engine would read {count};"
             " its shape is not the engine's"
         )
     return sentences
+
+
+def elements_read(view: TensorView, reads: Iterable[TensorView]) -> int:
+    """Return how many elements of a checkpoint tensor are in at least one of the reads.
+
+    Ranks that hold the same rows, such as replicated heads, read the same elements, so sizes cannot be added up. Almost
+    always the reads are boxes that differ along one axis; then their ranges are joined, and nothing is marked.
+    """
+    distinct = {(read.offset - view.offset, read.steps) for read in reads if read.numel}
+    boxes = [_box(view, *each) for each in distinct]
+    if all(boxes) and (count := _joined([box for box in boxes if box])) is not None:
+        return count
+    marked = torch.zeros(max(span(view.shape, view.stride), 0), dtype=torch.bool)
+    for offset, steps in distinct:
+        marked.as_strided([size for _, size in steps], [stride for stride, _ in steps], offset).fill_(True)
+    return int(marked.count_nonzero())
+
+
+def _box(view: TensorView, offset: int, steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
+    """Return the range that a read has along each axis of the view, by falling stride; None if it is no such box."""
+    axes, sizes, ranges = sorted(view.steps, reverse=True), dict(steps), []
+    for stride, length in axes:
+        start, offset = divmod(offset, stride)
+        size = sizes.pop(stride, 1)
+        if start < 0 or start + size > length:
+            return None
+        ranges.append((start, start + size))
+    return None if sizes or offset or len(steps) != len(dict(steps)) else tuple(ranges)
+
+
+def _joined(boxes: Sequence[tuple[tuple[int, int], ...]]) -> int | None:
+    """Return how many elements are in at least one box; None if the boxes differ along more than one axis."""
+    if not boxes:
+        return 0
+    differing = [axis for axis, ranges in enumerate(zip(*boxes, strict=True)) if len(set(ranges)) > 1]
+    if len(differing) > 1:
+        return None
+    rest = prod(stop - start for axis, (start, stop) in enumerate(boxes[0]) if axis not in differing)
+    if not differing:
+        return rest
+    length, reached = 0, 0
+    for start, stop in sorted({box[differing[0]] for box in boxes}):
+        length += max(0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return length * rest

@@ -20,6 +20,7 @@ from harness.weights.presync_checks import (
     check_finite,
     check_shards,
     coverage_problems,
+    elements_read,
 )
 from harness.weights.tensor_view import TensorView
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy
@@ -352,3 +353,45 @@ def test_a_checkpoint_form_that_has_every_element_covers() -> None:
 def test_a_checkpoint_form_that_has_too_few_elements_or_too_many_is_refused(parts: list[TensorView], held: int) -> None:
     with pytest.raises(WeightsRefused, match=f"^a: the checkpoint's tensors hold {held} of its 15 elements"):
         check_complete(parts, {"a": torch.ones(5, 3)})
+
+
+@st.composite
+def tensors_and_parts(draw: st.DrawFn) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Draw a part of a larger tensor, in any order of its axes, and parts of that part, which may share elements."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    whole = torch.arange(torch.Size(shape).numel()).view(shape).permute(draw(st.permutations(range(len(shape)))))
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        for axis, size in enumerate(tensor.shape):
+            start = draw(st.integers(0, size - 1))
+            tensor = tensor.narrow(axis, start, draw(st.integers(1, size - start)))
+        return tensor
+
+    held = part(whole)
+    return held, [part(held) for _ in range(draw(st.integers(0, 4)))]
+
+
+def view_onto(tensor: torch.Tensor) -> TensorView:
+    return TensorView(
+        name="a", of="a", dtype=tensor.dtype, shape=tuple(tensor.shape), stride=tuple(tensor.stride()),
+        offset=int(tensor.storage_offset()),
+    )  # fmt: skip
+
+
+@settings(deadline=None)
+@given(tensors_and_parts())
+def test_elements_read_by_several_ranks_are_counted_once(drawn: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    held, parts = drawn
+    read = {element for part in parts for element in part.flatten().tolist()}
+    assert elements_read(view_onto(held), [view_onto(part) for part in parts]) == len(read)
+
+
+def test_elements_of_an_expert_of_full_size_are_counted_without_marking_each() -> None:
+    """Only torch on the meta device could hold ten thousand such tensors; marking one takes longer than all of this."""
+    expert = view_of("a", (1 << 20, 1 << 20), dtype=torch.bfloat16)
+    halves = [expert.at(start * expert.stride[0]) for start in (0, 1 << 19)]
+    reads = [
+        TensorView(name="a", of="a", dtype=each.dtype, shape=(1 << 19, 1 << 20), stride=each.stride, offset=each.offset)
+        for each in halves
+    ]
+    assert elements_read(expert, reads) == 1 << 40 and elements_read(expert, reads[:1]) == 1 << 39

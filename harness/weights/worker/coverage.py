@@ -19,7 +19,7 @@ from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import TensorView, span
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
 from harness.weights.worker.model_state import derived_tensors, fingerprint, model_tensors
-from harness.weights.worker.undo import UndoneWrites, storage
+from harness.weights.worker.undo import UndoneWrites, address, storage
 
 _KEPT = "_harness_trace"
 PADDING = "padding"
@@ -96,7 +96,8 @@ class LoaderTrace:
     def run(self) -> None:
         """Ask the model's own loader what it would do with every group."""
         self.derives, self.derived_over = False, set()
-        self.traces = [self.trace_group(group) for group in self.groups]
+        undone = UndoneWrites(self.model)
+        self.traces = [self.trace_group(group, undone) for group in self.groups]
         if self.derives:
             self._find_what_is_derived_over()
         self.padding = [traced.find_padding() for traced in self.traces]
@@ -104,7 +105,7 @@ class LoaderTrace:
         modules = list(self.model.modules())
         members = [each for module in modules for each in (module._parameters, module._buffers, vars(module))]
         self._places = [
-            (each, name, value.data_ptr())
+            (each, name, address(value))
             for each in members
             for name, value in each.items()
             if isinstance(value, torch.Tensor) and storage(value) in targets
@@ -121,8 +122,8 @@ class LoaderTrace:
 
         Asked before each pull, so it only looks at those tensors.
         """
-        found = ((each.get(name), address) for each, name, address in self._places)
-        return all(tensor is not None and tensor.data_ptr() == address for tensor, address in found)
+        found = ((each.get(name), place) for each, name, place in self._places)
+        return all(tensor is not None and address(tensor) == place for tensor, place in found)
 
     def refresh(self) -> None:
         """Trace again if SGLang has replaced a tensor."""
@@ -148,18 +149,18 @@ class LoaderTrace:
             self.derived_over |= {copy.source.name for copy in lost}
             traced.give_up(lost)
 
-    def trace_group(self, group: FusingGroup) -> GroupTrace:
-        """Trace one group. Also catch what no dispatch mode sees: a loader that puts a tensor in a parameter's place.
+    def trace_group(self, group: FusingGroup, undone: UndoneWrites) -> GroupTrace:
+        """Trace one group, and take back by `undone` what it changes. Also catch what no dispatch mode sees: a loader that puts a tensor in a parameter's place.
 
-        The memory is on the CPU, as when SGLang loads from disk. It is never touched, so it costs nothing. If the loader
-        ends with SGLang's own post-load step, that is noted, not run.
+        The memory is on the CPU, as when SGLang loads from disk. It is never touched, so it costs nothing. For a model on the
+        meta device it is there too. If the loader ends with SGLang's own post-load step, that is noted, not run.
         """
-        memory = group.empty_tensors()
+        memory = group.empty_tensors("meta" if self.device.type == "meta" else "cpu")
         sent = {storage(tensor) for tensor in memory.values()}
-        with UndoneWrites(self.model) as undone, self.post_load_noted():
+        with undone, self.post_load_noted():
             traced = trace_loader(self.model.load_weights, group.views, memory)
             replaced = list(undone.replaced())
-        attributes = derived_tensors(self.model)
+        attributes = derived_tensors(self.model) if replaced else {}
         names = {view.name for view in group.views}
         for name, before, now in replaced:
             traced.does_more = True
@@ -234,7 +235,8 @@ class LoaderTrace:
 
     def _blame(self, group: FusingGroup, traced: GroupTrace) -> dict[str, str]:
         """Return the tensors that make the loader raise even alone; the whole group if none does."""
-        alone = {view.name: self.trace_group(replace(group, views=(view,))).error for view in group.views}
+        undone = UndoneWrites(self.model)
+        alone = {view.name: self.trace_group(replace(group, views=(view,)), undone).error for view in group.views}
         guilty = {name: error for name, error in alone.items() if error}
         return guilty or {", ".join(alone): traced.error}
 
@@ -282,10 +284,10 @@ def fingerprints(model: Any, _: None = None) -> dict[str, int]:
 
 def missing_elements(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> int:
     """Return how many elements of a tensor are in none of the parts, which are views of its storage."""
-    parts = sorted((part for part in parts if part.numel()), key=torch.Tensor.data_ptr)
+    parts = sorted((part for part in parts if part.numel()), key=address)
     if all(part.is_contiguous() for part in parts):  # whole rows, as almost always: no need to mark each element
-        ends = [part.data_ptr() + part.nbytes for part in parts]
-        if all(end <= part.data_ptr() for end, part in zip(ends, parts[1:], strict=False)):
+        ends = [address(part) + part.nbytes for part in parts]
+        if all(end <= address(part) for end, part in zip(ends, parts[1:], strict=False)):
             return max(0, tensor.numel() - sum(part.numel() for part in parts if begins_within(part, tensor)))
     missing = torch.ones(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=torch.bool)
     for part in parts:
@@ -296,4 +298,4 @@ def missing_elements(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> int
 def begins_within(part: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return whether `part`, which shares the tensor's storage, begins inside the tensor."""
     reach = span(tensor.shape, tensor.stride()) * tensor.element_size()
-    return 0 <= part.data_ptr() - tensor.data_ptr() < max(reach, 1)
+    return 0 <= address(part) - address(tensor) < max(reach, 1)

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.weights.tensor_view import TensorView, span
-from harness.weights.worker.undo import storage, tensors_in, written
+from harness.weights.worker.undo import address, is_view, storage, tensors_in, written
 
 aten = torch.ops.aten
 Pieces = list[tuple[Any, torch.Tensor]]
@@ -127,7 +127,7 @@ class _Recorder(TorchDispatchMode):
         self, function: Any, types: Sequence[type], arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        if _is_view(function):
+        if is_view(function):
             return function(*arguments, **keywords)
         if function is aten.copy_.default and self._can_follow(arguments[1]):
             self._record(arguments[0], arguments[1])
@@ -314,7 +314,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
             pairs = zip(*boxes, strict=True)
             return all(start < other_end and other_start < end for (start, end), (other_start, other_end) in pairs)
     (start, end), (other_start, other_end) = (
-        (each.data_ptr(), each.data_ptr() + span(each.shape, each.stride()) * each.itemsize) for each in (one, other)
+        (address(each), address(each) + span(each.shape, each.stride()) * each.itemsize) for each in (one, other)
     )
     return start < other_end and other_start < end
 
@@ -331,10 +331,3 @@ def _box(tensor: torch.Tensor) -> list[tuple[int, int]]:
         box.append((start, start + size))
         outer = step
     return box if not left else []
-
-
-def _is_view(function: Any) -> bool:
-    """Return whether the operation returns views of its arguments, and writes nothing."""
-    schema = function._schema
-    aliases = schema.returns and all(value.alias_info is not None for value in schema.returns)
-    return bool(aliases) and not schema.is_mutable

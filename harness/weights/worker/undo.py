@@ -4,12 +4,13 @@ A check runs the engine's own loader to learn what it would do. The engine must 
 before.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness.weights.worker.model_state import INTEGER, model_tensors
 
@@ -24,29 +25,30 @@ class UndoneWrites(TorchDispatchMode):
     """
 
     def __init__(self, model: Any) -> None:
+        """Note what the modules hold. The guard may be entered again and again, since each exit brings that back."""
         super().__init__()
         self.model = model
         self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         """Address of a storage that was written -> that storage, and a copy of what it held."""
         self._made: set[int] = set()
-        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._names: dict[str, torch.Tensor] = {}
+        self._held = [(members, dict(members)) for members in _members(model)]
+        tensors = [each for _, held in self._held for each in held.values() if isinstance(each, torch.Tensor)]
+        self._data = [(tensor, tensor.data, _place(tensor)) for tensor in tensors]
+        self._names = {name: tensor.data for name, tensor in model_tensors(model).items()}
 
     def __enter__(self) -> "UndoneWrites":
-        self._held = [(members, dict(members)) for members in _members(self.model)]
-        tensors = [each for _, held in self._held for each in held.values() if isinstance(each, torch.Tensor)]
-        self._data = [(tensor, tensor.data) for tensor in tensors]
-        self._names = {name: tensor.data for name, tensor in model_tensors(self.model).items()}
+        self.saved.clear()
+        self._made.clear()
         super().__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
         for members, held in self._held:
-            _put_back(members, held)
-        for tensor, data in self._data:
-            if _place(tensor) != _place(data):
+            if not _are_same(members, held):
+                _put_back(members, held)
+        for tensor, data, place in self._data:
+            if _place(tensor) != place:
                 tensor.data = data
         for memory, before in self.saved.values():
             memory.copy_(before)
@@ -55,6 +57,8 @@ class UndoneWrites(TorchDispatchMode):
         self, function: Any, types: Sequence[type], arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
+        if is_view(function):
+            return function(*arguments, **keywords)
         for tensor in written(function, arguments, keywords):
             self._save(tensor)
         result = function(*arguments, **keywords)
@@ -70,6 +74,10 @@ class UndoneWrites(TorchDispatchMode):
 
     def replaced(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield (name, tensor before, tensor now) where a module now has another tensor, or the tensor other memory."""
+        if all(_are_same(members, held) for members, held in self._held) and all(
+            _place(tensor) == place for tensor, _, place in self._data
+        ):
+            return  # to walk over all modules of a large model takes longer than what is traced
         for name, now in model_tensors(self.model).items():
             before = self._names.get(name)
             if before is not None and _place(before) != _place(now):
@@ -115,6 +123,15 @@ def _members(model: Any) -> Iterator[dict[str, Any]]:
         yield from (vars(module), module._parameters, module._buffers, module._modules)
 
 
+def _are_same(members: dict[str, Any], held: dict[str, Any]) -> bool:
+    """Return whether the members are the very objects that were held, in their order."""
+    return (
+        len(members) == len(held)
+        and all(map(operator.is_, members.values(), held.values()))
+        and all(map(operator.eq, members, held))
+    )
+
+
 def _put_back(members: dict[str, Any], held: dict[str, Any]) -> None:
     """Make the members what they were. The scheduler's own thread may be reading the others, so only what differs is set."""
     for name in [name for name in members if name not in held]:
@@ -123,30 +140,52 @@ def _put_back(members: dict[str, Any], held: dict[str, Any]) -> None:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (
-        tensor.data_ptr() if tensor.device.type != "meta" else id(tensor),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-    )
+    return address(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return the address of the memory that a tensor is a view of; -1 for a meta tensor."""
-    return -1 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
+    """Return the address of the memory that a tensor is a view of; of its storage object for a meta tensor, which has none."""
+    memory = tensor.untyped_storage()
+    return int(memory._cdata) if tensor.device.type == "meta" else memory.data_ptr()
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return the address of the first element. Those of meta tensors may be compared within one storage only."""
+    if tensor.device.type != "meta":
+        return tensor.data_ptr()
+    return storage(tensor) + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of an operator's arguments or results."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors of an operator's arguments or results. torch's own tree_leaves takes several times as long."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for each in tree for tensor in tensors_in(each)]
 
 
 def written(function: Any, arguments: Any, keywords: Any) -> list[torch.Tensor]:
     """Return the tensors that an operator writes into."""
-    return tensors_in(
-        [
-            arguments[place] if place < len(arguments) else keywords.get(value.name)
-            for place, value in enumerate(function._schema.arguments)
-            if value.alias_info is not None and value.alias_info.is_write
-        ]
+    places = _places_written(function)
+    return tensors_in([arguments[place] if place < len(arguments) else keywords.get(name) for place, name in places])
+
+
+@cache
+def _places_written(function: Any) -> tuple[tuple[int, str], ...]:
+    """Return the position and the name of each argument that an operator writes into."""
+    return tuple(
+        (place, value.name)
+        for place, value in enumerate(function._schema.arguments)
+        if value.alias_info is not None and value.alias_info.is_write
     )
+
+
+@cache
+def is_view(function: Any) -> bool:
+    """Return whether the operation returns views of its arguments, and writes nothing."""
+    schema = function._schema
+    aliases = schema.returns and all(value.alias_info is not None for value in schema.returns)
+    return bool(aliases) and not schema.is_mutable
