@@ -1,0 +1,105 @@
+"""SGLang's own model class on the meta device, as one rank of an engine of any size would build it: no memory, no network.
+
+The process groups are torch's "fake" backend: each knows its rank and size, and a collective call does nothing. SGLang keeps
+one configuration for each process, so one process builds one rank.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from harness.rollout.sglang_api.source import installed, load
+from harness.runtime.errors import UnsupportedEnvironment
+
+
+def prepare_import(folder: Path) -> None:
+    """Have SGLang import the classes of this model alone, and not its two hundred others. Call it before sglang is imported.
+
+    folder: with config.json. Raise UnsupportedEnvironment if this release has no class of that architecture.
+    """
+    wanted = set(json.loads((folder / "config.json").read_text()).get("architectures") or ())
+    source = installed("sglang")
+    files = sorted((source.root / "srt" / "models").glob("*.py"))
+    defining = [file for file in files if _entry_classes(file.read_text(encoding="utf-8")) & wanted]
+    if not defining:
+        raise UnsupportedEnvironment(
+            f"sglang {source.version()} has no class for {' or '.join(sorted(wanted)) or 'this config.json'}"
+        )
+    others = [file.stem for file in files if file not in defining]
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+
+
+def _entry_classes(text: str) -> set[str]:
+    """Return the classes that a file of SGLang's models offers to its registry."""
+    found = re.search(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|\w+)", text, re.MULTILINE)
+    return set(re.findall(r"\w+", found[1])) if found else set()
+
+
+def import_all() -> None:
+    """Import what build_on_meta needs. SGLang's modules make tensors when they are imported, so never below a device mode."""
+    for module in ("srt.server_args", "srt.model_loader.loader", "srt.models.registry", "srt.layers.moe"):
+        importlib.import_module(f"sglang.{module}")
+
+
+def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int) -> Any:
+    """Return the model of one engine rank, with SGLang's quantization, placement of experts, and pipeline stage.
+
+    folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. Whatever SGLang itself
+    raises for a model that it cannot build passes through. Raise UnsupportedEnvironment for a release before 0.5.21.
+    """
+    if not installed("sglang").has("srt/distributed/bootstrap.py"):
+        raise UnsupportedEnvironment(
+            f"sglang {installed('sglang').version()} sets up its ranks in another way than 0.5.21 and later,"
+            " which launch/full_size.py knows"
+        )
+    server_arguments = load("srt/server_args.py", "ServerArgs")(
+        model_path=str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True,
+        attention_backend="torch_native", disable_overlap_schedule=True, **arguments,
+    )  # fmt: skip
+    world = server_arguments.tp_size * server_arguments.pp_size
+    _join_fake_groups(rank, world)
+    context, bootstrap = _module("srt.runtime_context"), _module("srt.distributed.bootstrap")
+    context.publish(server_arguments, role="scheduler", ranks=context.SpawnRanks(world_rank=rank, gpu_id=0))
+    _module("srt.layers.moe").initialize_moe_config()
+    _module("srt.distributed.parallel_state").set_custom_all_reduce(False)
+    bootstrap._init_parallel_groups(backend="fake", dist_init_method="fake://", server_args=server_arguments, gpu_id=0)
+    model_config = _module("srt.configs.model_config").ModelConfig.from_server_args(server_arguments)
+    bootstrap.init_layer_runtime(model_config=model_config)
+    loader, load_config = _module("srt.model_loader.loader"), load("srt/configs/load_config.py", "LoadConfig")("dummy")
+    quantization = loader._get_quantization_config(model_config, load_config)
+    torch.set_default_dtype(model_config.dtype)
+    with torch.device("meta"):
+        return loader._initialize_model(model_config, load_config, quantization)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"sglang.{name}")
+
+
+def _join_fake_groups(rank: int, world: int) -> None:
+    """Make every process group of this process a fake one. That lasts for the life of the process, which builds one rank."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    real_new_group = dist.new_group
+    accepted = inspect.signature(real_new_group).parameters
+
+    def new_fake_group(ranks: Any = None, *_: Any, **keywords: Any) -> Any:
+        return real_new_group(
+            ranks, **{key: value for key, value in keywords.items() if key in accepted} | {"backend": "fake"}
+        )
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    patch.object(dist, "new_group", new_fake_group).start()
+    queue = _module("srt.distributed.device_communicators.shm_broadcast").MessageQueue
+    patch.object(queue, "create_from_process_group", staticmethod(lambda *_, **__: None)).start()
+    state = _module("srt.distributed.parallel_state")
+    patch.object(state, "in_the_same_node_as", lambda *_, **__: [True] * world).start()

@@ -1,0 +1,75 @@
+"""The checkpoint tensors that a trainer of a model would send, from transformers' class on the meta device."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.trainer.model import named_tensors
+from harness.weights.names import checkpoint_layout
+from harness.weights.tensor_view import TensorView
+
+SCALE = "_scale_inv"
+"""What DeepSeek's checkpoints add to the name of a weight in blocks of float8 for the name of its scales."""
+
+
+def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:
+    """Return what is sent, as views of the trainer's tensors: in dtype, or as the model's own quantization has it.
+
+    Raise UnsupportedEnvironment for an architecture that transformers lacks, and for a quantization that is not in blocks of
+    float8: how a trainer would make its names is not known here.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None:
+            del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, KeyError) as error:
+        raise UnsupportedEnvironment(f"transformers cannot build the trainer's model: {error}") from error
+    model.tie_weights()
+    layout = checkpoint_layout(model, dict(named_tensors(model)), dtype)
+    if quantization is None:
+        return layout
+    if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
+        raise UnsupportedEnvironment(
+            f"the trainer's names for quantization {quantization.get('quant_method')} are not known here; give a config.json"
+            " without quantization_config, or one with blocks of float8"
+        )
+    return tuple(in_float8_blocks(layout, linear_weights(model), quantization))
+
+
+def linear_weights(model: Any) -> frozenset[str]:
+    """Return the names of the trainer's matrices that a quantization changes: linear layers and experts, but no head."""
+    linear = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    experts = {name for name, each in model.named_parameters() if ".experts." in name and each.ndim >= 2}
+    head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    return frozenset((linear | experts) - {f"{path}.weight" for path in head})
+
+
+def in_float8_blocks(
+    layout: Collection[TensorView], quantized: Collection[str], quantization: Mapping[str, Any]
+) -> Iterator[TensorView]:
+    """Yield the tensors of a checkpoint in block float8: each quantized weight, and its scales in float32.
+
+    quantized: the trainer's tensors that are. quantization: as config.json has it, with weight_block_size (rows, columns) and
+    perhaps modules_to_not_convert.
+    """
+    rows, columns = quantization["weight_block_size"]
+    kept = tuple(quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or ())
+    for view in layout:
+        if view.of not in quantized or any(re.search(rf"(^|\.){re.escape(each)}(\.|$)", view.name) for each in kept):
+            yield view
+            continue
+        yield replace(view, dtype=torch.float8_e4m3fn)
+        shape = (-(-view.shape[0] // rows), -(-view.shape[1] // columns))
+        name = view.name + SCALE
+        # Scales are a tensor of their own for each weight; which module they lie in decides with what they may be fused.
+        of = f"{view.of}{SCALE}.{view.name}" if ".experts." in view.of else name
+        yield TensorView(name=name, of=of, dtype=torch.float32, shape=shape, stride=(shape[1], 1))

@@ -1,0 +1,40 @@
+"""Ask whether a model's weights would arrive at its true size, with SGLang's and transformers' own classes and no GPU.
+
+    python3 launch/full_size.py deepseek_v3 --tp 16
+    python3 launch/full_size.py kimi_k2 --tp 16 --ep 16
+    python3 launch/full_size.py FOLDER_WITH_CONFIG_JSON --tp 8 --pp 2 --json found.json
+
+MODEL is a folder with a config.json, or the name of a folder of configs/models. SGLang's class is built for each rank of one
+engine on the meta device, which has no memory, under process groups that send nothing. It gets every name of the checkpoint
+that transformers' class would save, through its own load_weights. Exit codes: 0 every name arrives whole and fills every
+parameter; 1 something does not, and the first names are printed, or SGLang cannot build the model in this way; 2 the command
+line is wrong; 125 this release of SGLang, or transformers, cannot answer.
+"""
+
+import sys
+
+import _checkout
+
+_checkout.use()
+
+from harness.config.layers import ConfigError
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.tools import environments
+from harness.tools.command_line import exit_with, read_known_options
+from harness.tools.full_size.command import Options, run
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit code."""
+    try:
+        options, rest = read_known_options(Options, "launch/full_size.py MODEL", __doc__ or "", arguments)
+        if len(rest) != 1 or rest[0].startswith("-"):
+            raise ConfigError(f"give one MODEL, and options as --help lists them; got {' '.join(rest) or 'none'}.")
+        environments.need("sglang", "transformers")
+        return run(rest[0], options)
+    except (ValueError, UnsupportedEnvironment) as error:
+        return report_user_error(error, rank=0)
+
+
+if __name__ == "__main__":
+    exit_with(main, sys.argv[1:])

@@ -1,0 +1,104 @@
+"""Models of their true widths through SGLang's own classes, on the meta device: what arrives, and what is named if it does not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).resolve().parents[3]
+MODELS = REPOSITORY / "configs" / "models"
+NAMED = {
+    "half a fused pair": ["model.layers.4.self_attn.fused_qkv_a_proj_with_mqa.weight: a parameter of the engine"],
+    "an expert's name": ["layers.5.mlp.experts.77.up_porj.weight", "model.layers.5.mlp.experts.w13_weight"],
+    "an expert lost": [
+        "model.layers.4.mlp.experts.w13_weight: on engine rank 3",
+        "model.layers.4.mlp.experts.w2_weight",
+    ],
+    "transposed expert": ["model.layers.3.mlp.experts.200.down_proj.weight"],
+    "no correction bias": ["model.layers.4.mlp.gate.e_score_correction_bias"],
+    "vocabulary cut": ["model.embed_tokens.weight"],
+    "a dtype": ["model.layers.2.input_layernorm.weight: sent as float32, but the engine holds bfloat16"],
+    "a layer lost": ["model.layers.5.self_attn.o_proj.weight", "model.layers.5.mlp.experts.w2_weight"],
+    "no head": ["lm_head.weight"],
+}
+
+
+def with_layers(model: str, layers: int, folder: Path) -> Path:
+    """Write a shipped model's config with fewer layers of the same widths."""
+    fields = json.loads((MODELS / model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": layers}))
+    return folder
+
+
+def full_size(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "launch/full_size.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The problems of each planted fault, of one process that imports SGLang once."""
+    folder = with_layers("deepseek_v3_bf16", 6, tmp_path_factory.mktemp("model"))
+    run = subprocess.run(
+        [sys.executable, Path(__file__).with_name("planted_faults.py"), folder],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_true_checkpoint_has_no_problem(problems: dict[str, list[str]]) -> None:
+    assert problems["none"] == []
+
+
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_planted_fault_is_named(fault: str, problems: dict[str, list[str]]) -> None:
+    for part in NAMED[fault]:
+        assert any(part in problem for problem in problems[fault]), problems[fault]
+
+
+def test_ranks_that_get_one_layer_of_each_kind_find_what_all_names_find(problems: dict[str, list[str]]) -> None:
+    assert sorted(problems["an expert's name"]) == sorted(problems["an expert's name, all ranks"])
+
+
+def test_block_float8_and_pipeline_stages_pass(tmp_path: Path) -> None:
+    folder = with_layers("deepseek_v3", 6, tmp_path)
+    run = full_size(folder, "--tp", 4, "--pp", 2, "--json", tmp_path / "found.json")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1].startswith("VERDICT: every name arrives whole")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found["ranks"]) == 8 and found["problems"] == []
+    assert any(name.endswith("_scale_inv") for name in found["sent"])
+
+
+def test_a_failure_reported_from_32_gpus_comes_with_its_own_words() -> None:
+    """sgl-project/sglang#3491 and #4791."""
+    run = full_size("deepseek_v3", "--tp", 32)
+    last = run.stdout.splitlines()[-1]
+    assert run.returncode == 1, run.stderr
+    assert "Weight output_partition_size = 576 is not divisible by weight quantization block_n = 128" in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (["no_such_model"], 2, "must be a folder with a config.json"),
+        (["deepseek_v3", "--tp", "24"], 2, "128 attention heads"),
+        (["deepseek_v3", "--tp", "16", "--ep", "3"], 2, "--ep must be 1 or more and divide --tp 16"),
+        ([], 2, "give one MODEL"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(arguments: list[str], code: int, part: str) -> None:
+    run = full_size(*arguments)
+    assert run.returncode == code and part in run.stderr.splitlines()[-1], run.stderr
+
+
+def test_an_architecture_that_sglang_lacks_is_125(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "model_type": "llama"}))
+    run = full_size(tmp_path)
+    assert run.returncode == 125 and "has no class for NobodysForCausalLM" in run.stderr.splitlines()[-1], run.stderr
