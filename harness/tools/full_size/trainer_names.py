@@ -1,5 +1,6 @@
 """The checkpoint tensors that a trainer of a model would send, from transformers' class on the meta device."""
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -7,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig
 
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.trainer.model import named_tensors
@@ -24,15 +26,12 @@ def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:
     Raise UnsupportedEnvironment for an architecture that transformers lacks, and for a quantization that is not in blocks of
     float8: how a trainer would make its names is not known here.
     """
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None:
-            del config.quantization_config
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, KeyError) as error:
-        raise UnsupportedEnvironment(f"transformers cannot build the trainer's model: {error}") from error
+    model_class, config = trainer_class(folder)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        del config.quantization_config
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=dtype)
     model.tie_weights()
     layout = checkpoint_layout(model, dict(named_tensors(model)), dtype)
     if quantization is None:
@@ -43,6 +42,23 @@ def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:
             " without quantization_config, or one with blocks of float8"
         )
     return tuple(in_float8_blocks(layout, linear_weights(model), quantization))
+
+
+def trainer_class(folder: Path) -> tuple[Any, Any]:
+    """Return transformers' class of the model, and its config. Raise UnsupportedEnvironment if transformers has none.
+
+    Kimi-K2 has a model_type of its own and the class of DeepSeek-V3, so the architecture decides where the type does not.
+    """
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = fields["architectures"][0]
+    found = getattr(transformers, architecture, None)
+    if found is None or not hasattr(found, "_from_config"):
+        raise UnsupportedEnvironment(
+            f"transformers {transformers.__version__} has no class {architecture}, so the trainer's names are not known"
+        )
+    if fields.get("model_type") == found.config_class.model_type:
+        return found, AutoConfig.from_pretrained(folder)
+    return found, found.config_class.from_dict(fields | {"model_type": found.config_class.model_type})
 
 
 def linear_weights(model: Any) -> frozenset[str]:
