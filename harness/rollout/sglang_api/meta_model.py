@@ -9,7 +9,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,21 +21,26 @@ import torch.distributed as dist
 from harness.rollout.sglang_api.source import installed, load
 from harness.runtime.errors import UnsupportedEnvironment
 
+DRAFT_CLASS = re.compile(r"NextN$|MTP$")
+"""SGLang's names for the classes that serve a model's layer for multi-token prediction (MTP) as its draft model."""
 
-def prepare_import(folder: Path) -> None:
+
+def prepare_import(folder: Path, draft: bool = False) -> None:
     """Have SGLang import the classes of this model alone, and not its two hundred others. Call it before sglang is imported.
 
-    folder: with config.json. Raise UnsupportedEnvironment if this release has no class of that architecture.
+    folder: with config.json. draft: also those of draft models, because only SGLang knows which one it is. Raise UnsupportedEnvironment if this release has no class of that architecture.
     """
     wanted = set(json.loads((folder / "config.json").read_text()).get("architectures") or ())
     source = installed("sglang")
     files = sorted((source.root / "srt" / "models").glob("*.py"))
-    defining = [file for file in files if _entry_classes(file.read_text(encoding="utf-8")) & wanted]
+    classes = {file: _entry_classes(file.read_text(encoding="utf-8")) for file in files}
+    defining = [file for file in files if classes[file] & wanted]
     if not defining:
         raise UnsupportedEnvironment(
             f"sglang {source.version()} has no class for {' or '.join(sorted(wanted)) or 'this config.json'}"
         )
-    others = [file.stem for file in files if file not in defining]
+    drafts = [file for file in files if draft and any(map(DRAFT_CLASS.search, classes[file]))]
+    others = [file.stem for file in files if file not in {*defining, *drafts}]
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
 
 
@@ -50,10 +56,11 @@ def import_all() -> None:
         importlib.import_module(f"sglang.{module}")
 
 
-def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int) -> Any:
+def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: bool = False) -> Any:
     """Return the model of one engine rank, with SGLang's quantization, placement of experts, and pipeline stage.
 
-    folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. Whatever SGLang itself
+    folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. draft: the rank's
+    draft model instead, which speculative_algorithm among the arguments asks for. Whatever SGLang itself
     raises for a model that it cannot build passes through. Raise UnsupportedEnvironment for a release before 0.5.21.
     """
     if not installed("sglang").has("srt/distributed/bootstrap.py"):
@@ -72,13 +79,42 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int) -> Any:
     _module("srt.layers.moe").initialize_moe_config()
     _module("srt.distributed.parallel_state").set_custom_all_reduce(False)
     bootstrap._init_parallel_groups(backend="fake", dist_init_method="fake://", server_args=server_arguments, gpu_id=0)
-    model_config = _module("srt.configs.model_config").ModelConfig.from_server_args(server_arguments)
+    config_class = _module("srt.configs.model_config").ModelConfig
+    model_config = config_class.from_server_args(server_arguments)
     bootstrap.init_layer_runtime(model_config=model_config)
+    if draft:
+        model_config = config_class.from_server_args(server_arguments, model_path=str(folder), is_draft_model=True)
     loader, load_config = _module("srt.model_loader.loader"), load("srt/configs/load_config.py", "LoadConfig")("dummy")
     quantization = loader._get_quantization_config(model_config, load_config)
     torch.set_default_dtype(model_config.dtype)
-    with torch.device("meta"):
+    scope = _draft_scope(model_config, server_arguments.speculative_algorithm) if draft else nullcontext()
+    with scope, torch.device("meta"):
         return loader._initialize_model(model_config, load_config, quantization)
+
+
+@contextmanager
+def _draft_scope(model_config: Any, algorithm: str) -> Iterator[None]:
+    """Do what SGLang's EagleDraftWorker does around the draft model that it builds: its groups, and its kernels of experts."""
+    parallel, utils = _module("srt.speculative.draft_parallel"), _module("srt.speculative.spec_utils")
+    moe, algorithms = _module("srt.layers.moe.utils"), _module("srt.speculative.spec_info").SpeculativeAlgorithm
+    spec = parallel.model_draft_parallel_spec(model_config, spec_algorithm=algorithms.from_string(algorithm))
+    with ExitStack() as stack:
+        stack.enter_context(utils.draft_tp_context(parallel.resolve_draft_parallel_layout(spec)))
+        stack.enter_context(utils.draft_pp_context())
+        stack.enter_context(moe.speculative_moe_backend_context())
+        stack.enter_context(moe.speculative_moe_a2a_backend_context())
+        stack.enter_context(moe.draft_model_build_scope())
+        yield
+
+
+def shared_with_target(draft: Any, stages: int) -> frozenset[str]:
+    """Return the parameters of a draft model in whose place SGLang puts the target's own: its embedding and its head.
+
+    With several pipeline stages only the head: the last stage, which has the draft model, has no embedding of the target.
+    """
+    embedding, head = draft.get_embed_and_head()
+    shared = {id(head)} if stages > 1 else {id(embedding), id(head)}
+    return frozenset(name for name, each in draft.named_parameters() if id(each) in shared)
 
 
 def _module(name: str) -> Any:

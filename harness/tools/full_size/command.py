@@ -21,8 +21,8 @@ SHIPPED = Path(__file__).resolve().parents[3] / "configs" / "models"
 SHOWN = 12
 """How many problems are printed; the JSON has all."""
 
-KV_CACHE_SCALES = (".k_scale", ".v_scale")
-"""Parameters that a quantized attention has for a KV cache in float8. Without them SGLang takes 1.0."""
+MTP_ALGORITHMS = ("NEXTN", "EAGLE")
+"""Those of SGLang's that take the draft model from the model's own checkpoint; NEXTN is another name of EAGLE."""
 
 
 @dataclass(kw_only=True)
@@ -39,6 +39,9 @@ class Options:
     """Data-parallel groups of the engine's attention (SGLang's dp_size with enable_dp_attention)."""
     dtype: str = "bfloat16"
     """What both sides compute in."""
+    speculative_algorithm: str = ""
+    """NEXTN or EAGLE, as SGLang's argument: examine the draft model too, which serves the model's own layer for multi-token
+    prediction."""
     all_ranks: bool = False
     """Give every name to every rank's loader. Otherwise the ranks between the first and the last of a stage get one layer of
     each kind."""
@@ -73,6 +76,13 @@ def server_arguments(options: Options) -> dict[str, Any]:
     found = {"tp_size": options.tp, "pp_size": options.pp, "ep_size": options.ep, "dtype": options.dtype}
     if options.dp_attention > 1:
         found |= {"dp_size": options.dp_attention, "enable_dp_attention": True}
+    if options.speculative_algorithm:
+        if options.speculative_algorithm not in MTP_ALGORITHMS:
+            raise ConfigError(
+                f"--speculative-algorithm must be {' or '.join(MTP_ALGORITHMS)}, whose draft model is in the model's own"
+                f" checkpoint; got {options.speculative_algorithm}."
+            )
+        found["speculative_algorithm"] = options.speculative_algorithm
     return found
 
 
@@ -96,20 +106,21 @@ def run(name: str, options: Options) -> int:
     os.environ.update(cpu_environment(1))
     from harness.rollout.sglang_api import meta_model
 
-    meta_model.prepare_import(folder)
+    meta_model.prepare_import(folder, draft=bool(options.speculative_algorithm))
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)  # SGLang tells what a CPU lacks; what it cannot build, it raises
     with collecting_nothing():
         import torch
 
-        from harness.tools.full_size import engine_ranks
+        from harness.tools.full_size import draft_model, engine_ranks
+        from harness.tools.full_size.findings import Findings
         from harness.tools.full_size.trainer_names import trainer_layout
         from harness.weights.fusing import fusing_groups
-        from harness.weights.presync_checks import coverage_problems
 
         meta_model.import_all()
     imported = time.monotonic()
     layout = trainer_layout(folder, getattr(torch, options.dtype))
+    mtp = draft_model.mtp_layout(folder, layout) if options.speculative_algorithm else ()
     groups = fusing_groups(layout)
     shape = engine_ranks.EngineShape(
         folder=folder, arguments=arguments, tp=options.tp, pp=options.pp, processes=len(os.sched_getaffinity(0))
@@ -119,32 +130,36 @@ def run(name: str, options: Options) -> int:
     )
     try:
         ranks = engine_ranks.examine(shape, groups, options.all_ranks)
+        draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
     except engine_ranks.RankFailed as error:
         print(f"VERDICT: the engine cannot be built: {error}")
         return 1
-    given, coverage = engine_ranks.given_to_all(ranks)
-    scales = {name for each in coverage for name in each.missing if name.endswith(KV_CACHE_SCALES)}
-    unfilled = {name for each in coverage for name in scales if each.missing.get(name, (0, 0))[0]}
-    problems = [each for each in coverage_problems(given, coverage) if each.partition(":")[0] not in unfilled]
-    in_part, padding = engine_ranks.filled_in_part(ranks)
-    problems += in_part
-    untold = sorted({name for each in ranks for name in each.coverage.opaque})
+    found = Findings.of(ranks)
+    problems = [*found.problems, *(draft.findings.problems if draft else ())]
+    untold = [*found.untold, *(draft.findings.untold if draft else ())]
     largest = max(ranks, key=lambda each: each.nbytes)
     seconds = time.monotonic() - started
     print(
         f"engine: {len(ranks)} ranks, {largest.parameters:,} parameters and {largest.nbytes / 1e9:.2f} GB on rank {largest.rank};"
         f" {_how_given(ranks, len(layout))}; {seconds:.1f} s, {_peak_gb():.2f} GB of memory for a process at most"
     )
+    if draft:
+        print(_of_draft(draft))
     if options.json:
-        Path(options.json).write_text(
-            json.dumps(_as_table(folder, arguments, layout, ranks, problems, untold), indent=1)
-        )
-    if unfilled:
+        table = _as_table(folder, arguments, layout, ranks, problems, untold)
+        if draft:
+            table["draft"] = {
+                "sent": _names(draft.mtp),
+                "ranks": _ranks(draft.ranks),
+                "filled_by_trainer": sorted(draft.filled_by_trainer),
+            }
+        Path(options.json).write_text(json.dumps(table, indent=1))
+    if found.kv_cache_scales:
         print(
             "not filled, as published checkpoints lack them and SGLang sets them itself: scales of the attention's KV cache"
         )
-    if padding:
-        print(f"in every layer alike, as padding is: {padding[0]}; {len(padding)} such")
+    if found.padding:
+        print(f"in every layer alike, as padding is: {found.padding[0]}; {len(found.padding)} such")
     for line in problems[:SHOWN]:
         print(f"  {line}")
     if untold:
@@ -156,8 +171,29 @@ def run(name: str, options: Options) -> int:
         )
         return 1
     followed = "every name" if not untold else f"every name that could be followed ({len(layout) - len(untold):,})"
-    print(f"VERDICT: {followed} arrives whole, and every parameter of the engine is filled")
+    print(f"VERDICT: {followed} arrives whole, and every parameter of the engine is filled{_draft_verdict(draft)}")
     return 0
+
+
+def _of_draft(draft: Any) -> str:
+    """Return the lines about the draft model, and what a sync does for it."""
+    largest = max(draft.ranks, key=lambda each: each.nbytes)
+    filled = (
+        f"{len(draft.filled_by_trainer)} of its parameters" if draft.filled_by_trainer else "none of its parameters"
+    )
+    return (
+        f"draft model: {largest.built} on {len(draft.ranks)} ranks, {largest.parameters:,} parameters and"
+        f" {largest.nbytes / 1e9:.2f} GB on rank {largest.rank}, besides the target's embedding and head; given"
+        f" {len(draft.mtp):,} names of the MTP layer, as published checkpoints have them\n"
+        f"  transformers' class has no MTP layer: what such a trainer sends fills {filled}, so a sync leaves the draft"
+        " model's weights as they were"
+    )
+
+
+def _draft_verdict(draft: Any) -> str:
+    if not draft:
+        return ""
+    return "; the draft model takes the MTP layer's names, but a trainer with transformers' class sends none of them"
 
 
 def _how_given(ranks: Sequence[Any], names: int) -> str:
@@ -181,8 +217,16 @@ def _as_table(
     return {
         "model": folder.name,
         "arguments": dict(arguments),
-        "sent": {view.name: [str(view.dtype).removeprefix("torch."), list(view.shape)] for view in layout},
-        "ranks": [{"rank": each.rank, "parameters": each.parameters, "bytes": each.nbytes} for each in ranks],
+        "sent": _names(layout),
+        "ranks": _ranks(ranks),
         "problems": list(problems),
         "not_followed": list(untold),
     }
+
+
+def _names(layout: Sequence[Any]) -> dict[str, list[Any]]:
+    return {view.name: [str(view.dtype).removeprefix("torch."), list(view.shape)] for view in layout}
+
+
+def _ranks(ranks: Sequence[Any]) -> list[dict[str, int]]:
+    return [{"rank": each.rank, "parameters": each.parameters, "bytes": each.nbytes} for each in ranks]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.rollout.sglang_api import meta_model
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.weights.fusing import FusingGroup
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy, LoaderTrace
 
@@ -40,6 +41,8 @@ class EngineRank:
     """How many tensors are parameters."""
     nbytes: int
     """Bytes of the parameters."""
+    built: str
+    """SGLang's class of the model."""
     groups: tuple[FusingGroup, ...]
     """What was given to its loader."""
     layers: frozenset[int]
@@ -62,23 +65,25 @@ class EngineShape:
     pp: int
     processes: int
     """How many ranks are built at the same time."""
+    draft: bool = False
+    """Build the draft model of speculative decoding, which only the last pipeline stage has."""
 
-    def ends_of_stages(self) -> list[int]:
-        """Return the first and the last rank of each stage."""
-        return sorted({rank for stage in range(self.pp) for rank in (stage * self.tp, (stage + 1) * self.tp - 1)})
+    def stages(self) -> list[range]:
+        """Return the ranks of each stage that has such a model."""
+        found = [range(stage * self.tp, (stage + 1) * self.tp) for stage in range(self.pp)]
+        return found[-1:] if self.draft else found
 
 
 def examine(shape: EngineShape, groups: Iterable[FusingGroup], all_ranks: bool) -> list[EngineRank]:
-    """Return all ranks of one engine. all_ranks: give every name to every rank. Raise RankFailed."""
+    """Return all ranks of one engine. all_ranks: give every name to every rank. Raise RankFailed, UnsupportedEnvironment."""
     layers = by_layer(groups)
-    ends = shape.ends_of_stages()
-    every_rank = range(shape.tp * shape.pp)
-    whole = list(every_rank) if all_ranks else ends
+    every_rank = [rank for stage in shape.stages() for rank in stage]
+    ends = sorted({rank for stage in shape.stages() for rank in (stage[0], stage[-1])})
+    whole = every_rank if all_ranks else ends
     found = _in_processes({rank: (shape, rank, layers, True) for rank in whole}, shape.processes)
     wanted: set[int] = set()
-    for stage in range(shape.pp):
-        members = range(stage * shape.tp, (stage + 1) * shape.tp)
-        wanted |= layers_to_give(layers, [found[rank] for rank in members if rank in found])
+    for stage in shape.stages():
+        wanted |= layers_to_give(layers, [found[rank] for rank in stage if rank in found])
     given = {layer: layers.get(layer, []) for layer in sorted(wanted)}
     rest = {rank: (shape, rank, given, False) for rank in every_rank if rank not in found}
     found |= _in_processes(rest, shape.processes)
@@ -98,26 +103,28 @@ def given_to_all(ranks: Sequence[EngineRank]) -> tuple[tuple[FusingGroup, ...], 
     return fewest, coverage
 
 
-def filled_in_part(ranks: Sequence[EngineRank]) -> tuple[list[str], list[str]]:
+def filled_in_part(ranks: Sequence[EngineRank], target: Sequence[EngineRank] = ()) -> tuple[list[str], list[str]]:
     """Return sentences on parameters that some ranks' loaders fill whole, and others do not: problems, and what looks like padding.
 
     Where sizes do not divide, the last ranks hold padding, in every layer alike. Under expert parallelism each rank holds
-    other experts, so one that is lost leaves a part of one rank unfilled.
+    other experts, so one that is lost leaves a part of one rank unfilled. target: the same ranks of the target model, if these
+    are of its draft model, whose one layer has to be compared with the target's.
     """
     problems: list[str] = []
     padding: list[str] = []
+    key_of = last_names if target else without_layer
     filled = {name for each in ranks for name, (missing, _) in each.coverage.missing.items() if not missing}
+    compared = {each.rank: each for each in target or ranks}
     for each in ranks:
         least: dict[str, int] = {}
-        for name, (missing, _) in each.coverage.missing.items():
-            key = without_layer(name)
-            least[key] = min(missing, least.get(key, missing))
+        for name, (missing, _) in compared[each.rank].coverage.missing.items():
+            least[key_of(name)] = min(missing, least.get(key_of(name), missing))
         for name, (missing, elements) in each.coverage.missing.items():
             if missing and name in filled:
                 sentence = (
                     f"{name}: on engine rank {each.rank} nothing sent would fill {missing} of its {elements} elements"
                 )
-                (problems if missing > least[without_layer(name)] else padding).append(sentence)
+                (problems if missing > least.get(key_of(name), 0) else padding).append(sentence)
     return problems, padding
 
 
@@ -164,11 +171,17 @@ def without_layer(name: str) -> str:
     return re.sub(r"\blayers\.\d+\.", "layers.*.", name)
 
 
+def last_names(name: str) -> str:
+    """Return the last two parts of a parameter's name, which a layer of the target and of the draft model have in common."""
+    return ".".join(name.split(".")[-2:])
+
+
 def examine_rank(shape: EngineShape, rank: int, layers: Layers, whole: bool) -> EngineRank:
     """Build one rank in this process, and give these layers' names to its loader. whole: these are all that are sent."""
     started = time.monotonic()
-    model = meta_model.build_on_meta(shape.folder, shape.arguments, rank)
-    parameters = dict(model.named_parameters())
+    model = meta_model.build_on_meta(shape.folder, shape.arguments, rank, shape.draft)
+    shared = meta_model.shared_with_target(model, shape.pp) if shape.draft else frozenset()
+    parameters = {name: each for name, each in model.named_parameters() if name not in shared}
     groups = tuple(group for each in layers.values() for group in each)
     trace = LoaderTrace(model, groups)
     trace.run()
@@ -176,11 +189,13 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, whole: bool) -> 
     held = {layer_of(name) for name in parameters} - {NO_LAYER}
     given = frozenset(layers) | (held if whole else set())
     missing = {name: found for name, found in coverage.missing.items() if layer_of(name) in given}
+    missing = {name: found for name, found in missing.items() if name in parameters}
     coverage = replace(coverage, missing=missing)
     return EngineRank(
         rank=rank,
         parameters=len(parameters),
         nbytes=sum(each.nbytes for each in parameters.values()),
+        built=type(model).__name__,
         groups=groups,
         layers=given,
         coverage=coverage,
@@ -248,6 +263,8 @@ def _answer_of(reader: Any, rank: int, child: Any) -> EngineRank:
         child.join()
         raise RankFailed(f"engine rank {rank} ended with exit code {child.exitcode} before it answered") from None
     child.join()
+    if isinstance(answer, UnsupportedEnvironment):
+        raise answer
     if isinstance(answer, str):
         raise RankFailed(f"engine rank {rank}: {answer}")
     assert isinstance(answer, EngineRank)
@@ -258,6 +275,8 @@ def _answer(writer: Connection, *job: *Job) -> None:
     """Send what examine_rank returns, or the last line of what SGLang raised; its traceback goes to standard error."""
     try:
         writer.send(examine_rank(*job))
+    except UnsupportedEnvironment as error:
+        writer.send(error)
     except Exception as error:  # whatever SGLang raises while it builds a model: it is the answer
         traceback.print_exc()
         writer.send(f"{type(error).__name__}: {error}")

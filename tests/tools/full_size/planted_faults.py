@@ -1,7 +1,7 @@
 """Run by test_full_size.py in a process of its own: faults in what is sent, each given to the ranks of one engine.
 
-Usage: python planted_faults.py MODEL_FOLDER. DeepSeek-V3's real widths with six layers, tp 4, ep 2. Prints JSON: fault ->
-what was found.
+Usage: python planted_faults.py MODEL_FOLDER. DeepSeek-V3's real widths with six layers, tp 4, ep 2, and its draft model.
+Prints JSON: fault -> what was found.
 """
 
 import json
@@ -54,34 +54,49 @@ FAULTS: dict[str, Callable[[Views], Views]] = {
     "a layer lost": without("layers.5."),
     "no head": without("lm_head"),
 }
+DRAFT_FAULTS: dict[str, Callable[[Views], Views]] = {
+    "draft: none": lambda views: views,
+    "draft: MTP layer lost": lambda views: [],
+    "draft: an MTP name": renamed("layers.6.eh_proj", "layers.6.eh_porj"),
+    "draft: MTP layer numbered from zero": renamed("layers.6.", "layers.0."),
+    "draft: half a fused pair": without("layers.6.self_attn.kv_a_proj_with_mqa.weight"),
+    "draft: an expert lost": without("layers.6.mlp.experts.255."),
+}
+
+
+def engine(folder: Path) -> "EngineShape":
+    arguments = {"tp_size": 4, "ep_size": 2, "dtype": "bfloat16", "speculative_algorithm": "NEXTN"}
+    return EngineShape(folder=folder, arguments=arguments, tp=4, pp=1, processes=2)
 
 
 def found(views: Sequence["TensorView"], all_ranks: bool = False) -> list[str]:
     """Return the problems of one engine with these tensors."""
-    shape = EngineShape(
-        folder=folder, arguments={"tp_size": 4, "ep_size": 2, "dtype": "bfloat16"}, tp=4, pp=1, processes=2
-    )
-    ranks = examine(shape, fusing_groups(views), all_ranks)
-    in_part, padding = filled_in_part(ranks)
-    assert not padding
-    return coverage_problems(*given_to_all(ranks)) + in_part
+    findings = Findings.of(examine(engine(folder), fusing_groups(views), all_ranks))
+    assert not findings.padding
+    return list(findings.problems)
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     cpu_standins.activate()
     os.environ.update(cpu_environment(1))
-    meta_model.prepare_import(folder)
+    meta_model.prepare_import(folder, draft=True)
     import torch
 
-    from harness.tools.full_size.engine_ranks import EngineShape, examine, filled_in_part, given_to_all
+    from harness.tools.full_size.draft_model import examine_draft, mtp_layout
+    from harness.tools.full_size.engine_ranks import EngineShape, examine
+    from harness.tools.full_size.findings import Findings
     from harness.tools.full_size.trainer_names import trainer_layout
     from harness.weights.fusing import fusing_groups
-    from harness.weights.presync_checks import coverage_problems
     from harness.weights.tensor_view import TensorView
 
     meta_model.import_all()
     layout = list(trainer_layout(folder, torch.bfloat16))
     answers = {name: found(plant(layout)) for name, plant in FAULTS.items()}
     answers["an expert's name, all ranks"] = found(FAULTS["an expert's name"](layout), all_ranks=True)
+    mtp, target = list(mtp_layout(folder, layout)), examine(engine(folder), fusing_groups(layout), all_ranks=False)
+    for name, plant in DRAFT_FAULTS.items():
+        draft = examine_draft(engine(folder), target, layout, plant(mtp))
+        answers[name] = list(draft.findings.problems)
+        assert not draft.filled_by_trainer
     print(json.dumps(answers))

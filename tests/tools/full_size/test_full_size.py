@@ -24,6 +24,14 @@ NAMED = {
     "a dtype": ["model.layers.2.input_layernorm.weight: sent as float32, but the engine holds bfloat16"],
     "a layer lost": ["model.layers.5.self_attn.o_proj.weight", "model.layers.5.mlp.experts.w2_weight"],
     "no head": ["lm_head.weight"],
+    "draft: MTP layer lost": [
+        "model.eh_proj.weight: a parameter of the engine",
+        "model.decoder.mlp.experts.w13_weight",
+    ],
+    "draft: an MTP name": ["model.layers.6.eh_porj.weight", "model.eh_proj.weight: a parameter of the engine"],
+    "draft: MTP layer numbered from zero": ["model.layers.0.eh_proj.weight", "model.shared_head.norm.weight"],
+    "draft: half a fused pair": ["model.decoder.self_attn.fused_qkv_a_proj_with_mqa.weight"],
+    "draft: an expert lost": ["model.decoder.mlp.experts.w13_weight: on engine rank 3"],
 }
 
 
@@ -56,6 +64,10 @@ def test_the_true_checkpoint_has_no_problem(problems: dict[str, list[str]]) -> N
     assert problems["none"] == []
 
 
+def test_the_draft_model_takes_the_published_names(problems: dict[str, list[str]]) -> None:
+    assert problems["draft: none"] == []
+
+
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_planted_fault_is_named(fault: str, problems: dict[str, list[str]]) -> None:
     for part in NAMED[fault]:
@@ -76,6 +88,28 @@ def test_block_float8_and_pipeline_stages_pass(tmp_path: Path) -> None:
     assert any(name.endswith("_scale_inv") for name in found["sent"])
 
 
+def test_the_draft_model_has_its_own_line_and_what_a_trainer_sends_does_not_fill_it(tmp_path: Path) -> None:
+    folder, found = with_layers("glm_4_6", 5, tmp_path), tmp_path / "found.json"
+    run = full_size(folder, "--tp", 4, "--speculative-algorithm", "NEXTN", "--json", found)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "draft model: Glm4MoeForCausalLMNextN on 4 ranks" in run.stdout
+    assert "fills none of its parameters" in run.stdout
+    draft = json.loads(found.read_text())["draft"]
+    assert draft["filled_by_trainer"] == [] and draft["sent"]["model.layers.5.eh_proj.weight"] == [
+        "bfloat16",
+        [5120, 10240],
+    ]
+
+
+def test_with_stages_the_draft_model_has_an_embedding_that_nothing_fills(tmp_path: Path) -> None:
+    folder = with_layers("deepseek_v3", 4, tmp_path)
+    run = full_size(folder, "--tp", 2, "--pp", 2, "--speculative-algorithm", "NEXTN")
+    assert run.returncode == 1, run.stderr
+    assert "draft model: DeepseekV3ForCausalLMNextN on 2 ranks" in run.stdout
+    last = run.stdout.splitlines()[-1]
+    assert "1 problem(s)" in last and "first: model.embed_tokens.weight" in last, run.stdout
+
+
 def test_a_failure_reported_from_32_gpus_comes_with_its_own_words() -> None:
     """sgl-project/sglang#3491 and #4791."""
     run = full_size("deepseek_v3", "--tp", 32)
@@ -90,6 +124,8 @@ def test_a_failure_reported_from_32_gpus_comes_with_its_own_words() -> None:
         (["no_such_model"], 2, "must be a folder with a config.json"),
         (["deepseek_v3", "--tp", "24"], 2, "128 attention heads"),
         (["deepseek_v3", "--tp", "16", "--ep", "3"], 2, "--ep must be 1 or more and divide --tp 16"),
+        (["deepseek_v3", "--speculative-algorithm", "EAGLE3"], 2, "--speculative-algorithm must be NEXTN or EAGLE"),
+        (["kimi_k2", "--speculative-algorithm", "NEXTN"], 2, "num_nextn_predict_layers"),
         ([], 2, "give one MODEL"),
     ],
 )

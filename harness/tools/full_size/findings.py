@@ -1,0 +1,58 @@
+"""What the ranks of one engine say together: which tensors do not arrive, and what cannot be told."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from harness.tools.full_size.engine_ranks import EngineRank, filled_in_part, given_to_all
+from harness.weights.presync_checks import coverage_problems, unfilled_parameters
+
+KV_CACHE_SCALES = (".k_scale", ".v_scale")
+"""Parameters that a quantized attention has for a KV cache in float8. Without them SGLang takes 1.0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was found out about one model of an engine."""
+
+    problems: tuple[str, ...]
+    """One sentence for each tensor that does not arrive whole and unchanged."""
+    padding: tuple[str, ...]
+    """Sentences on what every layer leaves unfilled alike, as padding is."""
+    untold: tuple[str, ...]
+    """Names whose way into the engine cannot be followed."""
+    kv_cache_scales: bool
+    """Scales of the attention's KV cache are not filled, as published checkpoints lack them."""
+
+    @classmethod
+    def of(
+        cls, ranks: Sequence[EngineRank], passed_over: Collection[str] = (), target: Sequence[EngineRank] = ()
+    ) -> "Findings":
+        """Return what these ranks did. passed_over: names that this model ignores by design; only an error counts.
+
+        target: the ranks of the target model, if these are of its draft model.
+        """
+        given, coverage = given_to_all(ranks)
+        scales = {name for each in coverage for name in each.missing if name.endswith(KV_CACHE_SCALES)}
+        unfilled = {name for each in coverage for name in scales if each.missing.get(name, (0, 0))[0]}
+        refused = {name for each in coverage for name in each.errors}
+        in_part, padding = filled_in_part(ranks, target)
+        # A parameter of the engine may have the same name as a tensor that is sent.
+        of_engine = unfilled_parameters(coverage)
+        left_out = set(passed_over) - refused
+        found = [each for each in of_engine if _subject(each) not in unfilled]
+        found += [
+            each
+            for each in coverage_problems(given, coverage)
+            if each not in of_engine and _subject(each) not in left_out
+        ]
+        return cls(
+            problems=(*found, *in_part),
+            padding=tuple(padding),
+            untold=tuple(sorted({name for each in ranks for name in each.coverage.opaque})),
+            kv_cache_scales=bool(unfilled),
+        )
+
+
+def _subject(sentence: str) -> str:
+    """Return the tensor that a sentence begins with."""
+    return sentence.partition(":")[0]
