@@ -124,7 +124,7 @@ class Learner(ShardedModel):
                 "the minibatch must have at least 1 response token over all ranks, got 0; if rollout.truncated ="
                 ' "mask" left none, raise rollout.max_response_tokens; if all were aborted, see the engine\'s log'
             )
-        share_of_loss, sums = self._backward(microbatches, counts)
+        share_of_loss, sums = self.backward(microbatches, counts)
         grad_norm = self._gradient_norm()
         learning_rate = self.schedule.get_last_lr()[0]
         self._apply_gradient(min(1.0, self.updates.max_grad_norm / (grad_norm + 1e-6)))
@@ -133,7 +133,7 @@ class Learner(ShardedModel):
         loss = float(all_sum(share_of_loss, self.group))
         return metrics | dict(loss=loss, grad_norm=grad_norm, tokens=counts.tokens, learning_rate=learning_rate)
 
-    def _backward(self, microbatches: Sequence[Batch], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def backward(self, microbatches: Sequence[Batch], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
         """Add up the gradient over this rank's microbatches. Return its share of the loss and its metrics, float64 scalars."""
         self.model.train()
         self.optimizer.zero_grad()

@@ -66,16 +66,10 @@ def load_causal_lm(
         so that the first update reaches the backbone; a head of zeros would not let any gradient through.
     """
     config = AutoConfig.from_pretrained(path)
-    factory = AutoModel if value_head else AutoModelForCausalLM
-    with init_empty_weights(include_buffers=False):
-        backbone: Any = factory.from_config(config, attn_implementation=attention, dtype=dtype)
-        model: Any = ValueModel(backbone, config.hidden_size, dtype) if value_head else backbone
+    backbone, model = build_on_meta(config, dtype, attention, gradient_checkpointing, value_head)
     backbone_class = type(backbone)  # fully_shard replaces the class
-    if not value_head:
-        model.tie_weights()  # building on the meta device has untied them
-    if gradient_checkpointing:
-        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _shard(model, decoder_layers(backbone), device, mesh, compute_dtype or dtype)
+    shard(model, decoder_layers(backbone), mesh, compute_dtype or dtype)
+    allocate(model, device)
     if weights == "random":
         fill_random(model, config, seed)
     else:
@@ -83,6 +77,28 @@ def load_causal_lm(
         if value_head:
             fill_random(model, config, seed, only=VALUE_HEAD)
     return model
+
+
+def build_on_meta(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: Attention = "sdpa",
+    gradient_checkpointing: bool = False,
+    value_head: bool = False,
+) -> tuple[Any, Any]:
+    """Return transformers' model of this config, and what is trained: the model itself, or a ValueModel around it.
+
+    Parameters are on the meta device, buffers are not. The arguments are those of load_causal_lm.
+    """
+    factory = AutoModel if value_head else AutoModelForCausalLM
+    with init_empty_weights(include_buffers=False):
+        backbone: Any = factory.from_config(config, attn_implementation=attention, dtype=dtype)
+        model: Any = ValueModel(backbone, config.hidden_size, dtype) if value_head else backbone
+    if not value_head:
+        model.tie_weights()  # building on the meta device has untied them
+    if gradient_checkpointing:
+        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return backbone, model
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -172,29 +188,42 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     )
 
 
-def _shard(
-    model: nn.Module, layers: nn.ModuleList, device: torch.device, mesh: DeviceMesh, compute_dtype: torch.dtype
-) -> None:
-    """Shard each decoder layer and the rest over the mesh, and allocate the shards on the device without values.
+def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Shard each decoder layer and the rest of a model on the meta device over the mesh.
 
-    Buffers keep their values. The parameters outside the layers are resharded after the forward as well, which FSDP2 would
-    not do by itself: between calls every parameter is a DTensor.
+    The experts of a layer are gathered by themselves. They are almost all of it, so FSDP2's two copies of what it gathers, their
+    gradients, and those in float32 must not be there at the same time as the next layer's. The parameters outside the layers
+    are resharded after the forward as well, which FSDP2 would not do by itself: between calls every parameter is a DTensor.
     """
-    tied = tied_names(model)
-    buffers = dict(model.named_buffers())
-    persistent = {name for name, _ in named_tensors(model)}
     # Parameters are gathered in compute_dtype, gradients reduced in float32. Inputs are not cast: between layers they are in
     # compute_dtype already, and what a model passes on in float32, such as a router's logits, must stay float32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        for unit in (*stacked_experts(layer), layer):
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate the shards of a model on the device, without values. Buffers keep theirs; persistent ones become float32."""
+    tied = tied_names(model)
+    buffers = dict(model.named_buffers())
+    persistent = {name for name, _ in named_tensors(model)}
     model.to_empty(device=device)  # also reallocates buffers and unties weights, which the loops below mend
     for name, buffer in buffers.items():
         wide = buffer.float() if name in persistent and buffer.is_floating_point() else buffer
         _owner(model, name)._buffers[name.rpartition(".")[2]] = wide.to(device)
     for name, first in tied.items():
         setattr(_owner(model, name), name.rpartition(".")[2], model.get_parameter(first))
+
+
+def stacked_experts(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of a layer that hold the weights of all its experts as tensors with an axis of experts."""
+    return [
+        module
+        for name, module in layer.named_modules()
+        if name.rpartition(".")[2] == "experts" and any(each.ndim >= 3 for each in module.parameters(recurse=False))
+    ]
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
