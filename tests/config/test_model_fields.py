@@ -40,7 +40,7 @@ def test_a_hubs_model_that_is_cached_is_read_and_another_is_refused_offline() ->
 @pytest.mark.usefixtures("cached")
 def test_the_memory_of_a_hubs_model_is_estimated_once_it_is_cached() -> None:
     known, tiny = (parse(["--model.name", name]).config for name in ("some/model", "qwen3"))
-    assert MemoryEstimate(known, 80 * GIB).model.parameters < MemoryEstimate(tiny, 80 * GIB).model.parameters
+    assert MemoryEstimate(known, 80 * GIB).shares.parameters < MemoryEstimate(tiny, 80 * GIB).shares.parameters
     with pytest.raises(UnknownShape, match="some/other.* is on the hub, and not in the cache of this machine"):
         MemoryEstimate(parse(["--model.name", "some/other"]).config, 80 * GIB)
 

@@ -2,17 +2,17 @@
 
 Engine, as of sglang 0.5.20: the vocabulary is padded to a multiple of 64, key-value heads are repeated where there are fewer
 than ranks, and MLA keeps kv_b_proj twice. Trainer: FSDP2 gives every rank the same number of rows and pads the last ones, so
-that 256 experts on 512 ranks take twice their bytes.
+that 256 experts on 512 ranks take twice their bytes. launch/full_size.py has SGLang and the trainer answer instead.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from textwrap import wrap
-from typing import Literal
+from typing import Any, Literal
 
 from harness.config.model_fields import model_fields
-from harness.config.schema import Config
+from harness.config.schema import Config, Updates
 from harness.rollout.defaults import engine_defaults
 from harness.runtime.units import GIB, MIB
 from harness.tools.plan.model_shapes import LayerShape, ModelShape, UnknownShape, model_shape
@@ -28,7 +28,8 @@ Measured after a step of configs/gpu/memory_7b.toml (4 H200, sglang 0.5.17, torc
 is neither parameters nor buffers of the sync.
 """
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-BESIDE, KV_CACHE, GATHERED = "CUDA, NCCL, SGLang", "engine: KV cache", "FSDP2: layers gathered"
+BESIDE, KV_CACHE = "CUDA, NCCL, SGLang", "engine: KV cache"
+GATHERED, ADAMW = "FSDP2: layers gathered", "AdamW's temporaries"
 NOTES = (
     "not counted: activations inside a layer, fragments of torch's allocator, what SGLang computes with (it takes that from"
     " the rest of the GPU, 1 - mem_fraction_static), what weights.verify = bytes or full needs, other users of the GPU.",
@@ -58,12 +59,23 @@ class TrainerShare:
     """One model on one rank, in bytes. Gradients, and each of AdamW's two moments, are as large as the parameters."""
 
     parameters: int
-    forward: int
-    """The largest layer gathered (the flat buffer, and the parameters copied out of it), and what is outside the layers."""
-    backward: int
-    """The same with the next layer's buffer, the layer's gradients, and their float32 copies until they are reduced."""
-    outside: int
-    """Embedding and head, gathered: they are there while logits are computed."""
+    log_probs: Parts
+    """What a forward without gradient holds at most, beside the parameters."""
+    update: Parts
+    """What an update holds at most, beside parameters, gradients and moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the parts of a run hold, from which the stages of a step are added up."""
+
+    parameters: int
+    """Elements of the model."""
+    engine: list[EngineShare]
+    """Of each pipeline stage."""
+    trainers: dict[Role, TrainerShare]
+    bucket_bytes: int
+    """The largest bucket of a sync."""
 
 
 def stage_layers(layers: int, pp: int) -> list[range]:
@@ -91,22 +103,88 @@ def _engine_elements(layer: LayerShape, model: ModelShape, tp: int) -> int:
     return (layer.split + layer.absorbed + layer.experts) // tp + key_value + layer.whole
 
 
-def trainer_share(model: ModelShape, ranks: int, master: int, compute: int, head: bool = True) -> TrainerShare:
+def trainer_share(
+    model: ModelShape,
+    ranks: int,
+    master: int,
+    compute: int,
+    *,
+    tokens: int = 0,
+    checkpointing: bool = False,
+    head: bool = True,
+) -> TrainerShare:
     """Return the share of a model with a language model's head, or with the single row of a value head.
 
-    master: bytes of an element in shards, gradients and moments. compute: gathered, and in activations.
+    master: bytes of an element in shards, gradients and moments. compute: gathered, and in activations. tokens: of one
+    microbatch. FSDP2 gathers the experts of a layer by themselves, and the rest of it, into a flat buffer that it then copies
+    out. In a backward the next unit's buffer, the unit's gradients, and their float32 copies come on top.
     """
     padding = -(-model.experts // ranks) * ranks / model.experts if model.experts else 1.0
-    layers = [layer.elements + int((padding - 1) * layer.experts) for layer in model.layers]
+    experts = max(int(padding * layer.experts) for layer in model.layers)
+    rest = max(layer.elements - layer.experts for layer in model.layers)
+    held = sum(layer.elements + int((padding - 1) * layer.experts) for layer in model.layers)
     outside = model.vocab_size * model.hidden_size * (2 if head and not model.is_tied else 1)
-    largest = max(layers)
+    largest = max(experts, rest)
     cast = largest // ranks * compute if master != compute else 0
+    forward = (2 * largest + min(experts, rest)) * compute + cast + outside * compute
+    of_experts = (compute + FLOAT32_BYTES) * experts + 2 * compute * rest
+    of_rest = (3 * compute + FLOAT32_BYTES) * rest
+    backward = max(of_experts, of_rest) + cast + 2 * outside * compute
+    # Logits, their float32 copy at temperature, and for the entropy the softmax, another copy and their product.
+    logits = {"logits": tokens * model.vocab_size * (compute + 4 * FLOAT32_BYTES)} if head else {}
+    gathered = {GATHERED: outside * compute}
+    inputs = tokens * model.hidden_size * len(model.layers) * compute
+    kept = {"layers' inputs kept": inputs * checkpointing}
+    parameters = (held + outside) // ranks * master
     return TrainerShare(
-        parameters=(sum(layers) + outside) // ranks * master,
-        forward=2 * largest * compute + cast + outside * compute,
-        backward=(3 * compute + FLOAT32_BYTES) * largest + cast + 2 * outside * compute,
-        outside=outside * compute,
+        parameters=parameters,
+        log_probs=_larger({GATHERED: forward}, gathered | logits),
+        update=_larger({GATHERED: backward} | kept, gathered | logits | kept, {ADAMW: parameters}),
     )
+
+
+def formula_shares(config: Config) -> Shares:
+    """Return the shares by the fields of the model's config.json. Raise UnknownShape, see MemoryEstimate."""
+    parallel, name = config.parallel, config.model.name
+    fields = model_fields(name, config.model.overrides, "cuda")
+    if fields is None:
+        raise UnknownShape(f'model.name = "{name}" is on the hub, and not in the cache of this machine')
+    model = model_shape(fields)
+    arguments = engine_arguments(config)
+    element, master = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.model.master_dtype]
+    ranks = parallel.dp * parallel.tp * parallel.pp
+    kv_bytes = 1 if str(arguments.get("kv_cache_dtype")).startswith("fp8") else element
+
+    def share(updates: Updates, master: int, learns: bool = True, head: bool = True) -> TrainerShare:
+        tokens, checkpointing = microbatch_tokens(config, updates), learns and updates.gradient_checkpointing
+        return trainer_share(model, ranks, master, element, tokens=tokens, checkpointing=checkpointing, head=head)
+
+    trainers: dict[Role, TrainerShare] = {"actor": share(config.actor, master)}
+    if config.algorithm.has_critic:
+        trainers["critic"] = share(config.critic, master, head=False)
+    if config.algorithm.kl_placement != "none":
+        trainers["reference"] = share(config.actor, element, learns=False)
+    return Shares(
+        parameters=model.parameters,
+        engine=engine_shares(model, parallel.tp, parallel.pp, element, kv_bytes),
+        trainers=trainers,
+        bucket_bytes=largest_bucket(model, ranks, element, config.weights.bucket_size_mib * MIB),
+    )
+
+
+def engine_arguments(config: Config) -> dict[str, Any]:
+    """Return the engine's arguments on a GPU, as far as the config decides them."""
+    return {**engine_defaults("cuda", config.engine.defaults), **config.engine.args}
+
+
+def microbatch_tokens(config: Config, updates: Updates) -> int:
+    """Return the most tokens that a rank computes at a time."""
+    return updates.tokens_per_microbatch or updates.microbatch_size * longest_sequence(config)
+
+
+def longest_sequence(config: Config) -> int:
+    """Return the most tokens that a prompt and its response can have."""
+    return config.task.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def largest_bucket(model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes: int) -> int:
@@ -122,35 +200,31 @@ class MemoryEstimate:
     stages: the times of a step at which memory is at its height. problems: why it does not fit.
     """
 
-    def __init__(self, config: Config, gpu_bytes: int) -> None:
-        """Raise UnknownShape if the model is not on this machine, or its architecture is not known here."""
-        parallel, name = config.parallel, config.model.name
-        fields = model_fields(name, config.model.overrides, "cuda")
-        if fields is None:
-            raise UnknownShape(f'model.name = "{name}" is on the hub, and not in the cache of this machine')
-        model = model_shape(fields)
-        self.config, self.model, self.gpu_bytes = config, model, gpu_bytes
-        self.arguments = {**engine_defaults("cuda", config.engine.defaults), **config.engine.args}
-        self.element, master = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.model.master_dtype]
+    def __init__(self, config: Config, gpu_bytes: int, shares: Shares | None = None) -> None:
+        """shares: as measured otherwise; None for those of formula_shares.
+
+        Raise UnknownShape if the model is not on this machine, or its architecture is not known here.
+        """
+        parallel = config.parallel
+        self.shares = shares or formula_shares(config)
+        self.config, self.gpu_bytes = config, gpu_bytes
+        self.engine, self.trainers, self.bucket_bytes = (
+            self.shares.engine,
+            self.shares.trainers,
+            self.shares.bucket_bytes,
+        )
+        self.arguments = engine_arguments(config)
         self.ranks = parallel.dp * parallel.tp * parallel.pp
-        self.is_cast = self.element != master
+        self.is_cast = config.model.dtype != config.model.master_dtype
         processes = 2 if parallel.colocate else 1  # on one GPU
         self.beside = int(BESIDE_BYTES * processes / 2)
-        kv_bytes = 1 if str(self.arguments.get("kv_cache_dtype")).startswith("fp8") else self.element
-        self.engine = engine_shares(model, parallel.tp, parallel.pp, self.element, kv_bytes)
         # SGLang takes the fraction of what is free when the engine starts, which is before the trainer is built.
         self.fraction, self.usable = float(self.arguments["mem_fraction_static"]), gpu_bytes - processes * CONTEXT_BYTES
         self.static_bytes = int(self.fraction * self.usable)
         # The stage with the least room decides for all; one without a layer caches nothing.
         room = min((self.static_bytes - each.weights) // each.kv_token for each in self.engine if each.kv_token)
         self.kv_tokens = max(0, min(room, int(self.arguments.get("max_total_tokens") or room)))
-        self.trainers: dict[Role, TrainerShare] = {"actor": trainer_share(model, self.ranks, master, self.element)}
-        if config.algorithm.has_critic:
-            self.trainers["critic"] = trainer_share(model, self.ranks, master, self.element, head=False)
-        if config.algorithm.kl_placement != "none":
-            self.trainers["reference"] = trainer_share(model, self.ranks, self.element, self.element)
-        self.bucket_bytes = largest_bucket(model, self.ranks, self.element, config.weights.bucket_size_mib * MIB)
-        self.tokens = config.task.max_prompt_tokens + config.rollout.max_response_tokens
+        self.tokens = longest_sequence(config)
         self.stages = dict(self._stages())
         self.problems = [*self._engine_problems(), *self._overfull()]
         self.fits = not self.problems
@@ -164,16 +238,12 @@ class MemoryEstimate:
             received = {"sync: bucket received": self.bucket_bytes}
             yield "engine's GPU", {BESIDE: self.beside} | self._engine(kv_cache=True) | received
             yield "sync", self._stage() | self._sync_parts()
-        # Logits, their float32 copy at temperature, and for the entropy the softmax, another copy and their product.
-        logits = self._microbatch_tokens("actor") * self.model.vocab_size * (self.element + 4 * FLOAT32_BYTES)
-        actor = self.trainers["actor"]
-        yield (
-            "log_probs",
-            self._stage() | _larger({GATHERED: actor.forward}, {GATHERED: actor.outside, "logits": logits}),
-        )
-        if "critic" in self.trainers:
-            yield "update_critic", self._update("critic", 0)
-        yield "update_actor", self._update("actor", logits)
+        for name, role in (("log_probs", "actor"), ("reference", "reference"), ("values", "critic")):
+            if role in self.trainers:
+                yield name, self._stage(active=(role,)) | self.trainers[role].log_probs
+        for role in ("critic", "actor"):
+            if role in self.trainers:
+                yield f"update_{role}", self._stage(active=(role,), learning=role) | self.trainers[role].update
 
     def _stage(
         self, active: tuple[Role, ...] = ("actor",), learning: Role | None = None, engine: Parts | None = None
@@ -209,20 +279,6 @@ class MemoryEstimate:
         weights = max(share.weights for share in self.engine)
         most = max(share.weights + self.kv_tokens * share.kv_token for share in self.engine)
         return {"engine: weights": weights} | ({KV_CACHE: most - weights} if kv_cache else {})
-
-    def _update(self, role: Literal["actor", "critic"], logits: int) -> Parts:
-        share, section = self.trainers[role], getattr(self.config, role)
-        inputs = self._microbatch_tokens(role) * self.model.hidden_size * len(self.model.layers) * self.element
-        kept = {"layers' inputs kept": inputs * section.gradient_checkpointing}
-        return self._stage(active=(role,), learning=role) | _larger(
-            {GATHERED: share.backward, **kept},
-            {GATHERED: share.outside, "logits": logits, **kept},
-            {"AdamW's temporaries": share.parameters},
-        )
-
-    def _microbatch_tokens(self, role: Literal["actor", "critic"]) -> int:
-        section = getattr(self.config, role)
-        return section.tokens_per_microbatch or section.microbatch_size * self.tokens
 
     def _engine_problems(self) -> Iterator[str]:
         if self.kv_tokens < self.tokens:
@@ -261,7 +317,7 @@ class MemoryEstimate:
         return [
             f"Memory of each GPU in GiB, estimated for {size(self.gpu_bytes)} ({source})",
             *_sentence(
-                f"model: {self.model.parameters:,} weights without norms and biases ({self.config.model.dtype})"
+                f"model: {self.shares.parameters:,} weights without norms and biases ({self.config.model.dtype})"
             ),
             *_sentence(self._engine_sentence()),
             "",

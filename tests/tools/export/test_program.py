@@ -72,7 +72,7 @@ def test_every_config_on_both_devices_with_and_without_a_failure_is_a_clean_shor
                     file = tmp_path / f"{Path(config).stem}_{device}_{name}_server.py"
                     file.write_text(render(subject, server=True))
     many = "configs/multinode/deepseek_v3_671b.toml"
-    (tmp_path / "hosts.py").write_text(render(replace(subject_of(many, "--nnodes", "64"), seen=FAILED)))
+    (tmp_path / "hosts.py").write_text(render(replace(subject_of(many, "--nnodes", "32"), seen=FAILED)))
     check(tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_where_sglang_fails_by_itself_the_control_arm_leaves_out_what_may_be_the
 
 def test_a_server_on_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    many = subject_of("configs/multinode/deepseek_v3_671b.toml", "--nnodes", "64")
+    many = subject_of("configs/multinode/deepseek_v3_671b.toml", "--nnodes", "32")
     assert many.config.parallel.tp * many.config.parallel.pp > many.nproc_per_node
     with pytest.raises(ValueError, match="--server needs an engine that fits on one host"):
         render(many, server=True)
