@@ -1,0 +1,270 @@
+"""What one trainer rank holds at the model's true size, by executing one step of it on fake tensors.
+
+Fake tensors have shapes, dtypes and storages, but no memory. The model is transformers' own, sharded by the trainer's own
+`shard` under a process group of any size that sends nothing, and what runs is the trainer's own: the log-probs, the actor's or
+critic's loss, its backward, and AdamW. torch's MemTracker counts the bytes of every storage that is alive.
+
+Rank 0 is executed: FSDP2 gives it as many rows of each tensor as any rank has. Layers that repeat are executed a few times
+only, see `Repeats`. Two things are as on a GPU, though no GPU is there: AdamW works on all tensors at once (foreach), and
+attention is torch's memory-efficient kernel, which keeps no matrix of scores.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from harness.config.schema import Config
+from harness.trainer.actor import Actor, token_log_probs
+from harness.trainer.batch import Batch
+from harness.trainer.critic import Critic, token_values
+from harness.trainer.learner import Learner
+from harness.trainer.losses import Counts
+from harness.trainer.model import allocate, build_on_meta, choose_attention, decoder_layers, named_tensors, shard
+from harness.trainer.offload import local
+from harness.trainer.rows import RowShards
+
+Role = Literal["actor", "critic", "reference"]
+CPU = torch.device("cpu")
+STEADY = 2
+"""Periods of layers to execute before what one more adds is taken as that of each further one: FSDP2 gathers one unit ahead
+and reduces one behind, so the first and the last differ from those between."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerPeaks:
+    """Bytes of one model on the fullest trainer rank."""
+
+    parameters: int
+    """Its shards. Gradients, and each of AdamW's two moments, are as large."""
+    forward: int
+    """What the log-probs or values of a microbatch hold at most, beside the shards."""
+    update: int
+    """What forward and backward of a microbatch hold at most, beside shards and moments; gradients included."""
+    optimizer: int
+    """What AdamW holds at most, beside shards, moments and gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Which decoder layers to execute: `first` of them, and `period` more, which `times` such periods follow in the model."""
+
+    first: int
+    period: int
+    times: float
+
+    def whole(self, few: int, more: int) -> int:
+        """Return the bytes of the whole model, from those of the first layers, and of one period more."""
+        return round(few + (more - few) * self.times)
+
+
+def repeats_of(kinds: Sequence[Any]) -> Repeats:
+    """Return which layers to execute for layers of these kinds. Without a period that repeats, all of them, and none more."""
+    count = len(kinds)
+    for period in range(1, count // (STEADY + 1) + 1):
+        start = next(at for at in range(count + 1) if kinds[at : count - period] == kinds[at + period :])
+        steady = start + STEADY * period
+        first = steady + (count - steady) % period
+        if steady < first + period < count:
+            return Repeats(first, period, (count - first) / period)
+    return Repeats(count, 0, 0.0)
+
+
+def layer_kinds(model: Any, layers: nn.ModuleList) -> list[Any]:
+    """Return for each layer what decides its memory: its modules' classes, its parameters, and its kind of attention."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    return [
+        (kind, *((name, type(each).__name__) for name, each in layer.named_modules()),
+         *((name, each.shape, each.dtype) for name, each in layer.named_parameters()))
+        for kind, layer in zip(kinds, layers, strict=True)
+    ]  # fmt: skip
+
+
+def trainer_peaks(model_config: Any, config: Config, ranks: int, role: Role) -> TrainerPeaks:
+    """Execute a step of one model, and return what its fullest rank holds. Leaves a process group of `ranks` fake ranks behind.
+
+    model_config: transformers'. Raise whatever transformers or FSDP2 raises for a model that they cannot train.
+    """
+    with FakeTensorMode():
+        backbone, model = build_on_meta(model_config, _master_dtype(config, role), value_head=role == "critic")
+    repeats = repeats_of(layer_kinds(backbone, decoder_layers(backbone)))
+    mesh = _fake_mesh(ranks)
+    few = more = _Execution(model_config, config, mesh, role, repeats.first).run()
+    if repeats.period:
+        more = _Execution(model_config, config, mesh, role, repeats.first + repeats.period).run()
+    return TrainerPeaks(
+        parameters=fullest_rank_bytes(model, ranks),
+        forward=repeats.whole(few.forward, more.forward),
+        update=repeats.whole(few.update, more.update),
+        optimizer=repeats.whole(few.optimizer, more.optimizer),
+    )
+
+
+def fullest_rank_bytes(model: nn.Module, ranks: int) -> int:
+    """Return the bytes of parameters and persistent buffers on rank 0, by FSDP2's row rule. No rank has more."""
+    found = 0
+    for _, tensor in named_tensors(model):
+        if not isinstance(tensor, nn.Parameter):
+            found += tensor.numel() * torch.float32.itemsize if tensor.is_floating_point() else tensor.nbytes
+            continue
+        shards = RowShards(tensor.shape[0], tensor[0].numel(), ranks)
+        found += len(shards.rows_of(0)) * shards.row_elements * tensor.itemsize
+    return found
+
+
+def plain_parameters(model: nn.Module) -> None:
+    """Replace a model's fake parameters by plain ones on the meta device, which FSDP2 cuts into a thousand parts much faster."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, each in module._parameters.items():
+            if each is not None:
+                plain = torch.empty(each.shape, dtype=each.dtype, device="meta")
+                module._parameters[name] = made.setdefault(id(each), nn.Parameter(plain, each.requires_grad))
+
+
+def _master_dtype(config: Config, role: Role) -> torch.dtype:
+    """Return the dtype of a model's shards; a reference is never updated, and kept in the dtype in which it computes."""
+    found = getattr(torch, config.model.dtype if role == "reference" else config.model.master_dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+class _Execution:
+    """One model with its first `layers` decoder layers, as fake tensors."""
+
+    def __init__(self, model_config: Any, config: Config, mesh: DeviceMesh, role: Role, layers: int) -> None:
+        self.config, self.mesh, self.role = config, mesh, role
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.model = self._build(model_config, layers)
+
+    def _build(self, model_config: Any, layers: int) -> Any:
+        wanted = self.config.model
+        attention, _ = choose_attention(model_config, _without_flash(wanted.attention), wanted.packed)
+        checkpointing = self.role != "reference" and getattr(self.config, self.role).gradient_checkpointing
+        dtype = _master_dtype(self.config, self.role)
+        # accelerate moves parameters to the meta device one by one when they are made; fake ones take no memory until then.
+        with self.mode:
+            backbone, model = build_on_meta(model_config, dtype, attention, checkpointing, self.role == "critic")
+            blocks = decoder_layers(backbone)
+            del blocks[layers:]
+        plain_parameters(model)
+        shard(model, blocks, self.mesh, getattr(torch, wanted.dtype))
+        with self.mode:
+            allocate(model, CPU)
+        return model
+
+    def parameter_bytes(self) -> int:
+        """Return the bytes of this rank's shards, and of what is not sharded."""
+        return sum(local(tensor).nbytes for _, tensor in named_tensors(self.model))
+
+    def run(self) -> TrainerPeaks:
+        """Execute a forward, and for a learner also a backward and AdamW's step."""
+        held = self.parameter_bytes()
+        with self.mode, _attention_of_a_gpu():
+            batch = _batch(self.config, self.role)
+            with MemTracker() as tracker:
+                tracker.track_external(self.model)
+                with torch.no_grad():
+                    self._forward(batch)
+                forward = _peak(tracker) - held
+            if self.role == "reference":
+                return TrainerPeaks(parameters=held, forward=forward, update=0, optimizer=0)
+            with MemTracker() as tracker:
+                tracker.track_external(self.model)
+                self._learner().backward([batch], Counts(tokens=batch.input_ids.numel(), sequences=len(batch)))
+                update = _peak(tracker) - held
+            self.model.zero_grad()
+            return TrainerPeaks(parameters=held, forward=forward, update=update, optimizer=self._optimizer_bytes())
+
+    def _learner(self) -> Learner:
+        return (Critic if self.role == "critic" else Actor)(self.model, self.config, self.mesh, CPU)
+
+    def _forward(self, batch: Batch) -> None:
+        if self.role == "critic":
+            token_values(self.model, batch, self.config.model.packed)
+        else:
+            token_log_probs(self.model, batch, self.config.rollout.temperature, packed=self.config.model.packed)
+
+    def _optimizer_bytes(self) -> int:
+        """Return what AdamW's step holds beside parameters, gradients and moments: on the shards alone, as plain tensors.
+
+        MemTracker would count a DTensor as if this rank held all of it.
+        """
+        shards = [nn.Parameter(torch.empty_like(local(each))) for each in self.model.parameters()]
+        for each in shards:
+            each.grad = torch.empty_like(each)
+        optimizer = torch.optim.AdamW(shards, foreach=True)
+        for _ in range(2):  # the first step makes the moments
+            with MemTracker() as tracker:
+                tracker.track_external(optimizer, *shards, *(each.grad for each in shards if each.grad is not None))
+                optimizer.step()
+                found = _peak(tracker)
+        return found - 4 * sum(each.nbytes for each in shards)
+
+
+def _batch(config: Config, role: Role) -> Batch:
+    """Return one microbatch of fake tensors, as large as the config lets one become, with all that a loss may ask for."""
+    updates = config.critic if role == "critic" else config.actor
+    tokens = config.task.max_prompt_tokens + config.rollout.max_response_tokens
+    rows = updates.microbatch_size
+    if updates.tokens_per_microbatch:
+        rows = max(1, updates.tokens_per_microbatch // tokens)
+    whole = torch.ones(rows, tokens, dtype=torch.int64)
+    numbers = torch.zeros(rows, tokens)
+    return Batch(
+        input_ids=whole, attention_mask=whole, response_mask=whole, rollout_log_probs=numbers, old_log_probs=numbers,
+        reference_log_probs=numbers, old_values=numbers, advantages=numbers, returns=numbers,
+    )  # fmt: skip
+
+
+def _without_flash(attention: str) -> Any:
+    """Return sdpa for flash_attention_2, whose package a machine without a GPU lacks; both keep no matrix of scores."""
+    return "sdpa" if attention == "flash_attention_2" else attention
+
+
+def _peak(tracker: MemTracker) -> int:
+    """Return the bytes that were alive at most."""
+    return sum(int(kinds["Total"]) for kinds in tracker.get_tracker_snapshot("peak").values())
+
+
+def _fake_mesh(ranks: int) -> DeviceMesh:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    return init_device_mesh("cpu", (ranks,))
+
+
+@contextmanager
+def _attention_of_a_gpu() -> Iterator[None]:
+    """Have scaled_dot_product_attention allocate in this block what it allocates on a GPU, where a mask is given.
+
+    torch chooses the kernel by the device, and the CPU's keeps the matrix of scores for some shapes of heads.
+    """
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if enable_gqa:
+            key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        bias = attn_mask
+        if bias is not None:
+            if bias.dtype == torch.bool:
+                bias = torch.zeros_like(bias, dtype=query.dtype)
+            bias = bias.expand(*query.shape[:-1], key.shape[-2])
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        keep = torch.is_grad_enabled() and query.requires_grad
+        found: Tensor = kernel(query, key, value, bias, keep, dropout_p, is_causal, scale=scale)[0]
+        return found
+
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", attend):
+        yield
