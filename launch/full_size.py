@@ -3,6 +3,8 @@
     python3 launch/full_size.py deepseek_v3 --tp 16
     python3 launch/full_size.py kimi_k2 --tp 16 --ep 16
     python3 launch/full_size.py FOLDER_WITH_CONFIG_JSON --tp 8 --pp 2 --json found.json
+    python3 launch/full_size.py deepseek_v3_bf16 --tp 16 --nnodes 32
+    python3 launch/full_size.py configs/multinode/deepseek_v3_671b.toml --network-gb-per-second 400
 
 MODEL is a folder with a config.json, or the name of a folder of configs/models. SGLang's class is built for each rank of one
 engine on the meta device, which has no memory, under process groups that send nothing. It gets every name of the checkpoint
@@ -21,17 +23,20 @@ from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import environments
 from harness.tools.command_line import exit_with, read_known_options
-from harness.tools.full_size.command import Options, run
+from harness.tools.full_size.command import run
+from harness.tools.full_size.question import Options
 
 
 def main(arguments: list[str]) -> int:
     """Return the exit code."""
     try:
         options, rest = read_known_options(Options, "launch/full_size.py MODEL", __doc__ or "", arguments)
-        if len(rest) != 1 or rest[0].startswith("-"):
-            raise ConfigError(f"give one MODEL, and options as --help lists them; got {' '.join(rest) or 'none'}.")
+        if not rest or rest[0].startswith("-") or (len(rest) > 1 and not rest[1].startswith("-")):
+            raise ConfigError(
+                f"give one MODEL first, and options as --help lists them; got {' '.join(rest) or 'none'}."
+            )
         environments.need("sglang", "transformers")
-        return run(rest[0], options)
+        return run(rest[0], options, rest[1:])
     except (ValueError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank=0)
 

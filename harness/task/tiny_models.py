@@ -179,14 +179,19 @@ def save_tiny_model(
         with patch("torch.distributed.is_initialized", return_value=False):
             tiny_model(config, seed, dtype).save_pretrained(folder)
     else:
-        import torch
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", getattr(torch, dtype))
-        config.save_pretrained(folder)
+        save_config(config, folder, dtype)
     tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+def save_config(config: PretrainedConfig, folder: str | Path, dtype: str) -> None:
+    """Write config.json as save_pretrained of a model of that dtype would."""
+    import torch
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", getattr(torch, dtype))
+    config.save_pretrained(folder)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

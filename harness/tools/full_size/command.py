@@ -4,104 +4,31 @@ import json
 import logging
 import os
 import resource
+import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.cluster.mesh import ParallelDims
-from harness.config.layers import ConfigError
 from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime import cpu_standins
 from harness.runtime.fork_server import collecting_nothing
+from harness.tools.full_size.question import Options, Question, read_question
 
-SHIPPED = Path(__file__).resolve().parents[3] / "configs" / "models"
 SHOWN = 12
 """How many problems are printed; the JSON has all."""
 
-MTP_ALGORITHMS = ("NEXTN", "EAGLE")
-"""Those of SGLang's that take the draft model from the model's own checkpoint; NEXTN is another name of EAGLE."""
+
+def run(name: str, options: Options, words: Sequence[str] = ()) -> int:
+    """Print the verdict and return the exit code. words: keys of a run's config. Raise ConfigError, UnsupportedEnvironment."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return _answer(name, options, read_question(name, options, words, Path(scratch)))
 
 
-@dataclass(kw_only=True)
-class Options:
-    """MODEL is a folder with a config.json, or the name of a folder of configs/models."""
-
-    tp: int = 1
-    """Tensor-parallel ranks of the engine."""
-    pp: int = 1
-    """Pipeline stages of the engine."""
-    ep: int = 1
-    """Expert-parallel ranks of the engine (SGLang's ep_size)."""
-    dp_attention: int = 1
-    """Data-parallel groups of the engine's attention (SGLang's dp_size with enable_dp_attention)."""
-    dtype: str = "bfloat16"
-    """What both sides compute in."""
-    speculative_algorithm: str = ""
-    """NEXTN or EAGLE, as SGLang's argument: examine the draft model too, which serves the model's own layer for multi-token
-    prediction."""
-    all_ranks: bool = False
-    """Give every name to every rank's loader. Otherwise the ranks between the first and the last of a stage get one layer of
-    each kind."""
-    json: str = ""
-    """Write what was found there too."""
-
-
-def model_folder(name: str) -> Path:
-    """Return the folder of MODEL. Raise ConfigError if it has no config.json that can be read."""
-    folder = Path(name) if (Path(name) / "config.json").is_file() else SHIPPED / name
-    if (os.sep in name and folder.parent == SHIPPED) or not (folder / "config.json").is_file():
-        shipped = ", ".join(sorted(each.parent.name for each in SHIPPED.glob("*/config.json")))
-        raise ConfigError(f"MODEL must be a folder with a config.json, or one of {shipped}; got {name}.")
-    try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{folder}/config.json must be JSON, got {error}.") from None
-    if not isinstance(fields, dict) or not isinstance(fields.get("architectures"), list):
-        raise ConfigError(f"{folder}/config.json must name the model's class in architectures.")
-    return folder.resolve()
-
-
-def server_arguments(options: Options) -> dict[str, Any]:
-    """Return SGLang's server arguments. Raise ConfigError for numbers that no engine can have."""
-    ParallelDims(dp=1, tp=options.tp, pp=options.pp).validate(options.tp * options.pp)
-    for name in ("ep", "dp_attention"):
-        value = getattr(options, name)
-        if value < 1 or options.tp % value:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} must be 1 or more and divide --tp {options.tp}, got {value}."
-            )
-    found = {"tp_size": options.tp, "pp_size": options.pp, "ep_size": options.ep, "dtype": options.dtype}
-    if options.dp_attention > 1:
-        found |= {"dp_size": options.dp_attention, "enable_dp_attention": True}
-    if options.speculative_algorithm:
-        if options.speculative_algorithm not in MTP_ALGORITHMS:
-            raise ConfigError(
-                f"--speculative-algorithm must be {' or '.join(MTP_ALGORITHMS)}, whose draft model is in the model's own"
-                f" checkpoint; got {options.speculative_algorithm}."
-            )
-        found["speculative_algorithm"] = options.speculative_algorithm
-    return found
-
-
-def check_heads(folder: Path, options: Options) -> None:
-    """Raise ConfigError if the attention's heads cannot be divided over its ranks."""
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    heads = (fields.get("text_config") or fields).get("num_attention_heads")
-    ranks = options.tp // options.dp_attention
-    if isinstance(heads, int) and heads % ranks:
-        raise ConfigError(
-            f"--tp {options.tp} must divide the model's {heads} attention heads over {ranks} ranks evenly."
-        )
-
-
-def run(name: str, options: Options) -> int:
-    """Print the verdict and return the exit code. Raise ConfigError, UnsupportedEnvironment."""
+def _answer(name: str, options: Options, question: Question) -> int:
     started = time.monotonic()
-    folder, arguments = model_folder(name), server_arguments(options)
-    check_heads(folder, options)
+    folder, arguments = question.folder, question.arguments
     cpu_standins.activate()
     os.environ.update(cpu_environment(1))
     from harness.rollout.sglang_api import meta_model
@@ -112,22 +39,25 @@ def run(name: str, options: Options) -> int:
     with collecting_nothing():
         import torch
 
-        from harness.tools.full_size import draft_model, engine_ranks
+        from harness.tools.full_size import draft_model, engine_ranks, whole_run
         from harness.tools.full_size.findings import Findings
-        from harness.tools.full_size.trainer_names import trainer_layout
+        from harness.tools.full_size.sync_plan import Rates
+        from harness.tools.full_size.trainer_names import trainer_names
         from harness.weights.fusing import fusing_groups
 
         meta_model.import_all()
     imported = time.monotonic()
-    layout = trainer_layout(folder, getattr(torch, options.dtype))
+    names = trainer_names(folder, getattr(torch, question.dtype))
+    layout = names.layout
     mtp = draft_model.mtp_layout(folder, layout) if options.speculative_algorithm else ()
     groups = fusing_groups(layout)
     shape = engine_ranks.EngineShape(
-        folder=folder, arguments=arguments, tp=options.tp, pp=options.pp, processes=len(os.sched_getaffinity(0))
+        folder=folder, arguments=arguments, tp=question.tp, pp=question.pp, processes=len(os.sched_getaffinity(0))
     )
     print(
         f"{name}: {len(layout):,} names, {sum(view.nbytes for view in layout) / 1e9:.1f} GB; imports {imported - started:.1f} s"
     )
+    peaks = whole_run.measure_trainer(folder, question.run, shape.processes) if question.run else {}
     try:
         ranks = engine_ranks.examine(shape, groups, options.all_ranks)
         draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
@@ -145,6 +75,13 @@ def run(name: str, options: Options) -> int:
     )
     if draft:
         print(_of_draft(draft))
+    whole = None
+    if question.run:
+        whole = whole_run.examine_run(
+            question.run, options.nproc_per_node, options.gpu_memory_gib, folder, names, groups, ranks, peaks
+        )
+        rates = Rates(same_gpu=0.0, nvlink=whole_run.NVLINK_RATE, network=options.network_gb_per_second * 1e9)
+        print("\n".join(whole.as_lines(options.gpu_memory_gib, rates)))
     if options.json:
         table = _as_table(folder, arguments, layout, ranks, problems, untold)
         if draft:
@@ -153,6 +90,8 @@ def run(name: str, options: Options) -> int:
                 "ranks": _ranks(draft.ranks),
                 "filled_by_trainer": sorted(draft.filled_by_trainer),
             }
+        if whole:
+            table["run"] = whole.table()
         Path(options.json).write_text(json.dumps(table, indent=1))
     if found.kv_cache_scales:
         print(
@@ -171,7 +110,11 @@ def run(name: str, options: Options) -> int:
         )
         return 1
     followed = "every name" if not untold else f"every name that could be followed ({len(layout) - len(untold):,})"
-    print(f"VERDICT: {followed} arrives whole, and every parameter of the engine is filled{_draft_verdict(draft)}")
+    arrives = f"{followed} arrives whole, and every parameter of the engine is filled{_draft_verdict(draft)}"
+    if whole and not whole.memory.fits:
+        print(f"VERDICT: {arrives}, but the run does not fit its GPUs; first: {whole.memory.problems[0]}")
+        return 1
+    print(f"VERDICT: {arrives}" + (f"; {whole.memory.verdict()}" if whole else ""))
     return 0
 
 

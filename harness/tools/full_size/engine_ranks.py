@@ -16,10 +16,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harness.rollout.sglang_api import meta_model
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.weights.fusing import FusingGroup
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy, LoaderTrace
+from harness.weights.worker.model_state import derived_tensors
+from harness.weights.worker.undo import UndoneWrites, storage
 
 NO_LAYER = -1
 """Stands for what is outside the decoder layers: the embedding, the last norm and the head."""
@@ -41,6 +45,8 @@ class EngineRank:
     """How many tensors are parameters."""
     nbytes: int
     """Bytes of the parameters."""
+    derived_bytes: int
+    """Bytes of what SGLang derives from them once they are loaded, and keeps beside them."""
     built: str
     """SGLang's class of the model."""
     groups: tuple[FusingGroup, ...]
@@ -195,6 +201,7 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, whole: bool) -> 
         rank=rank,
         parameters=len(parameters),
         nbytes=sum(each.nbytes for each in parameters.values()),
+        derived_bytes=_derived_bytes(trace),
         built=type(model).__name__,
         groups=groups,
         layers=given,
@@ -202,6 +209,17 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, whole: bool) -> 
         digests=dict(_digests(held, groups, coverage)),
         seconds=time.monotonic() - started,
     )
+
+
+def _derived_bytes(trace: LoaderTrace) -> int:
+    """Return the bytes of the tensors that the model's own post-load step makes, such as MLA's w_kc and w_vc."""
+    if not trace.derives:
+        return 0
+    with torch.no_grad(), UndoneWrites(trace.model):
+        trace.model.post_load_weights()
+        held = {storage(each) for each in trace.model.parameters()}
+        made = {storage(each): each.untyped_storage().nbytes() for each in derived_tensors(trace.model).values()}
+    return sum(nbytes for place, nbytes in made.items() if place not in held)
 
 
 def _digests(held: Collection[int], groups: Sequence[FusingGroup], coverage: LoadCoverage) -> Iterator[tuple[int, int]]:

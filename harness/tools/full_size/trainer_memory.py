@@ -26,7 +26,6 @@ from harness.config.schema import Config
 from harness.trainer.actor import Actor, token_log_probs
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic, token_values
-from harness.trainer.learner import Learner
 from harness.trainer.losses import Counts
 from harness.trainer.model import allocate, build_on_meta, choose_attention, decoder_layers, named_tensors, shard
 from harness.trainer.offload import local
@@ -88,20 +87,12 @@ def layer_kinds(model: Any, layers: nn.ModuleList) -> list[Any]:
     ]  # fmt: skip
 
 
-def trainer_peaks(model_config: Any, config: Config, ranks: int, role: Role) -> TrainerPeaks:
-    """Execute a step of one model, and return what its fullest rank holds. Leaves a process group of `ranks` fake ranks behind.
-
-    model_config: transformers'. Raise whatever transformers or FSDP2 raises for a model that they cannot train.
-    """
-    with FakeTensorMode():
-        backbone, model = build_on_meta(model_config, _master_dtype(config, role), value_head=role == "critic")
-    repeats = repeats_of(layer_kinds(backbone, decoder_layers(backbone)))
-    mesh = _fake_mesh(ranks)
-    few = more = _Execution(model_config, config, mesh, role, repeats.first).run()
-    if repeats.period:
-        more = _Execution(model_config, config, mesh, role, repeats.first + repeats.period).run()
+def trainer_peaks(execution: "Execution", executed: Sequence[TrainerPeaks]) -> TrainerPeaks:
+    """Return what the fullest rank of the whole model holds. executed: what the `layers_to_execute` of it did."""
+    few, more = executed[0], executed[-1]
+    repeats = execution.repeats()
     return TrainerPeaks(
-        parameters=fullest_rank_bytes(model, ranks),
+        parameters=execution.parameter_bytes(),
         forward=repeats.whole(few.forward, more.forward),
         update=repeats.whole(few.update, more.update),
         optimizer=repeats.whole(few.optimizer, more.optimizer),
@@ -137,77 +128,106 @@ def _master_dtype(config: Config, role: Role) -> torch.dtype:
     return found
 
 
-class _Execution:
-    """One model with its first `layers` decoder layers, as fake tensors."""
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """A step of one model on rank 0, on fake tensors."""
 
-    def __init__(self, model_config: Any, config: Config, mesh: DeviceMesh, role: Role, layers: int) -> None:
-        self.config, self.mesh, self.role = config, mesh, role
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.model = self._build(model_config, layers)
+    model_config: Any
+    """transformers'."""
+    config: Config
+    ranks: int
+    """All trainer ranks."""
+    role: Role
+    layers: int | None = None
+    """How many decoder layers to execute, from the first one on. None: all."""
 
-    def _build(self, model_config: Any, layers: int) -> Any:
+    def layers_to_execute(self) -> list[int]:
+        """Return numbers of layers whose executions tell what all of them hold; see trainer_peaks."""
+        repeats = self.repeats()
+        return [repeats.first, repeats.first + repeats.period][: 1 + bool(repeats.period)]
+
+    def repeats(self) -> Repeats:
+        backbone, _ = self._on_meta(_master_dtype(self.config, self.role), "eager", False)
+        return repeats_of(layer_kinds(backbone, decoder_layers(backbone)))
+
+    def parameter_bytes(self) -> int:
+        """Return the bytes of the whole model's shards on this rank."""
+        _, model = self._on_meta(_master_dtype(self.config, self.role), "eager", False)
+        return fullest_rank_bytes(model, self.ranks)
+
+    def _on_meta(self, dtype: torch.dtype, attention: Any, checkpointing: bool) -> tuple[Any, Any]:
+        # accelerate moves parameters to the meta device one by one after they are made; fake ones take no memory until then.
+        with FakeTensorMode():
+            return build_on_meta(self.model_config, dtype, attention, checkpointing, self.role == "critic")
+
+    def _sharded(self, mode: FakeTensorMode, mesh: DeviceMesh) -> Any:
         wanted = self.config.model
-        attention, _ = choose_attention(model_config, _without_flash(wanted.attention), wanted.packed)
+        attention, _ = choose_attention(self.model_config, _without_flash(wanted.attention), wanted.packed)
         checkpointing = self.role != "reference" and getattr(self.config, self.role).gradient_checkpointing
-        dtype = _master_dtype(self.config, self.role)
-        # accelerate moves parameters to the meta device one by one when they are made; fake ones take no memory until then.
-        with self.mode:
-            backbone, model = build_on_meta(model_config, dtype, attention, checkpointing, self.role == "critic")
-            blocks = decoder_layers(backbone)
-            del blocks[layers:]
+        with mode:
+            backbone, model = build_on_meta(
+                self.model_config,
+                _master_dtype(self.config, self.role),
+                attention,
+                checkpointing,
+                self.role == "critic",
+            )
+        blocks = decoder_layers(backbone)
+        del blocks[self.layers if self.layers is not None else len(blocks) :]
         plain_parameters(model)
-        shard(model, blocks, self.mesh, getattr(torch, wanted.dtype))
-        with self.mode:
+        shard(model, blocks, mesh, getattr(torch, wanted.dtype))
+        with mode:
             allocate(model, CPU)
         return model
 
-    def parameter_bytes(self) -> int:
-        """Return the bytes of this rank's shards, and of what is not sharded."""
-        return sum(local(tensor).nbytes for _, tensor in named_tensors(self.model))
-
     def run(self) -> TrainerPeaks:
-        """Execute a forward, and for a learner also a backward and AdamW's step."""
-        held = self.parameter_bytes()
-        with self.mode, _attention_of_a_gpu():
+        """Execute a forward, and for a learner also a backward and AdamW's step. Leaves a fake process group behind.
+
+        Raise whatever transformers or FSDP2 raises for a model that they cannot train.
+        """
+        mesh, mode = _fake_mesh(self.ranks), FakeTensorMode(allow_non_fake_inputs=True)
+        model = self._sharded(mode, mesh)
+        held = sum(local(tensor).nbytes for _, tensor in named_tensors(model))
+        with mode, _attention_of_a_gpu():
             batch = _batch(self.config, self.role)
             with MemTracker() as tracker:
-                tracker.track_external(self.model)
+                tracker.track_external(model)
                 with torch.no_grad():
-                    self._forward(batch)
+                    self._forward(model, batch)
                 forward = _peak(tracker) - held
             if self.role == "reference":
                 return TrainerPeaks(parameters=held, forward=forward, update=0, optimizer=0)
+            learner = (Critic if self.role == "critic" else Actor)(model, self.config, mesh, CPU)
             with MemTracker() as tracker:
-                tracker.track_external(self.model)
-                self._learner().backward([batch], Counts(tokens=batch.input_ids.numel(), sequences=len(batch)))
+                tracker.track_external(model)
+                learner.backward([batch], Counts(tokens=batch.input_ids.numel(), sequences=len(batch)))
                 update = _peak(tracker) - held
-            self.model.zero_grad()
-            return TrainerPeaks(parameters=held, forward=forward, update=update, optimizer=self._optimizer_bytes())
+            model.zero_grad()
+            return TrainerPeaks(parameters=held, forward=forward, update=update, optimizer=_optimizer_bytes(model))
 
-    def _learner(self) -> Learner:
-        return (Critic if self.role == "critic" else Actor)(self.model, self.config, self.mesh, CPU)
-
-    def _forward(self, batch: Batch) -> None:
+    def _forward(self, model: nn.Module, batch: Batch) -> None:
         if self.role == "critic":
-            token_values(self.model, batch, self.config.model.packed)
+            token_values(model, batch, self.config.model.packed)
         else:
-            token_log_probs(self.model, batch, self.config.rollout.temperature, packed=self.config.model.packed)
+            token_log_probs(model, batch, self.config.rollout.temperature, packed=self.config.model.packed)
 
-    def _optimizer_bytes(self) -> int:
-        """Return what AdamW's step holds beside parameters, gradients and moments: on the shards alone, as plain tensors.
 
-        MemTracker would count a DTensor as if this rank held all of it.
-        """
-        shards = [nn.Parameter(torch.empty_like(local(each))) for each in self.model.parameters()]
-        for each in shards:
-            each.grad = torch.empty_like(each)
-        optimizer = torch.optim.AdamW(shards, foreach=True)
-        for _ in range(2):  # the first step makes the moments
-            with MemTracker() as tracker:
-                tracker.track_external(optimizer, *shards, *(each.grad for each in shards if each.grad is not None))
-                optimizer.step()
-                found = _peak(tracker)
-        return found - 4 * sum(each.nbytes for each in shards)
+def _optimizer_bytes(model: nn.Module) -> int:
+    """Return what AdamW's step holds beside parameters, gradients and moments: on the shards alone, as plain tensors.
+
+    MemTracker would count a DTensor as if this rank held all of it.
+    """
+    shards = [nn.Parameter(torch.empty_like(local(each))) for each in model.parameters()]
+    for each in shards:
+        each.grad = torch.empty_like(each)
+    optimizer = torch.optim.AdamW(shards, foreach=True)
+    found = 0
+    for _ in range(2):  # the first step makes the moments
+        with MemTracker() as tracker:
+            tracker.track_external(optimizer, *shards, *(each.grad for each in shards if each.grad is not None))
+            optimizer.step()
+            found = _peak(tracker)
+    return found - 4 * sum(each.nbytes for each in shards)
 
 
 def _batch(config: Config, role: Role) -> Batch:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.trainer.model import named_tensors
+from harness.trainer.rows import RowShards
 from harness.weights.names import checkpoint_layout
 from harness.weights.tensor_view import TensorView
 
@@ -20,8 +21,38 @@ SCALE = "_scale_inv"
 """What DeepSeek's checkpoints add to the name of a weight in blocks of float8 for the name of its scales."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerNames:
+    """What a trainer of a model sends."""
+
+    layout: tuple[TensorView, ...]
+    """The checkpoint tensors, as views of the trainer's: in one dtype, or as the model's own quantization has it."""
+    tensors: dict[str, torch.Tensor]
+    """The trainer's tensors by name, on the meta device."""
+
+    def shards(self, ranks: int) -> dict[str, RowShards]:
+        """Return how FSDP2 divides each tensor that is sent. Buffers are whole on every rank.
+
+        Scales, which the trainer does not have, are divided like a parameter of their shape.
+        """
+        found = {}
+        for view in self.layout:
+            tensor = self.tensors.get(view.of)
+            shape = view.shape if tensor is None else tuple(tensor.shape)
+            is_sharded = tensor is None or isinstance(tensor, torch.nn.Parameter)
+            rows = shape[0] if shape else 1
+            elements = torch.Size(shape).numel()
+            found[view.of] = RowShards(rows, elements // max(rows, 1), ranks if is_sharded else 1)
+        return found
+
+
 def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:
-    """Return what is sent, as views of the trainer's tensors: in dtype, or as the model's own quantization has it.
+    """Return the checkpoint tensors that a trainer sends; see trainer_names."""
+    return trainer_names(folder, dtype).layout
+
+
+def trainer_names(folder: Path, dtype: torch.dtype) -> TrainerNames:
+    """Return what is sent, in dtype, or as the model's own quantization has it.
 
     Raise UnsupportedEnvironment for an architecture that transformers lacks, and for a quantization that is not in blocks of
     float8: how a trainer would make its names is not known here.
@@ -33,15 +64,17 @@ def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype)
     model.tie_weights()
-    layout = checkpoint_layout(model, dict(named_tensors(model)), dtype)
+    tensors = dict(named_tensors(model))
+    layout = checkpoint_layout(model, tensors, dtype)
     if quantization is None:
-        return layout
+        return TrainerNames(layout=layout, tensors=tensors)
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         raise UnsupportedEnvironment(
             f"the trainer's names for quantization {quantization.get('quant_method')} are not known here; give a config.json"
             " without quantization_config, or one with blocks of float8"
         )
-    return tuple(in_float8_blocks(layout, linear_weights(model), quantization))
+    quantized = tuple(in_float8_blocks(layout, linear_weights(model), quantization))
+    return TrainerNames(layout=quantized, tensors=tensors)
 
 
 def trainer_class(folder: Path) -> tuple[Any, Any]:

@@ -311,22 +311,30 @@ class MemoryEstimate:
 
         source: where the GPU's size comes from, as the end of a sentence.
         """
-        totals = {name: sum(parts.values()) for name, parts in self.stages.items()}
-        fullest = max(totals, key=lambda name: totals[name])
-        left = f"it fits; {fullest} is the fullest stage and leaves {size(self.gpu_bytes - totals[fullest])}"
         return [
             f"Memory of each GPU in GiB, estimated for {size(self.gpu_bytes)} ({source})",
             *_sentence(
                 f"model: {self.shares.parameters:,} weights without norms and biases ({self.config.model.dtype})"
             ),
-            *_sentence(self._engine_sentence()),
+            *self.table_lines(),
             "",
-            *self._table(totals),
-            "",
-            f"VERDICT: {left if self.fits else 'it does NOT fit'}",
+            f"VERDICT: {self.verdict()}",
             *(line for number, each in enumerate(self.problems, 1) for line in _sentence(f"{number}. {each}", "     ")),
             *(line for note in NOTES for line in _sentence(f"- {note}")),
         ]
+
+    def table_lines(self) -> list[str]:
+        """Return what the engine has room for, and a table with a column for each stage."""
+        totals = {name: sum(parts.values()) for name, parts in self.stages.items()}
+        return [*_sentence(self._engine_sentence()), "", *self._table(totals)]
+
+    def verdict(self) -> str:
+        """Return whether it fits, and how much room the fullest stage leaves."""
+        totals = {name: sum(parts.values()) for name, parts in self.stages.items()}
+        fullest = max(totals, key=lambda name: totals[name])
+        if not self.fits:
+            return "it does NOT fit"
+        return f"it fits; {fullest} is the fullest stage and leaves {size(self.gpu_bytes - totals[fullest])}"
 
     def _engine_sentence(self) -> str:
         parts = [

@@ -138,3 +138,21 @@ def test_an_architecture_that_sglang_lacks_is_125(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "model_type": "llama"}))
     run = full_size(tmp_path)
     assert run.returncode == 125 and "has no class for NobodysForCausalLM" in run.stderr.splitlines()[-1], run.stderr
+
+
+def test_a_whole_run_says_what_fits_and_what_moves(tmp_path: Path) -> None:
+    table = tmp_path / "found.json"
+    done = full_size("qwen3_30b_a3b", "--tp", 4, "--nnodes", 2, "--json", table, "--actor.microbatch_size", 1)
+    assert done.returncode == 0, done.stderr
+    assert "it fits; generate is the fullest stage" in done.stdout.splitlines()[-1]
+    run = json.loads(table.read_text())["run"]
+    assert list(run["stages"]) == ["sync", "generate", "log_probs", "update_actor"]
+    assert run["sync"]["pull"]["least_network"] == max(run["sync"]["pull"]["network_in"])
+    assert run["sync"]["pull"]["nvlink"] < run["sync"]["bucket"]["nvlink"]
+    assert len(run["bytes_by_pair"]) == 4
+
+
+def test_a_run_that_does_not_fit_is_exit_code_1() -> None:
+    done = full_size("qwen3_30b_a3b", "--tp", 4, "--nnodes", 1, "--gpu-memory-gib", 24)
+    assert done.returncode == 1
+    assert "but the run does not fit its GPUs; first: " in done.stdout.splitlines()[-1]

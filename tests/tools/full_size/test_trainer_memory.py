@@ -16,15 +16,16 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import dataclasses, json, sys
-from unittest.mock import patch
 from harness.config.layers import build_config, Layer
 from harness.task.tiny_models import tiny_config
-from harness.tools.full_size import trainer_memory
+from harness.tools.full_size.trainer_memory import Execution, trainer_peaks
 name, overrides, keys, ranks, role, every = json.loads(sys.argv[1])
 config = build_config([Layer("a default", {"model": {"dtype": "bfloat16"}}), Layer("a test", keys)])
+whole = Execution(model_config=tiny_config(name, "cpu", overrides), config=config, ranks=ranks, role=role)
 if every:
-    trainer_memory.repeats_of = lambda kinds: trainer_memory.Repeats(len(kinds), 0, 0.0)
-found = trainer_memory.trainer_peaks(tiny_config(name, "cpu", overrides), config, ranks, role)
+    found = whole.run()
+else:
+    found = trainer_peaks(whole, [dataclasses.replace(whole, layers=each).run() for each in whole.layers_to_execute()])
 print(json.dumps(dataclasses.asdict(found)))
 """
 

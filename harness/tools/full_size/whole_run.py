@@ -1,0 +1,207 @@
+"""A whole run at the model's true size: what each GPU holds in each stage of a step, and what a weight sync moves.
+
+Engine and trainer answer by their own code (`engine_ranks.py`, `trainer_memory.py`). By formula: the KV cache of one token, and
+what CUDA, NCCL and SGLang keep beside (`tools/plan`).
+"""
+
+import json
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.cluster.mesh import ParallelDims
+from harness.config.schema import Config, TransportName
+from harness.runtime.units import GIB, MIB
+from harness.tools.full_size.engine_ranks import NO_LAYER, EngineRank, by_layer
+from harness.tools.full_size.sync_plan import TRANSPORTS, Rates, RunShape, SyncPlan, SyncPlanner
+from harness.tools.full_size.trainer_memory import Execution, Role, TrainerPeaks, trainer_peaks
+from harness.tools.full_size.trainer_names import TrainerNames, trainer_class
+from harness.tools.plan.memory_estimate import (
+    BESIDE,
+    DTYPE_BYTES,
+    EngineShare,
+    MemoryEstimate,
+    Shares,
+    TrainerShare,
+    engine_arguments,
+    size,
+)
+from harness.weights.fusing import FusingGroup
+
+COMPUTING = "gathered layers, activations"
+"""A part of a stage: what executing it on fake tensors counted, beside what the other parts name."""
+NVLINK_RATE = 337e9
+"""Bytes in a second that a rank received from its peers in a pull over NVLink: 4 H200, sglang 0.5.17, dp 2 tp 2, 15.2 GB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRun:
+    """What was found out about a run."""
+
+    memory: MemoryEstimate
+    transport: TransportName
+    """The one of the run."""
+    plans: Mapping[TransportName, SyncPlan]
+    pairs: Sequence[Mapping[int, int]]
+    """For each rank of one engine: trainer rank -> bytes that it needs of it."""
+    peaks: Mapping[Role, TrainerPeaks]
+
+    def as_lines(self, gpu_gib: float, rates: Rates) -> list[str]:
+        """Return the tables of memory and of a sync."""
+        peaks = self.peaks["actor"]
+        return [
+            f"Memory of the fullest GPU in GiB, of {gpu_gib:g} (--gpu-memory-gib). Executed on fake tensors: a rank's shards are"
+            f" {size(peaks.parameters)}.",
+            *self.memory.table_lines(),
+            f"  By formula: {BESIDE}; the KV cache. Not counted: fragments of torch's allocator.",
+            "",
+            *self._sync_lines(rates),
+            "",
+        ]
+
+    def _sync_lines(self, rates: Rates) -> list[str]:
+        rows: list[tuple[str, ...]] = [
+            ("one sync, GB", "own GPU", "NVLink", "network in", "least", "staging", "messages", "seconds")
+        ]
+        for plan in self.plans.values():
+            name = plan.transport + (" *" if plan.transport == self.transport else "")
+            seconds = plan.seconds(rates)
+            network = max(plan.network_in, default=0)
+            numbers = (plan.same_gpu, plan.nvlink, network, plan.least_network, plan.staging)
+            rows.append(
+                (
+                    name,
+                    *(f"{each / 1e9:,.2f}" for each in numbers),
+                    f"{plan.messages:,}",
+                    f"{seconds:.3f}" if seconds else "-",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(wide) if not at else cell.rjust(wide) for at, (cell, wide) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        ]  # fmt: skip
+        return [
+            *(f"  {line}" for line in lines),
+            "  * this run's. own GPU, NVLink, staging: of the rank with most; network in: of the host with most; least: what any",
+            "  transport must bring to that host; seconds: of the links alone" + ("" if rates.network else ", where their rates are known"),
+        ]  # fmt: skip
+
+    def table(self) -> dict[str, Any]:
+        """Return what was found, for JSON."""
+        return {
+            "fits": self.memory.fits,
+            "problems": self.memory.problems,
+            "stages": {name: dict(parts) for name, parts in self.memory.stages.items()},
+            "sync": {
+                name: {
+                    "same_gpu": plan.same_gpu,
+                    "nvlink": plan.nvlink,
+                    "network_in": plan.network_in,
+                    "network_out": plan.network_out,
+                    "between_hosts": plan.between_hosts,
+                    "least_network": plan.least_network,
+                    "messages": plan.messages,
+                    "staging": plan.staging,
+                    "files": plan.files,
+                }
+                for name, plan in self.plans.items()
+            },
+            "bytes_by_pair": [{str(owner): nbytes for owner, nbytes in each.items()} for each in self.pairs],
+        }
+
+
+def measure_trainer(folder: Path, config: Config, processes: int) -> dict[Role, TrainerPeaks]:
+    """Execute a step of each of the trainer's models, each in a forked process of its own."""
+    _, model_config = trainer_class(folder)
+    if getattr(model_config, "quantization_config", None) is not None:
+        del model_config.quantization_config  # a trainer computes in config.model.dtype
+    roles: list[Role] = ["actor"]
+    if config.algorithm.has_critic:
+        roles.append("critic")
+    if config.algorithm.kl_placement != "none":
+        roles.append("reference")
+    ranks = ParallelDims.of(config.parallel).world_size
+    executions = [Execution(model_config=model_config, config=config, ranks=ranks, role=role) for role in roles]
+    jobs = [replace(each, layers=layers) for each in executions for layers in each.layers_to_execute()]
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
+        found = pool.map(Execution.run, jobs, chunksize=1)
+    by_role: dict[Role, list[TrainerPeaks]] = {role: [] for role in roles}
+    for job, peaks in zip(jobs, found, strict=True):
+        by_role[job.role].append(peaks)
+    return {each.role: trainer_peaks(each, by_role[each.role]) for each in executions}
+
+
+def examine_run(
+    config: Config, nproc_per_node: int, gpu_gib: float, folder: Path, names: TrainerNames, groups: Sequence[FusingGroup],
+    ranks: Sequence[EngineRank], peaks: Mapping[Role, TrainerPeaks],
+) -> WholeRun:  # fmt: skip
+    """Return what a run of this config would hold and move. ranks: of one engine."""
+    dims = ParallelDims.of(config.parallel)
+    shards = names.shards(dims.world_size)
+    master = getattr(torch, config.model.master_dtype)
+    planner = SyncPlanner(
+        shape=RunShape(dims=dims, nproc_per_node=nproc_per_node),
+        layers=by_layer(groups),
+        shards=shards,
+        held={name: master for name, each in names.tensors.items() if isinstance(each, torch.nn.Parameter)},
+        engine=ranks,
+        bucket_bytes=config.weights.bucket_size_mib * MIB,
+    )
+    transport = config.weights.transport
+    if transport == "auto":
+        transport = "bucket" if config.parallel.colocate else "distributed"
+    shares = Shares(
+        parameters=sum(each.numel() for each in names.tensors.values() if isinstance(each, torch.nn.Parameter)),
+        engine=_engine_shares(config, folder, ranks),
+        trainers={role: _trainer_share(each) for role, each in peaks.items()},
+        bucket_bytes=planner.largest_bucket,
+    )
+    return WholeRun(
+        memory=MemoryEstimate(config, int(gpu_gib * GIB), shares),
+        transport=transport,
+        plans={name: planner.plan(name) for name in TRANSPORTS},
+        pairs=planner.bytes_by_pair(),
+        peaks=peaks,
+    )
+
+
+def _trainer_share(peaks: TrainerPeaks) -> TrainerShare:
+    # `update` counts gradients too, which the estimate names as a part of their own.
+    computing = {COMPUTING: max(0, peaks.update - peaks.parameters)}
+    optimizer = {"AdamW's temporaries": peaks.optimizer}
+    return TrainerShare(
+        parameters=peaks.parameters,
+        log_probs={COMPUTING: peaks.forward},
+        update=max(computing, optimizer, key=lambda parts: sum(parts.values())),
+    )
+
+
+def _engine_shares(config: Config, folder: Path, ranks: Sequence[EngineRank]) -> list[EngineShare]:
+    """Return what the rank with most weights of each stage holds, and the KV cache of one token."""
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    fields = fields.get("text_config") or fields
+    arguments = engine_arguments(config)
+    attention_ranks = config.parallel.tp // int(arguments.get("dp_size") or 1)
+    element = 1 if str(arguments.get("kv_cache_dtype")).startswith("fp8") else DTYPE_BYTES[config.model.dtype]
+    shares = []
+    for stage in range(config.parallel.pp):
+        held = ranks[stage * config.parallel.tp : (stage + 1) * config.parallel.tp]
+        layers = sorted(set().union(*(each.digests for each in held)) - {NO_LAYER})
+        kv_token = kv_elements(fields, attention_ranks) * len(layers) * element
+        weights = max(each.nbytes + each.derived_bytes for each in held)
+        shares.append(EngineShare(stage, layers[0] if layers else 0, layers[-1] if layers else -1, weights, kv_token))
+    return shares
+
+
+def kv_elements(fields: Mapping[str, Any], attention_ranks: int) -> int:
+    """Return the elements of KV cache of one token in one layer on one rank: MLA's latent, or its own heads' keys and values."""
+    if fields.get("kv_lora_rank"):
+        return int(fields["kv_lora_rank"]) + int(fields["qk_rope_head_dim"])
+    heads = int(fields.get("num_key_value_heads") or fields["num_attention_heads"])
+    head_dim = int(fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"])
+    return 2 * max(1, heads // attention_ranks) * head_dim
