@@ -14,6 +14,7 @@ regions, each with the axes (rows: size 2, step 5) and (columns: size 3, step 1)
              . . x x x
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -78,8 +79,8 @@ def _split(offset: int, target: int, axes: tuple[Axis, ...], cuts: Sequence[Cut]
         or else the first slice, which crosses the cut's end    split by itself, along its other axes
         the remaining slices                                    split by themselves: they begin in this cut or a later one
     """
-    cut = next((each for each in cuts if each.start <= offset < each.stop), None)
-    if cut is None:
+    cut = cuts[max(0, bisect_right(cuts, offset, key=lambda each: each.start) - 1)]
+    if not cut.start <= offset < cut.stop:
         raise ValueError(f"the source must lie within the tensor of {cuts[-1].stop} elements, got element {offset}")
     if offset + _reach(axes) < cut.stop:
         yield Region(cut.owner, offset - cut.start, target, axes)
