@@ -158,7 +158,7 @@ def examine_run(
     shares = Shares(
         parameters=sum(each.numel() for each in names.tensors.values() if isinstance(each, torch.nn.Parameter)),
         engine=_engine_shares(config, folder, ranks),
-        trainers={role: _trainer_share(each) for role, each in peaks.items()},
+        trainers={role: trainer_share(each) for role, each in peaks.items()},
         bucket_bytes=planner.largest_bucket,
     )
     return WholeRun(
@@ -170,7 +170,7 @@ def examine_run(
     )
 
 
-def _trainer_share(peaks: TrainerPeaks) -> TrainerShare:
+def trainer_share(peaks: TrainerPeaks) -> TrainerShare:
     # `update` counts gradients too, which the estimate names as a part of their own.
     computing = {COMPUTING: max(0, peaks.update - peaks.parameters)}
     optimizer = {"AdamW's temporaries": peaks.optimizer}
