@@ -80,7 +80,9 @@ def _answer(name: str, options: Options, question: Question) -> int:
         whole = whole_run.examine_run(
             question.run, options.nproc_per_node, options.gpu_memory_gib, folder, names, groups, ranks, peaks
         )
-        rates = Rates(same_gpu=0.0, nvlink=whole_run.NVLINK_RATE, network=options.network_gb_per_second * 1e9)
+        rates = Rates(
+            same_gpu=whole_run.GPU_RATE, nvlink=whole_run.NVLINK_RATE, network=options.network_gb_per_second * 1e9
+        )
         print("\n".join(whole.as_lines(options.gpu_memory_gib, rates)))
     if options.json:
         table = _as_table(folder, arguments, layout, ranks, problems, untold)

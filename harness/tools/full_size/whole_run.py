@@ -34,6 +34,8 @@ from harness.weights.fusing import FusingGroup
 
 COMPUTING = "gathered layers, activations"
 """A part of a stage: what executing it on fake tensors counted, beside what the other parts name."""
+GPU_RATE = 1.01e12
+"""Bytes in a second that a rank's pull copied out of its own GPU: one H200, sglang 0.5.17, tp 1, 15.2 GB in 0.0151 s."""
 NVLINK_RATE = 337e9
 """Bytes in a second that a rank received from its peers in a pull over NVLink: 4 H200, sglang 0.5.17, dp 2 tp 2, 15.2 GB."""
 

@@ -46,7 +46,8 @@ RUN = [
 ]  # fmt: skip
 
 
-def widths(**sizes: int) -> list[str]:
+def widths(**sizes: float) -> list[str]:
+    sizes["initializer_range"] = 0.8 * sizes["hidden_size"] ** -0.5  # as tiny models: logits that bfloat16 can tell
     return [word for name, value in sizes.items() for word in (f"--model.overrides.{name}", str(value))]
 
 
