@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.config.schema import Config
+from harness.config.schema import Config, Updates
+from harness.tools.plan.memory_estimate import longest_sequence
 from harness.trainer.actor import Actor, token_log_probs
 from harness.trainer.batch import Batch
 from harness.trainer.critic import Critic, token_values
@@ -111,14 +112,12 @@ def fullest_rank_bytes(model: nn.Module, ranks: int) -> int:
     return found
 
 
-def plain_parameters(model: nn.Module) -> None:
-    """Replace a model's fake parameters by plain ones on the meta device, which FSDP2 cuts into a thousand parts much faster."""
-    made: dict[int, nn.Parameter] = {}
+def with_fake_buffers(model: nn.Module) -> None:
+    """Replace a model's buffers on the meta device by fake ones of the CPU. Call it in a fake mode."""
     for module in model.modules():
-        for name, each in module._parameters.items():
+        for name, each in module._buffers.items():
             if each is not None:
-                plain = torch.empty(each.shape, dtype=each.dtype, device="meta")
-                module._parameters[name] = made.setdefault(id(each), nn.Parameter(plain, each.requires_grad))
+                module._buffers[name] = torch.empty_like(each, device=CPU)
 
 
 def _master_dtype(config: Config, role: Role) -> torch.dtype:
@@ -156,27 +155,20 @@ class Execution:
         return fullest_rank_bytes(model, self.ranks)
 
     def _on_meta(self, dtype: torch.dtype, attention: Any, checkpointing: bool) -> tuple[Any, Any]:
-        # accelerate moves parameters to the meta device one by one after they are made; fake ones take no memory until then.
-        with FakeTensorMode():
+        # accelerate moves parameters to the meta device one by one after they are made, which takes the memory of each one.
+        with torch.device("meta"):
             return build_on_meta(self.model_config, dtype, attention, checkpointing, self.role == "critic")
 
     def _sharded(self, mode: FakeTensorMode, mesh: DeviceMesh) -> Any:
         wanted = self.config.model
         attention, _ = choose_attention(self.model_config, _without_flash(wanted.attention), wanted.packed)
         checkpointing = self.role != "reference" and getattr(self.config, self.role).gradient_checkpointing
-        with mode:
-            backbone, model = build_on_meta(
-                self.model_config,
-                _master_dtype(self.config, self.role),
-                attention,
-                checkpointing,
-                self.role == "critic",
-            )
+        backbone, model = self._on_meta(_master_dtype(self.config, self.role), attention, checkpointing)
         blocks = decoder_layers(backbone)
         del blocks[self.layers if self.layers is not None else len(blocks) :]
-        plain_parameters(model)
         shard(model, blocks, mesh, getattr(torch, wanted.dtype))
         with mode:
+            with_fake_buffers(model)
             allocate(model, CPU)
         return model
 
@@ -200,10 +192,19 @@ class Execution:
             learner = (Critic if self.role == "critic" else Actor)(model, self.config, mesh, CPU)
             with MemTracker() as tracker:
                 tracker.track_external(model)
-                learner.backward([batch], Counts(tokens=batch.input_ids.numel(), sequences=len(batch)))
+                learner.after_backward.append(tracker.reset_mod_stats)  # of the modules; the peak stays
+                learner.backward(
+                    [batch] * self._microbatches(), Counts(tokens=batch.input_ids.numel(), sequences=len(batch))
+                )
                 update = _peak(tracker) - held
             model.zero_grad()
             return TrainerPeaks(parameters=held, forward=forward, update=update, optimizer=_optimizer_bytes(model))
+
+    def _microbatches(self) -> int:
+        """Return 2 if the rank's part of a minibatch is more than one microbatch: gradients are then there from the start."""
+        updates = self.config.critic if self.role == "critic" else self.config.actor
+        rows = -(-updates.minibatch_size // self.ranks)
+        return min(2, -(-rows // microbatch_rows(self.config, updates)))
 
     def _forward(self, model: nn.Module, batch: Batch) -> None:
         if self.role == "critic":
@@ -230,13 +231,18 @@ def _optimizer_bytes(model: nn.Module) -> int:
     return found - 4 * sum(each.nbytes for each in shards)
 
 
+def microbatch_rows(config: Config, updates: Updates) -> int:
+    """Return how many sequences of full length a microbatch has."""
+    if updates.tokens_per_microbatch:
+        return max(1, updates.tokens_per_microbatch // longest_sequence(config))
+    return updates.microbatch_size
+
+
 def _batch(config: Config, role: Role) -> Batch:
     """Return one microbatch of fake tensors, as large as the config lets one become, with all that a loss may ask for."""
     updates = config.critic if role == "critic" else config.actor
-    tokens = config.task.max_prompt_tokens + config.rollout.max_response_tokens
-    rows = updates.microbatch_size
-    if updates.tokens_per_microbatch:
-        rows = max(1, updates.tokens_per_microbatch // tokens)
+    tokens = longest_sequence(config)
+    rows = microbatch_rows(config, updates)
     whole = torch.ones(rows, tokens, dtype=torch.int64)
     numbers = torch.zeros(rows, tokens)
     return Batch(
