@@ -64,4 +64,8 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def loses_precision(sent: torch.dtype, held: torch.dtype) -> bool:
     """Return whether a copy from one dtype to the other may change a value."""
-    return sent != held and torch.promote_types(sent, held) != held
+    if sent == held:
+        return False
+    if any(each.is_floating_point and each.itemsize == 1 for each in (sent, held)):  # torch promotes no 8-bit floats
+        return not (held.is_floating_point and held.itemsize > sent.itemsize)
+    return torch.promote_types(sent, held) != held

@@ -59,4 +59,8 @@ def test_a_broadcast_axis_is_no_step_and_an_empty_one_is() -> None:
 def test_only_a_narrower_dtype_loses_precision() -> None:
     assert loses_precision(torch.float32, torch.bfloat16) and loses_precision(torch.bfloat16, torch.float16)
     assert not loses_precision(torch.bfloat16, torch.float32)
+    assert loses_precision(torch.bfloat16, torch.float8_e4m3fn) and loses_precision(
+        torch.float8_e5m2, torch.float8_e4m3fn
+    )
+    assert not loses_precision(torch.float8_e4m3fn, torch.bfloat16)
     assert not loses_precision(torch.float8_e4m3fn, torch.float8_e4m3fn)

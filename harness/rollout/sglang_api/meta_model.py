@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from harness.rollout.sglang_api.absent_hardware import define_kernels, shapes_of_gpu
 from harness.rollout.sglang_api.source import installed, load
 from harness.runtime.errors import UnsupportedEnvironment
 
@@ -30,18 +31,27 @@ def prepare_import(folder: Path, draft: bool = False) -> None:
 
     folder: with config.json. draft: also those of draft models, because only SGLang knows which one it is. Raise UnsupportedEnvironment if this release has no class of that architecture.
     """
-    wanted = set(json.loads((folder / "config.json").read_text()).get("architectures") or ())
-    source = installed("sglang")
-    files = sorted((source.root / "srt" / "models").glob("*.py"))
-    classes = {file: _entry_classes(file.read_text(encoding="utf-8")) for file in files}
-    defining = [file for file in files if classes[file] & wanted]
-    if not defining:
+    wanted, classes = _architectures(folder), _classes_by_file()
+    if not any(wanted & each for each in classes.values()):
         raise UnsupportedEnvironment(
-            f"sglang {source.version()} has no class for {' or '.join(sorted(wanted)) or 'this config.json'}"
+            f"sglang {installed('sglang').version()} has no class for {' or '.join(sorted(wanted)) or 'this config.json'}"
         )
-    drafts = [file for file in files if draft and any(map(DRAFT_CLASS.search, classes[file]))]
-    others = [file.stem for file in files if file not in {*defining, *drafts}]
+    drafts = {file for file, names in classes.items() if draft and any(map(DRAFT_CLASS.search, names))}
+    others = [file.stem for file, names in classes.items() if not names & wanted and file not in drafts]
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+
+
+def _architectures(folder: Path) -> set[str]:
+    return set(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ())
+
+
+def _models() -> Path:
+    """Return the folder of SGLang's classes."""
+    return installed("sglang").root / "srt" / "models"
+
+
+def _classes_by_file() -> dict[Path, set[str]]:
+    return {file: _entry_classes(file.read_text(encoding="utf-8")) for file in sorted(_models().glob("*.py"))}
 
 
 def _entry_classes(text: str) -> set[str]:
@@ -50,10 +60,25 @@ def _entry_classes(text: str) -> set[str]:
     return set(re.findall(r"\w+", found[1])) if found else set()
 
 
-def import_all() -> None:
-    """Import what build_on_meta needs. SGLang's modules make tensors when they are imported, so never below a device mode."""
-    for module in ("srt.server_args", "srt.model_loader.loader", "srt.models.registry", "srt.layers.moe"):
-        importlib.import_module(f"sglang.{module}")
+def import_all(folder: Path) -> None:
+    """Import what build_on_meta needs. SGLang's modules make tensors when they are imported, so never below a device mode.
+
+    Raise UnsupportedEnvironment if the class that config.json names cannot be imported here. SGLang itself would log that and
+    take a class of transformers.
+    """
+    importlib.import_module("sglang.srt.server_args")
+    define_kernels(_models())
+    for file, names in _classes_by_file().items():
+        if names & _architectures(folder):
+            try:
+                _module(f"srt.models.{file.stem}")
+            except Exception as error:  # whatever SGLang's file raises: it is the reason
+                raise UnsupportedEnvironment(
+                    f"sglang {installed('sglang').version()} cannot import {' or '.join(sorted(names))} here:"
+                    f" {type(error).__name__}: {error}"
+                ) from error
+    for module in ("srt.model_loader.loader", "srt.models.registry", "srt.layers.moe"):
+        _module(module)
 
 
 def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: bool = False) -> Any:
@@ -61,7 +86,8 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
 
     folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. draft: the rank's
     draft model instead, which speculative_algorithm among the arguments asks for. Whatever SGLang itself
-    raises for a model that it cannot build passes through. Raise UnsupportedEnvironment for a release before 0.5.21.
+    raises for a model that it cannot build passes through. Raise UnsupportedEnvironment for a release before 0.5.21, and if
+    SGLang would build another class than the one that it should.
     """
     if not installed("sglang").has("srt/distributed/bootstrap.py"):
         raise UnsupportedEnvironment(
@@ -85,11 +111,22 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
     if draft:
         model_config = config_class.from_server_args(server_arguments, model_path=str(folder), is_draft_model=True)
     loader, load_config = _module("srt.model_loader.loader"), load("srt/configs/load_config.py", "LoadConfig")("dummy")
+    _check_class(model_config)
+    shapes_of_gpu(model_config.hf_config)
     quantization = loader._get_quantization_config(model_config, load_config)
     torch.set_default_dtype(model_config.dtype)
     scope = _draft_scope(model_config, server_arguments.speculative_algorithm) if draft else nullcontext()
     with scope, torch.device("meta"):
         return loader._initialize_model(model_config, load_config, quantization)
+
+
+def _check_class(model_config: Any) -> None:
+    """Raise UnsupportedEnvironment if SGLang's registry lacks the class, in whose place it would take one of transformers."""
+    wanted = model_config.hf_config.architectures  # those of config.json, or SGLang's own for a draft model
+    if not set(wanted) & set(_module("srt.models.registry").ModelRegistry.get_supported_archs()):
+        raise UnsupportedEnvironment(
+            f"sglang {installed('sglang').version()} could not import {' or '.join(wanted)} here"
+        )
 
 
 @contextmanager

@@ -39,13 +39,14 @@ def _answer(name: str, options: Options, question: Question) -> int:
     with collecting_nothing():
         import torch
 
+        from harness.rollout.sglang_api.absent_hardware import AssumedGpu
         from harness.tools.full_size import draft_model, engine_ranks, whole_run
         from harness.tools.full_size.findings import Findings
         from harness.tools.full_size.sync_plan import Rates
         from harness.tools.full_size.trainer_names import trainer_names
         from harness.weights.fusing import fusing_groups
 
-        meta_model.import_all()
+        meta_model.import_all(folder)
     imported = time.monotonic()
     names = trainer_names(folder, getattr(torch, question.dtype))
     layout = names.layout
@@ -95,6 +96,10 @@ def _answer(name: str, options: Options, question: Question) -> int:
         if whole:
             table["run"] = whole.table()
         Path(options.json).write_text(json.dumps(table, indent=1))
+    if asked := sorted(set().union(*(each.asked_of_gpu for each in ranks))):
+        print(
+            f"SGLang asked torch.cuda for {', '.join(asked)} and was told those of an {AssumedGpu.name}, which is absent"
+        )
     if found.kv_cache_scales:
         print(
             "not filled, as published checkpoints lack them and SGLang sets them itself: scales of the attention's KV cache"

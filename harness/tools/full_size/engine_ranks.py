@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from harness.rollout.sglang_api import meta_model
+from harness.rollout.sglang_api.absent_hardware import AssumedGpu, tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.weights.fusing import FusingGroup
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy, LoaderTrace
@@ -49,6 +50,8 @@ class EngineRank:
     """Bytes of what SGLang derives from them once they are loaded, and keeps beside them."""
     built: str
     """SGLang's class of the model."""
+    asked_of_gpu: frozenset[str]
+    """Functions of torch.cuda that SGLang called, and that were answered for an absent GPU."""
     groups: tuple[FusingGroup, ...]
     """What was given to its loader."""
     layers: frozenset[int]
@@ -185,6 +188,8 @@ def last_names(name: str) -> str:
 def examine_rank(shape: EngineShape, rank: int, layers: Layers, whole: bool) -> EngineRank:
     """Build one rank in this process, and give these layers' names to its loader. whole: these are all that are sent."""
     started = time.monotonic()
+    gpu = AssumedGpu()
+    gpu.answer()
     model = meta_model.build_on_meta(shape.folder, shape.arguments, rank, shape.draft)
     shared = meta_model.shared_with_target(model, shape.pp) if shape.draft else frozenset()
     parameters = {name: each for name, each in model.named_parameters() if name not in shared}
@@ -203,6 +208,7 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, whole: bool) -> 
         nbytes=sum(each.nbytes for each in parameters.values()),
         derived_bytes=_derived_bytes(trace),
         built=type(model).__name__,
+        asked_of_gpu=frozenset(gpu.asked),
         groups=groups,
         layers=given,
         coverage=coverage,
@@ -284,6 +290,8 @@ def _answer_of(reader: Any, rank: int, child: Any) -> EngineRank:
     if isinstance(answer, UnsupportedEnvironment):
         raise answer
     if isinstance(answer, str):
+        if tells_what_is_absent(answer):
+            raise UnsupportedEnvironment(f"SGLang cannot build engine rank {rank} here: {answer}")
         raise RankFailed(f"engine rank {rank}: {answer}")
     assert isinstance(answer, EngineRank)
     return answer

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from harness.rollout.sglang_api.absent_hardware import tells_what_is_absent
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size.engine_ranks import EngineRank, filled_in_part, given_to_all
 from harness.weights.presync_checks import coverage_problems, unfilled_parameters
 
@@ -29,16 +31,22 @@ class Findings:
     ) -> "Findings":
         """Return what these ranks did. passed_over: names that this model ignores by design; only an error counts.
 
-        target: the ranks of the target model, if these are of its draft model.
+        target: the ranks of the target model, if these are of its draft model. Raise UnsupportedEnvironment if the loader
+        refuses every name because it needs a GPU.
         """
         given, coverage = given_to_all(ranks)
         scales = {name for each in coverage for name in each.missing if name.endswith(KV_CACHE_SCALES)}
         unfilled = {name for each in coverage for name in scales if each.missing.get(name, (0, 0))[0]}
-        refused = {name for each in coverage for name in each.errors}
+        refused = {name: error for each in coverage for name, error in each.errors.items()}
+        sent = {view.name for group in given for view in group.views}
+        if sent <= refused.keys() and all(map(tells_what_is_absent, refused.values())):
+            raise UnsupportedEnvironment(
+                f"SGLang's loader of this model needs what is absent here: {next(iter(refused.values()))}"
+            )
         in_part, padding = filled_in_part(ranks, target)
         # A parameter of the engine may have the same name as a tensor that is sent.
         of_engine = unfilled_parameters(coverage)
-        left_out = set(passed_over) - refused
+        left_out = set(passed_over) - refused.keys()
         found = [each for each in of_engine if _subject(each) not in unfilled]
         found += [
             each

@@ -95,11 +95,19 @@ def trainer_class(folder: Path) -> tuple[Any, Any]:
 
 
 def linear_weights(model: Any) -> frozenset[str]:
-    """Return the names of the trainer's matrices that a quantization changes: linear layers and experts, but no head."""
+    """Return the names of the trainer's matrices that a quantization changes: linear layers and experts, but no head.
+
+    Nor what the model's own class keeps in float32, such as the weights_proj of DeepSeek-V3.2's indexer.
+    """
     linear = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     experts = {name for name, each in model.named_parameters() if ".experts." in name and each.ndim >= 2}
     head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
-    return frozenset((linear | experts) - {f"{path}.weight" for path in head})
+    wide = [
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    ]
+    kept = {f"{path}.weight" for path in head} | {name for name in linear if any(each in name for each in wide)}
+    return frozenset((linear | experts) - kept)
 
 
 def in_float8_blocks(

@@ -90,7 +90,7 @@ if __name__ == "__main__":
     from harness.weights.fusing import fusing_groups
     from harness.weights.tensor_view import TensorView
 
-    meta_model.import_all()
+    meta_model.import_all(folder)
     layout = list(trainer_layout(folder, torch.bfloat16))
     answers = {name: found(plant(layout)) for name, plant in FAULTS.items()}
     answers["an expert's name, all ranks"] = found(FAULTS["an expert's name"](layout), all_ranks=True)

@@ -101,6 +101,29 @@ def test_the_draft_model_has_its_own_line_and_what_a_trainer_sends_does_not_fill
     ]
 
 
+def test_a_class_that_asks_for_a_gpu_is_told_one_and_the_output_says_so(tmp_path: Path) -> None:
+    run = full_size(with_layers("deepseek_v3_2", 4, tmp_path), "--tp", 2)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "get_device_capability and was told those of an NVIDIA H200" in run.stdout
+
+
+def test_a_class_that_takes_kernels_when_imported_is_built_itself(tmp_path: Path) -> None:
+    fields = json.loads((MODELS / "qwen3_5_397b_a17b" / "config.json").read_text())
+    fields["text_config"] |= {"num_hidden_layers": 4, "layer_types": fields["text_config"]["layer_types"][:4]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    run = full_size(tmp_path, "--tp", 2, "--speculative-algorithm", "NEXTN")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "draft model: Qwen3_5ForCausalLMMTP on 2 ranks" in run.stdout
+
+
+def test_a_class_that_cannot_be_imported_is_125_and_no_other_is_built(tmp_path: Path) -> None:
+    fields = {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    run = full_size(tmp_path)
+    assert run.returncode == 125, run.stdout + run.stderr
+    assert "cannot import FalconMambaForCausalLM here: ImportError" in run.stderr.splitlines()[-1], run.stderr
+
+
 def test_with_stages_the_draft_model_has_an_embedding_that_nothing_fills(tmp_path: Path) -> None:
     folder = with_layers("deepseek_v3", 4, tmp_path)
     run = full_size(folder, "--tp", 2, "--pp", 2, "--speculative-algorithm", "NEXTN")

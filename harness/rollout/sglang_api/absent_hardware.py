@@ -1,0 +1,102 @@
+"""What SGLang's model classes ask for while they are imported and built, and a machine without a GPU lacks.
+
+Nothing here computes: it lets a class be built on the meta device whose forward pass needs a GPU or a kernel.
+"""
+
+import ast
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+
+KERNELS = "torch.ops.sgl_kernel"
+_ABSENT = re.compile(r"is not installed|not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|No module named")
+
+
+def tells_what_is_absent(message: str) -> bool:
+    """Return whether an error of SGLang's says that a GPU, or a package of kernels for it, is absent."""
+    return bool(_ABSENT.search(message))
+
+
+@dataclass(frozen=True)
+class AssumedGpu:
+    """The GPU whose properties SGLang is told when it asks, and what it asked for."""
+
+    name: str = "NVIDIA H200"
+    capability: tuple[int, int] = (9, 0)
+    multiprocessors: int = 132
+    asked: set[str] = field(default_factory=set)
+    """The functions of torch.cuda that were called."""
+
+    def answer(self) -> None:
+        """Answer for the life of this process, if torch has no GPU."""
+        if torch.cuda.is_available():
+            return
+        major, minor = self.capability
+        properties = SimpleNamespace(
+            name=self.name, major=major, minor=minor, multi_processor_count=self.multiprocessors
+        )
+        answers = {"get_device_properties": properties, "get_device_capability": self.capability, "current_device": 0}
+        for function, value in answers.items():
+            patch.object(torch.cuda, function, self._answering(function, value)).start()
+
+    def _answering(self, function: str, value: Any) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            self.asked.add(function)
+            return value
+
+        return call
+
+
+def shapes_of_gpu(config: Any) -> None:
+    """Have SGLang build what a GPU would hold where its CPU mode differs in more than kernels.
+
+    config: transformers' config, changed in place. In CPU mode SGLang reads the numbers of linear attention's heads from
+    fields that it pads for CPUs, and its rotary embedding, which has no weights, knows DeepSeek-V3's kind only.
+    """
+    for each in {id(part): part for part in (config, getattr(config, "text_config", config))}.values():
+        for heads in ("linear_num_key_heads", "linear_num_value_heads"):
+            if hasattr(each, heads):
+                setattr(each, f"{heads}_cpu", getattr(each, heads))
+    rotary = importlib.import_module("sglang.srt.layers.rotary_embedding.factory")
+    if hasattr(rotary, "get_rope_cpu"):
+        patch.object(rotary, "get_rope_cpu", lambda *arguments: rotary.get_rope(*arguments[:-1])).start()
+
+
+def define_kernels(models: Path) -> None:
+    """Give each kernel that a file of SGLang's models takes while it is imported a name, if it is not installed.
+
+    models: the folder of these files. Without the name the import fails, and SGLang takes a class of transformers instead.
+    Kernels that a file only asks for later stay absent, because SGLang looks whether it has them.
+    """
+    for file in sorted(models.glob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        for name in taken_at_import(text) if KERNELS in text else ():
+            if not hasattr(torch.ops.sgl_kernel, name):
+                setattr(torch.ops.sgl_kernel, name, _absent(name))
+
+
+def taken_at_import(text: str) -> Iterator[str]:
+    """Yield the names of the kernels that a file takes outside of functions and classes."""
+    nodes: list[ast.AST] = [ast.parse(text)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == KERNELS:
+            yield node.attr
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            nodes += ast.iter_child_nodes(node)
+
+
+def _absent(name: str) -> Callable[..., NoReturn]:
+    def call(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{KERNELS}.{name} is not installed; launch/full_size.py only builds and loads models"
+        )
+
+    return call
