@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,6 +89,8 @@ def build_on_meta(
 
     Parameters are on the meta device, buffers are not. The arguments are those of load_causal_lm.
     """
+    from accelerate import init_empty_weights  # only here: an environment of SGLang alone does not have it
+
     factory = AutoModel if value_head else AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
         backbone: Any = factory.from_config(config, attn_implementation=attention, dtype=dtype)

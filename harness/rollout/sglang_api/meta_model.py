@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from harness.rollout.sglang_api.absent_hardware import define_kernels, shapes_of_gpu
+from harness.rollout.sglang_api.meta_groups import start_rank
 from harness.rollout.sglang_api.source import installed, load
 from harness.runtime.errors import UnsupportedEnvironment
 
@@ -86,29 +87,18 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
 
     folder: with config.json. arguments: SGLang's server arguments. rank: in the engine, stage by stage. draft: the rank's
     draft model instead, which speculative_algorithm among the arguments asks for. Whatever SGLang itself
-    raises for a model that it cannot build passes through. Raise UnsupportedEnvironment for a release before 0.5.21, and if
-    SGLang would build another class than the one that it should.
+    raises for a model that it cannot build passes through. Raise UnsupportedEnvironment for a release whose groups want what is
+    not known here, and if SGLang would build another class than the one that it should.
     """
-    if not installed("sglang").has("srt/distributed/bootstrap.py"):
-        raise UnsupportedEnvironment(
-            f"sglang {installed('sglang').version()} sets up its ranks in another way than 0.5.21 and later,"
-            " which launch/full_size.py knows"
-        )
     server_arguments = load("srt/server_args.py", "ServerArgs")(
         model_path=str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True,
         attention_backend="torch_native", disable_overlap_schedule=True, **arguments,
     )  # fmt: skip
     world = server_arguments.tp_size * server_arguments.pp_size
     _join_fake_groups(rank, world)
-    context, bootstrap = _module("srt.runtime_context"), _module("srt.distributed.bootstrap")
-    context.publish(server_arguments, role="scheduler", ranks=context.SpawnRanks(world_rank=rank, gpu_id=0))
-    _module("srt.layers.moe").initialize_moe_config()
-    _module("srt.distributed.parallel_state").set_custom_all_reduce(False)
-    bootstrap._init_parallel_groups(backend="fake", dist_init_method="fake://", server_args=server_arguments, gpu_id=0)
-    config_class = _module("srt.configs.model_config").ModelConfig
-    model_config = config_class.from_server_args(server_arguments)
-    bootstrap.init_layer_runtime(model_config=model_config)
+    model_config = start_rank(server_arguments, rank)
     if draft:
+        config_class = _module("srt.configs.model_config").ModelConfig
         model_config = config_class.from_server_args(server_arguments, model_path=str(folder), is_draft_model=True)
     loader, load_config = _module("srt.model_loader.loader"), load("srt/configs/load_config.py", "LoadConfig")("dummy")
     _check_class(model_config)

@@ -1,0 +1,87 @@
+"""Releases of SGLang that a bisect has installed on this machine, asked about a model of true widths."""
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from harness.rollout.sglang_api.meta_groups import call_with
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.bisection.installation import Environment, store_root
+from tests.tools.full_size.test_full_size import REPOSITORY, full_size, with_layers
+
+INSTALLED = {
+    folder.parent.name.split("-")[1]: folder.parent / "venv" / "bin" / "python"
+    for folder in sorted(store_root().glob("sglang-*/complete"))
+}
+"""Version -> its Python, of the environments that launch/bisect_versions.py keeps."""
+NONE = pytest.param(
+    "", marks=pytest.mark.skip(reason=f"{store_root()} has no environment of SGLang, which a bisect makes")
+)
+QUESTIONS = {
+    "deepseek_v3": ["--tp", 4, "--ep", 4, "--dp-attention", 2],
+    "qwen3_30b_a3b": ["--tp", 4, "--ep", 4, "--pp", 2],
+    "qwen2_5_72b": ["--tp", 4, "--dp-attention", 2],
+}
+
+
+def ask_release(version: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run launch/full_size.py with the Python of an installed release."""
+    python = str(INSTALLED[version])
+    variables = Environment(python=python).variables(cpu_mode=True, imports_harness=True)
+    command = [python, "launch/full_size.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def held_here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]]]:
+    """What each rank of each question's model holds in the release of this environment."""
+    found = {}
+    for model, words in QUESTIONS.items():
+        folder = tmp_path_factory.mktemp(model)
+        run = full_size(with_layers(model, 4, folder), *words, "--json", folder / "found.json")
+        assert run.returncode == 0, run.stdout + run.stderr
+        found[model] = json.loads((folder / "found.json").read_text())["ranks"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [*INSTALLED] or [NONE])
+@pytest.mark.parametrize("model", QUESTIONS)
+def test_an_installed_release_holds_what_this_one_does(
+    model: str, version: str, tmp_path: Path, held_here: dict[str, list[dict[str, int]]]
+) -> None:
+    folder, table = with_layers(model, 4, tmp_path), tmp_path / "found.json"
+    run = ask_release(version, folder, *QUESTIONS[model], "--json", table)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1].startswith("VERDICT: every name arrives whole")
+    assert json.loads(table.read_text())["ranks"] == held_here[model]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [*INSTALLED] or [NONE])
+def test_an_installed_release_without_the_class_is_125_in_one_sentence(version: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "model_type": "llama"}))
+    run = ask_release(version, tmp_path)
+    assert run.returncode == 125 and "Traceback" not in run.stderr, run.stderr
+    assert f"sglang {version} has no class for NobodysForCausalLM" in run.stderr.splitlines()[-1]
+
+
+def test_a_function_of_sglang_gets_what_it_names_and_no_more() -> None:
+    def of_an_older_release(*, tp_size: int, pp_size: int, backend: str = "nccl") -> tuple[int, int, str]:
+        return tp_size, pp_size, backend
+
+    known = {"tp_size": 4, "pp_size": 2, "backend": "fake", "gpu_id": 0}
+    assert call_with(of_an_older_release, known) == (4, 2, "fake")
+
+
+def test_what_a_release_wants_and_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_a_newer_release(*, tp_size: int, moon_phase: int) -> None:
+        raise AssertionError((tp_size, moon_phase))
+
+    source = SimpleNamespace(version=lambda: "9.9")
+    monkeypatch.setattr("harness.rollout.sglang_api.meta_groups.installed", lambda _: source)
+    with pytest.raises(UnsupportedEnvironment, match=r"sglang 9\.9: of_a_newer_release wants moon_phase"):
+        call_with(of_a_newer_release, {"tp_size": 4})
