@@ -64,22 +64,31 @@ def _entry_classes(text: str) -> set[str]:
 def import_all(folder: Path) -> None:
     """Import what build_on_meta needs. SGLang's modules make tensors when they are imported, so never below a device mode.
 
-    Raise UnsupportedEnvironment if the class that config.json names cannot be imported here. SGLang itself would log that and
-    take a class of transformers.
+    Raise UnsupportedEnvironment if SGLang, or its class that config.json names, cannot be imported here. Without the class
+    SGLang itself would log that and take a class of transformers.
     """
-    importlib.import_module("sglang.srt.server_args")
-    define_kernels(_models())
+    wanted = _architectures(folder)
+    with _importing("srt.server_args"):
+        _module("srt.server_args")
+        define_kernels(_models())
     for file, names in _classes_by_file().items():
-        if names & _architectures(folder):
-            try:
+        if names & wanted:
+            with _importing(" or ".join(sorted(names))):
                 _module(f"srt.models.{file.stem}")
-            except Exception as error:  # whatever SGLang's file raises: it is the reason
-                raise UnsupportedEnvironment(
-                    f"sglang {installed('sglang').version()} cannot import {' or '.join(sorted(names))} here:"
-                    f" {type(error).__name__}: {error}"
-                ) from error
-    for module in ("srt.model_loader.loader", "srt.models.registry", "srt.layers.moe"):
-        _module(module)
+    with _importing("srt.model_loader.loader"):
+        for module in ("srt.model_loader.loader", "srt.models.registry", "srt.layers.moe"):
+            _module(module)
+
+
+@contextmanager
+def _importing(what: str) -> Iterator[None]:
+    """Raise UnsupportedEnvironment for whatever SGLang's files raise while they are imported, because it is the reason."""
+    try:
+        yield
+    except Exception as error:
+        raise UnsupportedEnvironment(
+            f"sglang {installed('sglang').version()} cannot import {what} here: {type(error).__name__}: {error}"
+        ) from error
 
 
 def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: bool = False) -> Any:

@@ -55,15 +55,13 @@ def trainer_names(folder: Path, dtype: torch.dtype) -> TrainerNames:
     """Return what is sent, in dtype, or as the model's own quantization has it.
 
     Raise UnsupportedEnvironment for an architecture that transformers lacks, and for a quantization that is not in blocks of
-    float8: how a trainer would make its names is not known here.
+    float8: how a trainer would make its names is not known here; and if this transformers cannot build the model.
     """
     model_class, config = trainer_class(folder)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         del config.quantization_config
-    with torch.device("meta"):
-        model = model_class._from_config(config, dtype=dtype)
-    model.tie_weights()
+    model = _model_on_meta(model_class, config, dtype)
     tensors = dict(named_tensors(model))
     layout = checkpoint_layout(model, tensors, dtype)
     if quantization is None:
@@ -75,6 +73,20 @@ def trainer_names(folder: Path, dtype: torch.dtype) -> TrainerNames:
         )
     quantized = tuple(in_float8_blocks(layout, linear_weights(model), quantization))
     return TrainerNames(layout=quantized, tensors=tensors)
+
+
+def _model_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """Return the trainer's model. Raise UnsupportedEnvironment with transformers' own words if this release cannot build it."""
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config, dtype=dtype)
+    except Exception as error:  # an older class may not know what a newer config.json has
+        raise UnsupportedEnvironment(
+            f"transformers {transformers.__version__} cannot build {model_class.__name__} from this config.json:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    model.tie_weights()
+    return model
 
 
 def trainer_class(folder: Path) -> tuple[Any, Any]:
