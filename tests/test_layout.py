@@ -38,7 +38,7 @@ TOOLS = {
     "export": {"bisection", "command_line", "diagnose", "environment_file"},
     "fault_spec": set(),
     "forked_ranks": {"command_line", "preflight"},
-    "full_size": {"command_line", "plan"},
+    "full_size": {"bisection", "command_line", "environments", "plan"},
     "hosts": set(),
     "inject": {"fault_spec"},
     "observers": {

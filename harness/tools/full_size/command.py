@@ -1,5 +1,6 @@
 """What launch/full_size.py does: both sides of a weight sync at the model's true size, and one verdict."""
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -22,6 +23,10 @@ SHOWN = 12
 
 def run(name: str, options: Options, words: Sequence[str] = ()) -> int:
     """Print the verdict and return the exit code. words: keys of a run's config. Raise ConfigError, UnsupportedEnvironment."""
+    if options.against:
+        from harness.tools.full_size import compare
+
+        return compare.against(name, options, words)
     with tempfile.TemporaryDirectory() as scratch:
         return _answer(name, options, read_question(name, options, words, Path(scratch)))
 
@@ -63,6 +68,9 @@ def _answer(name: str, options: Options, question: Question) -> int:
         ranks = engine_ranks.examine(shape, groups, options.all_ranks)
         draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
     except engine_ranks.RankFailed as error:
+        if options.json:
+            table = _as_table(folder, arguments, layout, (), (), ()) | {"cannot_build": str(error)}
+            Path(options.json).write_text(json.dumps(table, indent=1))
         print(f"VERDICT: the engine cannot be built: {error}")
         return 1
     found = Findings.of(ranks)
@@ -168,7 +176,10 @@ def _as_table(
         "model": folder.name,
         "arguments": dict(arguments),
         "sent": _names(layout),
+        "versions": {package: importlib.metadata.version(package) for package in ("sglang", "transformers", "torch")},
+        "cannot_build": "",
         "ranks": _ranks(ranks),
+        "held": _held(ranks),
         "problems": list(problems),
         "not_followed": list(untold),
     }
@@ -176,6 +187,17 @@ def _as_table(
 
 def _names(layout: Sequence[Any]) -> dict[str, list[Any]]:
     return {view.name: [str(view.dtype).removeprefix("torch."), list(view.shape)] for view in layout}
+
+
+def _held(ranks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the parameters by name, once for all ranks that hold the same."""
+    alike: list[dict[str, Any]] = []
+    for each in ranks:
+        same = next((group for group in alike if group["parameters"] == each.held), None)
+        if same is None:
+            alike.append(same := {"ranks": [], "parameters": each.held})
+        same["ranks"].append(each.rank)
+    return alike
 
 
 def _ranks(ranks: Sequence[Any]) -> list[dict[str, int]]:

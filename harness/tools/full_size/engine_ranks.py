@@ -46,6 +46,8 @@ class EngineRank:
     """How many tensors are parameters."""
     nbytes: int
     """Bytes of the parameters."""
+    held: dict[str, tuple[str, tuple[int, ...]]]
+    """The parameters' dtypes and shapes by name."""
     derived_bytes: int
     """Bytes of what SGLang derives from them once they are loaded, and keeps beside them."""
     built: str
@@ -206,6 +208,7 @@ def examine_rank(shape: EngineShape, rank: int, layers: Layers, whole: bool) -> 
         rank=rank,
         parameters=len(parameters),
         nbytes=sum(each.nbytes for each in parameters.values()),
+        held={name: (str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in parameters.items()},
         derived_bytes=_derived_bytes(trace),
         built=type(model).__name__,
         asked_of_gpu=frozenset(gpu.asked),

@@ -53,6 +53,10 @@ class Options:
     each kind."""
     json: str = ""
     """Write what was found there too."""
+    against: str = ""
+    """A release of SGLang, such as 0.5.17: ask it too, with the transformers that it asks for, and print what differs. It is
+    installed as launch/bisect_versions.py does. Exit code 0: the same names are sent and arrive, though parameters of the
+    engine may differ in shape or bytes; 1: a name is sent, arrives or is followed in one alone, or one cannot build the model."""
     nnodes: int = 0
     """Hosts of a whole run. Its engines, of tp x pp ranks each, fill them. 0: examine one engine alone."""
     nproc_per_node: int = 8

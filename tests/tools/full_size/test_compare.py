@@ -1,0 +1,161 @@
+"""What differs between two answers: planted differences, and two real releases."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.bisection.installation import Environment
+from harness.tools.full_size.compare import Comparison, ask, compare, in_groups, lines_of, ranges
+from tests.tools.full_size.test_full_size import full_size, with_layers
+from tests.tools.full_size.test_releases import INSTALLED, NONE
+
+LAYERS = range(3)
+EXPERTS = range(4)
+
+
+def answer(sglang: str = "1.0") -> dict[str, Any]:
+    """The table of a model with three layers of four experts, on two ranks."""
+    sent = {f"model.layers.{n}.mlp.experts.{e}.up_proj.weight": ["bfloat16", [8, 4]] for n in LAYERS for e in EXPERTS}
+    held = {f"model.layers.{n}.mlp.experts.w13_weight": ["bfloat16", [4, 8, 4]] for n in LAYERS}
+    return {
+        "versions": {"sglang": sglang, "transformers": "5"},
+        "cannot_build": "",
+        "sent": sent | {"model.norm.weight": ["bfloat16", [4]]},
+        "ranks": [{"rank": rank, "parameters": 4, "bytes": 2_000_000_000} for rank in (0, 1)],
+        "held": [{"ranks": [0, 1], "parameters": held | {"model.norm.weight": ["bfloat16", [4]]}}],
+        "problems": [],
+        "not_followed": [],
+    }
+
+
+def compared(change: Any) -> Comparison:
+    """Compare an answer with one of a newer release that was changed in place."""
+    newer = copy.deepcopy(answer("2.0"))
+    change(newer)
+    return compare(answer(), newer)
+
+
+def test_equal_answers_differ_in_nothing() -> None:
+    found = compared(lambda _: None)
+    assert found.arrives == () and found.holds == () and not list(lines_of(found))
+    assert found.verdict().endswith("no more of them are lost; their engines hold equal parameters")
+
+
+def test_a_name_that_only_one_trainer_sends_is_said_once_for_all_layers_and_experts() -> None:
+    def rename(table: dict[str, Any]) -> None:
+        table["sent"] = {name.replace("up_proj", "w3"): each for name, each in table["sent"].items()}
+
+    found = compared(rename)
+    assert found.arrives == (
+        "model.layers.*.mlp.experts.*.up_proj.weight: sent only to sglang 1.0 with transformers 5, bfloat16 [8, 4]"
+        " (12 tensors, layers 0-2)",
+        "model.layers.*.mlp.experts.*.w3.weight: sent only to sglang 2.0 with transformers 5, bfloat16 [8, 4]"
+        " (12 tensors, layers 0-2)",
+    )
+    assert found.verdict().startswith("VERDICT: what arrives differs between sglang 1.0")
+
+
+def test_a_shape_that_is_sent_otherwise_differs_in_what_arrives() -> None:
+    def wider(table: dict[str, Any]) -> None:
+        table["sent"]["model.norm.weight"] = ["float32", [4]]
+
+    assert compared(wider).arrives == ("model.norm.weight: bfloat16 [4] -> float32 [4]",)
+
+
+def test_a_name_that_is_lost_in_the_newer_release_alone_is_named() -> None:
+    def lose(table: dict[str, Any]) -> None:
+        table["problems"] = [
+            f"model.layers.{n}.mlp.experts.{e}.up_proj.weight: the engine ignores it on engine rank {e}"
+            for n in (0, 2) for e in EXPERTS
+        ]  # fmt: skip
+
+    assert compared(lose).arrives == (
+        "model.layers.*.mlp.experts.*.up_proj.weight: with sglang 2.0 with transformers 5 the engine ignores it on some"
+        " engine rank (8 tensors, layers 0, 2)",
+    )
+
+
+def test_a_name_that_is_lost_in_both_is_no_difference_and_one_that_arrives_again_is() -> None:
+    older, newer = answer("1.0"), answer("2.0")
+    older["problems"] = ["model.norm.weight: ignored", "lm_head.weight: ignored"]
+    newer["problems"] = ["model.norm.weight: read twice"]
+    assert compare(older, newer).arrives == ("lm_head.weight: with sglang 1.0 with transformers 5 ignored",)
+
+
+def test_a_name_that_cannot_be_followed_any_more_is_a_difference() -> None:
+    found = compared(lambda table: table["not_followed"].append("model.norm.weight"))
+    assert found.arrives == ("model.norm.weight: cannot be followed with sglang 2.0 with transformers 5",)
+
+
+def test_parameters_that_differ_are_printed_with_their_ranks_and_bytes_and_do_not_matter_for_arriving() -> None:
+    def pad(table: dict[str, Any]) -> None:
+        held = table["held"][0]["parameters"]
+        padded = {name: ["bfloat16", [4, 16, 4]] if "w13" in name else each for name, each in held.items()}
+        table["held"] = [{"ranks": [0], "parameters": held}, {"ranks": [1], "parameters": padded}]
+        table["ranks"][1]["bytes"] = 2_500_000_000
+
+    found = compared(pad)
+    assert found.arrives == ()
+    assert found.holds == (
+        "model.layers.*.mlp.experts.w13_weight: bfloat16 [4, 8, 4] -> bfloat16 [4, 16, 4] (3 tensors, layers 0-2);"
+        " on engine ranks 1",
+        "bytes of parameters: 2.000 GB -> 2.500 GB; on engine ranks 1",
+    )
+    assert "their engines hold other parameters" in found.verdict()
+
+
+def test_a_parameter_that_one_engine_alone_has_is_named() -> None:
+    def add(table: dict[str, Any]) -> None:
+        table["held"][0]["parameters"]["lm_head.weight"] = ["bfloat16", [16, 4]]
+
+    assert compared(add).holds == ("lm_head.weight: held only by sglang 2.0 with transformers 5, bfloat16 [16, 4]",)
+
+
+def test_a_release_that_cannot_build_the_engine_differs_in_its_own_words() -> None:
+    def fail(table: dict[str, Any]) -> None:
+        table |= {"cannot_build": "ValueError: 192 is not divisible by 128", "held": [], "ranks": []}
+
+    [line] = compared(fail).arrives
+    assert line == ("sglang 2.0 with transformers 5 cannot build the engine: ValueError: 192 is not divisible by 128")
+
+
+def test_ranges_and_groups() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8" and ranges([]) == ""
+    assert list(in_groups([("a.1.b", "gone"), ("a.2.b", "gone"), ("a.3.b", "new")])) == [
+        "a.*.b: gone (2 tensors)",
+        "a.3.b: new",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [*INSTALLED][:1] or [NONE])
+def test_two_real_releases(version: str, tmp_path: Path) -> None:
+    folder = with_layers("qwen3_30b_a3b", 2, tmp_path)
+    words = [str(folder), "--tp", "2"]
+    there, here = (
+        ask(Environment(python=str(INSTALLED[version])), words),
+        ask(Environment(python=sys.executable), words),
+    )
+    found = compare(there, here)
+    assert there["versions"]["sglang"] == version != here["versions"]["sglang"]
+    assert found.sent == len(here["sent"]) > 700 and found.arrives == ()
+    there["sent"].popitem()
+    assert len(compare(there, here).arrives) == 1
+
+
+@pytest.mark.slow
+def test_an_answer_that_a_release_cannot_give_has_its_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "model_type": "llama"}))
+    with pytest.raises(UnsupportedEnvironment, match=r"exit code 125\): sglang .* has no class for NobodysForCausalLM"):
+        ask(Environment(python=sys.executable), [str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_a_whole_run_cannot_be_compared() -> None:
+    run = full_size("qwen3_30b_a3b", "--tp", 4, "--nnodes", 2, "--against", "0.5.17")
+    assert run.returncode == 2 and "--against compares one engine" in run.stderr.splitlines()[-1]
