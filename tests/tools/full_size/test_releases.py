@@ -10,7 +10,7 @@ import pytest
 from harness.rollout.sglang_api.meta_groups import call_with
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.bisection.installation import Environment, store_root
-from tests.tools.full_size.test_full_size import REPOSITORY, full_size, with_layers
+from tests.tools.full_size.test_full_size import MODELS, REPOSITORY, full_size, with_layers
 
 INSTALLED = {
     folder.parent.name.split("-")[1]: folder.parent / "venv" / "bin" / "python"
@@ -85,3 +85,18 @@ def test_what_a_release_wants_and_nobody_knows_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr("harness.rollout.sglang_api.meta_groups.installed", lambda _: source)
     with pytest.raises(UnsupportedEnvironment, match=r"sglang 9\.9: of_a_newer_release wants moon_phase"):
         call_with(of_a_newer_release, {"tp_size": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "is_followed"), [("0.5.12", False), ("0.5.13", True)])
+def test_the_release_that_follows_the_norms_of_qwen3_5(version: str, is_followed: bool, tmp_path: Path) -> None:
+    """A bisect found it. 0.5.12's GemmaRMSNorm makes a new tensor of weight + 1 at each load; 0.5.13 writes into the old one."""
+    if version not in INSTALLED:
+        pytest.skip(f"{store_root()} has no environment of SGLang {version}")
+    fields = json.loads((MODELS / "qwen3_5_397b_a17b" / "config.json").read_text())
+    fields["text_config"] |= {"num_hidden_layers": 4, "layer_types": fields["text_config"]["layer_types"][:4]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    run = ask_release(version, tmp_path, "--json", tmp_path / "found.json")
+    assert run.returncode == 0, run.stdout + run.stderr
+    norm = "model.language_model.layers.0.input_layernorm.weight"
+    assert (norm not in json.loads((tmp_path / "found.json").read_text())["not_followed"]) == is_followed
