@@ -18,8 +18,10 @@ class FusingGroup:
     @property
     def by_tensor(self) -> dict[str, tuple[TensorView, ...]]:
         """The views of each tensor that is sent for this group, by its name."""
-        names = dict.fromkeys(view.of for view in self.views)
-        return {of: tuple(view for view in self.views if view.of == of) for of in names}
+        found: dict[str, list[TensorView]] = {}
+        for view in self.views:
+            found.setdefault(view.of, []).append(view)
+        return {of: tuple(views) for of, views in found.items()}
 
     def empty_tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Return uninitialized memory for each tensor that is sent for this group, flat, in the dtype in which it is sent."""

@@ -3,7 +3,7 @@
 The trainer's shards are there and finite, and the engine's own loader, as traced, would take every tensor whole.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from math import prod
@@ -102,17 +102,24 @@ def coverage_problems(groups: Sequence[FusingGroup], coverage: Sequence[LoadCove
     errors = {name: error for each in coverage for name, error in each.errors.items()}
     found = [f"{name}: the engine's loader refuses it: {error}" for name, error in errors.items()]
     found += unfilled_parameters(coverage)
+    counts = Counter(view.name for group in groups for view in group.views)
+    twice = {name: count for name, count in counts.items() if count > 1}
+    found += [f"{name}: sent {count} times, and the engine keeps the last of them" for name, count in twice.items()]
+    found += _overwritten(coverage)
     # A tensor is unknown only if no rank reads it: where sizes are padded, the last ranks hold padding only.
     unknown = set(coverage[0].unknown).intersection(*(each.unknown for each in coverage))
-    untold = {name for each in coverage for name in each.opaque} | {name for key in errors for name in key.split(", ")}
+    untold = {name for each in coverage for name in each.opaque}
+    refused = {name for key in errors for name in key.split(", ")}
     for number, group in enumerate(groups):
+        if any(view.name in refused for view in group.views):
+            continue  # the loader never came to those after the one that it refuses
         copies: dict[str, list[LoaderCopy]] = defaultdict(list)
         for copy in (copy for each in coverage for copy in each.copies[number]):
             copies[copy.source.name].append(copy)
         for view in group.views:
             if view.name in unknown:
                 found.append(f"{view.name}: the engine knows no such parameter and would ignore it")
-            elif view.name not in untold:
+            elif view.name not in untold and view.name not in twice:
                 found += _misfit(view, copies[view.name], coverage[0].dtype)
     return found
 
@@ -131,6 +138,23 @@ def unfilled_parameters(coverage: Sequence[LoadCoverage]) -> list[str]:
         for name, (missing, elements) in least.items()
         if missing
     ]
+
+
+def _overwritten(coverage: Sequence[LoadCoverage]) -> list[str]:
+    """Return one sentence for each of the engine's tensors of which two names fill the same elements."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for each in coverage:
+        for name in each.overwritten:
+            ranks[name].append(each.rank)
+    sentences = []
+    for name, found in ranks.items():
+        holding = [each.rank for each in coverage if name in each.missing]
+        where = "" if found == holding else f" on engine rank {', '.join(map(str, found))}"
+        first, second = next(each.overwritten[name] for each in coverage if name in each.overwritten)
+        sentences.append(
+            f"{name}: {first} and {second} fill the same elements of it{where}; the engine keeps the second"
+        )
+    return sentences
 
 
 def _misfit(view: TensorView, copies: Sequence[LoaderCopy], engine_dtype: torch.dtype | None) -> list[str]:

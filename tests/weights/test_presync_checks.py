@@ -1,6 +1,7 @@
 """What is refused before it is sent, from what each scheduler's loader would do with it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -395,3 +396,19 @@ def test_elements_of_an_expert_of_full_size_are_counted_without_marking_each() -
         for each in halves
     ]
     assert elements_read(expert, reads) == 1 << 40 and elements_read(expert, reads[:1]) == 1 << 39
+
+
+def test_a_name_that_is_sent_twice_is_named_once() -> None:
+    sent = [[entry()], [replace(entry(), of="again")]]
+    rank = LoadCoverage(rank=0, copies=[[copy_of(WHOLE)], [copy_of(WHOLE)]])
+    assert coverage_problems(groups(*sent), [rank]) == ["a: sent 2 times, and the engine keeps the last of them"]
+
+
+def test_two_names_that_fill_the_same_elements_are_named_and_the_rank_if_others_do_not() -> None:
+    held = {"head": (0, 4)}
+    ranks = [LoadCoverage(rank=rank, missing=held) for rank in range(2)]
+    ranks[1].overwritten = {"head": ("embed", "lm_head")}
+    said = "head: embed and lm_head fill the same elements of it"
+    assert coverage_problems([], ranks) == [f"{said} on engine rank 1; the engine keeps the second"]
+    ranks[0].overwritten = ranks[1].overwritten
+    assert coverage_problems([], ranks) == [f"{said}; the engine keeps the second"]

@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import TensorView, span
+from harness.weights.worker.alike_groups import AlikeGroups
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
 from harness.weights.worker.model_state import derived_tensors, fingerprint, model_tensors
 from harness.weights.worker.undo import UndoneWrites, address, storage
+from harness.weights.worker.written_twice import written_twice
 
 _KEPT = "_harness_trace"
 PADDING = "padding"
@@ -64,6 +66,9 @@ class LoadCoverage:
     missing: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The engine's parameter -> (elements that nothing fills, all elements). Empty if a tensor is refused: it could fill any."""
 
+    overwritten: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The engine's tensor -> the first two checkpoint names that fill the same elements of it; the second one stays."""
+
     @property
     def filled(self) -> dict[str, list[str]]:
         """The engine's own names of tensors -> checkpoint names that fill them, at least in part."""
@@ -86,6 +91,8 @@ class LoaderTrace:
     """The loader ends with post_load_weights, which derives tensors from what was copied."""
     derived_over: set[str] = field(default_factory=set)
     """Checkpoint names whose copies post_load_weights changes in place."""
+    derived_bytes: int = 0
+    """Bytes of the tensors that post_load_weights makes, such as MLA's w_kc and w_vc, beside the parameters."""
     _places: list[tuple[dict[str, Any], str, int]] = field(default_factory=list)
     """What the copies fill: a module's parameters, buffers or attributes, the name in there, the tensor's address."""
 
@@ -95,9 +102,8 @@ class LoaderTrace:
 
     def run(self) -> None:
         """Ask the model's own loader what it would do with every group."""
-        self.derives, self.derived_over = False, set()
-        undone = UndoneWrites(self.model)
-        self.traces = [self.trace_group(group, undone) for group in self.groups]
+        self.derives, self.derived_over, self.derived_bytes = False, set(), 0
+        self.traces = self._trace_all(UndoneWrites(self.model))
         if self.derives:
             self._find_what_is_derived_over()
         self.padding = [traced.find_padding() for traced in self.traces]
@@ -110,6 +116,24 @@ class LoaderTrace:
             for name, value in each.items()
             if isinstance(value, torch.Tensor) and storage(value) in targets
         ]
+
+    def _trace_all(self, undone: UndoneWrites) -> list[GroupTrace]:
+        """Trace one group of each kind alone, the others together, and those alone that are then unlike the first."""
+        alike, found = AlikeGroups(self.groups), dict[int, GroupTrace]()
+
+        def trace_alone(number: int) -> None:
+            found[number] = self.trace_group(self.groups[number], undone)
+            alike.saw_alone(number, found[number])
+
+        for number in alike.first_of_each_kind():
+            trace_alone(number)
+        for numbers in alike.calls([number for number in range(len(self.groups)) if number not in found]):
+            views = tuple(view for number in numbers for view in self.groups[number].views)
+            found |= alike.split(numbers, self.trace_group(FusingGroup(views=views), undone))
+        for number in range(len(self.groups)):
+            if number not in found:
+                trace_alone(number)
+        return [found[number] for number in range(len(self.groups))]
 
     def copies(self) -> Iterator[Copy]:
         """Yield the copies of all groups, in order."""
@@ -144,6 +168,9 @@ class LoaderTrace:
         with torch.no_grad(), UndoneWrites(self.model) as undone:
             self.model.post_load_weights()
             changed = set(undone.saved)
+            held = {storage(each) for each in self.model.parameters()}
+            made = {storage(each): each.untyped_storage().nbytes() for each in derived_tensors(self.model).values()}
+        self.derived_bytes = sum(nbytes for place, nbytes in made.items() if place not in held)
         for traced in self.traces:
             lost = [copy for copy in traced.copies if storage(copy.target) in changed]
             self.derived_over |= {copy.source.name for copy in lost}
@@ -157,8 +184,9 @@ class LoaderTrace:
         """
         memory = group.empty_tensors("meta" if self.device.type == "meta" else "cpu")
         sent = {storage(tensor) for tensor in memory.values()}
-        with undone, self.post_load_noted():
-            traced = trace_loader(self.model.load_weights, group.views, memory)
+        with undone.told():
+            with self.post_load_noted():
+                traced = trace_loader(self.model.load_weights, group.views, memory, undone)
             replaced = list(undone.replaced())
         attributes = derived_tensors(self.model) if replaced else {}
         names = {view.name for view in group.views}
@@ -206,6 +234,9 @@ class LoaderTrace:
             found.derived_over += sorted({view.of for view in group.views if view.name in self.derived_over})
         if not found.errors:
             found.missing = self._missing()
+        for first, second in written_twice(self.copies()):
+            if into := name_of(second.target):
+                found.overwritten.setdefault(into, (first.source.name, second.source.name))
         return found
 
     def name_of(self, part: torch.Tensor) -> str:

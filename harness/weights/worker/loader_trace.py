@@ -19,9 +19,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.weights.tensor_view import TensorView, span
-from harness.weights.worker.undo import address, is_view, storage, tensors_in, written
+from harness.weights.worker.undo import UndoneWrites, address, is_view, storage, tensors_in, written
 
 aten = torch.ops.aten
+ONLY_SHAPE = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+}
+"""Operators that take shape, dtype and device of their argument, and no value."""
 Pieces = list[tuple[Any, torch.Tensor]]
 """(subscript of a part of a tensor, view of the memory that the part is a copy of)."""
 
@@ -79,16 +87,18 @@ def trace_loader(
     load: Callable[[list[tuple[str, torch.Tensor]]], Any],
     views: Sequence[TensorView],
     memory: Mapping[str, torch.Tensor],
+    undone: UndoneWrites,
 ) -> GroupTrace:
-    """Run `load`, the load_weights of a model, on the tensors of one group. Call it inside UndoneWrites.
+    """Run `load`, the load_weights of a model, on the tensors of one group.
 
-    memory: a contiguous tensor for each `of` of the views.
+    memory: a contiguous tensor for each `of` of the views. undone: keeps what is written, so call this in its block `told()`.
     """
     traced = GroupTrace(tuple(views))
-    recorder = _Recorder(memory, traced)
+    recorder = _Recorder(memory, traced, undone)
+    tensors = [(view.name, view.in_memory(memory[view.of])) for view in views]
     try:
         with torch.no_grad(), in_this_thread(), recorder:
-            load([(view.name, view.in_memory(memory[view.of])) for view in views])
+            load(tensors)
     except Exception as error:  # asserts, shape errors, KeyErrors: whatever the loader of an architecture raises
         traced.error = f"{type(error).__name__}: {error}".strip()
     recorder.finish()
@@ -103,13 +113,16 @@ def in_this_thread() -> AbstractContextManager[object]:
 class _Recorder(TorchDispatchMode):
     """Record copies out of the memory, and zeros, instead of making them. All other operations run."""
 
-    def __init__(self, memory: Mapping[str, torch.Tensor], traced: GroupTrace) -> None:
+    def __init__(self, memory: Mapping[str, torch.Tensor], traced: GroupTrace, undone: UndoneWrites) -> None:
         super().__init__()
+        self.undone = undone
         self.sent = {storage(tensor): of for of, tensor in memory.items()}
         """Address of the memory -> the tensor that it stands for."""
         self.traced = traced
-        in_order = sorted(traced.views, key=lambda view: view.offset)
-        self.views = {of: [view for view in in_order if view.of == of] for of in memory}
+        self.views: dict[str, list[TensorView]] = {of: [] for of in memory}
+        for view in sorted(traced.views, key=lambda view: view.offset):
+            self.views[view.of].append(view)
+        self.offsets = {of: [view.offset for view in views] for of, views in self.views.items()}
         self.moved: dict[int, tuple[torch.Tensor, Pieces]] = {}
         """Tensors made of elements of the memory, such as the cat of two halves, by address of their storage."""
         self.made: dict[int, torch.Tensor] = {}
@@ -129,13 +142,14 @@ class _Recorder(TorchDispatchMode):
         keywords = keywords or {}
         if is_view(function):
             return function(*arguments, **keywords)
-        if function is aten.copy_.default and self._can_follow(arguments[1]):
-            self._record(arguments[0], arguments[1])
+        if function is aten.copy_.default and (names := self._followed(arguments[1])):
+            self._record(arguments[0], arguments[1], names)
             return arguments[0]
         if function is aten.fill_.Scalar and arguments[1] in self.numbers:
-            self._record(arguments[0], self.numbers[arguments[1]])
+            element = self.numbers[arguments[1]]
+            self._record(arguments[0], element, self._names(element))
             return arguments[0]
-        if function is aten._local_scalar_dense.default and self._can_follow(arguments[0]):
+        if function is aten._local_scalar_dense.default and self._followed(arguments[0]):
             return self._number(arguments[0])
         if _zeroes(function, arguments) and self._is_padding(arguments[0]):
             self.traced.zeros += [arguments[0]] if arguments[0].numel() else []
@@ -150,11 +164,14 @@ class _Recorder(TorchDispatchMode):
         """Return the copies that would have written elements of this tensor."""
         return [copy for copy in self.recorded.get(storage(tensor), ()) if overlap(copy.target, tensor)]
 
-    def _can_follow(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is elements of the memory, as they were sent."""
-        known = storage(tensor) in self.sent or storage(tensor) in self.moved
+    def _followed(self, tensor: torch.Tensor) -> set[str]:
+        """Return the names of a tensor whose elements are those of the memory, as they were sent; none for any other."""
+        place = storage(tensor)
+        if place not in self.sent and place not in self.moved:
+            return set()
+        names = self._names(tensor)
         # What was computed with may have been changed in place.
-        return known and not self._names(tensor) & self.traced.opaque
+        return set() if names & self.traced.opaque else names
 
     def _number(self, element: torch.Tensor) -> float:
         """Return a number that nothing else is, for the loader to fill a tensor with; the element itself is unknown."""
@@ -169,14 +186,15 @@ class _Recorder(TorchDispatchMode):
     def _run(self, function: Any, arguments: Any, keywords: Any) -> Any:
         """Do what is not followed, and note what it does with which names."""
         tensors, into = tensors_in((arguments, keywords)), written(function, arguments, keywords)
-        names = {name for tensor in tensors for name in self._sent_in(tensor)}
+        read_from = () if function in ONLY_SHAPE else tensors
+        names = {name for tensor in read_from for name in self._sent_in(tensor)}
         fills_model = any(self._of_the_model(tensor) for tensor in into)
         names |= self.escaped if fills_model else set()
-        read = {copy.source.name for tensor in tensors for copy in self._recorded_in(tensor)}
+        read = {copy.source.name for tensor in read_from for copy in self._recorded_in(tensor)}
         self.traced.computed_with |= read
         if fills_model and not names and not read:
             self.traced.computed_with |= {view.name for view in self.traced.views}  # it could come of any
-        result = function(*arguments, **keywords)
+        result = self.undone.run(function, arguments, keywords)
         results = tensors_in(result)
         if not function._schema.is_mutable:
             self.made |= {storage(each): each for each in results}
@@ -187,7 +205,7 @@ class _Recorder(TorchDispatchMode):
             return result
         self.traced.used |= names
         pieces = _pieces(function, arguments, keywords, result)
-        if pieces and all(storage(source) in self.sent and self._can_follow(source) for _, source in pieces):
+        if pieces and all(storage(source) in self.sent and self._followed(source) for _, source in pieces):
             self.moved[storage(result)] = result, pieces
             return result
         self.traced.opaque |= names
@@ -214,9 +232,8 @@ class _Recorder(TorchDispatchMode):
         if storage(tensor) in self.made:
             self.tainted.setdefault(storage(tensor), set()).update(names)
 
-    def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Note one copy. If its source was made by cat or clone, only the whole of it is followed, not a view of it."""
-        names = self._names(source)
+    def _record(self, target: torch.Tensor, source: torch.Tensor, names: set[str]) -> None:
+        """Note one copy of the tensors of these names. If its source was made by cat or clone, only the whole of it is followed, not a view of it."""
         self.traced.used |= names
         self._taint(target, names)  # it was not filled, so a tensor that it goes into next must not be kept
         moved = self.moved.get(storage(source))
@@ -224,22 +241,23 @@ class _Recorder(TorchDispatchMode):
             self.traced.opaque |= names
             self._note_computed(target)
             return
-        pieces = moved[1] if moved else [(..., source.expand(target.shape))]
+        pieces = moved[1] if moved else [(..., source if source.shape == target.shape else source.expand(target.shape))]
         for where, piece in pieces:
-            part = target[where]
+            part = target[where] if moved else target
             read = TensorView(
-                name=self._name(piece),
+                name=self._name(piece) if moved else next(iter(names)),
                 of=self.sent[storage(piece)],
                 dtype=piece.dtype,
                 shape=tuple(part.shape),
                 stride=tuple(piece.stride()),
                 offset=int(piece.storage_offset()),
             )
-            if any(overlap(zeros, part) for zeros in self.traced.zeros if storage(zeros) == storage(part)):
+            place = storage(part)
+            if any(overlap(zeros, part) for zeros in self.traced.zeros if storage(zeros) == place):
                 self.traced.computed_with |= names  # which of the zeros stay is not followed
             self.traced.copies.append(Copy(part, read))
             if self._of_the_model(part):
-                self.recorded[storage(part)].append(self.traced.copies[-1])
+                self.recorded[place].append(self.traced.copies[-1])
 
     def finish(self) -> None:
         """Give up on names that became numbers of which nothing in the model is known to come."""
@@ -255,9 +273,9 @@ class _Recorder(TorchDispatchMode):
         Checkpoint tensors may lie side by side in one tensor, row by row, so the nearest one that begins before the
         element need not hold it.
         """
-        views, element = self.views[self.sent[storage(piece)]], int(piece.storage_offset())
-        last = bisect_right(views, element, key=lambda view: view.offset) - 1
-        return next((view for view in reversed(views[: last + 1]) if view.holds(element)), views[last]).name
+        of, element = self.sent[storage(piece)], int(piece.storage_offset())
+        views, last = self.views[of], bisect_right(self.offsets[of], element) - 1
+        return next((views[at] for at in range(last, -1, -1) if views[at].holds(element)), views[last]).name
 
 
 class _InlineExecutor(concurrent.futures.Executor):

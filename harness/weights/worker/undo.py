@@ -6,6 +6,7 @@ before.
 
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ Place = tuple[dict[str, Any], str]
 """A module's parameters, buffers or attributes, and the name in there."""
 
 
-class UndoneWrites(TorchDispatchMode):
+class UndoneWrites:
     """Take back, at the end, what the code inside writes into tensors that existed before, and what modules hold.
 
     Only writes by torch operators are seen, not those of a kernel that is launched directly, or through numpy.
@@ -26,7 +27,6 @@ class UndoneWrites(TorchDispatchMode):
 
     def __init__(self, model: Any) -> None:
         """Note what the modules hold. The guard may be entered again and again, since each exit brings that back."""
-        super().__init__()
         self.model = model
         self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         """Address of a storage that was written -> that storage, and a copy of what it held."""
@@ -35,28 +35,44 @@ class UndoneWrites(TorchDispatchMode):
         tensors = [each for _, held in self._held for each in held.values() if isinstance(each, torch.Tensor)]
         self._data = [(tensor, tensor.data, _place(tensor)) for tensor in tensors]
         self._names = {name: tensor.data for name, tensor in model_tensors(model).items()}
+        self._watch = _Watch(self)
 
     def __enter__(self) -> "UndoneWrites":
-        self.saved.clear()
-        self._made.clear()
-        super().__enter__()
+        self.begin()
+        self._watch.__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
-        for members, held in self._held:
-            if not _are_same(members, held):
-                _put_back(members, held)
-        for tensor, data, place in self._data:
-            if _place(tensor) != place:
-                tensor.data = data
+        self._watch.__exit__(*failure)
+        self.restore()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Take back what is run by `run` in this block, for a dispatch mode that sees every operator anyway: two would be slower."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def begin(self) -> None:
+        self.saved.clear()
+        self._made.clear()
+
+    def restore(self) -> None:
+        """Bring back what modules and tensors held."""
+        if not self._modules_are_same():
+            for members, held in self._held:
+                if not _are_same(members, held):
+                    _put_back(members, held)
+            for tensor, data, place in self._data:
+                if _place(tensor) != place:
+                    tensor.data = data
         for memory, before in self.saved.values():
             memory.copy_(before)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Sequence[type], arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        keywords = keywords or {}
+    def run(self, function: Any, arguments: Any, keywords: Any) -> Any:
+        """Run an operator, and keep what the tensors held that it writes into."""
         if is_view(function):
             return function(*arguments, **keywords)
         for tensor in written(function, arguments, keywords):
@@ -68,15 +84,18 @@ class UndoneWrites(TorchDispatchMode):
 
     def _save(self, tensor: torch.Tensor) -> None:
         address = storage(tensor)
-        if address not in self._made and address not in self.saved and tensor.device.type != "meta":
+        if address not in self._made and address not in self.saved and not tensor.is_meta:
             memory = tensor.untyped_storage()
             self.saved[address] = memory, memory.clone()
 
+    def _modules_are_same(self) -> bool:
+        return all(_are_same(members, held) for members, held in self._held) and all(
+            _place(tensor) == place for tensor, _, place in self._data
+        )
+
     def replaced(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield (name, tensor before, tensor now) where a module now has another tensor, or the tensor other memory."""
-        if all(_are_same(members, held) for members, held in self._held) and all(
-            _place(tensor) == place for tensor, _, place in self._data
-        ):
+        if self._modules_are_same():
             return  # to walk over all modules of a large model takes longer than what is traced
         for name, now in model_tensors(self.model).items():
             before = self._names.get(name)
@@ -103,6 +122,19 @@ class UndoneWrites(TorchDispatchMode):
         _, copy = self.saved[storage(tensor)]
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+class _Watch(TorchDispatchMode):
+    """Show every operator to a guard."""
+
+    def __init__(self, guard: UndoneWrites) -> None:
+        super().__init__()
+        self.guard = guard
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        return self.guard.run(function, arguments, keywords or {})
 
 
 def differing_elements(one: torch.Tensor, other: torch.Tensor) -> int:
@@ -146,12 +178,12 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 def storage(tensor: torch.Tensor) -> int:
     """Return the address of the memory that a tensor is a view of; of its storage object for a meta tensor, which has none."""
     memory = tensor.untyped_storage()
-    return int(memory._cdata) if tensor.device.type == "meta" else memory.data_ptr()
+    return int(memory._cdata) if tensor.is_meta else memory.data_ptr()
 
 
 def address(tensor: torch.Tensor) -> int:
     """Return the address of the first element. Those of meta tensors may be compared within one storage only."""
-    if tensor.device.type != "meta":
+    if not tensor.is_meta:
         return tensor.data_ptr()
     return storage(tensor) + int(tensor.storage_offset()) * tensor.itemsize
 

@@ -20,8 +20,9 @@ def same(one: Model, other: Model) -> bool:
 
 
 def trace(model: Model, views: Sequence[TensorView], memory: Mapping[str, torch.Tensor]) -> GroupTrace:
-    with UndoneWrites(model):
-        return trace_loader(model.load_weights, views, memory)
+    undone = UndoneWrites(model)
+    with undone.told():
+        return trace_loader(model.load_weights, views, memory, undone)
 
 
 def replay(traced: GroupTrace, memory: dict[str, torch.Tensor]) -> None:
