@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import World, all_gather
 from harness.runtime.units import GIB, MIB
+from harness.weights.pull.transport import PullTransport
 from harness.weights.sync import WeightSync
 from harness.weights.trainer_weights import TrainerWeights
 
@@ -66,6 +67,16 @@ def sync_row(name: str, sync: WeightSync, world: World, repeats: int) -> BenchRo
     seconds = [_timed(world, sync.update_engine) for _ in range(repeats)]
     extra = max(all_gather(before - _gpu_free(world))) if on_gpu else None
     return _row(name, sync.weights.nbytes, seconds, first, extra)
+
+
+def bytes_line(transport: PullTransport, world: World) -> str:
+    """Return what one pull reads of whose memory. A collective call of all ranks, after a sync."""
+    read = transport.bytes_read()
+    own, others = zip(*all_gather((read.get(world.rank, 0), sum(read.values()) - read.get(world.rank, 0))), strict=True)
+    return (
+        f"a pull reads {max(own) / 1e9:.3f} GB of the trainer next to it and {max(others) / 1e9:.3f} GB of the host's others,"
+        " each on the rank that reads most"
+    )
 
 
 def as_table(rows: Sequence[BenchRow], weights: TrainerWeights) -> str:

@@ -24,9 +24,10 @@ from harness.rollout import sglang_api
 from harness.rollout.engine import RolloutEngine
 from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.task.data import load_rows
-from harness.tools.sync.bench import BenchRow, all_gather_row, as_table, sync_row
+from harness.tools.sync.bench import BenchRow, all_gather_row, as_table, bytes_line, sync_row
 from harness.trainer.model import load_causal_lm, named_tensors
 from harness.weights.presync_checks import first_of
+from harness.weights.pull.transport import PullTransport
 from harness.weights.sync import WeightSync
 from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
@@ -67,6 +68,8 @@ class SyncJob:
                 with run.events.phase("bench", waiting_for="the timed syncs"):
                     rows = rows or [all_gather_row(sync.weights, run.world, self.repeats)]
                     rows.append(sync_row(name, sync, run.world, self.repeats))
+                    if isinstance(sync.transport, PullTransport):
+                        run.events.say(bytes_line(sync.transport, run.world))
             else:
                 verdicts.append(self.verify(run, name, sync))
             sync.close()

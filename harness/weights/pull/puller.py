@@ -4,8 +4,10 @@ The functions at the end are what a trainer rank asks the scheduler next to it (
 them is kept on the model, because nothing else of ours lives as long as the scheduler does.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -99,6 +101,16 @@ class Puller:
             if read.region.owner not in self.shards.places
         }
         return tuple(found)
+
+    def bytes_read(self) -> dict[int, int]:
+        """Return trainer rank -> bytes that one pull reads of its memory; what other hosts bring is left out."""
+        found = Counter[int]()
+        for number in range(len(self.trace.groups)):
+            for read in self._reads(number):
+                if read.region.owner in self.shards.places:
+                    _, held = self.shards.find(read.region.owner, read.of)
+                    found[read.region.owner] += held.itemsize * prod(size for size, _, _ in read.region.axes)
+        return dict(found)
 
     def prepare(self, deliveries: Deliveries) -> None:
         """Make all copies ready, batch by batch."""
@@ -216,6 +228,11 @@ def prepare(model: Any, request: tuple[str, Deliveries]) -> None:
     """Make the copies of a transport's plan ready."""
     transport, deliveries = request
     _kept_for(model, transport).prepare(deliveries)
+
+
+def bytes_read(model: Any, transport: str) -> dict[int, int]:
+    """Return trainer rank -> bytes that a pull of this transport's plan reads of its memory."""
+    return _kept_for(model, transport).bytes_read()
 
 
 def pull(model: Any, request: tuple[str, int, int]) -> None:

@@ -74,6 +74,13 @@ class PullTransport:
                 # which may change from here on.
                 wait_for_all_ranks(device)
 
+    def bytes_read(self) -> dict[int, int]:
+        """Return trainer rank -> bytes of its memory that a pull of the scheduler next to this rank reads.
+
+        What other hosts bring is left out. A collective call of all ranks, after a sync.
+        """
+        return self.engine.ask(puller.bytes_read, self._name)
+
     def close(self) -> None:
         """Have the schedulers close the trainers' memory; the next pull plans anew."""
         self._release()
