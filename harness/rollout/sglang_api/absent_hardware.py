@@ -6,6 +6,7 @@ Nothing here computes: it lets a class be built on the meta device whose forward
 import ast
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from unittest.mock import patch
 import torch
 
 KERNELS = "torch.ops.sgl_kernel"
+WARM_UPS = ("_prewarm_mhc_kernels",)
+"""Methods of DeepSeek-V4's class that compile kernels of tilelang."""
 _ABSENT = re.compile(r"is not installed|not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|No module named")
 
 
@@ -67,6 +70,25 @@ def shapes_of_gpu(config: Any) -> None:
     rotary = importlib.import_module("sglang.srt.layers.rotary_embedding.factory")
     if hasattr(rotary, "get_rope_cpu"):
         patch.object(rotary, "get_rope_cpu", lambda *arguments: rotary.get_rope(*arguments[:-1])).start()
+
+
+def without_warm_up(model: Any) -> None:
+    """Leave out what SGLang's load_weights does last for some classes: it compiles kernels, which writes no weights."""
+    for name in WARM_UPS:
+        if hasattr(model, name):
+            setattr(model, name, lambda: None)
+
+
+def padding_of_gpu() -> None:
+    """Have SGLang pad experts in MXFP4 as it does where triton_kernels is installed, which its kernels for NVIDIA GPUs bring.
+
+    Without the padding SGLang's loader fails in CPU mode where sizes do not divide, as those of gpt-oss do not by 8. In
+    bfloat16 a GPU's triton_kernels has the same experts transposed, which the loader of the CPU mode does not know. Call it
+    once SGLang's modules are imported.
+    """
+    mxfp4 = sys.modules.get("sglang.srt.layers.quantization.mxfp4")
+    if mxfp4 is not None and hasattr(mxfp4, "has_triton_kernels"):
+        patch.object(mxfp4, "has_triton_kernels", True).start()
 
 
 def define_kernels(models: Path) -> None:

@@ -18,13 +18,21 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from harness.rollout.sglang_api.absent_hardware import define_kernels, shapes_of_gpu
+from harness.rollout.sglang_api.absent_hardware import (
+    define_kernels,
+    padding_of_gpu,
+    shapes_of_gpu,
+    without_warm_up,
+)
 from harness.rollout.sglang_api.meta_groups import start_rank
 from harness.rollout.sglang_api.source import installed, load
 from harness.runtime.errors import UnsupportedEnvironment
 
 DRAFT_CLASS = re.compile(r"NextN$|MTP$")
 """SGLang's names for the classes that serve a model's layer for multi-token prediction (MTP) as its draft model."""
+
+SINKS = {"GptOssForCausalLM": "triton"}
+"""Classes with attention sinks, for which SGLang refuses torch_native -> a backend that it takes on any GPU."""
 
 
 def prepare_import(folder: Path, draft: bool = False) -> None:
@@ -78,6 +86,7 @@ def import_all(folder: Path) -> None:
     with _importing("srt.model_loader.loader"):
         for module in ("srt.model_loader.loader", "srt.models.registry", "srt.layers.moe"):
             _module(module)
+    padding_of_gpu()
 
 
 @contextmanager
@@ -101,7 +110,7 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
     """
     server_arguments = load("srt/server_args.py", "ServerArgs")(
         model_path=str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True,
-        attention_backend="torch_native", disable_overlap_schedule=True, **arguments,
+        attention_backend=_attention_backend(folder), disable_overlap_schedule=True, **arguments,
     )  # fmt: skip
     world = server_arguments.tp_size * server_arguments.pp_size
     _join_fake_groups(rank, world)
@@ -116,7 +125,14 @@ def build_on_meta(folder: Path, arguments: Mapping[str, Any], rank: int, draft: 
     torch.set_default_dtype(model_config.dtype)
     scope = _draft_scope(model_config, server_arguments.speculative_algorithm) if draft else nullcontext()
     with scope, torch.device("meta"):
-        return loader._initialize_model(model_config, load_config, quantization)
+        model = loader._initialize_model(model_config, load_config, quantization)
+    without_warm_up(model)
+    return model
+
+
+def _attention_backend(folder: Path) -> str:
+    """Return the attention backend to name in SGLang's arguments. None is made here, but SGLang checks the name."""
+    return next((SINKS[name] for name in _architectures(folder) if name in SINKS), "torch_native")
 
 
 def _check_class(model_config: Any) -> None:

@@ -93,7 +93,7 @@ def examine_draft(
     """
     sample = [group for groups in one_layer_of_each_kind(fusing_groups(sent)) for group in groups]
     groups = (*sample, *fusing_groups(mtp))
-    ranks = examine(replace(shape, draft=True), groups, all_ranks=True)
+    ranks = examine(replace(shape, draft=True), groups, every_name=True)
     of_trainer = {view.name for group in sample for view in group.views}
     copied = tuple(f"{path.partition('{n}')[2]}.weight" for path in mtp_names(shape.folder).copies)
     ignored = of_trainer | {view.name for view in mtp if view.name.endswith(copied)}

@@ -1,15 +1,16 @@
 """What the engine's ranks hold at the model's true size, and what their loaders do with every name.
 
 Each rank is a process forked from one that has imported everything, because SGLang keeps one configuration for each process.
-The first and the last rank of each pipeline stage are given every name. The ranks between them are given one layer of each
-kind, and each layer that is unlike the others of its kind on the first or the last rank: see `layers_to_give`.
+Every rank is given one layer of each kind, and the ranks of a pipeline stage share the other layers: every name is given to
+one of them. All ranks of a stage run the same code and differ in their number alone. So where a loader does with a layer what
+it does with the first of its kind, the other ranks' loaders do too, and a layer that is unlike it is given to all of them.
 """
 
 import multiprocessing
 import re
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -22,15 +23,31 @@ from harness.rollout.sglang_api import meta_model
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu, tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.weights.fusing import FusingGroup
+from harness.weights.tensor_view import span
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy, LoaderTrace
-from harness.weights.worker.model_state import derived_tensors
-from harness.weights.worker.undo import UndoneWrites, storage
+from harness.weights.worker.undo import storage
 
 NO_LAYER = -1
 """Stands for what is outside the decoder layers: the embedding, the last norm and the head."""
 Layers = Mapping[int, Sequence[FusingGroup]]
-Job = tuple["EngineShape", int, Layers, bool]
+Job = tuple["EngineShape", int, Layers, "Part"]
 """The arguments of examine_rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Which layers a rank is given."""
+
+    kinds: Mapping[int, Any]
+    """Layer -> what it has in common with others of its kind, as kind_of returns."""
+    number: int = 0
+    of: int = 1
+    """It gets the number-th of so many equal shares of the layers that are like others."""
+    odd: frozenset[int] = frozenset()
+    """Layers that another rank of its stage treats unlike the others of their kind. They stand for themselves, and the others
+    are not shared again."""
+    every: bool = False
+    """It gets all of them, and each stands for itself."""
 
 
 class RankFailed(Exception):
@@ -55,13 +72,24 @@ class EngineRank:
     asked_of_gpu: frozenset[str]
     """Functions of torch.cuda that SGLang called, and that were answered for an absent GPU."""
     groups: tuple[FusingGroup, ...]
-    """What was given to its loader."""
+    """What was given to its loader, of the layers below."""
     layers: frozenset[int]
-    """The layers whose groups these are, and for a rank that was given every name also those for which nothing is sent."""
+    """The layers whose groups these are, and those that it holds and for which nothing is sent. Of layers that are alike only
+    one is here."""
+    odd: frozenset[int]
+    """Those of its layers that it treats unlike the first of their kind."""
+    given: int
+    """How many names its loader was given."""
+    held_layers: frozenset[int]
+    """The decoder layers that it holds."""
     coverage: LoadCoverage
-    """What the loader did with these groups."""
-    digests: dict[int, int]
-    """Layer that it holds -> a number that layers have in common of which the loader does the same."""
+    """What the loader did with the groups above."""
+    moe_ep_rank: int
+    """Which part of the experts it holds, as SGLang counts; 0 without experts."""
+    moe_tp_rank: int
+    """Its place among the ranks that share these experts."""
+    untouched_experts: dict[str, int]
+    """The engine's parameter -> how many of its experts nothing at all is written of."""
     seconds: float
 
 
@@ -85,47 +113,67 @@ class EngineShape:
         return found[-1:] if self.draft else found
 
 
-def examine(shape: EngineShape, groups: Iterable[FusingGroup], all_ranks: bool) -> list[EngineRank]:
-    """Return all ranks of one engine. all_ranks: give every name to every rank. Raise RankFailed, UnsupportedEnvironment."""
+def examine(shape: EngineShape, groups: Iterable[FusingGroup], every_name: bool) -> list[EngineRank]:
+    """Return all ranks of one engine. every_name: give every name to every rank. Raise RankFailed, UnsupportedEnvironment."""
     layers = by_layer(groups)
-    every_rank = [rank for stage in shape.stages() for rank in stage]
-    ends = sorted({rank for stage in shape.stages() for rank in (stage[0], stage[-1])})
-    whole = every_rank if all_ranks else ends
-    found = _in_processes({rank: (shape, rank, layers, True) for rank in whole}, shape.processes)
-    wanted: set[int] = set()
-    for stage in shape.stages():
-        wanted |= layers_to_give(layers, [found[rank] for rank in stage if rank in found])
-    given = {layer: layers.get(layer, []) for layer in sorted(wanted)}
-    rest = {rank: (shape, rank, given, False) for rank in every_rank if rank not in found}
-    found |= _in_processes(rest, shape.processes)
-    return [found[rank] for rank in every_rank]
+    kinds = {layer: kind_of(members) for layer, members in layers.items()}
+    first = Part(kinds=kinds, every=every_name)
+    parts = {
+        rank: replace(first, number=number, of=len(stage))
+        for stage in shape.stages()
+        for number, rank in enumerate(stage)
+    }
+    found = _in_processes({rank: (shape, rank, layers, part) for rank, part in parts.items()}, shape.processes)
+    again: dict[int, Job] = {}
+    for stage in shape.stages() if not every_name else []:
+        if odd := frozenset().union(*(found[rank].odd for rank in stage)):
+            again |= {rank: (shape, rank, layers, replace(first, odd=odd)) for rank in stage}
+    found |= _in_processes(again, shape.processes)
+    return [found[rank] for rank in parts]
 
 
 def given_to_all(ranks: Sequence[EngineRank]) -> tuple[tuple[FusingGroup, ...], list[LoadCoverage]]:
-    """Return the groups that every rank's loader was given, and what each rank did with these."""
-    layers = frozenset.intersection(*(each.layers for each in ranks))
-    fewest = min(ranks, key=lambda each: len(each.layers)).groups
+    """Return the groups of all layers that stand for others or for themselves, and what each rank did with them.
+
+    A rank of another stage, which lacks such a layer, ignores its names: one rank of its stage was given them, and would have
+    returned the layer if it did anything else.
+    """
+    groups = {_key(group): group for each in ranks for group in each.groups}
     coverage = []
     for each in ranks:
-        numbers = [number for number, group in enumerate(each.groups) if layer_of(group.views[0].name) in layers]
-        missing = {name: found for name, found in each.coverage.missing.items() if layer_of(name) in layers}
-        copies = [each.coverage.copies[number] for number in numbers]
-        coverage.append(replace(each.coverage, copies=copies, missing=missing, padded={}))
-    return fewest, coverage
+        copies = dict(zip(map(_key, each.groups), each.coverage.copies, strict=True))
+        others = [view.name for key, group in groups.items() if key not in copies for view in group.views]
+        missing = {name: found for name, found in each.coverage.missing.items() if layer_of(name) in each.layers}
+        twice = {name: found for name, found in each.coverage.overwritten.items() if layer_of(name) in each.layers}
+        coverage.append(
+            replace(
+                each.coverage, copies=[copies.get(key, []) for key in groups], missing=missing, overwritten=twice,
+                unknown=[*each.coverage.unknown, *others], padded={},
+            )
+        )  # fmt: skip
+    return tuple(groups.values()), coverage
+
+
+def _key(group: FusingGroup) -> tuple[str, str]:
+    """Return what tells a group from the others, also if their names are the same."""
+    return group.views[0].name, group.views[0].of
 
 
 def filled_in_part(ranks: Sequence[EngineRank], target: Sequence[EngineRank] = ()) -> tuple[list[str], list[str]]:
     """Return sentences on parameters that some ranks' loaders fill whole, and others do not: problems, and what looks like padding.
 
     Where sizes do not divide, the last ranks hold padding, in every layer alike. Under expert parallelism each rank holds
-    other experts, so one that is lost leaves a part of one rank unfilled. target: the same ranks of the target model, if these
-    are of its draft model, whose one layer has to be compared with the target's.
+    other experts, so one that is lost leaves a part of one rank unfilled. A whole expert is no padding. target: the same ranks
+    of the target model, if these are of its draft model, whose one layer has to be compared with the target's.
     """
     problems: list[str] = []
     padding: list[str] = []
     key_of = last_names if target else without_layer
     filled = {name for each in ranks for name, (missing, _) in each.coverage.missing.items() if not missing}
     compared = {each.rank: each for each in target or ranks}
+    # If sizes do not divide, the last of the ranks that share experts may hold padding alone, but never the first.
+    first = [each for each in ranks if each.moe_tp_rank == 0]
+    lost = {(each.moe_ep_rank, name): count for each in first for name, count in each.untouched_experts.items()}
     for each in ranks:
         least: dict[str, int] = {}
         for name, (missing, _) in compared[each.rank].coverage.missing.items():
@@ -135,7 +183,10 @@ def filled_in_part(ranks: Sequence[EngineRank], target: Sequence[EngineRank] = (
                 sentence = (
                     f"{name}: on engine rank {each.rank} nothing sent would fill {missing} of its {elements} elements"
                 )
-                (problems if missing > least.get(key_of(name), 0) else padding).append(sentence)
+                if experts := lost.get((each.moe_ep_rank, name), 0):
+                    sentence += f": {experts} expert(s) whole"
+                is_problem = experts or missing > least.get(key_of(name), 0)
+                (problems if is_problem else padding).append(sentence)
     return problems, padding
 
 
@@ -153,22 +204,23 @@ def layer_of(name: str) -> int:
     return int(found[1]) if found else NO_LAYER
 
 
-def layers_to_give(layers: Layers, ends: Sequence[EngineRank]) -> set[int]:
-    """Return the layers that show what the other ranks of a stage do with all of them.
+def layers_to_give(layers: Layers, held: Collection[int], part: Part) -> tuple[dict[int, int], list[int]]:
+    """Return layer -> the layer that stands for it, for those whose names a rank is given; and those for which nothing is sent.
 
-    Layers are of one kind if the same names, dtypes and shapes are sent for them. Where the loaders of both ends of the stage
-    do the same with two layers of a kind, those between them do too, since all ranks of a stage run the same code and differ
-    in their number alone. So one layer stands for these, and each layer with another digest on one end for itself.
+    held: the decoder layers of the rank. Layers are of one kind if the same names, dtypes and shapes are sent for them; the
+    first one that the rank holds stands for them. Layers that it does not hold stand for themselves.
     """
-    kinds: dict[Any, dict[int, tuple[int, ...]]] = defaultdict(dict)
-    for layer in set().union(*(each.digests for each in ends)):
-        kinds[kind_of(layers.get(layer, ()))][layer] = tuple(each.digests.get(layer, 0) for each in ends)
-    wanted = {NO_LAYER}
-    for digests in kinds.values():
-        [(usual, _)] = Counter(digests.values()).most_common(1)
-        wanted.add(next(layer for layer, digest in sorted(digests.items()) if digest == usual))
-        wanted |= {layer for layer, digest in digests.items() if digest != usual}
-    return wanted
+    firsts: dict[Any, int] = {}
+    stands: dict[int, int] = {}
+    for layer in layers:
+        alone = part.every or layer == NO_LAYER or layer not in held or layer in part.odd
+        stands[layer] = layer if alone else firsts.setdefault(part.kinds[layer], layer)
+    told = {NO_LAYER, *firsts.values(), *part.odd}
+    shared = [layer for layer in layers if layer not in told]
+    if not part.every:
+        mine = {*told, *(() if part.odd else shared[part.number :: part.of])}
+        stands = {layer: other for layer, other in stands.items() if layer in mine}
+    return stands, sorted(set(held) - layers.keys())
 
 
 def kind_of(groups: Iterable[FusingGroup]) -> tuple[Any, ...]:
@@ -187,65 +239,94 @@ def last_names(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def examine_rank(shape: EngineShape, rank: int, layers: Layers, whole: bool) -> EngineRank:
-    """Build one rank in this process, and give these layers' names to its loader. whole: these are all that are sent."""
+def examine_rank(shape: EngineShape, rank: int, layers: Layers, part: Part) -> EngineRank:
+    """Build one rank in this process, and give its part of these layers' names to its loader."""
     started = time.monotonic()
     gpu = AssumedGpu()
     gpu.answer()
     model = meta_model.build_on_meta(shape.folder, shape.arguments, rank, shape.draft)
     shared = meta_model.shared_with_target(model, shape.pp) if shape.draft else frozenset()
     parameters = {name: each for name, each in model.named_parameters() if name not in shared}
-    groups = tuple(group for each in layers.values() for group in each)
-    trace = LoaderTrace(model, groups)
+    held = frozenset(layer_of(name) for name in parameters) - {NO_LAYER}
+    stands, nothing_sent = layers_to_give(layers, held, part)
+    groups = [group for layer in stands for group in layers[layer]]
+    trace = LoaderTrace(model, tuple(groups))
     trace.run()
     coverage = trace.coverage()
-    held = {layer_of(name) for name in parameters} - {NO_LAYER}
-    given = frozenset(layers) | (held if whole else set())
-    missing = {name: found for name, found in coverage.missing.items() if layer_of(name) in given}
-    missing = {name: found for name, found in missing.items() if name in parameters}
-    coverage = replace(coverage, missing=missing)
+    digests = _digests(groups, coverage)
+    unlike = {layer for layer, other in stands.items() if digests[layer] != digests[other]}
+    # Another stage's layers are ignored; one of which anything is copied, or that is refused, stands for itself.
+    ignored = set(coverage.unknown)
+    odd = unlike | {layer for layer in stands.keys() - held - {NO_LAYER} if not _names_of(layers[layer]) <= ignored}
+    told = {layer for layer, other in stands.items() if layer == other and (layer in held or part.every)}
+    kept = frozenset(told | odd | part.odd & stands.keys() | set(nothing_sent) | {NO_LAYER})
+    numbers = [number for number, group in enumerate(groups) if layer_of(group.views[0].name) in kept]
+    given = {*stands, *nothing_sent}
+    missing = {name: each for name, each in coverage.missing.items() if name in parameters and layer_of(name) in given}
     return EngineRank(
         rank=rank,
         parameters=len(parameters),
         nbytes=sum(each.nbytes for each in parameters.values()),
         held={name: (str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in parameters.items()},
-        derived_bytes=_derived_bytes(trace),
+        derived_bytes=trace.derived_bytes,
         built=type(model).__name__,
         asked_of_gpu=frozenset(gpu.asked),
-        groups=groups,
-        layers=given,
-        coverage=coverage,
-        digests=dict(_digests(held, groups, coverage)),
+        groups=tuple(groups[number] for number in numbers),
+        layers=kept,
+        odd=frozenset(odd),
+        given=sum(len(group.views) for group in groups),
+        held_layers=held,
+        coverage=_of_groups(replace(coverage, missing=missing), groups, numbers),
+        moe_ep_rank=max((getattr(module, "moe_ep_rank", 0) for module in model.modules()), default=0),
+        moe_tp_rank=max((getattr(module, "moe_tp_rank", 0) for module in model.modules()), default=0),
+        untouched_experts=dict(_untouched_experts(parameters, missing, trace)),
         seconds=time.monotonic() - started,
     )
 
 
-def _derived_bytes(trace: LoaderTrace) -> int:
-    """Return the bytes of the tensors that the model's own post-load step makes, such as MLA's w_kc and w_vc."""
-    if not trace.derives:
-        return 0
-    with torch.no_grad(), UndoneWrites(trace.model):
-        trace.model.post_load_weights()
-        held = {storage(each) for each in trace.model.parameters()}
-        made = {storage(each): each.untyped_storage().nbytes() for each in derived_tensors(trace.model).values()}
-    return sum(nbytes for place, nbytes in made.items() if place not in held)
+def _of_groups(coverage: LoadCoverage, groups: Sequence[FusingGroup], numbers: Sequence[int]) -> LoadCoverage:
+    """Return what the loader did with the groups of these numbers, and all that is missing."""
+    names = _names_of(groups[number] for number in numbers)
+    return replace(
+        coverage,
+        copies=[coverage.copies[number] for number in numbers],
+        unknown=[name for name in coverage.unknown if name in names],
+        padded={at: coverage.padded[number] for at, number in enumerate(numbers) if number in coverage.padded},
+    )
 
 
-def _digests(held: Collection[int], groups: Sequence[FusingGroup], coverage: LoadCoverage) -> Iterator[tuple[int, int]]:
-    """Yield a number for each layer that the rank holds: equal if the loader does the same with two layers."""
-    seen: dict[int, list[Any]] = {layer: [] for layer in sorted(held)}
+def _names_of(groups: Iterable[FusingGroup]) -> set[str]:
+    return {view.name for group in groups for view in group.views}
+
+
+def _untouched_experts(
+    parameters: Mapping[str, torch.Tensor], missing: Mapping[str, tuple[int, int]], trace: LoaderTrace
+) -> Iterator[tuple[str, int]]:
+    """Yield parameters of experts, and how many of their experts nothing is written of. Their first axis is the experts."""
+    unfilled = {
+        storage(parameters[name]): name for name, (count, _) in missing.items() if count and ".experts." in name
+    }
+    untouched = {name: set(range(parameters[name].shape[0])) for name in unfilled.values()}
+    for traced in trace.traces:
+        for part in (*(copy.target for copy in traced.copies), *traced.zeros, *traced.computed):
+            if (name := unfilled.get(storage(part))) and part.numel():
+                step, start = parameters[name].stride(0), int(part.storage_offset()) // parameters[name].stride(0)
+                last = int(part.storage_offset()) + span(part.shape, part.stride()) - 1
+                untouched[name] -= set(range(start, last // step + 1))
+    yield from ((name, len(experts)) for name, experts in untouched.items() if experts)
+
+
+def _digests(groups: Sequence[FusingGroup], coverage: LoadCoverage) -> dict[int, int]:
+    """Return a number for each layer that was given: equal if the loader does the same with two layers."""
+    seen: dict[int, list[Any]] = defaultdict(list)
     for group, copies in zip(groups, coverage.copies, strict=True):
-        layer = layer_of(group.views[0].name)
-        if layer in seen:
-            seen[layer] += [_pattern(copy) for copy in copies]
+        seen[layer_of(group.views[0].name)] += [_pattern(copy) for copy in copies]
     for name in (*coverage.unknown, *coverage.opaque, *coverage.errors):
-        if layer_of(name) in seen:
-            seen[layer_of(name)].append(without_layer(name))
+        seen[layer_of(name)].append(without_layer(name))
     for name, missing in coverage.missing.items():
-        if layer_of(name) in seen:
-            seen[layer_of(name)].append((without_layer(name), missing))
-    for layer, patterns in seen.items():
-        yield layer, hash(tuple(patterns))
+        seen[layer_of(name)].append((without_layer(name), missing))
+    given = {layer_of(group.views[0].name) for group in groups} | {NO_LAYER}
+    return {layer: hash(tuple(seen[layer])) for layer in given}
 
 
 def _pattern(copy: LoaderCopy) -> tuple[Any, ...]:
@@ -302,6 +383,7 @@ def _answer_of(reader: Any, rank: int, child: Any) -> EngineRank:
 
 def _answer(writer: Connection, *job: *Job) -> None:
     """Send what examine_rank returns, or the last line of what SGLang raised; its traceback goes to standard error."""
+    torch.set_num_threads(1)  # threads that torch started before the fork are not here, and would be waited for
     try:
         writer.send(examine_rank(*job))
     except UnsupportedEnvironment as error:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.layers import ConfigError, Layer
@@ -49,10 +49,13 @@ class Options:
     """NEXTN or EAGLE, as SGLang's argument: examine the draft model too, which serves the model's own layer for multi-token
     prediction."""
     all_ranks: bool = False
-    """Give every name to every rank's loader. Otherwise the ranks between the first and the last of a stage get one layer of
-    each kind."""
+    """Give every name to every rank's loader. Otherwise each rank gets one layer of each kind, and the ranks of a stage share
+    the others."""
     json: str = ""
     """Write what was found there too."""
+    page: str = ""
+    """Write what was found there as one HTML page, which needs no network: heat maps of the engine's ranks and layers, and of a
+    whole run the memory of each GPU and the bytes that a sync moves."""
     against: str = ""
     """A release of SGLang, such as 0.5.17: ask it too, with the transformers that it asks for, and print what differs. It is
     installed as launch/bisect_versions.py does. Exit code 0: the same names are sent and arrive, though parameters of the
@@ -130,7 +133,8 @@ def _of_config(config: Config, options: Options, scratch: Path) -> Question:
     if is_tiny(model.name):
         # Rotary positions have no weights, but SGLang's CPU mode builds MLA with some kinds of them only.
         rope = {key: value for key, value in tiny_fields(model.name, "cpu").items() if key == "rope_parameters"}
-        save_config(tiny_config(model.name, "cuda", rope | model.overrides), scratch, model.dtype)
+        device: Literal["cpu", "cuda"] = "cpu" if config.engine.device == "cpu" else "cuda"
+        save_config(tiny_config(model.name, device, rope | model.overrides), scratch, model.dtype)
     folder = scratch if is_tiny(model.name) else model_folder(model.name)
     arguments = {
         name: value

@@ -23,6 +23,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.config.schema import Config, Updates
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.plan.memory_estimate import longest_sequence
 from harness.trainer.actor import Actor, token_log_probs
 from harness.trainer.batch import Batch
@@ -175,10 +176,12 @@ class Execution:
     def run(self) -> TrainerPeaks:
         """Execute a forward, and for a learner also a backward and AdamW's step. Leaves a fake process group behind.
 
-        Raise whatever transformers or FSDP2 raises for a model that they cannot train.
+        Raise UnsupportedEnvironment for experts that torch multiplies on real tensors alone, and whatever transformers or
+        FSDP2 raises for a model that they cannot train.
         """
         mesh, mode = _fake_mesh(self.ranks), FakeTensorMode(allow_non_fake_inputs=True)
         model = self._sharded(mode, mesh)
+        _check_experts(model, self.config.model.dtype)
         held = sum(local(tensor).nbytes for _, tensor in named_tensors(model))
         with mode, _attention_of_a_gpu():
             batch = _batch(self.config, self.role)
@@ -211,6 +214,14 @@ class Execution:
             token_values(model, batch, self.config.model.packed)
         else:
             token_log_probs(model, batch, self.config.rollout.temperature, packed=self.config.model.packed)
+
+
+def _check_experts(model: nn.Module, dtype: str) -> None:
+    if dtype != "bfloat16" and any(".experts." in name and each.ndim == 3 for name, each in model.named_parameters()):
+        raise UnsupportedEnvironment(
+            "torch's product of all experts at once (_grouped_mm) takes fake tensors in bfloat16 alone, so the trainer's memory"
+            f' cannot be executed with model.dtype = "{dtype}"; use "bfloat16", or ask about one engine alone, by a MODEL'
+        )
 
 
 def _optimizer_bytes(model: nn.Module) -> int:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from harness.weights.tensor_view import TensorView
 
 SCALE = "_scale_inv"
 """What DeepSeek's checkpoints add to the name of a weight in blocks of float8 for the name of its scales."""
+
+MXFP4_BLOCK = 32
+"""How many numbers share one scale in MXFP4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,9 @@ def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:
 def trainer_names(folder: Path, dtype: torch.dtype) -> TrainerNames:
     """Return what is sent, in dtype, or as the model's own quantization has it.
 
-    Raise UnsupportedEnvironment for an architecture that transformers lacks, and for a quantization that is not in blocks of
-    float8: how a trainer would make its names is not known here; and if this transformers cannot build the model.
+    Raise UnsupportedEnvironment for an architecture that transformers lacks, and for a quantization that is neither in blocks
+    of float8 nor gpt-oss's MXFP4: how a trainer would make its names is not known here; and if this transformers cannot build
+    the model.
     """
     model_class, config = trainer_class(folder)
     quantization = getattr(config, "quantization_config", None)
@@ -66,13 +71,22 @@ def trainer_names(folder: Path, dtype: torch.dtype) -> TrainerNames:
     layout = checkpoint_layout(model, tensors, dtype)
     if quantization is None:
         return TrainerNames(layout=layout, tensors=tensors)
-    if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
+    method = quantization.get("quant_method")
+    if getattr(config, "expert_dtype", None) == "fp4":
         raise UnsupportedEnvironment(
-            f"the trainer's names for quantization {quantization.get('quant_method')} are not known here; give a config.json"
+            "the trainer's names for experts in 4-bit floats (expert_dtype) are not known here; give a config.json without"
+            " expert_dtype and quantization_config"
+        )
+    if method == "fp8" and quantization.get("weight_block_size"):
+        quantized = in_float8_blocks(layout, linear_weights(model), quantization)
+    elif method == "mxfp4" and model_class.__name__ == "GptOssForCausalLM":
+        quantized = in_mxfp4(layout)
+    else:
+        raise UnsupportedEnvironment(
+            f"the trainer's names for quantization {method} of {model_class.__name__} are not known here; give a config.json"
             " without quantization_config, or one with blocks of float8"
         )
-    quantized = tuple(in_float8_blocks(layout, linear_weights(model), quantization))
-    return TrainerNames(layout=quantized, tensors=tensors)
+    return TrainerNames(layout=tuple(quantized), tensors=tensors)
 
 
 def _model_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -142,3 +156,22 @@ def in_float8_blocks(
         # Scales are a tensor of their own for each weight; which module they lie in decides with what they may be fused.
         of = f"{view.of}{SCALE}.{view.name}" if ".experts." in view.of else name
         yield TensorView(name=name, of=of, dtype=torch.float32, shape=shape, stride=(shape[1], 1))
+
+
+def in_mxfp4(layout: Collection[TensorView]) -> Iterator[TensorView]:
+    """Yield the tensors of a checkpoint of gpt-oss in MXFP4: of each matrix of experts its blocks and scales, as bytes.
+
+    In a checkpoint in one dtype a matrix of experts has the axes (expert, input, output). Blocks have (expert, output, block,
+    byte): 32 numbers of 4 bits along the input are a block of 16 bytes. Each block has a scale of one byte.
+    """
+    for view in layout:
+        if ".experts." not in view.of or len(view.shape) != 3:
+            yield view
+            continue
+        experts, inputs, outputs = view.shape
+        blocks = -(-inputs // MXFP4_BLOCK)
+        shapes = {"blocks": (experts, outputs, blocks, MXFP4_BLOCK // 2), "scales": (experts, outputs, blocks)}
+        for part, shape in shapes.items():
+            name = f"{view.name}_{part}"
+            stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            yield TensorView(name=name, of=name, dtype=torch.uint8, shape=shape, stride=stride)

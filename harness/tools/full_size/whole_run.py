@@ -6,6 +6,7 @@ what CUDA, NCCL and SGLang keep beside (`tools/plan`).
 
 import json
 import multiprocessing
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from harness.tools.full_size.trainer_names import TrainerNames, trainer_class
 from harness.tools.plan.memory_estimate import (
     BESIDE,
     DTYPE_BYTES,
+    KV_CACHE,
     EngineShare,
     MemoryEstimate,
     Shares,
@@ -30,12 +32,16 @@ from harness.tools.plan.memory_estimate import (
     engine_arguments,
     size,
 )
+from harness.trainer.rows import RowShards
 from harness.weights.fusing import FusingGroup
 
+WEIGHTS = "engine: weights"
+"""A part of a stage, as `tools/plan` names it."""
 COMPUTING = "gathered layers, activations"
 """A part of a stage: what executing it on fake tensors counted, beside what the other parts name."""
-GPU_RATE = 1.01e12
-"""Bytes in a second that a rank's pull copied out of its own GPU: one H200, sglang 0.5.17, tp 1, 15.2 GB in 0.0151 s."""
+GPU_RATE = 1.21e12
+"""Bytes in a second that a rank's pull copied out of its own GPU: one H200, sglang 0.5.17, tp 1, 15.2 GB in 0.0151 s, less the
+waits of a pull."""
 NVLINK_RATE = 337e9
 """Bytes in a second that a rank received from its peers in a pull over NVLink: 4 H200, sglang 0.5.17, dp 2 tp 2, 15.2 GB."""
 
@@ -51,6 +57,27 @@ class WholeRun:
     pairs: Sequence[Mapping[int, int]]
     """For each rank of one engine: trainer rank -> bytes that it needs of it."""
     peaks: Mapping[Role, TrainerPeaks]
+    shape: RunShape
+    own: Sequence[Mapping[str, int]]
+    """For each rank: the parts of a stage that it holds in another amount than the fullest GPU may, see `own_parts`."""
+
+    def gpu_stages(self, rank: int) -> dict[str, dict[str, int]]:
+        """Return what a rank's GPU holds in each stage, by part; with an engine on other GPUs, the engine's stage is on those.
+
+        What was executed (activations, AdamW's temporaries) is that of rank 0, and no rank has more.
+        """
+        own = self.own[rank]
+        return {
+            stage: {part: own.get(part, nbytes) for part, nbytes in parts.items()}
+            for stage, parts in self.memory.stages.items()
+        }
+
+    def alike_gpus(self) -> list[list[int]]:
+        """Return the ranks in groups whose GPUs hold the same in every stage."""
+        groups: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+        for rank, own in enumerate(self.own):
+            groups[tuple(sorted(own.items()))].append(rank)
+        return list(groups.values())
 
     def as_lines(self, gpu_gib: float, rates: Rates) -> list[str]:
         """Return the tables of memory and of a sync."""
@@ -65,7 +92,8 @@ class WholeRun:
             "",
         ]
 
-    def _sync_lines(self, rates: Rates) -> list[str]:
+    def sync_rows(self, rates: Rates) -> list[tuple[str, ...]]:
+        """Return a row of text for each transport, below a row of titles. The run's own transport has a star."""
         rows: list[tuple[str, ...]] = [
             ("one sync, GB", "own GPU", "NVLink", "network in", "least", "staging", "messages", "seconds")
         ]
@@ -82,6 +110,10 @@ class WholeRun:
                     f"{seconds:.3f}" if seconds else "-",
                 )
             )
+        return rows
+
+    def _sync_lines(self, rates: Rates) -> list[str]:
+        rows = self.sync_rows(rates)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(wide) if not at else cell.rjust(wide) for at, (cell, wide) in enumerate(zip(row, widths, strict=True)))
@@ -99,6 +131,7 @@ class WholeRun:
             "fits": self.memory.fits,
             "problems": self.memory.problems,
             "stages": {name: dict(parts) for name, parts in self.memory.stages.items()},
+            "gpus": [{"ranks": ranks, "stages": self.gpu_stages(ranks[0])} for ranks in self.alike_gpus()],
             "sync": {
                 name: {
                     "same_gpu": plan.same_gpu,
@@ -146,11 +179,12 @@ def examine_run(
     dims = ParallelDims.of(config.parallel)
     shards = names.shards(dims.world_size)
     master = getattr(torch, config.model.master_dtype)
+    shape = RunShape(dims=dims, nproc_per_node=nproc_per_node)
     planner = SyncPlanner(
-        shape=RunShape(dims=dims, nproc_per_node=nproc_per_node),
+        shape=shape,
         layers=by_layer(groups),
         shards=shards,
-        held={name: master for name, each in names.tensors.items() if isinstance(each, torch.nn.Parameter)},
+        held={name: held_dtype(each, master) for name, each in names.tensors.items()},
         engine=ranks,
         bucket_bytes=config.weights.bucket_size_mib * MIB,
     )
@@ -163,13 +197,59 @@ def examine_run(
         trainers={role: trainer_share(each) for role, each in peaks.items()},
         bucket_bytes=planner.largest_bucket,
     )
+    memory = MemoryEstimate(config, int(gpu_gib * GIB), shares)
     return WholeRun(
-        memory=MemoryEstimate(config, int(gpu_gib * GIB), shares),
+        memory=memory,
+        shape=shape,
+        own=own_parts(memory, dims, ranks, missing_bytes(names, dims.world_size, master)),
         transport=transport,
         plans={name: planner.plan(name) for name in TRANSPORTS},
         pairs=planner.bytes_by_pair(),
         peaks=peaks,
     )
+
+
+def own_parts(
+    memory: MemoryEstimate, dims: ParallelDims, engine: Sequence[EngineRank], missing: Sequence[int]
+) -> list[dict[str, int]]:
+    """Return for each rank the parts in which GPUs differ: the engine's weights and KV cache, and AdamW's two moments.
+
+    Not the trainer's parameters and gradients: FSDP2 pads the storage of both, so that a rank without a row of a tensor still
+    allocates what rank 0 does. Moments are made as large as the rows. missing: see `missing_bytes`.
+    """
+    found = []
+    for rank in range(dims.world_size):
+        number = dims.engine_rank(rank)
+        held, share = engine[number], memory.engine[number // dims.tp]
+        parts = {WEIGHTS: held.nbytes + held.derived_bytes, KV_CACHE: memory.kv_tokens * share.kv_token}
+        for role, trainer in memory.trainers.items():
+            if role != "reference":
+                parts[f"{role}: AdamW states"] = 2 * (trainer.parameters - missing[rank])
+        found.append(parts)
+    return found
+
+
+def missing_bytes(names: TrainerNames, ranks: int, master: torch.dtype) -> list[int]:
+    """Return for each trainer rank the bytes of rows that rank 0 holds more than it, by FSDP2's row rule.
+
+    A critic has those of the actor, whose head of another size makes no difference worth a second model.
+    """
+    of_rows = Counter[int]()  # rows of a tensor -> elements of one row of all tensors that have as many
+    for each in names.tensors.values():
+        if isinstance(each, torch.nn.Parameter):
+            of_rows[each.shape[0]] += each[0].numel()
+    cuts = [RowShards(rows, elements, ranks) for rows, elements in of_rows.items()]
+    return [
+        sum((cut.chunk - len(cut.rows_of(rank))) * cut.row_elements for cut in cuts) * master.itemsize
+        for rank in range(ranks)
+    ]
+
+
+def held_dtype(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the trainer holds a tensor: buffers, such as a router's correction bias, keep full precision."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return master
+    return torch.float32 if tensor.is_floating_point() else tensor.dtype
 
 
 def trainer_share(peaks: TrainerPeaks) -> TrainerShare:
@@ -193,7 +273,7 @@ def _engine_shares(config: Config, folder: Path, ranks: Sequence[EngineRank]) ->
     shares = []
     for stage in range(config.parallel.pp):
         held = ranks[stage * config.parallel.tp : (stage + 1) * config.parallel.tp]
-        layers = sorted(set().union(*(each.digests for each in held)) - {NO_LAYER})
+        layers = sorted(set().union(*(each.held_layers for each in held)) - {NO_LAYER})
         kv_token = kv_elements(fields, attention_ranks) * len(layers) * element
         weights = max(each.nbytes + each.derived_bytes for each in held)
         shares.append(EngineShare(stage, layers[0] if layers else 0, layers[-1] if layers else -1, weights, kv_token))

@@ -1,11 +1,12 @@
 """Run by test_full_size.py in a process of its own: faults in what is sent, each given to the ranks of one engine.
 
-Usage: python planted_faults.py MODEL_FOLDER. DeepSeek-V3's real widths with six layers, tp 4, ep 2, and its draft model.
-Prints JSON: fault -> what was found.
+Usage: python planted_faults.py FAULTS MODEL_FOLDER [FLOAT8_FOLDER]. FAULTS is the name of a function below. The model has its
+real widths and a few layers. Prints JSON: fault -> what was found.
 """
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,34 +17,61 @@ from harness.rollout.sglang_api import meta_model
 from harness.runtime import cpu_standins
 
 Views = list["TensorView"]
+Plant = Callable[[Views], Views]
 
 
-def without(part: str) -> Callable[[Views], Views]:
+def without(part: str) -> Plant:
     return lambda views: [view for view in views if part not in view.name]
 
 
-def renamed(old: str, new: str) -> Callable[[Views], Views]:
+def renamed(old: str, new: str) -> Plant:
     return lambda views: [replace(view, name=view.name.replace(old, new)) for view in views]
 
 
-def transposed(part: str) -> Callable[[Views], Views]:
+def transposed(part: str) -> Plant:
     return lambda views: [
         replace(view, shape=view.shape[::-1], stride=view.stride[::-1]) if part in view.name else view for view in views
     ]
 
 
-def sent_as_float32(part: str) -> Callable[[Views], Views]:
+def sent_as_float32(part: str) -> Plant:
     return lambda views: [replace(view, dtype=torch.float32) if part in view.name else view for view in views]
 
 
-def shorter(part: str) -> Callable[[Views], Views]:
+def shorter(part: str) -> Plant:
     return lambda views: [
         replace(view, shape=(view.shape[0] - 64, *view.shape[1:])) if part in view.name else view for view in views
     ]
 
 
-FAULTS: dict[str, Callable[[Views], Views]] = {
-    "none": lambda views: views,
+def sent_again(part: str) -> Plant:
+    """Another rank of the trainer sends the same names once more, from tensors of its own."""
+    return lambda views: [*views, *(replace(view, of=f"again.{view.of}") for view in views if part in view.name)]
+
+
+def copied(name: str, other: str) -> Plant:
+    """Send a copy of a tensor under another name."""
+    return lambda views: [*views, *(replace(view, name=other, of=other) for view in views if view.name == name)]
+
+
+def with_expert_numbers(number: Callable[[int], int | None]) -> Plant:
+    """Number the experts otherwise, or leave out those that have no number."""
+
+    def plant(views: Views) -> Views:
+        sent = []
+        for view in views:
+            expert = re.search(r"\.experts\.(\d+)\.", view.name)
+            new = number(int(expert[1])) if expert else 0
+            if new is not None:
+                sent.append(replace(view, name=re.sub(r"\.experts\.\d+\.", f".experts.{new}.", view.name)))
+        return sent
+
+    return plant
+
+
+NONE: Plant = lambda views: views  # noqa: E731
+FAULTS: dict[str, Plant] = {
+    "none": NONE,
     "half a fused pair": without("layers.4.self_attn.kv_a_proj_with_mqa.weight"),
     "an expert's name": renamed("layers.5.mlp.experts.77.up_proj.weight", "layers.5.mlp.experts.77.up_porj.weight"),
     "transposed expert": transposed("layers.3.mlp.experts.200.down_proj.weight"),
@@ -53,34 +81,98 @@ FAULTS: dict[str, Callable[[Views], Views]] = {
     "a dtype": sent_as_float32("layers.2.input_layernorm"),
     "a layer lost": without("layers.5."),
     "no head": without("lm_head"),
+    "a layer sent by two stages": sent_again("layers.4."),
+    "a layer numbered like the one before": renamed("layers.5.", "layers.4."),
+    # The trainer has ep 4, so 64 experts on each rank, but numbers them by the engine's ep 2, of 128: 64 * rank + place.
+    "experts numbered by the engine's ep_size": with_expert_numbers(lambda expert: expert // 64 * 128 + expert % 64),
+    # The trainer has ep 4, and gathers from as many of these ranks as the engine's ep has.
+    "experts of 2 of 4 ranks": with_expert_numbers(lambda expert: expert if expert < 128 else None),
+    # Every rank of the trainer numbers its experts from zero.
+    "experts numbered from zero on each rank": with_expert_numbers(lambda expert: expert % 64),
 }
-DRAFT_FAULTS: dict[str, Callable[[Views], Views]] = {
-    "draft: none": lambda views: views,
+FLOAT8_FAULTS: dict[str, Plant] = {
+    "float8: none": NONE,
+    "float8: scales of one expert": without("layers.4.mlp.experts.200.up_proj.weight_scale_inv"),
+    "float8: scales of one projection": without("layers.3.self_attn.o_proj.weight_scale_inv"),
+    "float8: all scales": without("weight_scale_inv"),
+}
+DRAFT_FAULTS: dict[str, Plant] = {
+    "draft: none": NONE,
     "draft: MTP layer lost": lambda views: [],
     "draft: an MTP name": renamed("layers.6.eh_proj", "layers.6.eh_porj"),
     "draft: MTP layer numbered from zero": renamed("layers.6.", "layers.0."),
     "draft: half a fused pair": without("layers.6.self_attn.kv_a_proj_with_mqa.weight"),
     "draft: an expert lost": without("layers.6.mlp.experts.255."),
 }
+HEAD_TOO = copied("model.embed_tokens.weight", "lm_head.weight")
+ROUTING_FAULTS: dict[str, Plant] = {
+    "routing: none": NONE,
+    "routing: no table": without("layers.1.ffn.gate.tid2eid"),
+}
+MXFP4_FAULTS: dict[str, Plant] = {
+    "mxfp4: none": NONE,
+    "mxfp4: no scales": without("layers.1.mlp.experts.gate_up_proj_scales"),
+}
 
 
-def engine(folder: Path) -> "EngineShape":
-    arguments = {"tp_size": 4, "ep_size": 2, "dtype": "bfloat16", "speculative_algorithm": "NEXTN"}
-    return EngineShape(folder=folder, arguments=arguments, tp=4, pp=1, processes=2)
+def deepseek_v3(folder: Path, float8: Path) -> dict[str, list[str]]:
+    """DeepSeek-V3 with six layers at tp 4, ep 2, in bfloat16 and in blocks of float8, and its draft model."""
+    engine = engine_of(folder, tp_size=4, ep_size=2, speculative_algorithm="NEXTN")
+    layout = list(trainer_layout(folder, torch.bfloat16))
+    answers = {name: found(engine, plant(layout)) for name, plant in FAULTS.items()}
+    answers["an expert's name, all ranks"] = found(engine, FAULTS["an expert's name"](layout), every_name=True)
+    in_float8, blocks = engine_of(float8, tp_size=4, ep_size=2), list(trainer_layout(float8, torch.bfloat16))
+    answers |= {name: found(in_float8, plant(blocks)) for name, plant in FLOAT8_FAULTS.items()}
+    mtp, target = list(mtp_layout(folder, layout)), examine(engine, fusing_groups(layout), every_name=False)
+    for name, plant in DRAFT_FAULTS.items():
+        draft = examine_draft(engine, target, layout, plant(mtp))
+        answers[name] = list(draft.findings.problems)
+        assert not draft.filled_by_trainer
+    return answers
 
 
-def found(views: Sequence["TensorView"], all_ranks: bool = False) -> list[str]:
-    """Return the problems of one engine with these tensors."""
-    findings = Findings.of(examine(engine(folder), fusing_groups(views), all_ranks))
-    assert not findings.padding
+def tied(folder: Path) -> dict[str, list[str]]:
+    """Qwen2.5 with tied embeddings. The last pipeline stage has a head of its own, which it fills from the embedding."""
+    one, two = engine_of(folder, tp_size=2), engine_of(folder, tp_size=2, pp_size=2)
+    layout = list(trainer_layout(folder, torch.bfloat16))
+    return {
+        "tied: none": found(two, layout),
+        "tied: sent twice": found(one, HEAD_TOO(layout)),
+        "tied: sent twice to two stages": found(two, HEAD_TOO(layout)),
+    }
+
+
+def routing(folder: Path) -> dict[str, list[str]]:
+    """DeepSeek-V4, of which the first layers have a table of experts for each token: a buffer of transformers' class."""
+    engine, layout = engine_of(folder, tp_size=2, ep_size=2), list(trainer_layout(folder, torch.bfloat16))
+    return {name: found(engine, plant(layout)) for name, plant in ROUTING_FAULTS.items()}
+
+
+def mxfp4(folder: Path) -> dict[str, list[str]]:
+    """gpt-oss at tp 8, where the last rank's part of each expert is half padding."""
+    engine, layout = engine_of(folder, tp_size=8), list(trainer_layout(folder, torch.bfloat16))
+    return {name: found(engine, plant(layout), padded=True) for name, plant in MXFP4_FAULTS.items()}
+
+
+def engine_of(folder: Path, tp_size: int, pp_size: int = 1, **arguments: object) -> "EngineShape":
+    arguments |= {"tp_size": tp_size, "pp_size": pp_size, "dtype": "bfloat16"}
+    return EngineShape(folder=folder, arguments=arguments, tp=tp_size, pp=pp_size, processes=2)
+
+
+def found(
+    engine: "EngineShape", views: Sequence["TensorView"], every_name: bool = False, padded: bool = False
+) -> list[str]:
+    """Return the problems of one engine with these tensors. padded: its last rank holds padding."""
+    findings = Findings.of(examine(engine, fusing_groups(views), every_name))
+    assert bool(findings.padding) == padded, findings.padding
     return list(findings.problems)
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folders = [Path(each) for each in sys.argv[2:]]
     cpu_standins.activate()
     os.environ.update(cpu_environment(1))
-    meta_model.prepare_import(folder, draft=True)
+    meta_model.prepare_import(folders[0], draft=True)
     import torch
 
     from harness.tools.full_size.draft_model import examine_draft, mtp_layout
@@ -90,13 +182,9 @@ if __name__ == "__main__":
     from harness.weights.fusing import fusing_groups
     from harness.weights.tensor_view import TensorView
 
-    meta_model.import_all(folder)
-    layout = list(trainer_layout(folder, torch.bfloat16))
-    answers = {name: found(plant(layout)) for name, plant in FAULTS.items()}
-    answers["an expert's name, all ranks"] = found(FAULTS["an expert's name"](layout), all_ranks=True)
-    mtp, target = list(mtp_layout(folder, layout)), examine(engine(folder), fusing_groups(layout), all_ranks=False)
-    for name, plant in DRAFT_FAULTS.items():
-        draft = examine_draft(engine(folder), target, layout, plant(mtp))
-        answers[name] = list(draft.findings.problems)
-        assert not draft.filled_by_trainer
-    print(json.dumps(answers))
+    meta_model.import_all(folders[0])
+    print(
+        json.dumps(
+            {"deepseek_v3": deepseek_v3, "tied": tied, "routing": routing, "mxfp4": mxfp4}[sys.argv[1]](*folders)
+        )
+    )

@@ -24,6 +24,33 @@ NAMED = {
     "a dtype": ["model.layers.2.input_layernorm.weight: sent as float32, but the engine holds bfloat16"],
     "a layer lost": ["model.layers.5.self_attn.o_proj.weight", "model.layers.5.mlp.experts.w2_weight"],
     "no head": ["lm_head.weight"],
+    "a layer sent by two stages": [
+        "model.layers.4.self_attn.o_proj.weight: sent 2 times",
+        "model.layers.4.mlp.experts.255.up_proj.weight: sent 2 times",
+    ],
+    "a layer numbered like the one before": [
+        "model.layers.4.self_attn.o_proj.weight: sent 2 times",
+        "model.layers.5.self_attn.o_proj.weight: a parameter of the engine that nothing sent would fill",
+    ],
+    "experts numbered by the engine's ep_size": [
+        "model.layers.3.mlp.experts.256.gate_proj.weight: the engine knows no such parameter",
+        "model.layers.3.mlp.experts.w13_weight: a parameter of the engine that nothing sent would fill, in 939524096",
+    ],
+    "experts of 2 of 4 ranks": [
+        "model.layers.3.mlp.experts.w13_weight: on engine rank 2",
+        "model.layers.3.mlp.experts.w2_weight: on engine rank 3",
+        "128 expert(s) whole",
+    ],
+    "experts numbered from zero on each rank": [
+        "model.layers.3.mlp.experts.63.up_proj.weight: sent 4 times",
+        "model.layers.3.mlp.experts.w2_weight: a parameter of the engine that nothing sent would fill",
+    ],
+    "float8: scales of one expert": ["model.layers.4.mlp.experts.w13_weight_scale_inv: on engine rank 2"],
+    "float8: scales of one projection": ["model.layers.3.self_attn.o_proj.weight_scale_inv"],
+    "float8: all scales": [
+        "model.layers.3.mlp.experts.w2_weight_scale_inv",
+        "model.layers.0.self_attn.q_b_proj.weight_scale_inv",
+    ],
     "draft: MTP layer lost": [
         "model.eh_proj.weight: a parameter of the engine",
         "model.decoder.mlp.experts.w13_weight",
@@ -35,10 +62,12 @@ NAMED = {
 }
 
 
-def with_layers(model: str, layers: int, folder: Path) -> Path:
-    """Write a shipped model's config with fewer layers of the same widths."""
+def with_layers(model: str, layers: int, folder: Path, **others: object) -> Path:
+    """Write a shipped model's config with fewer layers of the same widths. others: further fields."""
     fields = json.loads((MODELS / model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": layers}))
+    if "layer_types" in fields:
+        others |= {"layer_types": fields["layer_types"][:layers]}
+    (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": layers} | others))
     return folder
 
 
@@ -47,21 +76,67 @@ def full_size(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
 
 
-@pytest.fixture(scope="module")
-def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The problems of each planted fault, of one process that imports SGLang once."""
-    folder = with_layers("deepseek_v3_bf16", 6, tmp_path_factory.mktemp("model"))
+def planted(faults: str, *folders: Path) -> dict[str, list[str]]:
+    """Return the problems of each planted fault, of one process that imports SGLang once."""
     run = subprocess.run(
-        [sys.executable, Path(__file__).with_name("planted_faults.py"), folder],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=400,
+        [sys.executable, Path(__file__).with_name("planted_faults.py"), faults, *folders],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
     return found
 
 
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    models = ("deepseek_v3_bf16", "deepseek_v3")
+    return planted("deepseek_v3", *(with_layers(model, 6, tmp_path_factory.mktemp(model)) for model in models))
+
+
 def test_the_true_checkpoint_has_no_problem(problems: dict[str, list[str]]) -> None:
-    assert problems["none"] == []
+    assert problems["none"] == problems["float8: none"] == []
+
+
+def test_a_refused_tensor_is_not_the_reason_to_name_others(problems: dict[str, list[str]]) -> None:
+    assert len(problems["transposed expert"]) == len(problems["vocabulary cut"]) == 1
+
+
+def test_tied_weights_that_are_sent_twice_are_named(tmp_path: Path) -> None:
+    """One stage has the embedding in the head's place, and ignores the head. The last of two has a head, and takes both."""
+    found = planted("tied", with_layers("qwen2_5_72b", 2, tmp_path, tie_word_embeddings=True))
+    assert found["tied: none"] == []
+    assert found["tied: sent twice"] == ["lm_head.weight: the engine knows no such parameter and would ignore it"]
+    (sentence,) = found["tied: sent twice to two stages"]
+    assert sentence.startswith("lm_head.weight: model.embed_tokens.weight and lm_head.weight fill the same elements")
+
+
+def test_a_routing_table_that_is_left_out_is_named(tmp_path: Path) -> None:
+    """radixark/miles#2706. transformers' class has it as a buffer, so named_parameters() lacks it."""
+    fields = json.loads((MODELS / "deepseek_v4_flash" / "config.json").read_text())
+    unquantized = {key: value for key, value in fields.items() if key not in ("quantization_config", "expert_dtype")}
+    shorter = {"num_hidden_layers": 3, "compress_ratios": fields["compress_ratios"][:3]}
+    (tmp_path / "config.json").write_text(json.dumps(unquantized | shorter))
+    found = planted("routing", tmp_path)
+    table = "model.layers.1.mlp.topk.tid2eid: a parameter of the engine that nothing sent would fill"
+    assert not [each for each in found["routing: none"] if "tid2eid" in each]
+    assert [each for each in found["routing: no table"] if "tid2eid" in each] == [table]
+
+
+def test_mxfp4_arrives_and_its_lost_scales_are_named(tmp_path: Path) -> None:
+    found = planted("mxfp4", with_layers("gpt_oss_120b", 2, tmp_path))
+    assert found["mxfp4: none"] == []
+    assert found["mxfp4: no scales"] == [
+        "model.layers.1.mlp.experts.w13_weight_scale: a parameter of the engine that nothing sent would fill"
+    ]
+
+
+def test_gpt_oss_in_bfloat16_arrives(tmp_path: Path) -> None:
+    folder = with_layers("gpt_oss_120b", 2, tmp_path)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    run = full_size(folder, "--tp", 8)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_the_draft_model_takes_the_published_names(problems: dict[str, list[str]]) -> None:

@@ -1,4 +1,4 @@
-"""A real step on one GPU, beside what executing it on fake tensors predicted: peaks of the trainer's memory by phase."""
+"""A real step on one GPU or two, beside what executing it on fake tensors predicted: peaks of the trainer's memory by phase."""
 
 import json
 import os
@@ -39,7 +39,7 @@ STAGE_OF = {
 }  # fmt: skip
 LEAN = ["--algorithm.advantage", "grpo", "--algorithm.kl_placement", "none"]
 RUN = [
-    "--parallel.tp", "1", "--run.steps", "2", "--rollout.ignore_eos", "true", "--rollout.max_response_tokens", "960",
+    "--run.steps", "2", "--rollout.ignore_eos", "true", "--rollout.max_response_tokens", "960",
     "--task.max_prompt_tokens", "64", "--rollout.prompts_per_step", "2", "--actor.minibatch_size", "4",
     "--critic.minibatch_size", "4", "--actor.microbatch_size", "2", "--critic.microbatch_size", "2",
     "--model.weights", "random", "--weights.transport", "pull", "--engine.args.mem_fraction_static", "0.2",
@@ -51,13 +51,17 @@ def widths(**sizes: float) -> list[str]:
     return [word for name, value in sizes.items() for word in (f"--model.overrides.{name}", str(value))]
 
 
-NARROW_DEEPSEEK = [
-    "--model.name", "deepseek_v3", *LEAN, "--actor.gradient_checkpointing", "true",
-    *widths(hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=3, vocab_size=32768,
-            num_attention_heads=128, num_key_value_heads=128, n_routed_experts=16, num_experts_per_tok=8, n_group=4,
-            topk_group=4, first_k_dense_replace=1, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
-            qk_rope_head_dim=64, v_head_dim=128),
-]  # fmt: skip
+def deepseek_of_true_widths(experts: int) -> list[str]:
+    """Three layers, of fewer experts than the model has, so that AdamW's states fit."""
+    return [
+        "--model.name", "deepseek_v3", *LEAN, "--actor.gradient_checkpointing", "true",
+        *widths(hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=3, vocab_size=32768,
+                num_attention_heads=128, num_key_value_heads=128, n_routed_experts=experts, num_experts_per_tok=8, n_group=4,
+                topk_group=4, first_k_dense_replace=1, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+                qk_rope_head_dim=64, v_head_dim=128),
+    ]  # fmt: skip
+
+
 DENSE = [
     "--model.name", "qwen2",
     *widths(hidden_size=1536, intermediate_size=8960, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=2,
@@ -66,15 +70,17 @@ DENSE = [
 
 
 @pytest.mark.parametrize(
-    ("words", "gib"),
-    [(NARROW_DEEPSEEK, 100), (DENSE, 60)],
-    ids=["deepseek_v3 of real widths", "qwen2 with critic and reference"],
+    ("words", "gpus", "gib"),
+    [(deepseek_of_true_widths(16), 1, 100), (deepseek_of_true_widths(48), 2, 75), (DENSE, 1, 60)],
+    ids=["deepseek_v3 of real widths", "deepseek_v3 of real widths, two ranks", "qwen2 with critic and reference"],
 )
-def test_peaks_of_a_step_are_those_that_were_executed_without_a_gpu(words: list[str], gib: int, tmp_path: Path) -> None:
-    if torch.cuda.get_device_properties(0).total_memory < gib * GIB:
-        pytest.skip(f"needs a GPU of {gib} GiB")
-    config = ["configs/gpu/tiny.toml", *words, *RUN]
-    job = run(tmp_path / "run", 1, *config, seconds=500)
+def test_peaks_of_a_step_are_those_that_were_executed_without_a_gpu(
+    words: list[str], gpus: int, gib: int, tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < gpus or torch.cuda.get_device_properties(0).total_memory < gib * GIB:
+        pytest.skip(f"needs {gpus} GPUs of {gib} GiB")
+    config = ["configs/gpu/tiny.toml", "--parallel.tp", str(gpus), *words, *RUN]
+    job = run(tmp_path / "run", gpus, *config, seconds=500)
     assert job.process.returncode == 0, job.output()
     measured = {
         STAGE_OF[event["phase"]]: event["memory"]["peak"]

@@ -19,6 +19,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from harness.tools.full_size.trainer_names import trainer_layout
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 MODELS = REPOSITORY / "configs/models"
 NAMES = sorted(file.parent.name for file in MODELS.glob("*/config.json"))
@@ -150,6 +152,12 @@ def check(published: Published, counted: int) -> None:
     """Compare a number of parameters with the published one, rounded to as many digits."""
     billions, claimed = Decimal(counted) / 10**9, Decimal(published.billions)
     assert billions.quantize(claimed) == claimed, f"{billions} B, {published.part.value}; {published.source}"
+
+
+def test_gpt_oss_in_mxfp4_has_the_published_size() -> None:
+    """The size of the checkpoint in https://arxiv.org/abs/2508.10925, table 1: 60.8 GiB."""
+    layout = trainer_layout(MODELS / "gpt_oss_120b", torch.bfloat16)
+    assert round(sum(view.nbytes for view in layout) / 2**30, 1) == 60.8
 
 
 def test_every_folder_has_a_published_number() -> None:

@@ -1,0 +1,265 @@
+"""What was found out about one MODEL: the lines that are printed, the verdict, and the table that --json writes.
+
+Import it after SGLang's environment is prepared (`command.py`), because torch and SGLang read that when they are imported.
+"""
+
+import importlib.metadata
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.rollout.sglang_api.absent_hardware import AssumedGpu
+from harness.runtime.files import replace_file
+from harness.tools.full_size import draft_model, engine_ranks, whole_run
+from harness.tools.full_size.draft_model import DraftModel
+from harness.tools.full_size.engine_ranks import EngineRank
+from harness.tools.full_size.findings import Findings
+from harness.tools.full_size.question import Options, Question
+from harness.tools.full_size.sync_plan import Rates
+from harness.tools.full_size.trainer_names import trainer_names
+from harness.tools.full_size.whole_run import WholeRun
+from harness.weights.fusing import fusing_groups
+from harness.weights.tensor_view import TensorView
+
+SHOWN = 12
+"""How many problems are printed; the JSON and the page have all."""
+PACKAGES = ("sglang", "transformers", "torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was found out. An engine that cannot be built has no ranks."""
+
+    name: str
+    """MODEL, as it was given."""
+    options: Options
+    question: Question
+    layout: tuple[TensorView, ...]
+    """What the trainer sends."""
+    cannot_build: str = ""
+    """SGLang's own words, if it cannot build the engine."""
+    ranks: tuple[EngineRank, ...] = ()
+    findings: Findings | None = None
+    """About the target model; None if the engine cannot be built."""
+    draft: DraftModel | None = None
+    whole: WholeRun | None = None
+    """The whole run, if it was asked about."""
+    seconds: float = 0.0
+    """What the ranks took, imports included."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One sentence for each tensor that does not arrive, of the draft model too."""
+        return tuple(problem for each in self._all_findings() for problem in each.problems)
+
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """Names that cannot be followed, of the draft model too."""
+        return tuple(name for each in self._all_findings() for name in each.untold)
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return int(bool(self.cannot_build or self.problems or (self.whole and not self.whole.memory.fits)))
+
+    @property
+    def rates(self) -> Rates:
+        """What is known of the links' rates."""
+        network = self.options.network_gb_per_second * 1e9
+        return Rates(same_gpu=whole_run.GPU_RATE, nvlink=whole_run.NVLINK_RATE, network=network)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {package: importlib.metadata.version(package) for package in PACKAGES}
+
+    def verdict(self, shown: int = sys.maxsize) -> str:
+        """Return the verdict in one sentence. shown: how many problems a reader sees above it."""
+        if self.cannot_build:
+            return f"the engine cannot be built: {self.cannot_build}"
+        if count := len(self.problems):
+            more = f", of which {shown} are shown" if count > shown else ""
+            return f"{count} problem(s){more}: the trainer's weights do not all arrive; first: {self.problems[0]}"
+        told = len(self.layout) - len(self.untold)
+        followed = f"every name that could be followed ({told:,})" if self.untold else "every name"
+        arrives = f"{followed} arrives whole, and every parameter of the engine is filled{self._draft_verdict()}"
+        if not self.whole:
+            return arrives
+        if not self.whole.memory.fits:
+            return f"{arrives}, but the run does not fit its GPUs; first: {self.whole.memory.problems[0]}"
+        return f"{arrives}; {self.whole.memory.verdict()}"
+
+    def engine_lines(self) -> Iterator[str]:
+        """Yield what was built."""
+        largest = max(self.ranks, key=lambda each: each.nbytes)
+        yield (
+            f"engine: {len(self.ranks)} ranks, {largest.parameters:,} parameters and {largest.nbytes / 1e9:.2f} GB on rank"
+            f" {largest.rank}; {_how_given(self.ranks, len(self.layout))}; {self.seconds:.1f} s, {_peak_gb():.2f} GB of memory"
+            " for a process at most"
+        )
+        if self.draft:
+            yield from _draft_lines(self.draft)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader should know besides problems and names that cannot be followed."""
+        if asked := sorted(set().union(*(each.asked_of_gpu for each in self.ranks))):
+            yield (
+                f"SGLang asked torch.cuda for {', '.join(asked)} and was told those of an {AssumedGpu.name}, which is absent"
+            )
+        if not self.findings:
+            return
+        if self.findings.kv_cache_scales:
+            yield (
+                "not filled, as published checkpoints lack them and SGLang sets them itself: scales of the attention's KV cache"
+            )
+        if padding := self.findings.padding:
+            yield f"in every layer alike, as padding is: {padding[0]}; {len(padding)} such"
+
+    def closing_lines(self) -> Iterator[str]:
+        """Yield what is printed between the tables and the verdict."""
+        yield from self.notes()
+        yield from (f"  {line}" for line in self.problems[:SHOWN])
+        if self.untold:
+            yield (
+                f"not followed, as the loader computes with them: {len(self.untold)} names, such as {self.untold[0]}"
+            )
+
+    def table(self) -> dict[str, Any]:
+        """Return what was found, for JSON: two such tables of two releases can be compared line by line."""
+        table = {
+            "model": self.question.folder.name,
+            "arguments": dict(self.question.arguments),
+            "sent": _names(self.layout),
+            "versions": self.versions,
+            "cannot_build": self.cannot_build,
+            "verdict": self.verdict(),
+            "ranks": _ranks(self.ranks),
+            "held": _held(self.ranks),
+            "problems": list(self.problems),
+            "not_followed": list(self.untold),
+        }
+        if self.draft:
+            table["draft"] = {
+                "sent": _names(self.draft.mtp),
+                "ranks": _ranks(self.draft.ranks),
+                "filled_by_trainer": sorted(self.draft.filled_by_trainer),
+            }
+        if self.whole:
+            table["run"] = self.whole.table()
+        return table
+
+    def write(self) -> None:
+        """Write the files that were asked for."""
+        if self.options.json:
+            Path(self.options.json).write_text(json.dumps(self.table(), indent=1))
+        if self.options.page:
+            from harness.tools.full_size.page import page_of
+
+            replace_file(Path(self.options.page), page_of(self))
+
+    def _all_findings(self) -> list[Findings]:
+        return [each for each in (self.findings, self.draft and self.draft.findings) if each]
+
+    def _draft_verdict(self) -> str:
+        if not self.draft:
+            return ""
+        return (
+            "; the draft model takes the MTP layer's names, but a trainer with transformers' class sends none of them"
+        )
+
+
+def find_answer(name: str, options: Options, question: Question, started: float, imported: float) -> Answer:
+    """Build both sides, print what they are, and return what was found. started, imported: times of time.monotonic().
+
+    Raise ConfigError, UnsupportedEnvironment.
+    """
+    names = trainer_names(question.folder, getattr(torch, question.dtype))
+    layout = names.layout
+    mtp = draft_model.mtp_layout(question.folder, layout) if options.speculative_algorithm else ()
+    groups = fusing_groups(layout)
+    shape = engine_ranks.EngineShape(
+        folder=question.folder, arguments=question.arguments, tp=question.tp, pp=question.pp,
+        processes=len(os.sched_getaffinity(0)),
+    )  # fmt: skip
+    print(f"{name}: {len(layout):,} names, {total_gb(layout):.1f} GB; imports {imported - started:.1f} s")
+    answer = Answer(name=name, options=options, question=question, layout=layout)
+    peaks = whole_run.measure_trainer(question.folder, question.run, shape.processes) if question.run else {}
+    try:
+        ranks = engine_ranks.examine(shape, groups, options.all_ranks)
+        draft = draft_model.examine_draft(shape, ranks, layout, mtp) if mtp else None
+    except engine_ranks.RankFailed as error:
+        return replace(answer, cannot_build=str(error))
+    findings = Findings.of(ranks)
+    answer = replace(
+        answer, ranks=tuple(ranks), findings=findings, draft=draft, seconds=time.monotonic() - started
+    )  # fmt: skip
+    print("\n".join(answer.engine_lines()))
+    if not question.run:
+        return answer
+    whole = whole_run.examine_run(
+        question.run, options.nproc_per_node, options.gpu_memory_gib, question.folder, names, groups, ranks, peaks
+    )
+    print("\n".join(whole.as_lines(options.gpu_memory_gib, answer.rates)))
+    return replace(answer, whole=whole)
+
+
+def total_gb(layout: Sequence[TensorView]) -> float:
+    """Return the GB of tensors."""
+    return sum(view.nbytes for view in layout) / 1e9
+
+
+def _draft_lines(draft: DraftModel) -> Iterator[str]:
+    """Yield the lines about the draft model, and what a sync does for it."""
+    largest = max(draft.ranks, key=lambda each: each.nbytes)
+    filled = (
+        f"{len(draft.filled_by_trainer)} of its parameters" if draft.filled_by_trainer else "none of its parameters"
+    )
+    yield (
+        f"draft model: {largest.built} on {len(draft.ranks)} ranks, {largest.parameters:,} parameters and"
+        f" {largest.nbytes / 1e9:.2f} GB on rank {largest.rank}, besides the target's embedding and head; given"
+        f" {len(draft.mtp):,} names of the MTP layer, as published checkpoints have them"
+    )
+    yield (
+        f"  transformers' class has no MTP layer: what such a trainer sends fills {filled}, so a sync leaves the draft"
+        " model's weights as they were"
+    )
+
+
+def _how_given(ranks: Sequence[EngineRank], names: int) -> str:
+    whole = sum(1 for each in ranks if each.given == names)
+    if whole == len(ranks):
+        return f"each was given all {names:,} names"
+    most = max(each.given for each in ranks)
+    return f"each was given up to {most:,} of {names:,} names: one layer of each kind, and a part of the layers that are alike"
+
+
+def _peak_gb() -> float:
+    """Return the peak memory of this process and of its largest child, whichever is more, in GB."""
+    users = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(user).ru_maxrss for user in users) * 1024 / 1e9
+
+
+def _names(layout: Sequence[TensorView]) -> dict[str, list[Any]]:
+    return {view.name: [str(view.dtype).removeprefix("torch."), list(view.shape)] for view in layout}
+
+
+def _held(ranks: Sequence[EngineRank]) -> list[dict[str, Any]]:
+    """Return the parameters by name, once for all ranks that hold the same."""
+    alike: list[dict[str, Any]] = []
+    for each in ranks:
+        same = next((group for group in alike if group["parameters"] == each.held), None)
+        if same is None:
+            alike.append(same := {"ranks": [], "parameters": each.held})
+        same["ranks"].append(each.rank)
+    return alike
+
+
+def _ranks(ranks: Sequence[EngineRank]) -> list[dict[str, int]]:
+    return [{"rank": each.rank, "parameters": each.parameters, "bytes": each.nbytes} for each in ranks]
