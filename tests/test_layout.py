@@ -56,7 +56,7 @@ TOOLS = {
     "prepare_data": set(),
     "ranks": set(),
     "report": {"diagnose", "export", "ranks"},
-    "repro": {"diagnose", "hosts", "preflight"},
+    "repro": {"diagnose", "full_size", "hosts", "preflight"},
     "rewards": set(),
     "step_bench": {"sync"},
     "sync": set(),

@@ -21,6 +21,8 @@ Variant = Literal["broken", "healthy"]
 Program = Callable[[bool], None]
 GPUS: dict[ReproClass, int] = {"cpu": 0, "one_gpu": 1, "several_gpus": 2, "hosts": 0}
 """GPUs that each class takes; hosts are emulated in namespaces, without GPUs."""
+INSTALLING_SECONDS = 600.0
+"""The limit of a variant that may install a release of SGLang."""
 CANNOT = "cannot run here: "
 _registered: "dict[str, Case]" = {}
 
@@ -44,6 +46,8 @@ class Case:
     imports or the start of a process, or where the program itself only starts other programs. Otherwise they may be forked
     from a process that has done the imports."""
     requires: tuple[str, ...] = ()  # packages, as requirement specifiers: "sglang>=0.5.21"
+    releases: tuple[str, ...] = ()
+    """Other releases of SGLang that the variants run in. Each is installed at its first use, which needs a package index."""
     signature: tuple[str, ...]
     """Regular expressions: the broken variant's output must match all of them, the control's none."""
     failure: str = ""
@@ -62,6 +66,8 @@ class Case:
     @property
     def timeout_seconds(self) -> float:
         """The limit of a variant."""
+        if self.releases:
+            return INSTALLING_SECONDS
         return 120.0 if not self.engine else 420.0 if self.needs == "cpu" else 150.0
 
     @property
@@ -112,6 +118,8 @@ def describe(case: Case) -> str:
     entry = case.entry
     lines = [f"{case.slug}: {case.title}"]
     lines += [f"needs: {', '.join((case.needs, *case.requires))}; at most {case.timeout_seconds:.0f} s a variant"]
+    if case.releases:
+        lines += [f"installs: sglang {' and '.join(case.releases)}, so it needs a package index the first time"]
     lines += [case.difference(), *(f"signature: {each}" for each in case.signature)]
     lines += [f"catalogue: {entry.slug}"]
     lines += [f"cause: {' '.join(entry.cause.split())}", f"fix: {' '.join(entry.fix.split())}", *entry.links]

@@ -1,0 +1,136 @@
+"""Engines of published models at their true widths: SGLang's classes and loaders on the meta device, as in tools/full_size.
+
+A case says which model, with how few layers, and what it sends; each rank of the engine is a process without a GPU.
+"""
+
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
+from harness.tools.full_size.question import SHIPPED
+from harness.tools.repro import cases
+
+if TYPE_CHECKING:
+    from harness.weights.fusing import FusingGroup
+    from harness.weights.tensor_view import TensorView
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+BLOCK_FLOAT8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+"""The quantization_config of checkpoints in DeepSeek's blocks of float8."""
+SHOWN = 12
+"""How many problems are printed."""
+
+
+@contextmanager
+def true_model(
+    name: str, layers: int, language_fields: Mapping[str, Any] | None = None, **fields: Any
+) -> Iterator[Path]:
+    """Yield a folder with a model's config.json of configs/models, with so few layers, all else at its true size.
+
+    fields: replace those of config.json; None leaves one out. language_fields: replace those of its text_config.
+    """
+    config = json.loads((SHIPPED / name / "config.json").read_text(encoding="utf-8"))
+    language = config.get("text_config") or config
+    whole = language["num_hidden_layers"]
+    for key, value in language.items():
+        if isinstance(value, list) and len(value) >= whole:  # it has an entry for each layer
+            language[key] = value[:layers]
+    language.update({"num_hidden_layers": layers, **(language_fields or {})})
+    config = {key: value for key, value in (config | fields).items() if value is not None}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield Path(folder)
+
+
+def full_size(folder: Path, *options: object) -> None:
+    """Run launch/full_size.py, and exit with its code. Raise UnsupportedEnvironment if it cannot answer here."""
+    command = [sys.executable, "launch/full_size.py", str(folder), *map(str, options)]
+    done = subprocess.run(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stderr)
+    if done.returncode == CANNOT_RUN_HERE:
+        raise UnsupportedEnvironment(done.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
+    sys.exit(done.returncode)
+
+
+def use_release(release: str) -> None:
+    """Go on in this release of SGLang: if another one is installed, run the variant again where this one is, and exit.
+
+    The release is installed as launch/full_size.py --against does. Raise UnsupportedEnvironment if it cannot be.
+    """
+    from harness.tools.full_size.compare import environment_of
+
+    if importlib.metadata.version("sglang") == release:
+        return
+    environment = environment_of(release)
+    variables = environment.variables(cpu_mode=True, imports_harness=True)
+    command = [environment.python, "-m", cases.__name__, *sys.argv[1:]]
+    sys.exit(subprocess.run(command, env=variables, cwd=REPOSITORY).returncode)
+
+
+def import_sglang(folder: Path) -> None:
+    """Import what check_engine and the names of a trainer need, as launch/full_size.py does, before anything imports torch."""
+    from harness.rollout.cpu_mode import cpu_environment
+    from harness.rollout.sglang_api import meta_model
+    from harness.runtime import cpu_standins
+
+    cpu_standins.activate()
+    os.environ.update(cpu_environment(1))
+    meta_model.prepare_import(folder)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)  # SGLang tells what a CPU lacks; what it cannot build, it raises
+    meta_model.import_all(folder)
+
+
+def checkpoint_tensor(name: str, dtype: Any, *shape: int) -> "TensorView":
+    """Return a tensor that a checkpoint has and no class of transformers makes."""
+    import torch
+
+    from harness.weights.tensor_view import TensorView
+
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    return TensorView(name=name, of=name, dtype=dtype, shape=shape, stride=stride)
+
+
+def check_engine(folder: Path, groups: "Sequence[FusingGroup]", *, tp: int, about: str = "", **arguments: Any) -> None:
+    """Build all ranks of an engine, give each group to their loaders in a call of its own, and print what does not arrive.
+
+    groups: none to build the ranks alone. about: a regular expression; only tensors that it matches are looked at, because the
+    groups are a part of the checkpoint.
+    arguments: SGLang's server arguments. Exit with 1 if something does not arrive, or if SGLang cannot build a rank.
+    """
+    from harness.tools.full_size import engine_ranks
+    from harness.tools.full_size.findings import Findings
+
+    shape = engine_ranks.EngineShape(
+        folder=folder,
+        arguments={"tp_size": tp, "dtype": "bfloat16", **arguments},
+        tp=tp,
+        pp=1,
+        processes=len(os.sched_getaffinity(0)),
+    )
+    try:
+        ranks = engine_ranks.examine(shape, groups, True)
+    except engine_ranks.RankFailed as error:
+        sys.exit(f"the engine cannot be built: {error}")
+    if not groups:
+        print(f"SGLang builds all {len(ranks)} ranks")
+        return
+    found = Findings.of(ranks)
+    problems = [each for each in found.problems if re.search(about, each.partition(":")[0])]
+    for problem in problems[:SHOWN]:
+        print(problem)
+    if problems:
+        sys.exit(f"{len(problems)} problem(s), of which {min(SHOWN, len(problems))} are shown")
+    sent = [view.name for group in groups for view in group.views if re.search(about, view.name)]
+    print(f"{len(sent)} tensors arrive whole")
