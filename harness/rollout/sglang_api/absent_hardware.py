@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 
 KERNELS = "torch.ops.sgl_kernel"
-WARM_UPS = ("_prewarm_mhc_kernels",)
-"""Methods of DeepSeek-V4's class that compile kernels of tilelang."""
+WARM_UPS = ("_prewarm_mhc_kernels", "_prewarm_mhc_pre_kernels")
+"""Methods of DeepSeek-V4's class that compile kernels of tilelang; the second name is that of SGLang 0.5.16."""
 _ABSENT = re.compile(r"is not installed|not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|No module named")
 
 

@@ -1,6 +1,6 @@
 """What was found out about one MODEL: the lines that are printed, the verdict, and the table that --json writes.
 
-Import it after SGLang's environment is prepared (`command.py`), because torch and SGLang read that when they are imported.
+Import this file only after `command.prepare_import`, because torch and SGLang read their environment as they are imported.
 """
 
 import importlib.metadata

@@ -32,7 +32,7 @@ def run(name: str, options: Options, words: Sequence[str] = ()) -> int:
 
 def _answer(name: str, options: Options, question: Question) -> int:
     started = time.monotonic()
-    _prepare_import(question.folder, bool(options.speculative_algorithm))
+    prepare_import(question.folder, bool(options.speculative_algorithm))
     with collecting_nothing():
         from harness.rollout.sglang_api import meta_model
         from harness.tools.full_size.answer import SHOWN, find_answer
@@ -46,7 +46,7 @@ def _answer(name: str, options: Options, question: Question) -> int:
     return answer.code
 
 
-def _prepare_import(folder: Path, draft: bool) -> None:
+def prepare_import(folder: Path, draft: bool = False) -> None:
     """Set the environment in which torch and SGLang are imported. draft: SGLang's classes of draft models are needed too."""
     cpu_standins.activate()
     os.environ.update(cpu_environment(1))

@@ -44,7 +44,7 @@ class Scale:
 
     @classmethod
     def of(cls, numbers: Iterable[float], name: Callable[[float], str]) -> "Scale":
-        """Return the scale of these numbers. Numbers that differ by little get shades that differ by little."""
+        """Return the scale of these numbers. Numbers that are close together get shades that are close together."""
         found = list(numbers)
         low, high = min(found), max(found)
         return cls(low=low if low == high else min(low, high * (1 - LEAST_SPAN)), high=high, name=name)

@@ -88,7 +88,7 @@ class RunPart:
 
 @dataclass(kw_only=True)
 class Faults:
-    """Which parameters, and which layers, the problems of one model are about."""
+    """The parameters and layers that the problems of one model name."""
 
     problems: Sequence[str]
     on_ranks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))

@@ -5,13 +5,11 @@ A case says which model, with how few layers, and what it sends; each rank of th
 
 import importlib.metadata
 import json
-import logging
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +64,7 @@ def full_size(folder: Path, *options: object) -> None:
 def use_release(release: str) -> None:
     """Go on in this release of SGLang: if another one is installed, run the variant again where this one is, and exit.
 
-    The release is installed as launch/full_size.py --against does. Raise UnsupportedEnvironment if it cannot be.
+    Install the release as launch/full_size.py --against does. Raise UnsupportedEnvironment if that fails.
     """
     from harness.tools.full_size.compare import environment_of
 
@@ -80,15 +78,11 @@ def use_release(release: str) -> None:
 
 def import_sglang(folder: Path) -> None:
     """Import what check_engine and the names of a trainer need, as launch/full_size.py does, before anything imports torch."""
-    from harness.rollout.cpu_mode import cpu_environment
-    from harness.rollout.sglang_api import meta_model
-    from harness.runtime import cpu_standins
+    from harness.tools.full_size.command import prepare_import
 
-    cpu_standins.activate()
-    os.environ.update(cpu_environment(1))
-    meta_model.prepare_import(folder)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.ERROR)  # SGLang tells what a CPU lacks; what it cannot build, it raises
+    prepare_import(folder)
+    from harness.rollout.sglang_api import meta_model
+
     meta_model.import_all(folder)
 
 

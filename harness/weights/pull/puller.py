@@ -103,7 +103,7 @@ class Puller:
         return tuple(found)
 
     def bytes_read(self) -> dict[int, int]:
-        """Return trainer rank -> bytes that one pull reads of its memory; what other hosts bring is left out."""
+        """Return trainer rank -> bytes that one pull reads of its memory. Elements from other hosts are not counted."""
         found = Counter[int]()
         for number in range(len(self.trace.groups)):
             for read in self._reads(number):

@@ -75,9 +75,9 @@ class PullTransport:
                 wait_for_all_ranks(device)
 
     def bytes_read(self) -> dict[int, int]:
-        """Return trainer rank -> bytes of its memory that a pull of the scheduler next to this rank reads.
+        """Return trainer rank -> how many bytes of its memory the scheduler next to this rank reads in one pull.
 
-        What other hosts bring is left out. A collective call of all ranks, after a sync.
+        Elements that come over the network from other hosts are not counted. A collective call of all ranks, after a sync.
         """
         return self.engine.ask(puller.bytes_read, self._name)
 

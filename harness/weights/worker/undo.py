@@ -48,7 +48,10 @@ class UndoneWrites:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Take back what is run by `run` in this block, for a dispatch mode that sees every operator anyway: two would be slower."""
+        """Take back, after this block, what was run through `run` in it.
+
+        For a caller that has a dispatch mode of its own: a second mode would see every operator again, which takes as long.
+        """
         self.begin()
         try:
             yield
@@ -60,14 +63,13 @@ class UndoneWrites:
         self._made.clear()
 
     def restore(self) -> None:
-        """Bring back what modules and tensors held."""
-        if not self._modules_are_same():
-            for members, held in self._held:
-                if not _are_same(members, held):
-                    _put_back(members, held)
-            for tensor, data, place in self._data:
-                if _place(tensor) != place:
-                    tensor.data = data
+        """Restore what modules and tensors held."""
+        for members, held in self._held:
+            if not _are_same(members, held):
+                _put_back(members, held)
+        for tensor, data, place in self._data:
+            if _place(tensor) != place:
+                tensor.data = data
         for memory, before in self.saved.values():
             memory.copy_(before)
 
@@ -88,14 +90,11 @@ class UndoneWrites:
             memory = tensor.untyped_storage()
             self.saved[address] = memory, memory.clone()
 
-    def _modules_are_same(self) -> bool:
-        return all(_are_same(members, held) for members, held in self._held) and all(
-            _place(tensor) == place for tensor, _, place in self._data
-        )
-
     def replaced(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yield (name, tensor before, tensor now) where a module now has another tensor, or the tensor other memory."""
-        if self._modules_are_same():
+        if all(_are_same(members, held) for members, held in self._held) and all(
+            _place(tensor) == place for tensor, _, place in self._data
+        ):
             return  # to walk over all modules of a large model takes longer than what is traced
         for name, now in model_tensors(self.model).items():
             before = self._names.get(name)

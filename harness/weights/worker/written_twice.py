@@ -1,4 +1,4 @@
-"""Which tensors that are sent would fill the same elements of the engine, so that their order decides which of them stays."""
+"""Find names that fill the same elements of the engine. Which of them stays there would depend on the order of sending."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from harness.weights.worker.undo import address, storage
 def written_twice(copies: Iterable[Copy]) -> Iterator[tuple[Copy, Copy]]:
     """Yield two copies, in the order in which they are made, for each pair of names that fill the same elements.
 
-    Left out are single numbers: SGLang keeps one scale for two fused weights, and each of them brings it.
+    Single numbers are left out, because SGLang keeps one scale for two fused weights, and both of them bring it.
     """
     in_storage: dict[int, list[tuple[int, Copy]]] = defaultdict(list)
     for number, copy in enumerate(copies):

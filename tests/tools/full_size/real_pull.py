@@ -1,5 +1,7 @@
-"""Run by torchrun: real_pull.py WORD... with ppo.py's command line. Syncs by pull, and writes what was read and held, and how
-fast the kernel of a pull reads from each place, to pull-RANK.json in the run directory.
+"""Sync by pull on real ranks; torchrun starts it, with the command line of ppo.py.
+
+Each rank writes pull-RANK.json into the run directory: the seconds of a pull, the bytes that it read, what the engine holds, and
+how fast the pull's kernel reads from its own GPU and from the next one.
 """
 
 import json
