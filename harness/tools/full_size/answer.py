@@ -4,20 +4,17 @@ Import this file only after `command.prepare_import`, because torch and SGLang r
 """
 
 import importlib.metadata
-import json
 import os
 import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu
-from harness.runtime.files import replace_file
 from harness.tools.full_size import draft_model, engine_ranks, whole_run
 from harness.tools.full_size.draft_model import DraftModel
 from harness.tools.full_size.engine_ranks import EngineRank
@@ -154,15 +151,6 @@ class Answer:
         if self.whole:
             table["run"] = self.whole.table()
         return table
-
-    def write(self) -> None:
-        """Write the files that were asked for."""
-        if self.options.json:
-            Path(self.options.json).write_text(json.dumps(self.table(), indent=1))
-        if self.options.page:
-            from harness.tools.full_size.page import page_of
-
-            replace_file(Path(self.options.page), page_of(self))
 
     def _all_findings(self) -> list[Findings]:
         return [each for each in (self.findings, self.draft and self.draft.findings) if each]

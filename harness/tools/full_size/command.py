@@ -1,5 +1,6 @@
 """What launch/full_size.py does: both sides of a weight sync at the model's true size, and one verdict."""
 
+import json
 import logging
 import os
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from harness.config.layers import ConfigError
 from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime import cpu_standins
+from harness.runtime.files import replace_file
 from harness.runtime.fork_server import collecting_nothing
 from harness.tools.full_size.question import Options, Question, read_question
 
@@ -39,7 +41,12 @@ def _answer(name: str, options: Options, question: Question) -> int:
 
         meta_model.import_all(question.folder)
     answer = find_answer(name, options, question, started, imported=time.monotonic())
-    answer.write()
+    if options.json:
+        Path(options.json).write_text(json.dumps(answer.table(), indent=1))
+    if options.page:
+        from harness.tools.full_size.page import page_of
+
+        replace_file(Path(options.page), page_of(answer))
     for line in answer.closing_lines():
         print(line)
     print(f"VERDICT: {answer.verdict(SHOWN)}")
