@@ -77,30 +77,30 @@ def _split(offset: int, target: int, axes: tuple[Axis, ...], cuts: Sequence[Cut]
 
         slices that lie wholly inside the cut                   one region
         or else the first slice, which crosses the cut's end    split by itself, along its other axes
-        the remaining slices                                    split by themselves: they begin in this cut or a later one
+        the remaining slices                                    come next: they begin in this cut or a later one
     """
-    cut = cuts[max(0, bisect_right(cuts, offset, key=lambda each: each.start) - 1)]
-    if not cut.start <= offset < cut.stop:
-        raise ValueError(f"the source must lie within the tensor of {cuts[-1].stop} elements, got element {offset}")
-    if offset + _reach(axes) < cut.stop:
-        yield Region(cut.owner, offset - cut.start, target, axes)
-        return
-    longest = max(range(len(axes)), key=lambda place: axes[place][1])
-    size, step, target_step = axes[longest]
-    before, behind = axes[:longest], axes[longest + 1 :]
-    slice_axes = (*before, *behind)
-
-    def slices(count: int) -> tuple[Axis, ...]:
-        return merged([*before, (count, step, target_step), *behind])
-
-    inside = max(0, (cut.stop - 1 - offset - _reach(slice_axes)) // step + 1)
-    done = max(inside, 1)
-    if inside:
-        yield Region(cut.owner, offset - cut.start, target, slices(inside))
-    else:
-        yield from _split(offset, target, slice_axes, cuts)
-    if done < size:
-        yield from _split(offset + done * step, target + done * target_step, slices(size - done), cuts)
+    while True:
+        cut = cuts[max(0, bisect_right(cuts, offset, key=lambda each: each.start) - 1)]
+        if not cut.start <= offset < cut.stop:
+            raise ValueError(f"the source must lie within the tensor of {cuts[-1].stop} elements, got element {offset}")
+        if offset + _reach(axes) < cut.stop:
+            yield Region(cut.owner, offset - cut.start, target, axes)
+            return
+        longest = max(range(len(axes)), key=lambda place: axes[place][1])
+        size, step, target_step = axes[longest]
+        before, behind = axes[:longest], axes[longest + 1 :]
+        slice_axes = (*before, *behind)
+        inside = max(0, (cut.stop - 1 - offset - _reach(slice_axes)) // step + 1)
+        if inside:
+            yield Region(cut.owner, offset - cut.start, target, merged([*before, (inside, step, target_step), *behind]))
+        else:
+            yield from _split(offset, target, slice_axes, cuts)
+        done = max(inside, 1)
+        if done == size:
+            return
+        # A loop, because a tensor of a thousand ranks has more cuts than Python's stack has room for.
+        offset, target = offset + done * step, target + done * target_step
+        axes = merged([*before, (size - done, step, target_step), *behind])
 
 
 def _reach(axes: Sequence[Axis]) -> int:

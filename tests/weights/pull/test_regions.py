@@ -1,5 +1,7 @@
 """Every element that a loader copies is filled once, from the right place, however the trainer is cut."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -75,3 +77,9 @@ def test_cuts_name_the_owners_of_rows_and_leave_out_ranks_without_any() -> None:
 def test_an_element_behind_the_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="element 12"):
         list(regions(0, (13,), (1,), (1,), cut_by_rows(RowShards(6, 2, 2), range(2))))
+
+
+def test_a_tensor_may_have_more_cuts_than_python_has_stack() -> None:
+    ranks = 2 * sys.getrecursionlimit()
+    found = list(regions(0, (ranks, 8), (16, 1), (8, 1), cut_by_rows(RowShards(ranks, 16, ranks), range(ranks))))
+    assert [each.owner for each in found] == list(range(ranks))
