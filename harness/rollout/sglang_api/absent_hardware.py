@@ -67,7 +67,9 @@ def shapes_of_gpu(config: Any) -> None:
         for heads in ("linear_num_key_heads", "linear_num_value_heads"):
             if hasattr(each, heads):
                 setattr(each, f"{heads}_cpu", getattr(each, heads))
-    rotary = importlib.import_module("sglang.srt.layers.rotary_embedding.factory")
+    rotary = importlib.import_module("sglang.srt.layers.rotary_embedding")
+    if hasattr(rotary, "__path__"):  # one file until it became a package
+        rotary = importlib.import_module(f"{rotary.__name__}.factory")
     if hasattr(rotary, "get_rope_cpu"):
         patch.object(rotary, "get_rope_cpu", lambda *arguments: rotary.get_rope(*arguments[:-1])).start()
 

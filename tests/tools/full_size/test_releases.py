@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
 from harness.rollout.sglang_api.meta_groups import call_with
 from harness.runtime.errors import UnsupportedEnvironment
@@ -17,6 +18,9 @@ INSTALLED = {
     for folder in sorted(store_root().glob("sglang-*/complete"))
 }
 """Version -> its Python, of the environments that launch/bisect_versions.py keeps."""
+ASKED = sorted(INSTALLED, key=Version)
+ASKED = ASKED[:1] + ASKED[1:][-1:]
+"""The oldest and the newest of them."""
 NONE = pytest.param(
     "", marks=pytest.mark.skip(reason=f"{store_root()} has no environment of SGLang, which a bisect makes")
 )
@@ -48,7 +52,7 @@ def held_here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [*INSTALLED] or [NONE])
+@pytest.mark.parametrize("version", ASKED or [NONE])
 @pytest.mark.parametrize("model", QUESTIONS)
 def test_an_installed_release_holds_what_this_one_does(
     model: str, version: str, tmp_path: Path, held_here: dict[str, list[dict[str, int]]]
@@ -61,7 +65,7 @@ def test_an_installed_release_holds_what_this_one_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [*INSTALLED] or [NONE])
+@pytest.mark.parametrize("version", ASKED or [NONE])
 def test_an_installed_release_without_the_class_is_125_in_one_sentence(version: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"], "model_type": "llama"}))
     run = ask_release(version, tmp_path)
