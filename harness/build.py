@@ -3,7 +3,7 @@
 import faulthandler
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,9 @@ from harness.runtime.run_record import RunRecord
 from harness.trainer.actor import Actor, Reference
 from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
+from harness.trainer.routing import routed_shape
+from harness.weights.converter import CheckpointConverter, Converter
+from harness.weights.fp8_blocks import Fp8BlockConverter
 from harness.weights.names import names_in_checkpoint
 from harness.weights.sync import WeightSync
 from harness.weights.verification.verification import Verification
@@ -70,16 +73,18 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
     actor = critic = reference = None
     if has_engine:
         with record.timed("engine"):
-            engine = start_engine(run, meshes.engines, inputs.model_folder)
+            engine = start_engine(run, meshes.engines, inputs.engine_folder)
         run.observer.built("engine", engine)
         memory = start_memory_stages(run, engine)
     if has_trainer:
         with run.events.phase("build_trainer", waiting_for="actor, critic and reference"):
             actor, critic, reference = background.result() if background else build_models()
     if engine and memory and actor:
-        sync = build_sync(
-            run, engine, actor.model, inputs.model_folder, offloaded="actor" in config.memory.offload_parameters
-        )
+        # What quantizes reads the weights when it is built.
+        with actor.on_device() if config.model.rollout_precision != "same" else nullcontext():
+            sync = build_sync(
+                run, engine, actor.model, inputs.model_folder, offloaded="actor" in config.memory.offload_parameters
+            )
         run.observer.built("sync", sync)
         verification = Verification(
             config=config,
@@ -87,7 +92,7 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
             events=run.events,
             memory=memory,
             sync=sync,
-            source=inputs.model_folder,
+            source=inputs.engine_folder,
             prompts=[prompt.input_ids for prompt in inputs.prompts.prompts[:CHECKED_PROMPTS]],
         )
     for learner in (actor, critic):
@@ -110,6 +115,7 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         critic=critic,
         reference=reference,
         saved=inputs.saved,
+        routed_shape=routed_shape(str(inputs.model_folder)) if config.rollout.routing != "off" and engine else None,
     )
 
 
@@ -129,10 +135,17 @@ def builds_engine(run: RunContext) -> bool:
 
 
 def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> RolloutEngine:
-    """Return this rank's engine, serving. mesh: over dp, tp and pp. A collective call of all ranks.
+    """Return this rank's engine, serving, on the GPUs that the config says. mesh: over dp, tp and pp.
 
-    Raise EngineFailed if it does not start.
+    A collective call of all ranks. Raise EngineFailed if it does not start.
     """
+    engine = make_engine(run, mesh, model_folder)
+    check_gpus(run.world, engine, run.config.parallel.colocate)
+    return engine
+
+
+def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> RolloutEngine:
+    """Return this rank's engine, serving. A collective call of the engine's ranks. Raise EngineFailed if it does not start."""
     config, world, events, parallel = run.config, run.world, run.events, run.config.parallel
     arguments = {
         "device": world.device_type,
@@ -144,6 +157,8 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollo
         # to find stop strings does SGLang need its tokenizer.
         "skip_tokenizer_init": not config.rollout.stop,
     }
+    if config.rollout.routing != "off":
+        arguments["enable_return_routed_experts"] = True
     if config.engine.initial_weights == "dummy" and config.model.weights == "checkpoint":
         events.say("the engine starts with dummy weights, so that a tensor missing from the first sync shows")
     waiting = "SGLang's schedulers to start and load the model; their output is in the run directory, in engines/"
@@ -153,7 +168,7 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollo
             log_dir=run.folder / "engines",
             base_port=config.engine.base_port,
             colocate=parallel.colocate,
-            defaults=config.engine.defaults,
+            preset=config.engine.preset,
             on_death=lambda message: _end_with(message, events),
             record_call=partial(_record_call, events),
             model_path=str(model_folder),
@@ -168,7 +183,7 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollo
         "engine",
         version=engine.version,
         device=world.device_type,
-        defaults=config.engine.defaults,
+        preset=config.engine.preset,
         dropped_defaults=engine.dropped_defaults if isinstance(engine, VerlEngine) else (),
         arguments=engine.engine_args if isinstance(engine, VerlEngine) else arguments | config.engine.args,
     )
@@ -176,7 +191,6 @@ def start_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollo
         events.fact("engine_processes", **asdict(engine.starts))
         for index, (began, ended) in enumerate(engine.starts.imports):
             events.span(f"imports of the engine's processes, {index}", began, ended)
-    check_gpus(world, engine, parallel.colocate)
     return engine
 
 
@@ -184,7 +198,14 @@ def start_memory_stages(run: RunContext, engine: RolloutEngine) -> MemoryStages:
     """Return what releases and resumes the engine's memory. Release it at once, if there is nothing in it to keep."""
     config, events, gpu = run.config, run.events, run.world.engine_gpu
     free_bytes = gpu_free_bytes(gpu) if engine.has_memory_saver and gpu is not None else None
-    memory = MemoryStages(engine, free_bytes, config.memory.resume, events.say, events.fact)
+    memory = MemoryStages(
+        engine,
+        free_bytes,
+        config.memory.resume,
+        holds_graphs=isinstance(engine, VerlEngine) and engine.holds_graphs,
+        say=events.say,
+        fact=events.fact,
+    )
     if engine.has_memory_saver and config.engine.initial_weights == "dummy":
         with events.phase("first_release", waiting_for="the engine to free its memory for the trainer"):
             memory.release_all()
@@ -232,15 +253,19 @@ def build_sync(
 
     offloaded: the model's memory is given up between syncs.
     """
-    config = run.config
+    config, dtype = run.config, getattr(torch, run.config.model.dtype)
+    converter: Converter = CheckpointConverter(model, dtype)
+    if config.model.rollout_precision == "fp8_block":
+        converter = Fp8BlockConverter(converter)
     return WeightSync(
         engine,
         model,
+        converter=converter,
         transport=config.weights.transport,
         folder=config.weights.folder or run.folder,
         bucket_size_mib=config.weights.bucket_size_mib,
         check=config.weights.verify != "off",
-        dtype=getattr(torch, config.model.dtype),
+        dtype=dtype,
         offloaded=offloaded,
         checkpoint_names=names_in_checkpoint(str(model_folder)),
     )

@@ -144,7 +144,7 @@ class Checkpoints:
                     save_file(shards, partial / file)
                     checksums[file] = checksum(partial / file)
             with self.actor.on_device():
-                self.sync.save(partial, self.source)
+                self.sync.save_model(partial, self.source)
             checksums = {name: each for of_rank in all_gather(checksums) for name, each in of_rank.items()}
             if rank == 0:
                 (partial / CONFIG).write_text(redact.text(to_toml(self.config)), encoding="utf-8")

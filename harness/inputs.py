@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
@@ -30,6 +31,7 @@ from harness.task.rewards import Reward, load_reward
 from harness.task.tiny_models import is_tiny, save_tiny_model
 from harness.trainer.model import Attention, choose_attention
 from harness.trainer.saved_rollouts import SavedRollouts
+from harness.weights.fp8_checkpoint import write_quantized_model
 from harness.weights.transports import check_shared
 
 
@@ -38,6 +40,9 @@ class Inputs:
     """What a run reads before its parts are built."""
 
     model_folder: Path
+    """The model that the trainer loads."""
+    engine_folder: Path
+    """The model that the engine loads: the same, or its copy in model.rollout_precision."""
     tokenizer: Any
     attention: Attention
     """The trainer's."""
@@ -73,8 +78,10 @@ def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
         validated = tokenize_prompts(validation_rows, tokenizer, task.template, *limits) if validation_rows else []
         check_vocabulary([*usable, *validated], model_folder)
     run.events.say(f"{len(usable)} prompts of {len(rows)} rows ({', '.join(task.source)})")
-    return resolved(run, len(usable), model_folder), Inputs(
+    run = resolved(run, len(usable), model_folder)
+    return run, Inputs(
         model_folder=model_folder,
+        engine_folder=make_engine_folder(run, model_folder),
         tokenizer=tokenizer,
         attention=attention,
         reward=reward,
@@ -133,6 +140,26 @@ def make_model_folder(run: RunContext, rows: list[Row]) -> Path:
     return folder
 
 
+def make_engine_folder(run: RunContext, model_folder: Path) -> Path:
+    """Return the folder that the engine loads: the model's own, or its quantized copy, made once on each host. Collective."""
+    config, world = run.config, run.world
+    if config.model.rollout_precision == "same" or config.rollout.load:
+        return model_folder
+    folder = run.folder / f"model-fp8-host{world.hosts.index(world.host)}"
+    with run.events.phase("quantize_model", waiting_for="the model's quantized copy"), as_config_error():
+        if world.rank == next(location.rank for location in world.locations if location.host == world.host):
+            # The engine loads them when it starts, or for the baseline of the log-probs.
+            has_weights = config.model.weights == "checkpoint" and (
+                config.weights.verify != "off" or config.engine.initial_weights == "checkpoint"
+            )
+            dtype = getattr(torch, config.model.dtype)
+            write_quantized_model(str(model_folder), folder, dtype, weights=has_weights)
+        dist.barrier()
+    if world.device_type == "cpu":
+        run.events.say("FP8 on the CPU: plain torch stands in for SGLang's FP8 kernels (harness_sglang_fp8)")
+    return folder
+
+
 def check_vocabulary(prompts: Iterable[Prompt], model_folder: Path) -> None:
     """Raise ValueError for a token that the model has no embedding for: on a GPU it would end the engine in an assertion."""
     size = AutoConfig.from_pretrained(str(model_folder)).get_text_config().vocab_size
@@ -176,9 +203,10 @@ def load_tokenizer(model_folder: Path) -> Any:
 
 def check_weights_folder(run: RunContext) -> None:
     """Raise ConfigError if engines are to load checkpoints from a folder that some host does not see. Collective."""
-    weights = run.config.weights
+    weights, model = run.config.weights, run.config.model
+    reloads = weights.verify == "full" or (weights.verify == "bytes" and model.rollout_precision != "same")
     folder = Path(weights.folder).resolve() if weights.folder else run.folder
-    if weights.verify == "full" or weights.transport == "disk":
+    if reloads or weights.transport == "disk":
         check_shared(folder, run.world, "weights.folder" if weights.folder else "run.dir")
 
 

@@ -16,10 +16,17 @@ import torch
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.world import World
 from harness.config.schema import Config
-from harness.metrics import Metrics, importance_clipped_share, response_metrics, validation_metrics
+from harness.metrics import (
+    Metrics,
+    importance_clipped_share,
+    replay_metrics,
+    response_metrics,
+    routing_metrics,
+    validation_metrics,
+)
 from harness.rollout.engine import RolloutEngine
 from harness.rollout.memory_stages import MemoryStages, trim_heap
-from harness.rollout.responses import Response, read_responses
+from harness.rollout.responses import Response, check_weight_version, read_responses
 from harness.runtime import clock
 from harness.runtime.events import EventLog
 from harness.task.data import Prompt, PromptSampler
@@ -29,6 +36,7 @@ from harness.trainer.batch import Batch, from_sequences, scatter_responses
 from harness.trainer.critic import Critic
 from harness.trainer.estimate import estimate_advantages
 from harness.trainer.over_ranks import all_sum, token_mean
+from harness.trainer.routing import scatter_routing
 from harness.trainer.saved_rollouts import SavedRollouts
 from harness.weights.log_probs import BASELINE_TOKENS, LEAST_TOKENS, log_prob_difference, merge
 from harness.weights.sync import WeightSync
@@ -62,6 +70,8 @@ class Ppo:
     """None if the KL to it counts nowhere."""
     saved: SavedRollouts | None
     """Where rollout.save writes, or rollout.load reads."""
+    routed_shape: tuple[int, int] | None = None
+    """Layers, and experts of a token, if the engine is asked which experts each token took (rollout.routing)."""
     validations: dict[int, Metrics] = field(default_factory=dict)
     """Number of updates -> what the validation after them found."""
     first_token_at: float | None = None
@@ -88,7 +98,7 @@ class Ppo:
                 # Engines of one run must not sample alike, and a resumed run must sample as this one does.
                 engine = self.dims.coordinates(self.world.rank).dp
                 self.engine.seed(self.config.run.seed * 1_000_003 + index * 1009 + engine)
-                batch = self.generate(index)
+                batch = self.generate(index, str(index) if self.sync else None)
             self.first_token_at = self.first_token_at or clock.now()
             if self.config.validation.is_due(index, self.config.run.steps):
                 with self.events.phase("validate", index, "the engine's responses to the validation set"):
@@ -117,24 +127,36 @@ class Ppo:
             self.verification.rehearse(index)
             with phase("sync", index, "the engine to receive and load the weights"):
                 self.sync.update_engine()
+                self.sync.engine.set_weight_version(str(index))
             self.verification.check_arrival(index)
+            self.verification.save_last(index)
         # Only now: while the sync's copies of the weights exist, a GPU may not have room for the KV cache.
         with phase("resume_kv_cache", index, "the engine to take its KV cache's memory back"):
             self.memory.resume_kv_cache()
+        self.verification.check_last(index)
 
-    def generate(self, index: int) -> Batch:
-        """Return the engine's responses to this rank's share of the step's prompts, scored."""
+    def generate(self, index: int, weight_version: str | None = None) -> Batch:
+        """Return the engine's responses to this rank's share of the step's prompts, scored.
+
+        weight_version: raise StaleWeights if one of them was generated with other weights than these.
+        """
         config = self.config.rollout
         prompts = [prompt for prompt in self.engine_prompts(index) for _ in range(config.responses_per_prompt)]
         sampling = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
-        own, responses, scores = self.responses(prompts, sampling)
+        own, responses, scores = self.responses(prompts, sampling, self.routed_shape)
+        if weight_version is not None:
+            check_weight_version(responses, weight_version)
         pad_id = self.tokenizer.pad_token_id or 0
         batch = from_sequences([prompt.input_ids for prompt in own], [each.token_ids for each in responses], pad_id)
+        if self.routed_shape:
+            routed = scatter_routing([each.routed_experts for each in responses], self.routed_shape, batch)
+            batch = batch.replace(routed_experts=routed)
         return batch.replace(
             group=torch.tensor([prompt.index for prompt in own]),
             scores=torch.tensor(scores, dtype=torch.float32),
             truncated=torch.tensor([each.truncated for each in responses]),
             aborted=torch.tensor([each.aborted for each in responses]),
+            weight_version=torch.tensor([each.oldest_weights for each in responses]),
             rollout_log_probs=scatter_responses([each.log_probs for each in responses], batch),
         )
 
@@ -146,11 +168,14 @@ class Ppo:
         return prompts[start : start + share]
 
     def responses(
-        self, prompts: Sequence[Prompt], sampling: Mapping[str, float]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Mapping[str, float],
+        routed_shape: tuple[int, int] | None = None,
     ) -> tuple[Sequence[Prompt], list[Response], list[float]]:
         """Have the engine answer these prompts. Return this rank's share of them, with a response and a score for each.
 
-        prompts: the same on all ranks of an engine.
+        prompts: the same on all ranks of an engine. routed_shape: ask which experts each token took.
         """
         assert self.engine
         if not prompts:  # an engine may have no row of a small validation set
@@ -162,11 +187,12 @@ class Ppo:
             input_ids=[prompt.input_ids for prompt in prompts],
             sampling_params={**sampling, **ends, **{name: some for name, some in stops.items() if some}},
             return_logprob=True,
+            **({"return_routed_experts": True} if routed_shape else {}),
         )
         # Every rank of the engine got all answers, and keeps its share.
         size, place = -(-len(prompts) // self.dims.engine_size), self.dims.engine_rank(self.world.rank)
         share = slice(place * size, (place + 1) * size)
-        prompts, responses = prompts[share], read_responses(answers[share], config.aborted)
+        prompts, responses = prompts[share], read_responses(answers[share], config.aborted, routed_shape)
         texts = self.tokenizer.batch_decode([each.token_ids for each in responses], skip_special_tokens=True)
         return prompts, responses, [self.reward(text, prompt.row) for text, prompt in zip(texts, prompts, strict=True)]
 
@@ -203,7 +229,7 @@ class Ppo:
         assert self.actor
         with self.actor.on_device():
             with self.events.phase("old_log_probs", index, "the actor's log-probs of the responses"):
-                old, entropy = self.actor.log_probs(batch)
+                old, entropy, routing = self.routed_log_probs(batch)
             with self.events.phase("verify_log_probs", index):
                 difference = log_prob_difference(batch.require("rollout_log_probs"), old, batch.response_mask)
             if self.verification:
@@ -211,9 +237,22 @@ class Ppo:
         return batch.replace(old_log_probs=old), {
             "rollout_entropy": token_mean(entropy, batch),
             **difference.metrics(),
+            **routing,
             "importance_clipped_share": importance_clipped_share(batch, old, self.config.algorithm.importance_cap),
             **(self.verification.sync_metrics() if self.verification else {}),
         }
+
+    def routed_log_probs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """Return the actor's log-probs and entropies, [B, T], and the metrics routing/, none with rollout.routing = "off"."""
+        assert self.actor
+        if self.actor.routers is None:
+            return *self.actor.log_probs(batch), {}
+        own, entropy, differing = self.actor.own_routing(batch)
+        metrics = routing_metrics(batch, differing, len(self.actor.routers.experts))
+        if self.config.rollout.routing == "record":
+            return own, entropy, metrics
+        replayed, entropy = self.actor.log_probs(batch)
+        return replayed, entropy, metrics | replay_metrics(batch, own, replayed)
 
     def learn(self, index: int, batch: Batch) -> Metrics:
         """Estimate advantages, then update the critic and the actor. Return the metrics of the updates."""
@@ -268,5 +307,5 @@ class Ppo:
 
     def final_check(self, index: int) -> Metrics:
         """After the last step: sync its update too, and check it by one more rollout, without an update."""
-        kept = ("log_prob", "reward", "response", "sync_", "truncated")
+        kept = ("log_prob", "reward", "response", "routing/", "sync_", "truncated", "weight_version")
         return {name: value for name, value in self.rollout(index)[1].items() if name.startswith(kept)}

@@ -40,7 +40,7 @@ from harness.config.schema import Config
 from harness.observer import Observer, Observers, RunContext
 from harness.runtime import clock
 from harness.runtime.cpu_standins import activate
-from harness.runtime.errors import Stopped, UnsupportedEnvironment, report_user_error, say, tell_torchrun
+from harness.runtime.errors import Found, Stopped, UnsupportedEnvironment, report_user_error, say, tell_torchrun
 from harness.runtime.events import Console, EventLog
 from harness.runtime.fork_server import ForkServer, collecting_nothing
 from harness.runtime.memory_gauge import MemoryGauge
@@ -145,7 +145,9 @@ def _prepare_environment(config: Config, device: torch.device) -> Sequence[str]:
     # The engine sets these NCCL variables on the rank that builds it. NCCL reads them when it makes a communicator, and two
     # ranks with different settings fail in their first collective, so every rank sets them before any communicator exists.
     from harness.rollout import sglang_api
+    from harness.rollout.early_start import variables_of_precision
 
+    os.environ.update(variables_of_precision(config, "cuda", os.environ))  # which an engine inherits
     os.environ.update(sglang_api.common_environment(sglang_api.probe(), config.engine.args, os.environ))
     return ()
 
@@ -202,8 +204,8 @@ def _run_job(job: str | Job, context: RunContext) -> int:
         return 0
     except (ConfigError, UnsupportedEnvironment) as error:
         return report_user_error(error, rank, alone=True)
-    except Stopped as stop:
-        return report_user_error(stop, rank)
+    except (Found, Stopped) as end:
+        return report_user_error(end, rank)
     except Exception as error:
         _end_failed(rank, error, observer, events)
     except KeyboardInterrupt:

@@ -98,15 +98,14 @@ def shut_down(ppo: Ppo) -> None:
 
 
 def verdict(ppo: Ppo, record: RunRecord) -> str:
-    """Return what a run that passed has shown."""
+    """Return what a run that passed has shown, and the preset that its engine ran with."""
     steps, folder = len(record.steps), ppo.config.rollout.load
+    if folder:
+        return f"{steps} steps of the trainer without an engine, on rollouts of {folder}"
+    preset = f"engine preset {ppo.config.engine.preset}"
     if ppo.verification:
-        return f"{steps} PPO steps; {ppo.verification.verdict([*record.steps, record.final])}"
-    return (
-        f"{steps} steps of the trainer without an engine, on rollouts of {folder}"
-        if folder
-        else f"{steps} steps of the engine without a trainer"
-    )
+        return f"{steps} PPO steps; {ppo.verification.verdict([*record.steps, record.final])}; {preset}"
+    return f"{steps} steps of the engine without a trainer; {preset}"
 
 
 def open_checkpoints(run: RunContext, ppo: Ppo, inputs: Inputs) -> tuple[Checkpoints | None, int]:

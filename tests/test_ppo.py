@@ -9,9 +9,9 @@ import torch
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.world import World
-from harness.metrics import response_metrics, validation_metrics
+from harness.metrics import replay_metrics, response_metrics, routing_metrics, validation_metrics
 from harness.ppo import Ppo
-from harness.rollout.responses import Response
+from harness.rollout.responses import Response, StaleWeights
 from harness.runtime.events import EventLog
 from harness.task.data import Prompt, PromptSampler, Row
 from harness.tools.command_line import parse
@@ -38,7 +38,9 @@ class Tokenizer:
 class EchoEngine:
     """Answers each prompt with its first token, and remembers what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, **told: str) -> None:
+        """told: in the meta_info of each answer."""
+        self.told = told
         self.asked: list[list[list[int]]] = []
         self.sampling: list[Mapping[str, Any]] = []
 
@@ -50,7 +52,7 @@ class EchoEngine:
         ends = [
             {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(-0.5, ids[0], None)]} for ids in input_ids
         ]
-        return [{"meta_info": end} for end in ends]
+        return [{"meta_info": end | self.told} for end in ends]
 
 
 def rank_of(words: str, rank: int, engine: Any, folder: Path) -> Ppo:
@@ -94,6 +96,17 @@ def test_engines_share_out_the_prompts_and_the_ranks_of_an_engine_its_responses(
     assert batches[0].require("scores").tolist() == [float(token == 2) for token in echoed[0]]
 
 
+def test_the_weights_of_a_response_are_those_of_the_step(tmp_path: Path) -> None:
+    ppo = rank_of("--parallel.tp 1", 0, EchoEngine(weight_version="3"), tmp_path)
+    batch = ppo.generate(3, "3")
+    assert batch.require("weight_version").tolist() == [3] * len(batch)
+    assert response_metrics(batch)["weight_version"] == 3
+    with pytest.raises(StaleWeights, match="of version 3, but this step's sync brought version 4"):
+        ppo.generate(4, "4")
+    silent = rank_of("--parallel.tp 1", 0, EchoEngine(), tmp_path).generate(4, "4")
+    assert set(silent.require("weight_version").tolist()) == {-1} and "weight_version" not in response_metrics(silent)
+
+
 def test_each_engine_validates_on_its_share_at_the_temperature_of_validation(tmp_path: Path) -> None:
     engine = EchoEngine()
     ppo = rank_of("--parallel.dp 2 --parallel.tp 1", 0, engine, tmp_path)
@@ -118,6 +131,32 @@ def test_a_steps_metrics_tell_how_long_responses_are_and_how_many_did_not_end() 
         "truncated_share": 0.25,
         "aborted_share": 0.25,
     }
+
+
+def test_routing_is_measured_over_response_tokens_of_which_the_engine_told() -> None:
+    batch = from_sequences([[2, 3]] * 2, [[5, 6, 7], [5, 6, 7]], pad_id=0)
+    differing = torch.tensor([[9.0, 9.0, 0.0, 2.0, 1.0], [9.0, 9.0, 0.0, -1.0, -1.0]])
+    found = routing_metrics(batch, differing, layers=3)
+    assert found == {
+        "routing/token_share": 2 / 4,
+        "routing/layer_share": 3 / (4 * 3),
+        "routing/compared_share": 4 / 6,
+    }
+    nothing = routing_metrics(batch, torch.full((2, 5), -1.0), layers=3)
+    assert nothing == {"routing/token_share": 0.0, "routing/layer_share": 0.0, "routing/compared_share": 0.0}
+
+
+def test_a_replay_is_measured_before_and_after() -> None:
+    batch = from_sequences([[2]], [[5, 6]], pad_id=0)
+    batch = batch.replace(rollout_log_probs=torch.tensor([[0.0, -1.0, -2.0]]))
+    found = replay_metrics(batch, torch.tensor([[0.0, -1.5, -2.5]]), torch.tensor([[0.0, -1.25, -2.25]]))
+    assert found == pytest.approx(
+        {
+            "routing/log_prob_difference_before_replay": 0.5,
+            "routing/log_prob_difference_after_replay": 0.25,
+            "routing/log_probs_moved_by_replay": 0.25,
+        }
+    )
 
 
 def test_validation_has_an_accuracy_for_each_data_source() -> None:

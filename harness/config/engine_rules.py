@@ -26,6 +26,7 @@ def engine_rules(config: Config, facts: Facts, device: Device | None) -> Iterato
         for name, value in config.engine.args.items():
             if problem := argument_problem(facts.sglang, name, value):
                 yield Wrong(f"engine.args.{name}", problem)
+        yield from _routing(config, facts.sglang, device)
     if device == "cpu":
         yield from _on_cpu(config)
     if device == "cuda":
@@ -77,6 +78,17 @@ def _fits(argument: EngineArgument, value: Any) -> bool:
         return True
     kind = type(value).__name__
     return value is None or kind in argument.kinds or (kind == "int" and "float" in argument.kinds)
+
+
+def _routing(config: Config, sglang: SGLangFacts, device: Device | None) -> Iterator[Wrong]:
+    if config.rollout.routing == "off" or config.rollout.load:
+        return
+    if not sglang.returns_routing:
+        why = f"sglang {sglang.version} cannot say which experts a token took (it lacks return_routed_experts)"
+        yield Wrong("rollout.routing", f'{why}; use "off", or another release', unsupported=True)
+    elif device == "cpu" and not sglang.returns_routing_on_cpu:
+        why = f"sglang {sglang.version} keeps routed experts in pinned memory, for which its CPU mode has no stand-in"
+        yield Wrong("rollout.routing", f'{why}; use "off", a GPU, or another release', unsupported=True)
 
 
 def _on_cpu(config: Config) -> Iterator[Wrong]:

@@ -30,6 +30,12 @@ class SGLangFacts:
     """The arguments of sglang.Engine by name."""
     serves_mla_on_cpu: bool = True
     """Whether an MLA model (DeepSeek) can run in its CPU mode, with the attention backend that the stand-ins register."""
+    loads_block_scales_of_llama: bool = True
+    """Whether its Llama class, and those made from it, take the scales of a checkpoint in block-FP8."""
+    returns_routing: bool = True
+    """Whether an answer can say which experts each token took."""
+    returns_routing_on_cpu: bool = True
+    """Whether that works in its CPU mode too, with the stand-ins: SGLang pins the memory for it, which needs a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

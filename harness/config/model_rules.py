@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.config.facts import Device, Facts
+from harness.config.fp8_rules import fp8_model
 from harness.config.layers import nearest
 from harness.config.rules import QUANTIZED, Wrong
 from harness.config.schema import TINY_MODELS, Config
@@ -54,6 +55,7 @@ def model_rules(config: Config, facts: Facts, device: Device | None) -> Iterator
         yield Wrong("parallel.pp", f"the model has only {layers} layers; use at most {layers} pipeline stages")
     yield from _heads(sizes, config)
     yield from _experts(sizes, config, device)
+    yield from fp8_model(config, sizes.fields, facts.sglang)
     if device == "cuda":
         yield from (Wrong(key, f"{why}; {CPU_PADS}") for key, why in _indivisible(sizes, config))
     yield from _context(sizes, config)
@@ -122,6 +124,8 @@ def _indivisible(sizes: _Sizes, config: Config) -> Iterator[tuple[str, str]]:
 
 def _experts(sizes: _Sizes, config: Config, device: Device | None) -> Iterator[Wrong]:
     experts, chosen, width = sizes[EXPERTS], sizes["num_experts_per_tok"], sizes["moe_intermediate_size"]
+    if config.rollout.routing != "off" and not (experts and chosen):
+        yield Wrong("rollout.routing", 'the model has no experts to choose from; use "off"')
     tp, arguments = config.parallel.tp, config.engine.args
     if experts and chosen and chosen > experts:
         key = next((each for each in config.model.overrides if each in ("num_experts_per_tok", *EXPERTS.split())), "")

@@ -6,6 +6,7 @@ from itertools import chain
 
 from harness.config.engine_rules import choose_transport, engine_rules
 from harness.config.facts import Device, Facts
+from harness.config.fp8_rules import fp8_rules
 from harness.config.layers import ConfigError, shown
 from harness.config.model_rules import model_rules, padding_warnings
 from harness.config.rules import Wrong, config_rules, config_warnings
@@ -38,7 +39,12 @@ def resolve(config: Config, facts: Facts = NOTHING_KNOWN, sections: Collection[s
     sections: those that the job uses. Rules about keys of other sections do not apply.
     """
     device: Device | None = facts.device if config.engine.device == "auto" else config.engine.device
-    found = chain(config_rules(config), engine_rules(config, facts, device), model_rules(config, facts, device))
+    found = chain(
+        config_rules(config),
+        fp8_rules(config, device),
+        engine_rules(config, facts, device),
+        model_rules(config, facts, device),
+    )
     for wrong in chain(found, _prompt_rules(config, facts)):
         if wrong.key.partition(".")[0] in sections:
             raise (UnsupportedEnvironment if wrong.unsupported else ConfigError)(sentence(config, wrong))

@@ -72,6 +72,11 @@ DERIVED_ENGINE_ARGUMENTS = {
 """Setting -> the arguments of sglang.Engine that the harness derives from it."""
 
 QUANTIZED = "a quantized engine keeps parameters whose shapes differ from the trainer's, so weight updates cannot load"
+SEEN_FAILING = {
+    "fp8": "; sglang 0.5.17 could not load a second time what it had quantized itself (as in sglang#5424)",
+    "mxfp8": "; sglang#28676 tells of log-probs that were off by 3.8 after one",
+}
+"""Value of engine.args.quantization -> what is known of weight updates with it."""
 
 
 def config_rules(config: Config) -> Iterator[Wrong]:
@@ -183,6 +188,16 @@ def _rollout(config: Config) -> Iterator[Wrong]:
         yield Wrong("rollout.only", "rollout.load runs without an engine; remove one of the two")
     if rollout.load and rollout.save:
         yield Wrong("rollout.save", "rollout.load reads responses that are saved already; remove one of the two")
+    if rollout.routing != "off" and config.parallel.pp > 1:
+        yield Wrong(
+            "rollout.routing",
+            'each pipeline stage of SGLang knows only its own layers\' experts; use "off", or parallel.pp = 1',
+        )
+    if rollout.routing != "off" and config.engine.args.get("enable_return_routed_experts") is False:
+        why = f'rollout.routing = "{rollout.routing}" needs it; remove it'
+        yield Wrong("engine.args.enable_return_routed_experts", why)
+    if rollout.routing == "replay" and rollout.only:
+        yield Wrong("rollout.routing", 'rollout.only runs without a trainer, which would replay; use "record"')
     if rollout.only and config.model.weights == "random":
         yield Wrong("rollout.only", 'model.weights = "random" leaves the engine nothing to load; use "checkpoint"')
 
@@ -251,8 +266,9 @@ def _updates(config: Config) -> Iterator[Wrong]:
     """Refuse engines that no sync can reach: quantized, replicated, or with a draft model next to the trained one."""
     arguments = config.engine.args
     for name in ("quantization", "torchao_config"):
-        if arguments.get(name):
-            yield Wrong(f"engine.args.{name}", f"{QUANTIZED}; remove it")
+        if value := arguments.get(name):
+            known, instead = SEEN_FAILING.get(str(value), ""), 'or set model.rollout_precision = "fp8_block" instead'
+            yield Wrong(f"engine.args.{name}", f"{QUANTIZED}{known}; remove it, {instead}")
     if arguments.get("dp_size") not in (None, 1) and not arguments.get("enable_dp_attention"):
         why = "SGLang does not update the weights of data-parallel replicas"
         yield Wrong("engine.args.dp_size", f"{why}; use parallel.dp, or set engine.args.enable_dp_attention too")

@@ -97,6 +97,10 @@ class Model:
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """Where the first weights come from. checkpoint: the trainer and the engine load the saved model. random: nothing
     is saved or loaded; each rank fills its own shards, and the first sync brings the engine its weights."""
+    rollout_precision: Literal["same", "fp8_block"] = "same"
+    """Precision of the engine's weights. same: model.dtype. fp8_block: as DeepSeek-V3 is served, the matrices of decoder
+    layers in e4m3 with one scale for each 128 x 128 block, quantized anew at each sync. The engine then loads a quantized
+    copy of the model, which is written to the run directory. Needs dtype = bfloat16 and sizes of whole blocks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,10 +112,10 @@ class Engine:
     initial_weights: Literal["dummy", "checkpoint"] = "dummy"
     """What the engine starts with. dummy: meaningless weights, so that a tensor which the first sync does not bring is
     noticed. checkpoint: the model's own weights."""
-    defaults: Literal["harness", "sglang"] = "harness"
-    """Defaults for the arguments that engine.args does not set. harness: on a GPU no CUDA graphs, attention_backend =
-    triton and sampling_backend = pytorch, which start on any GPU in seconds. sglang: SGLang's own, as in
-    production."""
+    preset: Literal["reproducible", "sglang"] = "reproducible"
+    """Arguments for what engine.args does not set. reproducible: on a GPU no CUDA graphs, attention_backend = triton
+    and sampling_backend = pytorch, which obeys a seed; they start on any GPU in seconds. sglang: SGLang's own, as in
+    production. On a CPU both are the same."""
     start: Literal["auto", "spawn"] = "auto"
     """How the engine's processes start. auto: forked from a process that has imported SGLang meanwhile; with CUDA, started
     early; where neither can be, as with spawn. spawn: SGLang's own start, a new Python that imports everything anew."""
@@ -179,6 +183,10 @@ class Rollout:
     aborted: Literal["error", "mask", "train"] = "error"
     """What to do with responses that SGLang aborted, or that are empty. error: fail with SGLang's reason. mask: count
     their reward in the metrics only. train: train on what there is of them."""
+    routing: Literal["off", "record", "replay"] = "off"
+    """What to do with the experts that each token took in the engine, for a mixture of experts. record: compare them with the
+    trainer's own choice in the metrics routing/, and save them with rollout.save. replay: the actor's log-probs and
+    updates also take the engine's experts, with the weights that the trainer's routers give them."""
     save: str = ""
     """Folder in which to save each step's responses, log-probs and scores."""
     load: str = ""

@@ -1,4 +1,4 @@
-"""The harness's defaults for sglang.Engine, by device.
+"""The arguments of sglang.Engine that a preset sets, by device.
 
 A user's engine.args replace them one by one. Those that a release does not have are dropped (sglang_api.check_arguments),
 so the old and the new name of a switch may both stand here.
@@ -6,7 +6,7 @@ so the old and the new name of a switch may both stand here.
 
 from typing import Any, Literal
 
-Defaults = Literal["harness", "sglang"]
+Preset = Literal["reproducible", "sglang"]
 
 _COMMON: dict[str, Any] = {
     # Do not run code from a model's folder unless the user asks for it.
@@ -58,13 +58,13 @@ _SHARED_GPU = {
 }
 
 
-def engine_defaults(device: Literal["cpu", "cuda"], whose: Defaults = "harness") -> dict[str, Any]:
+def engine_defaults(device: Literal["cpu", "cuda"], preset: Preset = "reproducible") -> dict[str, Any]:
     """Return engine arguments that do not depend on the run's shape. Raises ValueError for another device.
 
-    whose: "sglang" leaves attention and sampling backends, CUDA graphs and fusions on a GPU to SGLang, as when it serves.
+    preset: "sglang" leaves attention and sampling backends, CUDA graphs and fusions on a GPU to SGLang, as when it serves.
     What the trainer on the same GPU needs stays: the memory saver and the memory fraction. On CPU nothing else works.
     """
-    by_device = {"cpu": _CPU, "cuda": _SHARED_GPU if whose == "sglang" else _CUDA | _SHARED_GPU}
+    by_device = {"cpu": _CPU, "cuda": _SHARED_GPU if preset == "sglang" else _CUDA | _SHARED_GPU}
     if device not in by_device:
         raise ValueError(f"device must be one of {', '.join(by_device)}, got {device}.")
     return _COMMON | by_device[device]

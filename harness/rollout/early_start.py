@@ -14,6 +14,8 @@ from harness.cluster.placement import EngineNode, RankLocation, parse_visible, p
 from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import CPU_MODE
+from harness.rollout.defaults import engine_defaults
+from harness.rollout.graph_memory import variables_of_graphs
 from harness.runtime.child_environment import engine_environment
 from harness.runtime.cpu_standins import activate, installed_folder
 from harness.runtime.fork_server import ForkServer
@@ -24,6 +26,7 @@ CPU_MODULES = (*ENGINE_MODULES, "sglang.srt.models.registry")
 """The same with every model that SGLang has. Some read variables that SGLang sets on a GPU once it knows the model."""
 PRELOADED = "torch_memory_saver_hook_mode_preload"
 """The library of torch_memory_saver that SGLang has its schedulers preload."""
+JIT_DEEPGEMM = "SGLANG_ENABLE_JIT_DEEPGEMM"
 
 Device = Literal["cpu", "cuda"]
 
@@ -41,6 +44,16 @@ def variables_of_engine(device: Device) -> dict[str, str | None]:
     return changes | (CPU_MODE if device == "cpu" else {})
 
 
+def variables_of_precision(config: Config, device: Device, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that an engine of this precision needs and that the user has not set.
+
+    DeepGEMM compiles a kernel for each shape that it meets: on one H200 with 0.5.17 a tiny FP8 engine's first prefill was not
+    through after 170 s. Without it Triton serves.
+    """
+    needs_none = config.model.rollout_precision == "same" or device == "cpu" or JIT_DEEPGEMM in environment
+    return {} if needs_none else {JIT_DEEPGEMM: "0"}
+
+
 def start_early(config: Config, device: Device, environment: Mapping[str, str]) -> list[ForkServer]:
     """Return the servers for the engine that this rank builds; none if it builds none, or if SGLang is to start its own.
 
@@ -56,12 +69,14 @@ def start_early(config: Config, device: Device, environment: Mapping[str, str]) 
     node = expected_node(config, device, environment)
     if node is None:
         return []
-    changes = variables_of_engine(device)
+    changes = variables_of_engine(device) | variables_of_precision(config, device, environment)
     if device == "cpu":
         activate()
         return [ForkServer.start(CPU_MODULES, engine_environment(os.environ, changes))]
     # SGLang sets these before it starts its own.
-    changes |= sglang_api.common_environment(sglang_api.probe(), config.engine.args, environment)
+    api, arguments = sglang_api.probe(), engine_defaults("cuda", config.engine.preset) | config.engine.args
+    changes |= sglang_api.common_environment(api, config.engine.args, environment)
+    changes |= variables_of_graphs(api, arguments, environment)
     changes["CUDA_VISIBLE_DEVICES"] = node.cuda_visible_devices
     of_scheduler = engine_environment(environment, changes | preload_of_memory_saver(config, environment))
     schedulers = [ForkServer.start(ENGINE_MODULES, of_scheduler) for _ in node.ranks]

@@ -50,8 +50,13 @@ class RolloutEngine(Protocol):
         input_ids: Sequence[Sequence[int]],
         sampling_params: Mapping[str, Any],
         return_logprob: bool = False,
+        return_routed_experts: bool = False,
     ) -> list[dict[str, Any]]:
-        """Return one answer for each prompt, in SGLang's form: output_ids, and meta_info with the log-probs."""
+        """Return one answer for each prompt, in SGLang's form: output_ids, and meta_info with the log-probs.
+
+        return_routed_experts: meta_info also says which experts each token took; the engine needs the argument
+        enable_return_routed_experts.
+        """
 
     def seed(self, number: int) -> None:
         """Make the responses from here on depend on this number alone. Does nothing if the engine cannot be seeded."""
@@ -73,11 +78,17 @@ class RolloutEngine(Protocol):
     def update_weights_from_distributed(self, named_tensors: NamedTensors, flush_cache: bool = True) -> None:
         """Broadcast contiguous tensors from the group's first rank to the engine, which may be on other GPUs and hosts."""
 
+    def set_weight_version(self, version: str) -> None:
+        """Name the weights that the engine holds from here on: meta_info of an answer has the name in weight_version.
+
+        Does nothing if the engine knows no versions.
+        """
+
     def flush_cache(self) -> None:
         """Forget cached prefixes: their keys and values were computed with the old weights."""
 
     def release_memory_occupation(self, tags: Sequence[str]) -> None:
-        """Free the GPU memory of "kv_cache", "weights" or both. Their contents are lost."""
+        """Free the GPU memory of some of "kv_cache", "weights" and "cuda_graph". What the first two held is lost."""
 
     def resume_memory_occupation(self, tags: Sequence[str]) -> None:
         """Take the memory back. Update the weights before the engine generates again."""

@@ -52,6 +52,8 @@ class HostEngine:
         # SGLang makes sockets in its folder for temporary files and removes none of them.
         self._scratch = scratch.engine_folder()
         self._stop_watching: Callable[[], None] = lambda: None
+        self._before: Collection[int] = ()
+        """Pids of this process's descendants that are none of the engine's."""
 
     def start(
         self,
@@ -69,7 +71,7 @@ class HostEngine:
         arguments = {**arguments, "custom_sigquit_handler": engine_processes.ignore_signal}
         environment = {**environment, **scratch.variables(Path(self._scratch.name))}
         early = {server.pid for server in servers}  # which become processes of the engine
-        before = descendants().keys() - early
+        self._before = descendants().keys() - early
         with started_processes() as started:
             try:
                 with (
@@ -89,21 +91,21 @@ class HostEngine:
                         sglang_api.unlink_shared_memory(self.engine)
             except Exception as error:
                 failure = self.log.start_failure(error, started)
-                end_processes(_children(before))
+                end_processes(_children(self._before))
                 self._scratch.cleanup()
                 self._lease.close()
                 raise EngineFailed(failure) from error
             finally:
                 restore_handlers(self._handlers, engine_serves=self.engine is not None)
         atexit.register(self.stop)
-        self._stop_watching = engine_processes.watch_processes(_children(before), self._report_death).set
+        self._stop_watching = engine_processes.watch_processes(_children(self._before), self._report_death).set
 
     def stop(self) -> None:
         """End the engine and its processes, and give back what it used. A second call does nothing."""
         self._stop_watching()
         atexit.unregister(self.stop)
         if (engine := self.engine) is not None:
-            end_processes(_children(), lambda: sglang_api.close(engine))
+            end_processes(_children(self._before), lambda: sglang_api.close(engine))
             self.engine = None
             restore_handlers(self._handlers, engine_serves=False)
         self._scratch.cleanup()

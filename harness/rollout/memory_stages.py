@@ -1,7 +1,9 @@
 """Release and resume the engine's memory in stages, so that trainer and engine can share a GPU.
 
 The weights are resumed first, and the KV cache only when it is needed: together they would not fit next to the copies
-that the trainer gathers for a sync. A call that returns proves nothing, so each one is measured by the free bytes of every
+that the trainer gathers for a sync. CUDA graphs are resumed with the KV cache: no sync runs them. The order of the tags is
+SGLang's own (scheduler_components/weight_updater.py): it releases KV cache, weights, graphs, and resumes graphs, weights, KV
+cache. A call that returns proves nothing, so each one is measured by the free bytes of every
 rank's engine GPU before and after.
 """
 
@@ -16,7 +18,7 @@ import torch
 from harness.rollout.engine import RolloutEngine
 from harness.runtime.units import MIB
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
+WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 
 SLACK_BYTES, SLACK_SHARE = 64 * MIB, 0.05
 """How far two moves of the same tags may differ, whichever is more: CUDA maps memory in pieces of 2 MiB."""
@@ -76,6 +78,8 @@ class MemoryStages:
     free_bytes: FreeBytes | None = None
     """Required with the memory saver."""
     resume_mode: Literal["staged", "all"] = "staged"
+    holds_graphs: bool = False
+    """Whether the memory saver holds the engine's CUDA graphs too (graph_memory.py)."""
     say: Callable[[str], None] = lambda _: None
     fact: Callable[..., None] = lambda name, **values: None
     """fact("memory_moved", **values) after each release and resume."""
@@ -87,20 +91,20 @@ class MemoryStages:
     _has_said: bool = False
 
     def release_all(self) -> None:
-        """Free the KV cache and the weights, those that are not free yet. Raises WrongStage if both are."""
-        stage = (KV_CACHE, WEIGHTS)
+        """Free the KV cache, the weights and CUDA graphs, those that are not free yet. Raises WrongStage if all are."""
+        stage = (KV_CACHE, WEIGHTS, *[CUDA_GRAPH] * self.holds_graphs)
         self.release(*([tag for tag in stage if tag not in self.released] or stage))
 
     def resume_weights(self) -> None:
-        """Take the weights' memory back, with resume_mode = "all" also the KV cache's. The next sync fills the weights."""
+        """Take the weights' memory back, with resume_mode = "all" everything. The next sync fills the weights."""
         self.free_trainer_cache()
-        stage = (WEIGHTS,) if self.resume_mode == "staged" else (WEIGHTS, KV_CACHE)
+        stage = (WEIGHTS,) if self.resume_mode == "staged" else (CUDA_GRAPH, WEIGHTS, KV_CACHE)
         self._resume_released(stage)
 
     def resume_kv_cache(self) -> None:
-        """Free what the trainer's allocator has cached, on every rank; then take the KV cache's memory back."""
+        """Free what the trainer's allocator has cached, on every rank; then take back the memory of KV cache and graphs."""
         self.free_trainer_cache()
-        self._resume_released((KV_CACHE,))
+        self._resume_released((CUDA_GRAPH, KV_CACHE))
 
     def release(self, *tags: str) -> None:
         """Free these tags, one after the other.

@@ -1,10 +1,20 @@
 """Read an engine's answers: the tokens, their log-probs, and why each response ended."""
 
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from harness.rollout.engine_errors import EngineFailed
+
+ROUTED = "routed_experts"
+
+
+class StaleWeights(EngineFailed):
+    """A response was generated with the weights of another step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +28,27 @@ class Response:
     """Whether it reached max_new_tokens."""
     aborted: bool = False
     """Whether SGLang aborted it, or it ended before its first token."""
+    routed_experts: NDArray[np.int32] | None = None
+    """The experts that each token of prompt and response but the last took: [tokens - 1, layers, experts of a token]."""
+    weight_versions: tuple[str, ...] = ()
+    """The weights that its tokens were generated with, oldest first; empty if SGLang did not tell."""
+
+    @property
+    def oldest_weights(self) -> int:
+        """The step whose weights its first token was generated with; -1 if unknown, or if no sync has named them."""
+        return int(self.weight_versions[0]) if "".join(self.weight_versions[:1]).isdecimal() else -1
 
 
 def read_responses(
-    answers: Sequence[Mapping[str, Any]], aborted: Literal["error", "mask", "train"] = "error"
+    answers: Sequence[Mapping[str, Any]],
+    aborted: Literal["error", "mask", "train"] = "error",
+    routed_shape: tuple[int, int] | None = None,
 ) -> list[Response]:
     """Return the responses of SGLang's answers to generate(return_logprob=True).
 
     aborted: what to do with a response that was aborted or has no token. error: raise EngineFailed with SGLang's
-    reason. mask: drop its tokens. train: keep the tokens it has.
+    reason. mask: drop its tokens. train: keep the tokens it has. routed_shape: (layers, experts of a token), if the
+    engine was asked for routed experts; raise EngineFailed if an answer lacks them.
     """
     responses = []
     for number, answer in enumerate(answers):
@@ -40,5 +62,59 @@ def read_responses(
             )
         kept = [] if is_aborted and aborted == "mask" else tokens
         token_ids, log_probs = [int(entry[1]) for entry in kept], [float(entry[0]) for entry in kept]
-        responses.append(Response(token_ids, log_probs, reason["type"] == "length", is_aborted))
+        routed = None
+        if routed_shape and not (is_aborted and ROUTED not in answer["meta_info"]):
+            routed = read_routed_experts(answer["meta_info"], len(tokens), routed_shape, number)
+        responses.append(
+            Response(
+                token_ids,
+                log_probs,
+                reason["type"] == "length",
+                is_aborted,
+                routed_experts=routed,
+                weight_versions=read_weight_versions(answer["meta_info"]),
+            )
+        )
     return responses
+
+
+def read_weight_versions(meta_info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the weight versions of an answer: of all its tokens, or, before SGLang had spans, the one at its end."""
+    if spans := meta_info.get("weight_versions"):
+        return tuple(span["version"] for span in spans)
+    version = meta_info.get("weight_version")
+    return () if version is None else (str(version),)
+
+
+def check_weight_version(responses: Sequence[Response], expected: str) -> None:
+    """Raise StaleWeights if a response was generated with other weights than those of this version."""
+    for number, response in enumerate(responses):
+        if set(response.weight_versions) - {expected}:
+            raise StaleWeights(
+                f"response {number} of this rank was generated with the weights of version"
+                f" {', '.join(response.weight_versions)}, but this step's sync brought version {expected}: the weights are"
+                " stale; let nothing generate while weights are updated"
+            )
+
+
+def read_routed_experts(
+    meta_info: Mapping[str, Any], response_tokens: int, shape: tuple[int, int], number: int
+) -> NDArray[np.int32]:
+    """Return the experts of SGLang's answer `number`: [tokens - 1, layers, experts of a token]; layers without experts have 0.
+
+    SGLang sends int32 in base64. Raise EngineFailed if they are missing, or of another number.
+    """
+    if not meta_info.get(ROUTED):
+        raise EngineFailed(
+            f"SGLang's answer {number} has no meta_info.{ROUTED}, though the engine was built with"
+            " enable_return_routed_experts and asked with return_routed_experts: this release, or a server between, loses the"
+            ' flag; set rollout.routing = "off" or use another release'
+        )
+    found = np.frombuffer(b64decode(meta_info[ROUTED]), dtype=np.int32)
+    tokens = meta_info["prompt_tokens"] + response_tokens - 1
+    if found.size != tokens * shape[0] * shape[1]:
+        raise EngineFailed(
+            f"SGLang's answer {number} has {found.size} {ROUTED}, but {tokens} tokens x {shape[0]} layers x {shape[1]} experts"
+            f' are {tokens * shape[0] * shape[1]}; set rollout.routing = "off" or use another release'
+        )
+    return found.reshape(tokens, *shape)

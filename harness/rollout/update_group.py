@@ -46,15 +46,20 @@ class UpdateGroup:
         """Send contiguous tensors under their checkpoint names in one call. Raise what the first failing side raised."""
         if self._group is None:
             self._open()
-        tensors = [tensor for _, tensor in named_tensors]
+        tensors, how = [tensor for _, tensor in named_tensors], {}
+        if any(tensor.is_floating_point() and tensor.itemsize == 1 for tensor in tensors):  # gloo knows no 8-bit floats
+            named_tensors = sorted(named_tensors, key=lambda named: -named[1].itemsize)  # as flattened_bucket does
+            tensors = [sglang_api.flattened_bucket(named_tensors)["flattened_tensor"]]
+            how = {"load_format": "flattened_bucket"}
         receive = partial(
             self._call,
             "update_weights_from_distributed",
             names=[name for name, _ in named_tensors],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-            shapes=[list(tensor.shape) for tensor in tensors],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors],
+            shapes=[list(tensor.shape) for _, tensor in named_tensors],
             group_name=self._name,
             flush_cache=flush_cache,
+            **how,
         )
         if self._backend == "nccl":
             torch.cuda.current_stream().synchronize()  # the sending thread has another current stream

@@ -26,12 +26,13 @@ from harness.cluster.network import bracketed, own_address
 from harness.cluster.placement import gpu_of
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
-from harness.rollout.defaults import Defaults, engine_defaults
+from harness.rollout.defaults import Preset, engine_defaults
 from harness.rollout.early_start import variables_of_engine
 from harness.rollout.engine import NamedTensors
 from harness.rollout.engine_errors import EngineFailed, in_one_line
 from harness.rollout.engine_ranks import Group, locate_ranks
 from harness.rollout.forked_processes import Starts
+from harness.rollout.graph_memory import holds_graphs, variables_of_graphs
 from harness.rollout.host_engine import HostEngine
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, seed_sampling
 from harness.rollout.update_group import UpdateGroup
@@ -54,7 +55,7 @@ class VerlEngine:
         base_port: the first port to try. Each engine of a host takes a block of free ports from here upwards.
         colocate: whether an engine rank shares the GPU of its trainer rank. If not, it takes one of the host's GPUs that
             no trainer uses.
-        defaults: "harness" applies rollout/defaults.py; "sglang" leaves attention and sampling backends, CUDA graphs and
+        preset: "reproducible" applies rollout/defaults.py; "sglang" leaves attention and sampling backends, CUDA graphs and
             fusions on a GPU to SGLang.
         servers: what forks the engine's processes (rollout/early_start.py); closed when the engine is up. Without any, and
             for a process that none of them can fork, SGLang starts a new Python.
@@ -79,7 +80,7 @@ class VerlEngine:
         log_dir: Path | None = None,
         base_port: int = 30000,
         colocate: bool = True,
-        defaults: Defaults = "harness",
+        preset: Preset = "reproducible",
         servers: Sequence[ForkServer] = (),
         on_death: Callable[[str], None] | None = None,
         record_call: RecordCall = lambda name, seconds, succeeded: None,
@@ -89,7 +90,7 @@ class VerlEngine:
         self.api = sglang_api.probe()
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         self.device_type: Literal["cpu", "cuda"] = engine_args.get("device") or auto
-        checked = sglang_api.check_arguments(self.api, engine_args, engine_defaults(self.device_type, defaults))
+        checked = sglang_api.check_arguments(self.api, engine_args, engine_defaults(self.device_type, preset))
         self.engine_args, self.dropped_defaults = checked
         self.group = Group.of(device_mesh_cpu)
         self._locations, self.node, self.nnodes = locate_ranks(self.group, self.device_type, colocate, nnodes)
@@ -97,6 +98,7 @@ class VerlEngine:
         """Whether the prefix cache may hold keys and values that were computed with older weights."""
         self._in_update = False
         self._update_group: UpdateGroup | None = None  # the head's
+        self._in_flight: sglang_api.InFlight | None = None  # the head's
         self._async_calls = ThreadPoolExecutor(1, "async_generate")
         self._record_call = record_call
         self._removes_log = log_dir is None
@@ -153,6 +155,8 @@ class VerlEngine:
     def _environment(self) -> dict[str, str | None]:
         """Return the variables that the engine's processes see in addition to this process's; None removes one."""
         changes = variables_of_engine(self.device_type)
+        if self.device_type == "cuda":
+            changes |= variables_of_graphs(self.api, self.engine_args, os.environ)
         if self.node.cuda_visible_devices is not None:
             changes["CUDA_VISIBLE_DEVICES"] = self.node.cuda_visible_devices
         if self.device_type == "cpu":
@@ -182,6 +186,11 @@ class VerlEngine:
     def has_memory_saver(self) -> bool:
         """Whether release and resume move memory; without the memory saver they do nothing."""
         return self.device_type == "cuda" and bool(self.engine_args.get("enable_memory_saver"))
+
+    @property
+    def holds_graphs(self) -> bool:
+        """Whether the tag "cuda_graph" moves memory: the memory saver holds the CUDA graphs."""
+        return self.has_memory_saver and holds_graphs(self.api, self.engine_args, os.environ)
 
     @property
     def starts(self) -> Starts:
@@ -249,6 +258,64 @@ class VerlEngine:
         """
         call = partial(self.generate, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._async_calls, call)
+
+    def begin_generate(
+        self,
+        *,
+        input_ids: Sequence[Sequence[int]],
+        sampling_params: Mapping[str, Any],
+        return_logprob: bool = False,
+        **arguments: Any,
+    ) -> None:
+        """Send prompts, and return when every one has its first token; end_generate returns the answers.
+
+        Between the two, pause_generation, weight updates, set_weight_version and continue_generation can be called, and nothing
+        that needs an idle engine: no `ask`, so no seed and no transport "pull". With pause_generation("in_place") pass
+        flush_cache=False to the updates.
+        """
+        prompts = [list(ids) for ids in input_ids]
+        arguments |= {"sampling_params": dict(sampling_params), "return_logprob": return_logprob, "input_ids": prompts}
+        self.has_prefixes = True
+
+        def begin() -> None:
+            if self._in_flight:
+                raise ValueError("begin_generate was called twice; call end_generate in between.")
+            self._in_flight = sglang_api.InFlight(self._engine, len(prompts), arguments)
+
+        self._on_head(lambda: self._recorded("begin_generate", begin))
+
+    def end_generate(self) -> list[dict[str, Any]]:
+        """Return what the prompts of begin_generate were answered, the same on every rank, when all are complete."""
+
+        def end() -> list[dict[str, Any]]:
+            if self._in_flight is None:
+                raise ValueError("end_generate needs a begin_generate before it.")
+            in_flight, self._in_flight = self._in_flight, None
+            return in_flight.finish()
+
+        self.has_prefixes = True
+        return self._on_head(lambda: self._recorded("end_generate", end))
+
+    def pause_generation(self, mode: sglang_api.PauseMode) -> None:
+        """Stop generating and keep all requests: in_place with their keys and values, retract without.
+
+        After in_place the prefix cache keeps keys and values of the old weights (stale_prefixes.py finds them): flush it after
+        end_generate. Raise ValueError if this SGLang cannot pause in this way.
+        """
+        self._on_head(lambda: self._recorded("pause_generation", partial(self._pause, mode)))
+
+    def _pause(self, mode: sglang_api.PauseMode) -> None:
+        sglang_api.pause_generation(self.api, self._engine, mode)
+
+    def continue_generation(self) -> None:
+        """Go on generating after pause_generation."""
+        call = partial(self._recorded, "continue_generation")
+        self._on_head(lambda: call(partial(sglang_api.continue_generation, self._engine)))
+
+    def set_weight_version(self, version: str) -> None:
+        """Name the weights that the engine holds from here on. Answers tell the name in meta_info."""
+        call = partial(self._recorded, "set_weight_version")
+        self._on_head(lambda: call(partial(sglang_api.set_weight_version, self._engine, version)))
 
     def seed(self, number: int) -> None:
         """Make the responses from here on depend on this number alone. Pass the same number on all ranks."""
@@ -368,7 +435,7 @@ class VerlEngine:
             self.has_prefixes = False
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Free the GPU memory of "kv_cache", "weights" or both (None). Their contents are lost."""
+        """Free the GPU memory of some of "kv_cache", "weights" and "cuda_graph" (None: all). What the first two held is lost."""
         self._call("release_memory_occupation", tags=None if tags is None else list(tags))
         self.disconnect()
 

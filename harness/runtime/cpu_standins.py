@@ -7,7 +7,8 @@ never called on CUDA, and no installed file changes. The folder holds:
 - torchvision: the published build is for CUDA. With a CPU build of torch its import fails, because two operators are
   missing. The stand-in declares them and then loads the installed package.
 - harness_sglang_cpu: a plugin of SGLang (an entry point). Without it DeepSeek's MLA cannot prefill with
-  attention_backend = "torch_native".
+  attention_backend = "torch_native", and routed experts need pinned memory.
+- harness_sglang_fp8: another plugin of the same package, for engines with block-FP8 weights.
 """
 
 import importlib.machinery

@@ -1,5 +1,5 @@
 """How a run ends with one sentence: a user's mistake (exit code 2), an environment that cannot run it (125, which
-`git bisect run` takes as "skip"), or SIGTERM (143, as in a shell).
+`git bisect run` takes as "skip"), the failure that was looked for (1), or SIGTERM (143, as in a shell).
 
 torchrun prints its own report after its ranks have ended, so the sentence is printed twice: at once, and below that report.
 Standard library only, because this file also runs as a script.
@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-MISTAKE, CANNOT_RUN_HERE, STOPPED = 2, 125, 143
+APPEARED, MISTAKE, CANNOT_RUN_HERE, STOPPED = 1, 2, 125, 143
 
 SPEAK_FIRST_SECONDS = 1.0
 """How long the other ranks wait for rank 0 to print: torchrun ends all ranks as soon as one exits."""
@@ -35,6 +35,10 @@ class Stopped(Exception):
     """SIGTERM came, and everything that is needed to resume is saved."""
 
 
+class Found(Exception):
+    """The failure that a tool looks for has appeared; the sentence says what it is."""
+
+
 def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
     """Print the sentence on rank 0 and return the exit code. Under torchrun, print it again below torchrun's report.
 
@@ -43,10 +47,10 @@ def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
     if rank:
         time.sleep(SPEAK_ALONE_SECONDS if alone else SPEAK_FIRST_SECONDS)
     if rank == 0 or alone:
-        label = "stopped" if isinstance(error, Stopped) else "error"
+        label = {Stopped: "stopped", Found: "found"}.get(type(error), "error")
         say_twice(f"{label}: {error}\n" if rank == 0 else f"{label} on rank {rank}: {error}\n")
-    if isinstance(error, Stopped):
-        return STOPPED
+    if isinstance(error, Stopped | Found):
+        return STOPPED if isinstance(error, Stopped) else APPEARED
     return CANNOT_RUN_HERE if isinstance(error, UnsupportedEnvironment) else MISTAKE
 
 

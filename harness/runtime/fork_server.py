@@ -90,6 +90,8 @@ class Task:
     parent: int = field(default_factory=os.getpid)
     gets_server: bool = False
     """Whether the process gets a server of its own, a fork of this one."""
+    serves: bool = False
+    """Whether the process is a server too: the function is not called, and the fourth descriptor is its connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,15 @@ class ForkServer:
             raise ServerGone(answer)
         self.used_up = not forks
         return int(answer)
+
+    def clone(self) -> "ForkServer":
+        """Return another server that has done the same imports: a fork of this one. Raise ServerGone if it cannot fork."""
+        if not self.imported().forks:
+            raise ServerGone("the imports have initialized CUDA, so the process that did them cannot fork")
+        own, its = socket.socketpair()
+        with its:
+            pid = self.fork(Task("", serves=True, ends_with_parent=True), [0, 1, 2, its.fileno()])
+        return ForkServer(own, pid)
 
     def close(self) -> None:
         """End the server. Forked processes go on. A second call does nothing."""
@@ -402,6 +413,10 @@ def main(descriptor: int, client: int, modules: Sequence[str], first: str, argum
         task, descriptors = _serve(connection, answer)
         assert isinstance(answer, Imported)
         _settle(task, descriptors, answer)
+        if task.serves:
+            signal.pthread_sigmask(signal.SIG_BLOCK, FOR_CLIENT)
+            connection = socket.socket(fileno=descriptors[3])
+            continue
         if servers:
             os.environ[HANDED_OVER] = " ".join(server.hand_over() for server in servers)
         if not (task.gets_server and answer.forks):

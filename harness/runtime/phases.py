@@ -6,7 +6,8 @@ RUN = "run"
 """The whole job; all other phases are inside it."""
 
 _ENGINE = (
-    "inputs", "import_sglang", "start_engine", "first_release", "build_trainer", "load_baseline", "load_checkpoint",
+    "inputs", "quantize_model", "import_sglang", "start_engine", "first_release", "build_trainer", "load_baseline",
+    "load_checkpoint",
 )  # fmt: skip
 _STEP = (
     "resume_weights", "sync", "resume_kv_cache", "generate", "validate", "release", "old_log_probs", "reference_log_probs", "values",
@@ -16,13 +17,14 @@ _VERIFY = (
     "baseline", "perturb", "sentinel", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
 )  # fmt: skip
 _SYNC_JOB = ("readback", "bench")
+_MISMATCH_JOB = ("engine_scores", "trainer_scores", "record", "save_weights")
 
 STEP_PHASES = (*_STEP, *(f"verify_{part}" for part in _VERIFY))
 """Phases that belong to a step."""
 
 PHASES = (
     *(MEET, RUN, *_ENGINE, *_STEP, *(f"verify_{part}" for part in _VERIFY)),
-    *("find_suspects", "save_checkpoint", *_SYNC_JOB, "shutdown"),
+    *("find_suspects", "save_checkpoint", *_SYNC_JOB, *_MISMATCH_JOB, "shutdown"),
 )
 
 

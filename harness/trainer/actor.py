@@ -1,5 +1,7 @@
 """The policy that learns, and the frozen reference that it is compared with."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +19,7 @@ from harness.trainer.losses import (
     policy_loss,
 )
 from harness.trainer.packing import align, model_inputs
+from harness.trainer.routing import Routers
 
 
 def token_log_probs(
@@ -61,9 +64,47 @@ class Actor(Learner):
 
     role = "actor"
 
+    def __init__(self, model: nn.Module, config: schema.Config, mesh: DeviceMesh, device: torch.device) -> None:
+        super().__init__(model, config, mesh, device)
+        self.routers = Routers(model) if config.rollout.routing != "off" else None
+        self._replays = config.rollout.routing == "replay"
+
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, [B, T]; see policy_log_probs."""
-        return policy_log_probs(self, batch)
+        """Return log-probs and entropies, [B, T]; see policy_log_probs. In a replay tokens take the engine's experts."""
+        if not self._replays:
+            return policy_log_probs(self, batch)
+        log_probs, entropy, _ = self._routed_log_probs(batch, replay=True)
+        return log_probs, entropy
+
+    def own_routing(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probs and entropies where tokens take the experts that this model chooses, and Routers.differing_layers.
+
+        All are [B, T]; the batch needs routed_experts. A collective call, without gradient.
+        """
+        return self._routed_log_probs(batch, replay=False)
+
+    def _routed_log_probs(self, batch: Batch, *, replay: bool) -> tuple[Tensor, Tensor, Tensor]:
+        routers, temperature, packed = self.routers, self.config.rollout.temperature, self.config.model.packed
+        assert routers, "rollout.routing is off"
+
+        def forward(part: Batch) -> tuple[Tensor, ...]:
+            routers.follow(part, packed, replay=replay)
+            numbers = token_log_probs(self.model, part, temperature, packed=packed)
+            return *numbers, routers.differing_layers(part, packed)
+
+        try:
+            log_probs, entropy, differing = self.compute(forward, batch, self.config.actor, ("routed_experts",))
+        finally:
+            routers.rest()
+        return log_probs, entropy, differing
+
+    def backward(self, microbatches: Sequence[Batch], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add up the gradient over this rank's microbatches; see Learner.backward."""
+        try:
+            return super().backward(microbatches, counts)
+        finally:
+            if self.routers:
+                self.routers.rest()
 
     def loss(self, batch: Batch, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the share of the loss, and metrics; see Learner.loss.
@@ -72,6 +113,9 @@ class Actor(Learner):
         algorithm.importance_cap also rollout_log_probs.
         """
         config, algorithm, mask = self.config.actor, self.config.algorithm, batch.response_mask
+        if self.routers and self._replays:
+            # Until the next microbatch: with gradient checkpointing the backward pass computes the routers again.
+            self.routers.follow(batch, self.config.model.packed, replay=True)
         log_probs, entropy = token_log_probs(
             self.model,
             batch,

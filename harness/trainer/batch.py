@@ -30,12 +30,18 @@ class Batch:
     scores: Tensor | None = None  # float [B]: the task's reward of a response
     truncated: Tensor | None = None  # bool [B]: whether the response was cut off at max_response_tokens
     aborted: Tensor | None = None  # bool [B]: whether SGLang aborted it; it may have no token
+    weight_version: Tensor | None = (
+        None  # int64 [B]: the step whose weights generated it; -1 if the engine did not tell
+    )
     rollout_log_probs: Tensor | None = None  # float [B, T]: as the engine reported them
     old_log_probs: Tensor | None = None  # float [B, T]: before this step's updates, as the trainer computes them
     reference_log_probs: Tensor | None = None  # float [B, T]: by the frozen reference
     old_values: Tensor | None = None  # float [B, T]: before this step's updates
     advantages: Tensor | None = None  # float [B, T]
     returns: Tensor | None = None  # float [B, T]: targets of the values
+    routed_experts: Tensor | None = (
+        None  # int32 [B, T, L, K]: the experts that token t itself took in the engine, or -1
+    )
 
     def __len__(self) -> int:
         """Return the number of sequences, B."""
@@ -65,8 +71,10 @@ class Batch:
     def as_wide_as(self, length: int) -> "Batch":
         """Return the batch with T = length, by adding padding or cutting it off."""
         width = self.input_ids.shape[1]
-        fields = self.tensors().items()
-        return Batch(**{name: pad(each, (0, length - width)) if each.ndim == 2 else each for name, each in fields})
+        wider = {name: pad(each, (0, length - width)) for name, each in self.tensors().items() if each.ndim == 2}
+        if self.routed_experts is not None:
+            wider["routed_experts"] = pad(self.routed_experts, (0, 0, 0, 0, 0, length - width), value=-1)
+        return self.replace(**wider)
 
 
 def from_sequences(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:

@@ -35,16 +35,22 @@ class ShardedModel:
 
     @torch.no_grad()
     def compute(
-        self, forward: Callable[[Batch], tuple[Tensor, ...]], batch: Batch, updates: schema.Updates
+        self,
+        forward: Callable[[Batch], tuple[Tensor, ...]],
+        batch: Batch,
+        updates: schema.Updates,
+        also: Sequence[str] = (),
     ) -> list[Tensor]:
         """Run a forward over the rank's batch in microbatches, without gradient. A collective call.
 
         forward returns one or more tensors [b, t] for a microbatch; the result has each of them as [B, T], on the batch's
-        device. With a token budget, the rank that has the fewest tokens computes a sequence, whoever holds it.
+        device. With a token budget, the rank that has the fewest tokens computes a sequence, whoever holds it. also: the
+        batch's fields that forward needs besides ids and masks.
         """
         self.model.eval()
         ids = batch.input_ids
         tokens = Batch(input_ids=ids, attention_mask=batch.attention_mask, response_mask=batch.response_mask)
+        tokens = tokens.replace(**{name: batch.require(name) for name in also})
         microbatches = make_microbatches(tokens, self.mesh, self.device, updates, self.config.model.packed)
         by_kind = zip(*(forward(part) for part in microbatches.parts), strict=True)
         return [microbatches.bring_back(results).to(ids.device) for results in by_kind]

@@ -14,13 +14,17 @@ from harness.config.layers import shown
 from harness.config.schema import Config, Rollout
 from harness.trainer.batch import Batch
 
-LEARNERS = ("truncated", "save", "load", "only")
+LEARNERS = ("truncated", "save", "load", "only", "routing")
 """Keys of [rollout] that do not change what is saved; those of [task], and the others of [rollout], do."""
 OTHER_KEYS = (
     "run.seed", "parallel.dp", "parallel.tp", "parallel.pp", "parallel.rank_order", "model.name", "model.overrides",
     "model.weights", "model.dtype",
 )  # fmt: skip
 """Keys of other sections that do: they decide which rank has which responses, and which model made them."""
+
+
+ROUTED = "routed_experts"
+"""The one field of a batch that has more axes than [B, T]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class SavedRollouts:
     rank: int
     made_for: dict[str, str]
     """Key -> value; must be the same in the run that saves and the run that loads."""
+    routing: str = "off"
+    """rollout.routing: unless it is off, what is loaded must have the engine's experts."""
 
     @classmethod
     def of(cls, config: Config, rank: int) -> "SavedRollouts | None":
@@ -38,7 +44,8 @@ class SavedRollouts:
         keys = [*OTHER_KEYS, *(f"task.{each.name}" for each in fields(config.task))]
         keys += [f"rollout.{each.name}" for each in fields(config.rollout) if each.name not in LEARNERS]
         folder = config.rollout.load or config.rollout.save
-        return cls(Path(folder), rank, {key: shown(attrgetter(key)(config)) for key in keys}) if folder else None
+        made_for = {key: shown(attrgetter(key)(config)) for key in keys}
+        return cls(Path(folder), rank, made_for, config.rollout.routing) if folder else None
 
     def file(self, step: int) -> Path:
         """Return the file of this rank's responses of a step."""
@@ -79,6 +86,13 @@ class SavedRollouts:
             ) from error
         if wrong := not_a_batch(tensors):
             raise ValueError(f"{file} holds no rollouts: {wrong}; save them again")
+        if self.routing == "off":
+            tensors.pop(ROUTED, None)
+        elif ROUTED not in tensors:
+            raise ValueError(
+                f'{file} has no {ROUTED}, which rollout.routing = "{self.routing}" needs: use "off", or save rollouts with'
+                ' rollout.routing = "record"'
+            )
         return Batch(**tensors)
 
     def check(self, rollout: Rollout, steps: int, first: int = 0) -> None:
@@ -104,6 +118,6 @@ def not_a_batch(tensors: Mapping[str, Tensor]) -> str:
     if len(shape) != 2:
         return f"input_ids must have the shape [B, T], got {list(shape)}"
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) not in (shape, shape[:1]):
+        if tuple(tensor.shape) not in (shape, shape[:1]) and (name != ROUTED or tensor.shape[:2] != shape):
             return f"{name} has the shape {list(tensor.shape)} and input_ids {list(shape)}"
     return ""

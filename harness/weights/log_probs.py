@@ -13,19 +13,23 @@ import torch
 
 from harness.cluster.world import all_gather
 
-Dtype = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "fp8_block"]
+"""In which the engine computes: model.dtype, or model.rollout_precision where that is another one."""
 
 # A statistic below its floor is never a failure. bfloat16: one epsilon, the rounding of logits around 1; on H200 healthy models
 # of 10M parameters were within 0.003, and the smallest silent failure was 0.014. float32: random errors of 7000 additions
 # make sqrt(7000) = 84 epsilons, 1e-5; healthy models were within 5e-7 on CPU.
-FLOOR = {"float32": 84 * 2.0**-23, "bfloat16": 2.0**-7}
+# fp8_block: one epsilon of e4m3 too; on H200 tiny models were 0.11 to 0.15 from the same engine in bfloat16.
+FLOOR = {"float32": 84 * 2.0**-23, "bfloat16": 2.0**-7, "fp8_block": 2.0**-3}
 # Without a baseline, everything that may be healthy is allowed: on H200 tiny models had up to 0.011, mixtures of experts up to 0.020.
-FLOOR_WITHOUT_BASELINE = {"float32": FLOOR["float32"], "bfloat16": 0.05}
+FLOOR_WITHOUT_BASELINE = {"float32": FLOOR["float32"], "bfloat16": 0.05, "fp8_block": 0.6}
 # Healthy means of one run stayed within a factor of 2 of each other; silent failures were 4.8 times and more above their
 # healthy controls (0.0145 against 0.0030, 0.0139 against 0.0029).
 FACTOR = 3.0
 # exp(0.1) is half of PPO's usual clip range: with a larger baseline nothing could be learnt, and nothing be proven.
-LARGEST_BASELINE = 0.1
+# An engine in FP8 is further away than that, which is what its precision costs: its log-probs prove next to nothing, and
+# what arrives is shown by its bytes. Two models that have nothing in common are about 1 apart.
+LARGEST_BASELINE = {"float32": 0.1, "bfloat16": 0.1, "fp8_block": 0.6}
 # A tiny bfloat16 mixture of experts on CPU had means from 0.005 to 0.014 over 38 healthy rollouts of 256 tokens, and from
 # 0.0087 to 0.0116 over 8 of 1024: a router that chooses another expert moves one token by up to 0.7.
 BASELINE_TOKENS, LEAST_TOKENS = 2048, 64  # each rollout counts for 64 or more: at most 32 of them
@@ -83,12 +87,12 @@ class Allowed:
     position: float
 
     @classmethod
-    def of(cls, dtype: Dtype, baseline: LogProbDifference | None) -> "Allowed":
+    def of(cls, precision: Precision, baseline: LogProbDifference | None) -> "Allowed":
         """Return max(floor, factor x baseline) for each statistic; no part is expected to be better than the mean."""
         if baseline is None:
-            floor = FLOOR_WITHOUT_BASELINE[dtype]
+            floor = FLOOR_WITHOUT_BASELINE[precision]
             return cls(mean=floor, sequence=floor, position=floor)
-        floor, mean = FLOOR[dtype], baseline.mean
+        floor, mean = FLOOR[precision], baseline.mean
         return cls(
             mean=max(floor, FACTOR * mean),
             sequence=max(floor, FACTOR * baseline.sequence.bulk, SEQUENCE_FACTOR * mean),

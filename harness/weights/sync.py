@@ -15,6 +15,7 @@ from harness.weights.loader import EngineLoader
 from harness.weights.presync_checks import check_complete, check_coverage, check_finite, check_shards
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.transports import Transport, make_transport
+from harness.weights.worker.model_state import WEIGHTS_IN_8_BITS, reset_scales_of_kv_cache
 
 
 class WeightSync:
@@ -47,6 +48,7 @@ class WeightSync:
         """
         self.engine = engine
         self.model = model
+        self.dtype = dtype
         self.folder = Path(folder).resolve()
         self.check = check
         self.weights = TrainerWeights(converter or CheckpointConverter(model, dtype), bucket_size_mib * MIB)
@@ -72,7 +74,14 @@ class WeightSync:
         self.weights.refresh()
         if self.check:
             self._refuse_what_cannot_arrive()
+        self.restore_scales()
         self.transport.send(self.weights)
+
+    def restore_scales(self) -> None:
+        """Give an engine in FP8 the scales of its KV cache, which no checkpoint of ours has (no-op for other engines)."""
+        if self.engine.can_ask and any(view.dtype in WEIGHTS_IN_8_BITS for view in self.weights.layout):
+            with self.engine.weight_update():
+                self.engine.ask(reset_scales_of_kv_cache)
 
     def _refuse_what_cannot_arrive(self) -> None:
         check_shards(self.weights.tensors)
@@ -89,12 +98,23 @@ class WeightSync:
         self.transport.close()
 
     def save(self, folder: Path, source: Path) -> None:
-        """Write the weights as a checkpoint folder; rank 0 writes.
+        """Write the weights, as the last sync sent them, as a checkpoint folder that the engine loads; rank 0 writes.
 
         source: the folder whose config.json and tokenizer belong to the model. If it is a hub id, only weights are
         written. Its index of shards is left out, because a loader that finds it does not look at the one file.
         """
-        self.weights.save(folder)
+        self._save(self.weights, folder, source)
+
+    def save_model(self, folder: Path, source: Path) -> None:
+        """Write the trainer's own weights, in `dtype` and not quantized, as a checkpoint folder that transformers loads.
+
+        Otherwise as `save`.
+        """
+        plain = TrainerWeights(CheckpointConverter(self.model, self.dtype), self.weights.bucket_bytes)
+        self._save(plain, folder, source)
+
+    def _save(self, weights: TrainerWeights, folder: Path, source: Path) -> None:
+        weights.save(folder)
         if dist.get_rank() == 0:
             for file in source.iterdir() if source.is_dir() else ():
                 if file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json"):

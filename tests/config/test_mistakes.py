@@ -30,6 +30,8 @@ MISTAKES = [
     ("unknown_section.toml", "optimizer (", "the keys there are run, parallel, network, model, engine"),
     ("--actor.lr 1e-5", "actor.lr (command line) is not a key", "nearest is actor.learning_rate"),
     ("--actor.tp 2", "actor.tp", "nearest is parallel.tp"),
+    ("--engine.defaults sglang", "engine.defaults", "is not a key", "engine.preset"),
+    ("--engine.preset harness", "engine.preset", 'one of "reproducible", "sglang"', 'got "harness"'),
     (
         "--weights.tolerance_float32 1e-5",
         "weights.tolerance_float32",
@@ -68,6 +70,13 @@ MISTAKES = [
     ("--rollout.load A --rollout.save B", "rollout.save", "rollout.load"),
     ("--rollout.load A --rollout.only", "rollout.only", "without an engine"),
     ("--rollout.only --model.weights random", "rollout.only", 'use "checkpoint"'),
+    ("--rollout.routing replay --rollout.only", "rollout.routing", 'use "record"'),
+    ("--rollout.routing record --parallel.pp 2 --parallel.tp 1", "rollout.routing", "only its own layers' experts"),
+    (
+        "--rollout.routing record --engine.args.enable_return_routed_experts false",
+        "engine.args.enable_return_routed_experts",
+        'rollout.routing = "record" needs it',
+    ),
     # An option.
     ("quickstart", '"quickstart"', "must be a TOML file or an option", "--section.key VALUE"),
     ("--run.steps", "--run.steps", "has no value", "write --run.steps VALUE"),

@@ -118,6 +118,23 @@ def test_what_only_the_cpu_cannot_do_is_unsupported(words: str, model: dict[str,
     resolve(config_of(words), Facts(device="cuda", model=model, sglang=old))
 
 
+@pytest.mark.parametrize(("device", "lacks"), [("cpu", "returns_routing_on_cpu"), ("cuda", "returns_routing")])
+def test_a_release_that_does_not_tell_its_experts_is_unsupported(device: Any, lacks: str) -> None:
+    model = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    words, able = "--model.name x/y --rollout.routing record", Facts(device=device, model=model, sglang=SGLANG)
+    assert resolve(config_of(words), able).config.rollout.routing == "record"
+    old = dataclasses.replace(SGLANG, **{lacks: False})
+    with pytest.raises(UnsupportedEnvironment, match=r"rollout\.routing = .record. cannot work: sglang 9\.9\.9"):
+        resolve(config_of(words), dataclasses.replace(able, sglang=old))
+    resolve(config_of(f"{words} --rollout.load saved"), dataclasses.replace(able, sglang=old))
+
+
+def test_routing_needs_a_model_with_experts() -> None:
+    facts = Facts(model={"model_type": "qwen2"}, model_types=["qwen2"])
+    with pytest.raises(ConfigError, match=r"the model has no experts to choose from; use .off."):
+        resolve(config_of("--model.name x/y --rollout.routing replay"), facts)
+
+
 def test_values_that_look_right_pass() -> None:
     words = "--engine.args.mem_fraction_static 1 --engine.args.attention_backend of_a_plugin --engine.args.kv_events_config x"
     resolve(config_of(words), Facts(sglang=SGLANG))

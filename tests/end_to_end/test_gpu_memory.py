@@ -69,6 +69,20 @@ def test_at_once_wakes_both_in_one_call(tmp_path: Path) -> None:
     assert [event["tags"] for event in moves(job, 0)][:3] == [["kv_cache"], ["weights"], ["weights", "kv_cache"]]
 
 
+@pytest.mark.parametrize("mode", ["staged", "all"])
+def test_cuda_graphs_are_released_and_resumed(mode: str, tmp_path: Path) -> None:
+    need(2)
+    job = run(tmp_path / "run", 2, TINY, "--engine.preset", "sglang", "--memory.resume", mode, seconds=580)
+    assert job.process.returncode == 0, job.output()
+    for rank in range(2):
+        seen = moves(job, rank)
+        assert [event["tags"] for event in seen[:3]] == [["kv_cache"], ["weights"], ["cuda_graph"]]
+        resumed = [event["tags"] for event in seen if event["action"] == "resume"]
+        each = [["cuda_graph", "weights", "kv_cache"]] if mode == "all" else [["weights"], ["cuda_graph", "kv_cache"]]
+        assert resumed == each * (len(resumed) // len(each)) and len(resumed) == 4 * len(each)
+        assert all(event["moved"] > 0 for event in seen)
+
+
 def test_offload_leaves_the_gpu_and_changes_no_result(staged: Job, tmp_path: Path) -> None:
     job = run(tmp_path / "run", 2, TINY, *OFFLOAD_ALL, seconds=400)
     assert job.process.returncode == 0, job.output()

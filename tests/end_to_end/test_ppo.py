@@ -35,10 +35,14 @@ def test_three_steps_pass_and_every_sync_is_proven(quickstart: Job) -> None:
         steps[3]["final/log_prob_difference_mean"]
     ]
     assert all(0 < difference < 1e-5 for difference in differences), differences
+    assert [step["weight_version"] for step in steps[:3]] == [0, 1, 2] and steps[3]["final/weight_version"] == 3
     assert all(step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0 for step in steps[:3])
     assert steps[3]["final/sync_tensors_compared"] == steps[3]["final/sync_tensors"] == 27
     (verdict,) = [line for line in quickstart.output().splitlines() if "PASSED: 3 PPO steps; 4 weight syncs: " in line]
     assert "all 27 tensors in the engine equal the trainer's by fingerprint" in verdict
+    assert verdict.endswith("; engine preset reproducible")
+    (engine,) = [each for each in quickstart.events() if each["event"] == "engine"]
+    assert engine["preset"] == "reproducible"
     assert all(0.5 < step["truncated_share"] <= 1 for step in steps[:3]), "random weights seldom draw the end token"
     assert "unchanged weights: the log-probs of engine and trainer differ by" in quickstart.output()
 
@@ -80,7 +84,9 @@ def test_the_trace_has_all_phases_of_both_ranks_and_the_engines_calls_inside_the
 
 def test_it_leaves_no_process_and_a_report(quickstart: Job) -> None:
     assert quickstart.left_behind() == []
-    assert "| 2 | " in (quickstart.folder / "report.md").read_text()
+    report = (quickstart.folder / "report.md").read_text()
+    assert "| 2 | " in report and "preset: reproducible" in report
+    assert "preset: reproducible" in (quickstart.folder / "report.html").read_text()
     assert (quickstart.folder / "config.toml").is_file()
     ranks = json.loads((quickstart.folder / "environment.json").read_text())
     assert [rank["rank"] for rank in ranks] == [0, 1]

@@ -52,7 +52,7 @@ class HttpEngine:
         self.group = Group.of(device_mesh_cpu)
         self._api = sglang_api.probe()
         self.version = self._api.version
-        for unused in ("colocate", "defaults", "on_death", "record_call"):
+        for unused in ("colocate", "preset", "on_death", "record_call"):
             arguments.pop(unused, None)
         self._arguments, _ = sglang_api.check_arguments(self._api, arguments, engine_defaults("cpu"))
         self._is_head = self.group.rank == self.group.head
@@ -68,11 +68,13 @@ class HttpEngine:
         input_ids: Sequence[Sequence[int]],
         sampling_params: Mapping[str, Any],
         return_logprob: bool = False,
+        return_routed_experts: bool = False,
     ) -> list[dict[str, Any]]:
         asked = {
             "input_ids": [list(ids) for ids in input_ids],
             "sampling_params": dict(sampling_params),
             "return_logprob": return_logprob,
+            "return_routed_experts": return_routed_experts,
         }
         answers: list[dict[str, Any]] = self._on_head(lambda: self._post("generate", **asked))
         return answers
@@ -106,6 +108,9 @@ class HttpEngine:
 
     def update_weights_from_disk(self, path: str) -> None:
         self._call("update_weights_from_disk", model_path=path, load_format="auto")
+
+    def set_weight_version(self, version: str) -> None:
+        self._on_head(lambda: self._post("update_weight_version", new_version=version, abort_all_requests=False))
 
     def flush_cache(self) -> None:
         self._on_head(lambda: self._request("flush_cache", b""))

@@ -9,7 +9,7 @@ import pytest
 
 from harness.config.schema import Config
 from harness.rollout import early_start
-from harness.rollout.early_start import expected_node, preload_of_memory_saver, start_early
+from harness.rollout.early_start import expected_node, preload_of_memory_saver, start_early, variables_of_precision
 from harness.runtime.fork_server import HANDED_OVER, ForkServer
 
 
@@ -70,6 +70,17 @@ def test_the_engines_gpus_are_those_of_its_ranks_first() -> None:
 @pytest.mark.parametrize("visible", ["3", "3,3", "0,GPU-abc", "MIG-1"])
 def test_gpus_that_do_not_suffice_or_are_written_wrong_are_left_to_the_ranks_to_report(visible: str) -> None:
     assert expected_node(config_of(), "cuda", torchrun(0, 2, CUDA_VISIBLE_DEVICES=visible)) is None
+
+
+# What an engine in FP8 needs.
+
+
+def test_deepgemm_does_not_compile_for_an_fp8_engine_unless_the_user_says_so() -> None:
+    fp8 = Config()
+    fp8.model.rollout_precision = "fp8_block"
+    assert variables_of_precision(fp8, "cuda", {}) == {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+    assert variables_of_precision(fp8, "cuda", {"SGLANG_ENABLE_JIT_DEEPGEMM": "1"}) == {}
+    assert variables_of_precision(fp8, "cpu", {}) == variables_of_precision(Config(), "cuda", {}) == {}
 
 
 # The library that SGLang preloads.

@@ -117,6 +117,41 @@ def test_all_resumes_both_before_the_sync() -> None:
         assert free == [10_000 * MIB] * 3
 
 
+def two_steps_with_graphs(group: Any, mode: str) -> Any:
+    engine = FakeEngine(group)
+    stages = stages_of(engine, resume_mode=mode, holds_graphs=True, patience_seconds=30)
+    stages.release_all()
+    for _ in range(2):
+        stages.resume_weights()
+        stages.resume_kv_cache()
+        stages.release_all()
+    return engine.calls, engine.free, stages.released
+
+
+@pytest.mark.parametrize(
+    ("mode", "resumes"),
+    [
+        ("staged", ["resume weights", "resume cuda_graph kv_cache"]),
+        ("all", ["resume cuda_graph weights kv_cache"]),
+    ],
+)
+def test_graphs_come_back_with_the_kv_cache_in_sglangs_own_order(mode: str, resumes: list[str]) -> None:
+    releases = ["release kv_cache", "release weights", "release cuda_graph"]
+    for calls, free, released in on_two_ranks(two_steps_with_graphs, mode):
+        assert calls == releases + 2 * (resumes + releases)
+        assert free == 10_000 * MIB + sum(SIZES.values()) and released == SIZES
+
+
+def graphs_that_the_saver_does_not_hold(group: Any) -> str:
+    engine = FakeEngine(group, lost={"release cuda_graph": SIZES["cuda_graph"]})
+    return failure(MemoryDidNotMove, stages_of(engine, holds_graphs=True).release_all)
+
+
+def test_graphs_are_measured_as_the_others_are() -> None:
+    for said in on_two_ranks(graphs_that_the_saver_does_not_hold):
+        assert said.startswith("release of cuda_graph on rank 0 freed 0 bytes")
+
+
 def any_order(group: Any) -> Any:
     engine = FakeEngine(group)
     stages = stages_of(engine)

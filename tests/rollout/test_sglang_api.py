@@ -44,6 +44,7 @@ NEW = {
     "_version.py": "__version__: str\n__version__ = version = '0.9.9.new'\n",
     "srt/entrypoints/engine.py": """
 class Engine(EngineBase):
+    def generate(self, prompt=None, input_ids=None, return_routed_experts=False): ...
     def begin_weight_update(self, selector="all"): ...
     def end_weight_update(self): ...
 def _set_envs_and_config(server_args):
@@ -57,6 +58,8 @@ def _set_envs_and_config(server_args):
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     os.environ["SGLANG_RUN_ID"] = f"run-{time.time()}"
 """,
+    "srt/constants.py": 'GPU_MEMORY_TYPE_CUDA_GRAPH = "cuda_graph"\n',
+    "srt/distributed/device_communicators/custom_all_reduce.py": "tms = envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get()\n",
     "srt/utils/numa_utils.py": "def init_threads_binding(*, numa_index, world_size): ...\n",
     "srt/server_args.py": "class ServerArgs:\n    pass\n",
     "srt/arg_groups/fields/model.py": "class M:\n    model_path: A[str]\n    custom_weight_loader: A[str] = None\n",
@@ -105,13 +108,27 @@ def engine(**answers: Any) -> RecordingEngine:
 
 def test_probe_of_an_old_tree(old: SGLangApi) -> None:
     assert (old.version, old.engine_arguments) == ("0.5.11.old", {"model_path", "tp_size"})
-    assert not old.update_session and not old.cores_by_device
+    assert not old.update_session and not old.cores_by_device and not old.graphs_in_memory_saver
+    assert not old.routed_experts
 
 
 def test_probe_of_a_new_tree(new: SGLangApi) -> None:
     assert new.version == "0.9.9.new"
     assert new.engine_arguments == {"model_path", "custom_weight_loader", "pp_size", "tp_size"}
-    assert new.update_session and new.cores_by_device
+    assert new.update_session and new.cores_by_device and new.graphs_in_memory_saver and new.routed_experts
+
+
+def test_graphs_cannot_be_released_if_the_custom_all_reduce_registers_their_memory(tmp_path: Path) -> None:
+    reduce = "srt/distributed/device_communicators/custom_all_reduce_v2.py"
+    assert not probed(tmp_path, NEW | {reduce: "class CustomAllReduceV2: ...\n"}).graphs_in_memory_saver
+
+
+def test_ways_to_pause_are_those_of_the_request(tmp_path: Path, new: SGLangApi) -> None:
+    text = 'class PauseGenerationReqInput(BaseReq):\n    mode: Literal["abort", "in_place"] = "abort"\n'
+    old = probed(tmp_path / "pausing", OLD | {"srt/managers/io_struct.py": text})
+    assert sglang_api.pause_modes(old) == ("abort", "in_place") and sglang_api.pause_modes(new) == ()
+    with pytest.raises(ValueError, match=r'pause mode "retract": sglang 0.5.11.old has abort, in_place'):
+        sglang_api.pause_generation(old, None, "retract")
 
 
 def test_a_folder_that_is_not_sglang_is_refused(tmp_path: Path) -> None:

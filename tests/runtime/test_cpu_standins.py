@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -162,10 +163,36 @@ def test_experts_of_other_ranks_add_nothing_and_those_here_count_in_full() -> No
     torch.testing.assert_close(parts[0] + parts[1], whole)
 
 
-def test_the_plugin_is_an_entry_point() -> None:
+def blocks(weight: torch.Tensor, scales: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """As SGLang's block_quant_dequant."""
+    each = scales.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)
+    return (weight.float() * each[..., : weight.shape[-2], : weight.shape[-1]]).to(dtype)
+
+
+def test_fp8_layers_compute_with_dequantized_weights_and_leave_other_quantizations_alone() -> None:
+    from harness.runtime.standins.harness_sglang_fp8 import _linear
+
+    draw = torch.Generator().manual_seed(0)
+    weight, scales = torch.randn(5, 7, generator=draw).to(torch.float8_e4m3fn), torch.rand(3, 2, generator=draw)
+    layer = SimpleNamespace(weight=weight, weight_scale_inv=scales)
+    x, bias = torch.randn(2, 7, generator=draw), torch.randn(5, generator=draw)
+    applied = _linear(lambda method, layer, x, bias: "SGLang's own", blocks)
+    method = SimpleNamespace(block_quant=True, quant_config=SimpleNamespace(weight_block_size=[2, 4]))
+    right = torch.empty(5, 7)
+    for row in range(5):
+        for column in range(7):
+            right[row, column] = weight[row, column].float() * scales[row // 2, column // 4]
+    torch.testing.assert_close(applied(method, layer, x, bias), x @ right.T + bias)
+    assert applied(SimpleNamespace(block_quant=False), layer, x) == "SGLang's own"
+
+
+def test_the_plugins_are_entry_points() -> None:
     found = importlib.metadata.distributions(path=[str(STANDINS)])
     points = [point for distribution in found for point in distribution.entry_points]
-    assert [(point.group, point.value) for point in points] == [("sglang.srt.plugins", "harness_sglang_cpu:register")]
+    names = ("harness_sglang_cpu", "harness_sglang_fp8")
+    assert [(each.group, each.value) for each in points] == [
+        ("sglang.srt.plugins", f"{name}:register") for name in names
+    ]
 
 
 @pytest.mark.long

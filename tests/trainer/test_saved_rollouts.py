@@ -34,6 +34,18 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["step00002-rank0001.safetensors"]
 
 
+def test_experts_are_loaded_where_they_are_needed_and_missing_ones_are_named(tmp_path: Path) -> None:
+    routed = batch().replace(routed_experts=torch.arange(2 * 3 * 4 * 2, dtype=torch.int32).view(2, 3, 4, 2))
+    of(f"--rollout.save {tmp_path} --rollout.routing record").save(0, routed)
+    of(f"--rollout.save {tmp_path}").save(1, batch())
+    loading = f"--rollout.load {tmp_path}"
+    loaded = of(f"{loading} --rollout.routing replay").load(0).require("routed_experts")
+    assert torch.equal(loaded, routed.require("routed_experts"))
+    assert "routed_experts" not in of(loading).load(0).tensors(), "nobody carries them for nothing"
+    with pytest.raises(ValueError, match=r'has no routed_experts, which rollout.routing = "replay" needs'):
+        of(f"{loading} --rollout.routing replay").load(1)
+
+
 def test_a_resumed_run_goes_on_in_its_folder_and_what_came_after_its_checkpoint_goes(tmp_path: Path) -> None:
     words = f"--rollout.save {tmp_path}"
     saved, rollout = of(words), parse(words.split()).config.rollout

@@ -19,5 +19,13 @@ from harness.rollout.sglang_api.engine_calls import (
     update_session,
 )
 from harness.rollout.sglang_api.engine_environment import common_environment, meaning, memory_imbalance_environment
+from harness.rollout.sglang_api.in_flight import (
+    InFlight,
+    PauseMode,
+    continue_generation,
+    pause_generation,
+    pause_modes,
+    set_weight_version,
+)
 from harness.rollout.sglang_api.probe import SGLangApi, UnknownEngineArgument, check_arguments, probe
 from harness.rollout.sglang_api.source import SourceTree

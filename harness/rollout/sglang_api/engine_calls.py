@@ -189,8 +189,12 @@ def local_serialized_tensor(api: SGLangApi, values: Sequence[bytes]) -> Any:
 
 
 def flattened_bucket(named_tensors: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the payload of load_format="flattened_bucket": a copy of all tensors in one buffer, and its metadata."""
-    bucket = source.load(BUCKET, "FlattenedTensorBucket")(named_tensors=list(named_tensors))
+    """Return the payload of load_format="flattened_bucket": a copy of all tensors in one buffer, and its metadata.
+
+    Tensors of wide elements come first, since SGLang leaves no gaps and refuses a tensor that is not aligned.
+    """
+    ordered = sorted(named_tensors, key=lambda named: -named[1].itemsize)
+    bucket = source.load(BUCKET, "FlattenedTensorBucket")(named_tensors=ordered)
     return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
 
 

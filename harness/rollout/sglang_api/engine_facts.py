@@ -5,10 +5,13 @@ import re
 
 from harness.config.facts import EngineArgument, SGLangFacts
 from harness.rollout.sglang_api.probe import SGLangApi, engine_argument_annotations
+from harness.rollout.sglang_api.source import SourceTree
 
 CHOICES = "srt/arg_groups/choices.py"
 ABSORBED_MLA = ("srt/plugins/__init__.py", "srt/models/deepseek_common/attention_backend_handler.py")
 """Files without which the stand-ins cannot register the absorbed method of MLA for the CPU: plugins, and the registry."""
+
+LLAMA = "srt/models/llama.py"
 
 
 def engine_facts(api: SGLangApi) -> SGLangFacts:
@@ -17,7 +20,16 @@ def engine_facts(api: SGLangApi) -> SGLangFacts:
         version=api.version,
         arguments={name: _argument(api, each) for name, each in engine_argument_annotations(api.tree).items()},
         serves_mla_on_cpu=all(map(api.tree.has, ABSORBED_MLA)),
+        loads_block_scales_of_llama=_llama_loads_block_scales(api.tree),
+        returns_routing=api.routed_experts and "enable_return_routed_experts" in api.engine_arguments,
+        returns_routing_on_cpu=api.tree.find_class("BaseHostCache", "srt/state_capturer/base.py") is not None,
     )
+
+
+def _llama_loads_block_scales(tree: SourceTree) -> bool:
+    """Return whether Llama's load_weights takes weight_scale_inv by its own name, at least for block-FP8 (sglang#30234)."""
+    text = tree.text(LLAMA)
+    return '(".weight_scale_inv", ".weight_scale")' not in text or "weight_block_size" in text
 
 
 def _argument(api: SGLangApi, annotation: ast.expr) -> EngineArgument:

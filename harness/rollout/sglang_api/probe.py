@@ -14,6 +14,10 @@ from harness.rollout.sglang_api.source import SourceTree
 
 ENGINE = "srt/entrypoints/engine.py"
 BUCKET = "srt/weight_sync/tensor_bucket.py"
+IO_STRUCT = "srt/managers/io_struct.py"
+CUSTOM_ALL_REDUCES = tuple(
+    f"srt/distributed/device_communicators/{name}.py" for name in ("custom_all_reduce", "custom_all_reduce_v2")
+)
 
 
 class UnknownEngineArgument(ValueError):
@@ -35,6 +39,12 @@ class SGLangApi:
     cores_by_device: bool
     """In CPU mode SGLANG_CPU_OMP_THREADS_BIND has one entry per engine rank on the host. Since 0.5.19; before, one entry
     per TP rank of the engine, whatever its host."""
+    routed_experts: bool
+    """generate(return_routed_experts=True) says which experts each token took. Since 0.5.7, so for every supported release;
+    a fact because the flag was lost on the way more than once (slime#1145, miles#407)."""
+    graphs_in_memory_saver: bool
+    """The memory of CUDA graphs can be released by the tag "cuda_graph". Not in 0.5.12 and 0.5.13, where the default custom
+    all-reduce ignores SGLANG_MEMORY_SAVER_CUDA_GRAPH and would register memory that cannot be shared; in 0.5.16 and newer."""
 
 
 def probe(tree: SourceTree | None = None) -> SGLangApi:
@@ -55,6 +65,16 @@ def probe(tree: SourceTree | None = None) -> SGLangApi:
         engine_arguments=frozenset(engine_argument_annotations(tree)),
         update_session="begin_weight_update" in engine,
         cores_by_device=binding is not None and "numa_index" in source.parameters(binding),
+        routed_experts="return_routed_experts" in engine.get("generate", ()),
+        graphs_in_memory_saver=_puts_graphs_into_memory_saver(tree),
+    )
+
+
+def _puts_graphs_into_memory_saver(tree: SourceTree) -> bool:
+    """Return whether SGLang has a tag for the memory of graphs, and its custom all-reduces work with such graphs."""
+    reduces = [text for file in CUSTOM_ALL_REDUCES if (text := tree.text(file))]
+    return "GPU_MEMORY_TYPE_CUDA_GRAPH" in tree.assigned("srt/constants.py") and all(
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH" in text for text in reduces
     )
 
 

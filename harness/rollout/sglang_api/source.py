@@ -82,6 +82,11 @@ def parameters(function: Function) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("self", "cls"))
 
 
+def unparsed(expression: ast.expr | None) -> str:
+    """Return the text of an expression, "" for none."""
+    return ast.unparse(expression) if expression else ""
+
+
 def annotations(cls: ast.ClassDef | None) -> dict[str, ast.expr]:
     """Return the annotations of a class's public fields, as dataclasses and msgspec see them, without ClassVars."""
     return {

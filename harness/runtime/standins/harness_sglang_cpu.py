@@ -2,7 +2,8 @@
 
 torch_native always attends to the latent KV cache, so MLA models (DeepSeek) must take the absorbed method for prefill
 too; SGLang registers no method for it. DP attention asks the backend for the length of a padded sequence, and expert
-parallelism marks the experts of other ranks with -1, which the native experts take for an index. SGLang calls `register`
+parallelism marks the experts of other ranks with -1, which the native experts take for an index. The memory for routed
+experts (enable_return_routed_experts) is pinned, which needs a GPU. SGLang calls `register`
 in every process of an engine, logs an error raised here, and continues: harness.tools.preflight.require_absorbed_mla
 is what refuses a release without the registry.
 """
@@ -24,6 +25,20 @@ def register() -> None:
 
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda backend: 1
     fused_moe_native.moe_forward_native = _without_absent_experts(fused_moe_native.moe_forward_native)
+
+    from sglang.srt.state_capturer.base import BaseHostCache
+
+    BaseHostCache.__init__ = _in_plain_memory
+
+
+def _in_plain_memory(
+    cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str, device: str = "cpu"
+) -> None:
+    """Make SGLang's cache of the experts that each token took, int32 [num_tokens, num_layers, topk_size], without pinning."""
+    import torch
+
+    cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+    cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
 
 
 def _without_absent_experts(forward: Any) -> Any:

@@ -88,7 +88,7 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
     is_random = model.weights == "random" and is_tiny(model.name)
     dummy = config.engine.initial_weights == "dummy" or is_random
     own = {"load_format": "dummy" if dummy else "auto", "skip_tokenizer_init": True}
-    arguments = engine_defaults(device, config.engine.defaults) | own
+    arguments = engine_defaults(device, config.engine.preset) | own
     moves_memory = device == "cuda" and bool((arguments | config.engine.args).get("enable_memory_saver"))
     resumes_all = config.memory.resume == "all"
     still = {"first_release", "resume_weights", "resume_kv_cache", "release"} if not moves_memory else set()

@@ -39,7 +39,7 @@ _EVENTS = {
     "placement": msgspec.defstruct("Picture", [*_EVERY, ("picture", tuple[str, ...])]),
     "engine": msgspec.defstruct(
         "EngineFacts",
-        [*_EVERY, ("version", str), ("device", str), ("defaults", str), ("arguments", dict[str, Any])],
+        [*_EVERY, ("version", str), ("device", str), ("preset", str), ("arguments", dict[str, Any])],
     ),
     "log_prob_baseline": msgspec.defstruct("Baseline", [*_EVERY, ("log_prob_difference_mean", float)]),
 }

@@ -174,7 +174,7 @@ def formula_shares(config: Config) -> Shares:
 
 def engine_arguments(config: Config) -> dict[str, Any]:
     """Return the engine's arguments on a GPU, as far as the config decides them."""
-    return {**engine_defaults("cuda", config.engine.defaults), **config.engine.args}
+    return {**engine_defaults("cuda", config.engine.preset), **config.engine.args}
 
 
 def microbatch_tokens(config: Config, updates: Updates) -> int:

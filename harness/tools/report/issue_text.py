@@ -166,7 +166,7 @@ def engine(event: Event | None) -> list[str]:
     """Return the engine's version and arguments."""
     if event is None:
         return []
-    first = f"sglang {event['version']} on {event['device']}, its defaults: {event['defaults']}"
+    first = f"sglang {event['version']} on {event['device']}, preset: {event['preset']}"
     return section("Engine", fenced([first, *(f"{name} = {value!r}" for name, value in event["arguments"].items())]))
 
 

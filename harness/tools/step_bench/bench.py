@@ -47,6 +47,8 @@ class PhaseRow:
 class StepTable:
     """All phases of a step, and its size."""
 
+    preset: str
+    """engine.preset: the limit of generation holds for an engine with the same one."""
     seconds: float
     tokens: float
     """Tokens of a step, prompts and responses, over all ranks."""
@@ -102,6 +104,7 @@ class StepBench:
         shut_down(ppo)
         seconds = {phase: median(step.get(phase, 0.0) for step in steps) for phase in steps[0]}
         table = StepTable(
+            preset=run.config.engine.preset,
             seconds=seconds.pop("step"),
             tokens=median(each[0] for each in tokens),
             response_tokens=median(each[1] for each in tokens),
@@ -202,7 +205,10 @@ def causal_attention_flops(query: Sequence[int], key: Sequence[int], value: Sequ
 def as_text(table: StepTable) -> str:
     """Return the phases as a table, longest first."""
     shown = Table(
-        title=f"a step of {table.tokens:.0f} tokens, {table.response_tokens:.0f} of responses: {table.seconds:.3f} s"
+        title=(
+            f"a step of {table.tokens:.0f} tokens, {table.response_tokens:.0f} of responses: {table.seconds:.3f} s,"
+            f" engine preset {table.preset}"
+        )
     )
     for heading in ("phase", "seconds", "share", "limit", "limit / seconds"):
         shown.add_column(heading, justify="left" if heading == "phase" else "right")
@@ -223,5 +229,6 @@ def verdict(table: StepTable) -> str:
     return (
         f"PASSED: a step of {table.seconds:.3f} s; generation {table.response_tokens / generate:.0f} tokens/s, {bench / generate:.2f}"
         f" of SGLang's own bench; learner {least / learner:.2g} of {table.matmul_flops / 1e12:.3g} TFLOP/s a rank; sync {sync:.4f} s"
-        f" (all-gather {gather:.4f}); everything else {rest / table.seconds:.1%}"
+        f" (all-gather {gather:.4f}); everything else {rest / table.seconds:.1%};"
+        f" engine preset {table.preset}"
     )

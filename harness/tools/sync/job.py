@@ -18,7 +18,7 @@ from harness.config.facts import Facts
 from harness.config.resolve import SYNC_SECTIONS, resolve
 from harness.config.run_folder import write_config
 from harness.config.schema import TransportName
-from harness.inputs import as_config_error, make_model_folder, trainer_attention
+from harness.inputs import as_config_error, make_engine_folder, make_model_folder, trainer_attention
 from harness.observer import RunContext
 from harness.rollout import sglang_api
 from harness.rollout.engine import RolloutEngine
@@ -119,7 +119,7 @@ def make_engine_and_model(run: RunContext) -> tuple[RolloutEngine, nn.Module, Pa
         attention = trainer_attention(config, model_folder, world.device_type, events.say)
     meshes = build_meshes(run.dims, world.device.type)
     import_sglang(run)
-    engine = start_engine(run, meshes.engines, model_folder)
+    engine = start_engine(run, meshes.engines, make_engine_folder(run, model_folder))
     with events.phase("build_trainer", waiting_for="the sharded model"):
         model = load_causal_lm(
             str(model_folder),

@@ -136,7 +136,7 @@ def engine(draft: Draft) -> None:
         draft.ignore("the engine is always SGLang here", "@.rollout.name")
     else:
         draft.lose(f"the engine here is SGLang: log-probs, memory and failures of {name} differ", "@.rollout.name")
-    draft.put("engine.defaults", "sglang", note="verl leaves the rest to SGLang")
+    draft.put("engine.preset", "sglang", note="verl leaves the rest to SGLang")
     eager, most = "@.rollout.enforce_eager", "@.rollout.max_num_seqs"
     if not draft.since("0.6"):
         draft.ignore("verl hands it to SGLang since 0.6", eager, most)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from harness.weights.log_probs import Allowed, LogProbDifference
+from harness.weights.log_probs import Allowed, LogProbDifference, Precision
 
 Metrics = Mapping[str, float]
 """Of one rollout, with Verification.sync_metrics of the sync before it."""
@@ -37,17 +37,42 @@ def verdict_phrase(
     rollouts: Sequence[Metrics],
     allowed: Allowed,
     not_covered: Sequence[str] = (),
+    mismatch: str = "",
 ) -> str:
     """Return one phrase on the syncs before these rollouts; it claims nothing that was not checked.
 
     level: of the checks that were made. asked: weights.verify. not_covered: a sentence for each of what no check covers.
+    mismatch: from mismatch_of_precisions.
     """
     largest = max(each["log_prob_difference_mean"] for each in rollouts)
     syncs = f"{len(rollouts)} weight syncs"
     if level == "off":
-        return f'{syncs}, not verified (weights.verify = "off"): largest mean log-prob difference {largest:.1e}'
+        found = mismatch or f"largest mean log-prob difference {largest:.1e}"
+        return f'{syncs}, not verified (weights.verify = "off"): {found}'
     phrases = "; ".join([*PHRASES.get(level, ()), what_was_compared(level, asked, can_ask, rollouts, not_covered)])
-    return f"{syncs}: {phrases}; largest mean difference {largest:.1e}, allowed {allowed.mean:.2g}"
+    return f"{syncs}: {phrases}; {mismatch or f'largest mean difference {largest:.1e}'}, allowed {allowed.mean:.2g}"
+
+
+def mismatch_of_precisions(
+    precision: Precision,
+    dtype: Precision,
+    rollouts: Sequence[Metrics],
+    baseline: LogProbDifference | None,
+    reload_was_exact: bool | None = None,
+) -> str:
+    """Return a phrase on how far an engine in another precision is from the trainer; "" if both compute in the same dtype.
+
+    reload_was_exact: whether a reload of the last sync's weights gave the same log-probs bit for bit; None: there was none.
+    """
+    if precision == dtype:
+        return ""
+    largest = max(each["log_prob_difference_mean"] for each in rollouts)
+    first = f"{baseline.mean:.1e} on its own first load" if baseline else "not measured on a load of its own"
+    how = "greedy log-probs equal bit for bit" if reload_was_exact else "greedy log-probs within bfloat16's rounding"
+    reload = (
+        "" if reload_was_exact is None else f"the last sync equals a reload of the saved {precision} weights, {how}; "
+    )
+    return f"{reload}the {precision} engine and the {dtype} trainer differ by up to {largest:.1e} in the mean ({first})"
 
 
 def what_was_compared(
@@ -85,10 +110,12 @@ def report_section(
     allowed: Allowed,
     is_exact: bool,
     not_covered: Sequence[str] = (),
+    mismatch: str = "",
     seconds: Mapping[str, Sequence[float]],
 ) -> list[str]:
     """Return the report's section in Markdown: the level, the statistics and what was allowed, and what each part cost.
 
+    mismatch: from mismatch_of_precisions.
     seconds: durations of phases by name; the phase "sync" is the sync itself, without its verification.
     """
     done = SENTENCES[level] if can_ask or level == "off" else WITHOUT_FINGERPRINTS
@@ -100,6 +127,9 @@ def report_section(
         lines += [f"No baseline of the log-prob difference, as {why_no_baseline}.", ""]
     if level != "off":
         lines += [f"- {what_was_compared(level, asked, can_ask, rollouts, not_covered)}", ""]
+    if mismatch:
+        why = "That is what the precision costs, so log-probs show only gross failures here; bytes show arrival."
+        lines += [f"{mismatch[0].upper()}{mismatch[1:]}. {why}", ""]
     lines += [
         f"| log-prob difference, nats | baseline | largest of {len(rollouts)} syncs | allowed |",
         "|---|---|---|---|",

@@ -24,16 +24,16 @@ from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
 from harness.runtime.events import EventLog
 from harness.trainer.model import named_tensors
-from harness.weights.log_probs import LARGEST_BASELINE, Allowed, LogProbDifference
+from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, Allowed, LogProbDifference, Precision
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
 from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
 from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
-from harness.weights.verification.rehearsal import compare_with_reload
+from harness.weights.verification.rehearsal import ReloadComparison, compare_with_reload
 from harness.weights.verification.reload import ReloadFindings, load_again
 from harness.weights.verification.snapshot import Snapshot, changed_tensors, snapshot_weights
-from harness.weights.verification.summary import report_section, verdict_phrase
+from harness.weights.verification.summary import mismatch_of_precisions, report_section, verdict_phrase
 from harness.weights.worker.model_state import fill_model
 
 Level = Literal["off", "log_probs", "bytes", "full"]
@@ -58,9 +58,9 @@ class Verification:
     memory: MemoryStages
     sync: WeightSync
     source: Path
-    """The model's own folder."""
+    """The folder that the engine loads: the model's own, or its quantized copy."""
     prompts: Sequence[Sequence[int]]
-    """Token ids, for rehearsals."""
+    """Token ids, for reloads."""
     baseline: LogProbDifference | None = None
     why_no_baseline: str = ""
     own_checkpoint: Snapshot | None = None
@@ -71,6 +71,8 @@ class Verification:
     """The last comparison of fingerprints."""
     reloaded: ReloadFindings = field(default_factory=ReloadFindings)
     """What loading again showed of what fingerprints do not compare."""
+    reloaded_last: bool = False
+    """A reload of the last sync's weights from disk changed nothing."""
     not_covered: dict[str, None] = field(default_factory=dict)
     """Sentences on what no sync's checks covered."""
 
@@ -87,7 +89,13 @@ class Verification:
     @property
     def allowed(self) -> Allowed:
         """The differences of log-probs that pass."""
-        return Allowed.of(self.config.model.dtype, self.baseline)
+        return Allowed.of(self.precision, self.baseline)
+
+    @property
+    def precision(self) -> Precision:
+        """In which the engine computes."""
+        model = self.config.model
+        return model.dtype if model.rollout_precision == "same" else model.rollout_precision
 
     # Before the first step
 
@@ -105,6 +113,7 @@ class Verification:
         if self.config.engine.initial_weights == "dummy":
             self.memory.resume_weights()
             self.memory.resume_kv_cache()
+            self.sync.restore_scales()
             self.sync.engine.update_weights_from_disk(str(self.source))
             self.sentinel_next = True
         if self.reaches("bytes"):
@@ -133,14 +142,18 @@ class Verification:
         """Keep the difference on the model's own checkpoint. Raise NoBaseline if it is too large."""
         self.baseline = difference
         self.events.fact("log_prob_baseline", **difference.metrics(), allowed=self.allowed.mean)
-        self.events.say(
-            f"unchanged weights: the log-probs of engine and trainer differ by {difference.mean:.1e} on average; after a sync"
-            f" they may differ by up to {self.allowed.mean:.2g}"
+        model = self.config.model
+        costs = (
+            "" if self.precision == model.dtype else f" ({self.precision} against {model.dtype}; bytes show arrival)"
         )
-        if not difference.mean <= LARGEST_BASELINE:
+        self.events.say(
+            f"unchanged weights: the log-probs of engine and trainer differ by {difference.mean:.1e} on average{costs}; after a"
+            f" sync they may differ by up to {self.allowed.mean:.2g}"
+        )
+        if not difference.mean <= (largest := LARGEST_BASELINE[self.precision]):
             raise NoBaseline(
                 f"before the first update, on the checkpoint that SGLang itself loaded from {self.source}, the"
-                f" engine's log-probs are off by {difference.mean:.2e} in the mean (at most {LARGEST_BASELINE:g} makes"
+                f" engine's log-probs are off by {difference.mean:.2e} in the mean (at most {largest:g} makes"
                 " sense): SGLang and transformers do not compute the same model."
             )
 
@@ -162,8 +175,7 @@ class Verification:
 
         So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs.
         """
-        sync, seed = self.sync, self.config.run.seed * 1_000_003 + index
-        folder = sync.folder / f"{self.events.path.parents[1].name}-reload"
+        sync, seed, folder = self.sync, self.config.run.seed * 1_000_003 + index, self.reload_folder
         tensors = dict(named_tensors(sync.model))
         with self.timed("perturb", index):
             perturb(tensors, seed)
@@ -178,18 +190,50 @@ class Verification:
             with self.timed("perturb", index):
                 perturb(tensors, seed)
         with self.timed("reload", index, "the engine to reload the changed weights from disk, for comparison"):
-            self._check_reload(folder, index)
+            self.memory.resume_kv_cache()
+            found = compare_with_reload(self.sync.loader, self.prompts, folder)
+            self.memory.release_all()
+            self.memory.resume_weights()
+            self.refuse_reload(found, index)
 
-    def _check_reload(self, folder: Path, index: int) -> None:
-        self.memory.resume_kv_cache()
-        found = compare_with_reload(self.sync.loader, self.prompts, folder)
-        self.memory.release_all()
-        self.memory.resume_weights()
+    @property
+    def reload_folder(self) -> Path:
+        """Where weights are written for a reload."""
+        return self.sync.folder / f"{self.events.path.parents[1].name}-reload"
+
+    @property
+    def reloads_last(self) -> bool:
+        """Whether the last sync is compared with a reload: log-probs of an engine in another precision do not show it."""
+        return self.reaches("bytes") and self.precision != self.config.model.dtype
+
+    def save_last(self, index: int) -> None:
+        """After the last sync, if `reloads_last`: write what was sent, as the engine loads it."""
+        if self.reloads_last and index == self.config.run.steps:
+            with self.timed("save", index, "rank 0 to write the quantized weights to disk"):
+                self.sync.save(self.reload_folder, self.source)
+                dist.barrier()
+
+    def check_last(self, index: int) -> None:
+        """Then, once the engine can generate: raise WeightsDidNotArrive if a reload of that changes what it holds or computes."""
+        if self.reloads_last and index == self.config.run.steps:
+            with self.timed("reload", index, "the engine to reload the quantized weights from disk, for comparison"):
+                self.refuse_reload(compare_with_reload(self.sync.loader, self.prompts, self.reload_folder), index)
+            self.reloaded_last = True
+
+    def refuse_reload(self, found: ReloadComparison, index: int) -> None:
+        """Raise WeightsDidNotArrive if a reload of the same weights changed anything."""
         what = f"step {index}: a reload of the same weights from disk changed"
         refuse(found.changed, f"{what} what the engine holds")
-        bound = 0.0 if self.is_exact else self.allowed.mean
+        # How far the engine's precision takes it from the trainer says nothing about the engine and itself.
+        bound = 0.0 if self.is_exact else min(self.allowed.mean, self.own_bound)
         if not (found.same_outputs if self.is_exact else found.apart <= bound):
             raise WeightsDidNotArrive(f"{what} greedy log-probs by {found.apart:.2e} on average (allowed {bound:.2g})")
+
+    @property
+    def own_bound(self) -> float:
+        """How far the outputs of an engine may be apart on the same weights, if it is not deterministic."""
+        dtype = self.config.model.dtype
+        return self.allowed.mean if self.precision == dtype else FLOOR[dtype]
 
     @property
     def is_exact(self) -> bool:
@@ -275,8 +319,16 @@ class Verification:
 
     def verdict(self, rollouts: Sequence[Mapping[str, float]]) -> str:
         """Return the verdict's phrase on the syncs before these rollouts, given their metrics; log the report's section."""
+        mismatch = mismatch_of_precisions(
+            self.precision,
+            self.config.model.dtype,
+            rollouts,
+            self.baseline,
+            self.is_exact if self.reloaded_last else None,
+        )
         lines = report_section(
             level=self.level,
+            mismatch=mismatch,
             asked=self.config.weights.verify,
             can_ask=self.sync.engine.can_ask,
             rollouts=rollouts,
@@ -289,7 +341,7 @@ class Verification:
         )
         self.events.fact("verification", lines=lines)
         asked, can_ask = self.config.weights.verify, self.sync.engine.can_ask
-        return verdict_phrase(self.level, asked, can_ask, rollouts, self.allowed, list(self.not_covered))
+        return verdict_phrase(self.level, asked, can_ask, rollouts, self.allowed, list(self.not_covered), mismatch)
 
     def timed(self, part: str, index: int | None = None, waiting_for: str = "") -> AbstractContextManager[None]:
         """Return the phase verify_<part> of the event log."""

@@ -19,7 +19,7 @@ from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import TensorView, span
 from harness.weights.worker.alike_groups import AlikeGroups
 from harness.weights.worker.loader_trace import Copy, GroupTrace, trace_loader
-from harness.weights.worker.model_state import derived_tensors, fingerprint, model_tensors
+from harness.weights.worker.model_state import derived_tensors, fingerprint, model_tensors, sent_parameters
 from harness.weights.worker.undo import UndoneWrites, address, storage
 from harness.weights.worker.written_twice import written_twice
 
@@ -261,7 +261,7 @@ class LoaderTrace:
                 parts[storage(part)].append(part)
         return {
             name: (missing_elements(each, parts[storage(each)]), each.numel())
-            for name, each in self.model.named_parameters()
+            for name, each in sent_parameters(self.model)
         }
 
     def _blame(self, group: FusingGroup, traced: GroupTrace) -> dict[str, str]:

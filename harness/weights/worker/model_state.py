@@ -16,6 +16,8 @@ from harness.weights.tensor_view import TensorView
 
 # Plain attributes that SGLang derives while it loads a weight -> the module of that weight. MLA computes with these alone.
 DERIVED = {"w_kc": "kv_b_proj", "w_vc": "kv_b_proj"}
+SCALES_OF_KV_CACHE = (".k_scale", ".v_scale")
+WEIGHTS_IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 BASE = 6364136223846793005
 """5 modulo 8, so its powers repeat only after 2**62 places."""
 WRAP = 1 << 64
@@ -28,24 +30,53 @@ CHUNK = 1 << 22
 def fill_model(model: Any, seed: str) -> None:
     """Fill everything that a sync must bring with values uniform in (-0.5, 0.5), drawn from the seed.
 
-    The values are finite because a NaN in the logits would kill the sampler before anything is compared. Integers and 8-bit
-    floats stay as they are.
+    The values are finite because a NaN in the logits would kill the sampler before anything is compared. Integers stay as
+    they are, and so do 8-bit floats that have no negative numbers.
     """
     for name, tensor in synced_tensors(model):
-        if tensor.is_floating_point() and tensor.itemsize > 1:
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest[:4], "little"))
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest[:4], "little"))
+        if tensor.dtype in WEIGHTS_IN_8_BITS:  # torch draws none
+            for part in tensor.split(max(1, CHUNK // tensor[0].numel())):
+                drawn = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+                part.copy_(drawn.uniform_(-0.5, 0.5, generator=generator))
+        elif tensor.is_floating_point() and tensor.itemsize > 1:
             tensor.uniform_(-0.5, 0.5, generator=generator)
+
+
+@torch.no_grad()
+def reset_scales_of_kv_cache(model: Any, _: None = None) -> None:
+    """Set the scales of the KV cache to 1, as a load of a checkpoint without any leaves them.
+
+    Dummy weights make them random, released memory forgets them, and no trainer has them. Attention multiplies by them even
+    where the KV cache is not in FP8.
+    """
+    for module in model.modules():
+        for name in SCALES_OF_KV_CACHE:
+            held = module._parameters.get(name[1:])
+            if held is not None:
+                held.fill_(1.0)
+                setattr(module, f"{name[1:]}_float", 1.0)
 
 
 def synced_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters, persistent buffers and tensors derived from them; other buffers, such as rotary caches, are not sent."""
-    yield from model.named_parameters()
+    yield from sent_parameters(model)
     for path, module in model.named_modules():
         found = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
         for name, tensor in (found | {name: getattr(module, name, None) for name in DERIVED}).items():
             if isinstance(tensor, torch.Tensor):
                 yield f"{path}.{name}".removeprefix("."), tensor
+
+
+def sent_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters that a sync must bring.
+
+    A quantized engine has scales of its KV cache too. They are 1 unless a checkpoint has them, and no trainer does.
+    """
+    for name, parameter in model.named_parameters():
+        if not name.endswith(SCALES_OF_KV_CACHE):
+            yield name, parameter
 
 
 def derived_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -81,6 +81,8 @@ def events_of(rank: int, per_host: int, steps: int, chance: random.Random, hangs
         now = shared + seconds * chance.uniform(0.9, 1.0)
         shared += seconds
         add("phase_end", phase=phase, step=None, seconds=seconds, memory=figures(phase, chance))
+    if rank == 0:
+        add("engine", version="0.5.20", device="cuda", preset="sglang", arguments={"tp_size": 8})
     add("log_prob_baseline", log_prob_difference_mean=0.0031, allowed=0.026)
     for step in range(steps):
         for phase, seconds in STEP.items():

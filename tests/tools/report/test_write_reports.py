@@ -38,17 +38,27 @@ def test_a_passed_run_has_its_sections_and_is_written_alike_every_time(tmp_path:
         "Steps",
         "Verification",
         "Start-up",
+        "Engine",
         "Environment",
         "Reproduce with",
     ]
     assert once.startswith("# PASSED: PPO on sglang, qwen3_moe, dp 1 tp 1 pp 1\n")
     assert "| 3 | 0.5 | " in once and "- engine: 31.0 s" in once
     assert "every tensor by fingerprint (fake)" in once
+    assert all("sglang 0.5.20 on cuda, preset: sglang" in text for text in (once, html))
 
 
 def test_a_hang_is_told_first_with_the_rank_that_is_behind(tmp_path: Path) -> None:
     markdown, html = reports_of(fake_run(tmp_path / "run", 64))
-    assert sections(markdown) == ["First failure", "What ran", "Steps", "Start-up", "Environment", "Reproduce with"]
+    assert sections(markdown) == [
+        "First failure",
+        "What ran",
+        "Steps",
+        "Start-up",
+        "Engine",
+        "Environment",
+        "Reproduce with",
+    ]
     for text in (markdown, html):
         assert "a deadline passed, with rank 60 behind in update_critic of step 1" in text
         assert "NCCL_CUMEM_ENABLE" in text and "24-31" in text, "what differs, and on which ranks"

@@ -15,6 +15,7 @@ from harness.tools.step_bench.bench import PhaseRow, StepTable, as_text, forward
 from tests.end_to_end.launching import REPOSITORY, run_script
 
 TABLE = StepTable(
+    preset="sglang",
     seconds=10.0,
     tokens=1000.0,
     response_tokens=500.0,
@@ -34,6 +35,7 @@ def test_each_part_stands_beside_its_limit_and_the_rest_is_what_no_part_took() -
     assert "generation 100 tokens/s, 0.90 of" in said
     assert "learner 0.5 of 700 TFLOP/s" in said
     assert "everything else 5.0%" in said  # 10 - 5 - 4 - 0.5, of 10
+    assert said.endswith("engine preset sglang")
 
 
 def test_the_table_begins_with_the_longest_phase_and_leaves_blank_what_has_no_limit() -> None:

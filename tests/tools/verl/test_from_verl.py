@@ -34,7 +34,7 @@ def test_a_script_and_its_arguments_to_a_file(tmp_path: Path) -> None:
 def test_a_command_to_standard_output_with_the_summary_beside_it() -> None:
     done = run("--", "python3", "-m", "verl.trainer.main_ppo", *WORDS, "data.no_such_key=1")
     assert done.returncode == 1
-    assert tomllib.loads(done.stdout)["engine"]["defaults"] == "sglang"
+    assert tomllib.loads(done.stdout)["engine"]["preset"] == "sglang"
     assert "unknown: data.no_such_key=1: " in done.stderr and "# unknown: data.no_such_key=1: " in done.stdout
 
 

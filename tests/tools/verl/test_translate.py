@@ -145,7 +145,7 @@ def test_each_command_translates_with_nothing_unexplained(path: Path) -> None:
     resolve(config)
     assert (config.parallel.dp, config.parallel.tp) == wanted.pop("parallel")
     assert {key: value(config, key) for key in wanted} == wanted
-    assert config.engine.defaults == "sglang" and config.task.reward == "data_source"
+    assert config.engine.preset == "sglang" and config.task.reward == "data_source"
     assert (config.model.dtype, config.model.master_dtype) == ("bfloat16", "float32")
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from harness.weights.log_probs import Allowed
-from harness.weights.verification.summary import Metrics, report_section, verdict_phrase
+from harness.weights.verification.summary import Metrics, mismatch_of_precisions, report_section, verdict_phrase
 from tests.weights.verification.test_verification import difference
 
 ROLLOUTS: list[dict[str, float]] = [
@@ -43,6 +43,22 @@ def test_the_verdict_claims_what_the_level_checked(level: str, done: bool) -> No
     assert "after each, all 27 tensors in the engine equal the trainer's by fingerprint" in said
     assert ("read back bit for bit" in said) == done
     assert said.endswith("largest mean difference 3.0e-06, allowed 1e-05")
+
+
+def test_the_mismatch_of_precisions_stands_beside_that_of_the_first_load() -> None:
+    assert mismatch_of_precisions("bfloat16", "bfloat16", ROLLOUTS, None) == ""
+    said = mismatch_of_precisions("fp8_block", "bfloat16", ROLLOUTS, difference(2e-6), True)
+    assert said.startswith(
+        "the last sync equals a reload of the saved fp8_block weights, greedy log-probs equal bit for bit"
+    )
+    assert (
+        "the fp8_block engine and the bfloat16 trainer differ by up to 3.0e-06 in the mean (2.0e-06 on its own" in said
+    )
+    verdict = verdict_phrase("bytes", "bytes", True, ROLLOUTS, ALLOWED, (), said)
+    assert verdict.endswith(f"; {said}, allowed 1e-05") and "largest mean difference" not in verdict
+    assert "bytes show arrival" in "\n".join(section("bytes", mismatch=said))
+    unmeasured = mismatch_of_precisions("fp8_block", "bfloat16", ROLLOUTS, None)
+    assert "reload" not in unmeasured and "not measured on a load of its own" in unmeasured
 
 
 def test_tensors_that_cannot_be_followed_are_counted() -> None:

@@ -10,6 +10,7 @@ from harness.config.schema import Config
 from harness.runtime.events import EventLog
 from harness.weights.log_probs import LogProbDifference, PartDifference
 from harness.weights.verification.fingerprint import FingerprintComparison
+from harness.weights.verification.rehearsal import ReloadComparison
 from harness.weights.verification.reload import ReloadFindings
 from harness.weights.verification.verification import Level, NoBaseline, Verification, WeightsDidNotArrive
 
@@ -50,6 +51,47 @@ def test_levels_are_cumulative(tmp_path: Path) -> None:
         [True, True, True, False],
         [True, True, True, True],
     ]
+
+
+def fp8(folder: Path, level: Level = "bytes", **parts: Any) -> WithoutEngine:
+    checks = verification(folder, level, world=SimpleNamespace(device_type="cpu"), **parts)
+    checks.config.model.dtype, checks.config.model.rollout_precision = "bfloat16", "fp8_block"
+    return checks
+
+
+def test_an_fp8_engine_may_be_as_far_from_the_trainer_as_its_own_first_load(tmp_path: Path) -> None:
+    checks = fp8(tmp_path)
+    checks.set_baseline(difference(0.15))
+    checks.check_log_probs(0, difference(0.4))
+    with pytest.raises(WeightsDidNotArrive, match="in the mean .allowed 0.45"):
+        checks.check_log_probs(1, difference(0.5))
+    with pytest.raises(NoBaseline, match="at most 0.6 makes sense"):
+        fp8(tmp_path).set_baseline(difference(1.1))
+
+
+def test_only_the_last_sync_of_another_precision_is_reloaded(tmp_path: Path) -> None:
+    assert fp8(tmp_path).reloads_last and not fp8(tmp_path, "log_probs").reloads_last
+    assert not verification(tmp_path, "full").reloads_last
+    saved: list[Path] = []
+    engine = SimpleNamespace(can_ask=True)
+    checks = fp8(tmp_path, sync=SimpleNamespace(save=lambda folder, source: saved.append(folder), engine=engine))
+    checks.save_last(checks.config.run.steps - 1)
+    checks.check_last(checks.config.run.steps - 1)
+    assert saved == [] and not checks.reloaded_last
+
+
+def test_a_reload_that_changes_anything_fails_however_far_the_trainer_is(tmp_path: Path) -> None:
+    checks = fp8(tmp_path)
+    checks.set_baseline(difference(0.15))
+    checks.refuse_reload(ReloadComparison(changed=[], same_outputs=True, apart=0.0), 3)
+    with pytest.raises(WeightsDidNotArrive, match=r"^step 3: a reload .* what the engine holds: a$"):
+        checks.refuse_reload(ReloadComparison(changed=["a"], same_outputs=True, apart=0.0), 3)
+    with pytest.raises(WeightsDidNotArrive, match="greedy log-probs by 1.00e-06"):
+        checks.refuse_reload(ReloadComparison(changed=[], same_outputs=False, apart=1e-6), 3)
+    checks.world = SimpleNamespace(device_type="cuda")  # not deterministic, unless asked for
+    checks.refuse_reload(ReloadComparison(changed=[], same_outputs=False, apart=0.005), 3)
+    with pytest.raises(WeightsDidNotArrive, match=r"by 1.00e-02 .* .allowed 0.0078"):
+        checks.refuse_reload(ReloadComparison(changed=[], same_outputs=False, apart=0.01), 3)
 
 
 @pytest.mark.parametrize("mean", [1e-5, 0.0])

@@ -3,7 +3,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.weights.worker.model_state import fill_model, synced_tensors
+from harness.weights.worker.model_state import fill_model, reset_scales_of_kv_cache, synced_tensors
 from harness.weights.worker.readback import held_tensors
 
 
@@ -64,6 +64,35 @@ def test_all_that_a_sync_must_bring_changes_and_nothing_else() -> None:
         assert after[name].isfinite().all() and after[name].abs().max() <= 0.5
     assert model.rotary.eq(1).all() and model.attn.scratch.eq(1).all()
     assert model.head.weight is model.embedding.weight
+
+
+class Quantized(nn.Module):
+    """As SGLang holds block-FP8, with the scales of its KV cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.randn(300, 5, generator=torch.Generator().manual_seed(0))
+        self.weight = nn.Parameter(values.to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.ones(3, 1), requires_grad=False)
+        self.attn = nn.Module()
+        self.attn.k_scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        self.attn.v_scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+
+
+def test_8_bit_weights_and_their_scales_become_garbage_and_scales_of_the_kv_cache_stay() -> None:
+    model = Quantized()
+    assert contents(model).keys() == {"weight", "weight_scale_inv"}
+    before = {name: tensor.detach().float().clone() for name, tensor in model.named_parameters()}
+    fill_model(model, "seed")
+    after = {name: tensor.detach().float() for name, tensor in model.named_parameters()}
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {"attn.k_scale", "attn.v_scale"}
+    model.attn.k_scale.data.fill_(0.5)
+    reset_scales_of_kv_cache(model)
+    assert model.attn.k_scale == model.attn.v_scale == model.attn.k_scale_float == model.attn.v_scale_float == 1.0
+    weight = after["weight"]
+    assert weight.isfinite().all() and weight.abs().max() <= 0.5
+    assert len(weight.unique()) > 50 and (weight != before["weight"]).float().mean() > 0.9
 
 
 def test_the_same_seed_is_the_same_garbage() -> None:

@@ -1,0 +1,46 @@
+"""Whether torch_memory_saver holds an engine's CUDA graphs, so that their memory can be released and resumed.
+
+SGLang puts what a captured graph allocates under the tag "cuda_graph" only if SGLANG_MEMORY_SAVER_CUDA_GRAPH is set where its
+schedulers capture (FullCudaGraphBackend in srt/model_executor/runner_backend, until 0.5.13 CudaGraphRunner). Otherwise a release
+of that tag frees nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.rollout.sglang_api import SGLangApi
+
+VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+WITHOUT_GRAPHS = ("torch_native", "flex_attention")
+"""Attention backends for which SGLang turns graphs off itself."""
+
+
+def captures_graphs(arguments: Mapping[str, Any]) -> bool:
+    """Return whether an engine with these arguments captures CUDA graphs of decoding on a GPU."""
+    config = arguments.get("cuda_graph_config")
+    decode = config.get("decode", {}) if isinstance(config, Mapping) else {}
+    backends = (decode.get("backend"), arguments.get("cuda_graph_backend_decode"))
+    is_off = arguments.get("disable_cuda_graph") or arguments.get("disable_decode_cuda_graph") or "disabled" in backends
+    return not is_off and arguments.get("attention_backend") not in WITHOUT_GRAPHS
+
+
+def variables_of_graphs(
+    api: SGLangApi, arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> dict[str, str | None]:
+    """Return the variable that puts the graphs of an engine on a GPU into the memory saver, where that works.
+
+    A value that the user has set stays: 0 keeps the graphs where they are.
+    """
+    is_possible = api.graphs_in_memory_saver and bool(arguments.get("enable_memory_saver"))
+    return {VARIABLE: "1"} if is_possible and captures_graphs(arguments) and VARIABLE not in environment else {}
+
+
+def holds_graphs(api: SGLangApi, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
+    """Return whether the memory saver holds the graphs of an engine on a GPU that starts in this environment."""
+    value = {**environment, **variables_of_graphs(api, arguments, environment)}.get(VARIABLE) or ""
+    return (
+        api.graphs_in_memory_saver
+        and bool(arguments.get("enable_memory_saver"))
+        and captures_graphs(arguments)
+        and value.lower() in ("1", "true")
+    )
