@@ -41,6 +41,7 @@ TOOLS = {
     "full_size": {"bisection", "command_line", "environments", "plan"},
     "hosts": set(),
     "inject": {"fault_spec"},
+    "mismatch": {"export"},
     "observers": {
         "agreement",
         "environment_file",
@@ -65,7 +66,11 @@ TOOLS = {
     "watchdog": {"diagnose"},
 }
 """Tools -> the other tools that each may import; the reference is open to all."""
-ONLY_THESE_IMPORT_SGLANG = ("harness/rollout/sglang_api", "harness/runtime/standins/harness_sglang_cpu.py")
+ONLY_THESE_IMPORT_SGLANG = (
+    "harness/rollout/sglang_api",
+    "harness/runtime/standins/harness_sglang_cpu.py",
+    "harness/runtime/standins/harness_sglang_fp8.py",
+)
 LIGHT = (
     "harness.cluster.placement",
     "harness.rollout.early_start",

@@ -1,0 +1,1 @@
+"""Where a difference between the log-probs of engine and trainer comes from."""

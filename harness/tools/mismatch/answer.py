@@ -1,0 +1,147 @@
+"""The answer: which source makes engine and trainer differ, in one sentence, as a table and as JSON."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from harness.tools.mismatch.operators import Compared
+from harness.weights.log_probs import FLOOR, LogProbDifference
+
+MOST = 0.5
+"""A source that removes at least this share of the difference is named as its source."""
+NEAR = 0.05
+"""Shares that differ by no more than this are taken for equal."""
+HEAD = "head"
+"""What comes after the last module whose output is compared: the head, and the log-probs of its logits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One setting: how far engine and trainer are apart with it, and without it, on the same weights and tokens."""
+
+    name: str
+    how: str
+    """From what to what."""
+    before: LogProbDifference | None = None
+    after: LogProbDifference | None = None
+    is_broad: bool = False
+    """Whether the change includes what other changes do alone: one rank has no expert parallelism either."""
+    why_not: str = ""
+    """Why it could not be changed, if it could not."""
+
+    @property
+    def removed(self) -> float:
+        """How much smaller the mean difference is without this source; 0 if it grew, or if nothing was measured."""
+        return max(0.0, self.before.mean - self.after.mean) if self.before and self.after else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What was measured, and what follows."""
+
+    dtype: str
+    difference: LogProbDifference
+    """Of the log-probs that the engine reported while it generated, and the trainer's."""
+    prefill: LogProbDifference
+    """The same tokens scored by the engine at once."""
+    sources: Sequence[Source]
+    first: Compared | None
+    """The first output that differs, though those before it do not."""
+    compared: Sequence[Compared] = field(default_factory=tuple)
+    where: str = ""
+    """In which engine the outputs were compared."""
+    fields: Sequence[str] = ()
+    """Fields of the model's config that differ."""
+    flips: float | None = None
+    """Share of (token, router) pairs that go to other experts; None without routers."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether engine and trainer are as close as rounding lets them be."""
+        return self.total <= FLOOR[self.dtype]
+
+    @property
+    def total(self) -> float:
+        """The mean difference that is to be explained: the largest of those with every source in place."""
+        measured = [each.before.mean for each in self.sources if each.before]
+        return max(self.difference.mean, self.prefill.mean, *measured)
+
+    def share(self, source: Source) -> float:
+        """Return the share of the mean difference that is gone without this source."""
+        return source.removed / self.total if self.total else 0.0
+
+    @property
+    def largest(self) -> Source | None:
+        """The setting without which most is gone, or a narrower one without which about as much is; None if none was changed."""
+        measured = [each for each in self.sources if each.after]
+        most = max(map(self.share, measured), default=0.0)
+        near = [each for each in measured if self.share(each) >= most - NEAR]
+        return max(near, key=lambda each: (not each.is_broad, self.share(each)), default=None)
+
+    @property
+    def largest_share(self) -> float:
+        return self.share(self.largest) if self.largest else 0.0
+
+    @property
+    def source(self) -> str:
+        """The name of the largest source: a setting, else the first output that differs, else ""."""
+        if self.agrees:
+            return ""
+        if self.largest and self.largest_share >= MOST:
+            return self.largest.name
+        if self.first:
+            return self.first.module
+        # In half precision modules that agree may still round enough to explain it.
+        is_head = self.compared and self.dtype == "float32" and self.prefill.mean > FLOOR[self.dtype]
+        return HEAD if is_head else ""
+
+    def sentence(self) -> str:
+        """Return the answer in one sentence."""
+        size = f"the mean difference of the log-probs, {self.total:.1e}"
+        if self.agrees:
+            return f"engine and trainer agree: {size}, is rounding ({FLOOR[self.dtype]:.1e} or less in {self.dtype})"
+        largest, share, hint = self.largest, self.largest_share, self._hint()
+        if largest and share >= MOST:
+            return f"SOURCE: {largest.name} ({largest.how}): without it {share:.0%} of {size}, is gone{self._where()}{hint}"
+        rest = f"no setting removes more than {share:.0%}"
+        if self.first:
+            return (
+                f"SOURCE: {self.first.module}: {self.first.name} differs by {self.first.error:.1e} for {self.first.tokens:.0%} of the"
+                f" tokens, and all that was compared before it agrees to {self.first.before:.0e}; {rest} of {size}{hint}"
+            )
+        if self.source == HEAD:
+            agree = f"all {len(self.compared)} outputs of modules up to the last norm agree"
+            return f"SOURCE: {HEAD}, or how log-probs are made of its logits: {agree}, and {rest} of {size}{hint}"
+        return f"SOURCE: unknown: {rest} of {size}, and the outputs of modules show nothing{hint}"
+
+    def _where(self) -> str:
+        return f"; the first module that differs is {self.first.module}" if self.first else ""
+
+    def _hint(self) -> str:
+        return f"; the model's config differs: {'; '.join(self.fields[:3])}" if self.fields else ""
+
+    def as_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["sources"] = [asdict(each) | {"share": self.share(each)} for each in self.sources]
+        return found | {"agrees": self.agrees, "source": self.source, "sentence": self.sentence()}
+
+    def table(self) -> str:
+        """Return the table of the sources for the console, the largest first."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("source", "changed", "mean", "without", "p99", "largest", "k3", "share"):
+            table.add_column(name, justify="left" if name in ("source", "changed") else "right")
+        for each in sorted(self.sources, key=lambda each: -each.removed):
+            if each.before and each.after:
+                after = each.after
+                numbers = (each.before.mean, after.mean, after.percentile_99, after.largest, after.k3)
+                table.add_row(each.name, each.how, *(f"{number:.1e}" for number in numbers), f"{self.share(each):.0%}")
+            else:
+                table.add_row(each.name, each.why_not or each.how, *[""] * 6)
+        text = io.StringIO()
+        Console(width=150, color_system=None, file=text).print(table)
+        return text.getvalue().rstrip()

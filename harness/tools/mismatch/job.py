@@ -1,0 +1,126 @@
+"""What launch/mismatch.py does once its ranks have met.
+
+First it proves that the engine holds the trainer's weights and scores the same tokens. Only then does a difference of
+log-probs say how the two compute. After that it changes one setting at a time, on these weights and tokens, and looks for
+the first module whose output differs.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
+
+from harness.build import build
+from harness.cluster.mesh import build_meshes
+from harness.cluster.world import all_gather
+from harness.config.schema import Config
+from harness.inputs import Inputs, read_inputs
+from harness.observer import RunContext
+from harness.ppo import Ppo
+from harness.runtime.errors import Found
+from harness.tools.mismatch.answer import Answer
+from harness.tools.mismatch.operators import first_difference
+from harness.tools.mismatch.scoring import How, engine_scores, sequences_of
+from harness.tools.mismatch.search import Measured, Search, cloned
+from harness.tools.mismatch.sources import engine_changes, trainer_changes
+from harness.tools.mismatch.standalone import Row, standalone_program
+from harness.train import start_record
+from harness.weights.verification.verification import WeightsDidNotArrive
+
+ANSWER, PROGRAM = "mismatch.json", "mismatch_repro.py"
+
+
+def find_mismatch(run: RunContext) -> str:
+    """Return the sentence if engine and trainer agree; raise Found if they do not. A collective call of all ranks."""
+    record = start_record(run)
+    run, inputs = read_inputs(run)
+    run = replace(run, config=without_learning(run.config))
+    parts = build(replace(run, servers=cloned(run.servers)), inputs, record)
+    try:
+        parts.sync_weights(0)
+    except WeightsDidNotArrive as error:
+        raise Found(f"SOURCE: weights: {error}") from error
+    run.events.say("weights: the engine's fingerprints equal the trainer's")
+    measured, rows = measure_tokens(run, parts)
+    meshes = build_meshes(run.dims, run.world.device.type)
+    search = Search(run=run, inputs=inputs, parts=parts, meshes=meshes, measured=measured)
+    answer = search_sources(search, parts)
+    for server in run.servers:
+        server.close()
+    write(run, inputs, answer, rows)
+    if answer.agrees:
+        return f"PASSED: {answer.sentence()}"
+    raise Found(answer.sentence())
+
+
+def without_learning(config: Config) -> Config:
+    """Return the config without critic and reference, and with weights that are always proven."""
+    verify = config.weights.verify if config.weights.verify != "off" else "log_probs"
+    algorithm = replace(config.algorithm, advantage="grpo", kl_placement="none")
+    return replace(config, algorithm=algorithm, weights=replace(config.weights, verify=verify))
+
+
+def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
+    """Have the engine generate, and score the same tokens in every way. Return the scores, and the sequences of all ranks.
+
+    Raise Found if the engine scores other tokens than it was given.
+    """
+    assert parts.engine and parts.actor
+    with run.events.phase("generate", 0, "the engine's responses; kernels may compile"):
+        batch = parts.generate(0)
+    scored = {}
+    with run.events.phase("engine_scores", waiting_for="the engine to score the same tokens by prefill"):
+        for how in get_args(How):
+            found = engine_scores(parts.engine.group, parts.engine, batch, how)
+            if wrong := [each for some in all_gather(found.wrong_tokens) for each in some]:
+                raise Found(f"SOURCE: tokens: engine and trainer do not score the same ones: {wrong[0]}")
+            scored[how] = found.log_probs
+    run.events.say("tokens: the engine scored those that it was given")
+    rows = [row for some in all_gather(sequences_of(batch)) for row in some]
+    return Measured(batch=batch, decode=batch.require("rollout_log_probs"), prefill=scored), rows
+
+
+def search_sources(search: Search, parts: Ppo) -> Answer:
+    """Change one setting at a time, and compare what the modules return; shut the engine down."""
+    assert parts.engine
+    run, config, dtype = search.run, search.run.config, search.run.config.model.dtype
+    with run.events.phase("trainer_scores", waiting_for="the trainer's log-probs of the same tokens"):
+        sources = search.without_restart()
+    with run.events.phase("record", waiting_for="what the modules of engine and trainer compute for one sequence"):
+        fields = search.different_fields(parts.engine)
+        compared, flips = search.compare_outputs(parts.engine)
+        where = "the run's engine"
+    search.save_weights()
+    search.shut_down()
+    for engine_change in engine_changes(config):
+        source, more = search.changed_engine(engine_change, compare=not first_difference(compared, dtype))
+        sources.append(source)
+        if first_difference(more, dtype):
+            compared, where = more, f"an engine with {engine_change.name} {engine_change.how}"
+    sources += [search.changed_trainer(each) for each in trainer_changes(config, search.inputs.attention)]
+    sources += search.both_in_float32()
+    return Answer(
+        dtype=dtype,
+        difference=search.reported,
+        prefill=search.base,
+        sources=sources,
+        first=first_difference(compared, dtype),
+        compared=compared,
+        where=where,
+        fields=fields,
+        flips=flips,
+    )
+
+
+def write(run: RunContext, inputs: Inputs, answer: Answer, rows: Sequence[Row]) -> None:
+    """Write the answer and the program that shows it into the run directory, and show the table. Rank 0 does."""
+    if run.world.rank == 0:
+        (run.folder / ANSWER).write_text(json.dumps(answer.as_json(), indent=1))
+        (run.folder / PROGRAM).write_text(standalone_program(run, inputs, answer, rows))
+        if run.events.console:
+            run.events.console.show(answer.table())
+    if answer.flips is not None:
+        run.events.say(
+            f"routing: {answer.flips:.1%} of the choices of experts differ in the sequence that was looked at"
+        )
+    run.events.say(f"all numbers: {run.folder / ANSWER}; to attach to an issue: {run.folder / PROGRAM}")

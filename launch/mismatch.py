@@ -1,0 +1,73 @@
+"""Where a difference between the log-probs of engine and trainer comes from.
+
+    torchrun --nproc-per-node=2 launch/mismatch.py configs/cpu/quickstart.toml
+    torchrun --nproc-per-node=2 launch/mismatch.py CONFIG.toml --engine.args.enable_dp_attention true --engine.args.dp_size 2
+
+First the weights and the tokens are proven equal. Then one setting at a time is changed on these weights and tokens (mesh,
+precision, batches, prefix cache, decode or prefill, temperature, attention, and each of engine.args), and the outputs of the
+modules are compared. The last line names the largest source with its share, or the first module that differs; mismatch.json
+and a program to attach to an issue are in the run directory. TOML files and --section.key VALUE as for launch/ppo.py.
+Exit codes: 0 engine and trainer agree, 1 they do not, 2 the command line or config is wrong, 125 this machine cannot run it.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+
+import _checkout
+
+_checkout.use()
+
+from harness.rollout.early_start import start_early
+from harness.runtime import kernel_caches
+from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.fork_server import collecting_nothing
+from harness.tools import preflight
+from harness.tools.command_line import parse, read_known_options
+
+
+@dataclass(kw_only=True)
+class Options:
+    """TOML files and --section.key VALUE follow; see launch/ppo.py --help for the keys."""
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit code. A wrong command line is reported before anything heavy is imported."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank and {"-h", "--help"} & set(arguments):
+        return 0
+    try:
+        _, rest = read_known_options(Options, "launch/mismatch.py", __doc__ or "", arguments)
+        command = parse(rest, Options)
+        asked = command.options
+        if asked.dry_run or asked.check or asked.cuda_visible_devices or asked.nnodes != 1:
+            raise ValueError(
+                "--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out."
+            )
+        if not command.config.rollout.has_both:
+            raise ValueError("rollout.load and rollout.only run half of what is to be compared; leave them out.")
+    except ValueError as error:
+        return report_user_error(error, rank)
+    try:
+        preflight.check_rank(command.config, "launch/mismatch.py", arguments, os.environ)
+    except (ValueError, UnsupportedEnvironment) as error:
+        return report_user_error(error, rank=0)
+    os.environ.update(kernel_caches.variables(os.environ))
+    servers = start_early(command.config, preflight.device_of(command.config), os.environ)
+    with collecting_nothing():
+        from harness.run import run
+        from harness.tools.observers import standard_observers
+        from harness.tools.rewards.more_rewards import rewards_of
+
+    config = command.config
+    return run(
+        config,
+        standard_observers(config),
+        "harness.tools.mismatch.job:find_mismatch",
+        rewards=rewards_of(config),
+        servers=servers,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

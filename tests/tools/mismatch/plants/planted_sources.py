@@ -1,0 +1,187 @@
+"""A plugin of SGLang that plants one source of mismatch in every process of an engine: the one that PLANT names.
+
+SGLang calls `register` before it builds the model. Nothing of the harness is imported here.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+PLANTS: dict[str, Callable[[], None]] = {}
+
+
+def register() -> None:
+    PLANTS.get(os.environ.get("PLANT", ""), lambda: None)()
+
+
+def plant(function: Callable[[], None]) -> Callable[[], None]:
+    PLANTS[function.__name__] = function
+    return function
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method by around(the method, its self, its other arguments)."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda self, *args, **kwargs: around(real, self, *args, **kwargs))
+
+
+@plant
+def rope_base() -> None:
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    def around(
+        real: Any, self: Any, head: int, rotary: int, positions: int, base: float, *args: Any, **kw: Any
+    ) -> None:
+        real(self, head, rotary, positions, base * 2, *args, **kw)
+
+    wrap(RotaryEmbedding, "__init__", around)
+
+
+@plant
+def double_all_reduce() -> None:
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        output, bias = real(self, *args, **kw)
+        is_mlp = self.input_size != self.output_size
+        return (tensor_model_parallel_all_reduce(output) if is_mlp else output), bias
+
+    wrap(RowParallelLinear, "forward", around)
+
+
+@plant
+def router_in_bfloat16() -> None:
+    from sglang.srt.layers.linear import ReplicatedLinear
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        output, bias = real(self, *args, **kw)
+        return output.bfloat16().to(output.dtype), bias
+
+    wrap(ReplicatedLinear, "forward", around)
+
+
+@plant
+def skipped_expert() -> None:
+    from sglang.srt.layers.moe.topk import TopK
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        output = real(self, *args, **kw)
+        return output._replace(topk_weights=output.topk_weights.masked_fill(output.topk_ids == 0, 0))
+
+    wrap(TopK, "forward", around)
+
+
+@plant
+def norm_epsilon() -> None:
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    def around(real: Any, self: Any, size: int, eps: float = 1e-6, **kw: Any) -> None:
+        real(self, size, eps=1e-2, **kw)
+
+    wrap(RMSNorm, "__init__", around)
+
+
+@plant
+def temperature_not_applied() -> None:
+    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
+    from sglang.srt.layers import sampler
+
+    for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "RETURN_ORIGINAL_LOGPROB"):
+        if hasattr(sampler, name):
+            setattr(sampler, name, True)
+
+
+@plant
+def attention_scale() -> None:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> None:
+        real(self, *args, **kw)
+        self.scaling *= 1.2
+
+    wrap(RadixAttention, "__init__", around)
+
+
+@plant
+def decode_position() -> None:
+    """Decode one position too far."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    def around(real: Any, self: Any, positions: Any, *args: Any, **kw: Any) -> Any:
+        return real(self, positions + (len(positions) <= 16), *args, **kw)
+
+    wrap(RotaryEmbedding, "forward_native", around)
+
+
+@plant
+def batch_in_prefill() -> None:
+    """Compute the logits of several sequences in another way than those of one."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    def around(real: Any, self: Any, ids: Any, hidden: Any, head: Any, metadata: Any, *args: Any, **kw: Any) -> Any:
+        several = (
+            len(getattr(metadata, "extend_seq_lens_cpu", None) or getattr(metadata, "extend_seq_lens", None) or ()) > 1
+        )
+        return real(self, ids, hidden * 1.05 if several else hidden, head, metadata, *args, **kw)
+
+    wrap(LogitsProcessor, "forward", around)
+
+
+@plant
+def scaled_embedding() -> None:
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    wrap(VocabParallelEmbedding, "forward", lambda real, self, *args, **kw: real(self, *args, **kw) * 1.01)
+
+
+@plant
+def scaled_logits() -> None:
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    wrap(LogitsProcessor, "_get_logits", lambda real, self, *args, **kw: real(self, *args, **kw) * 1.05)
+
+
+@plant
+def shared_expert_twice() -> None:
+    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        output = real(self, *args, **kw)
+        return output if output is None else output * 2
+
+    wrap(DeepseekV2MoE, "_forward_shared_experts", around)
+
+
+@plant
+def correction_bias_ignored() -> None:
+    from sglang.srt.layers.moe.topk import TopK
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        import torch
+
+        if self.topk_config.correction_bias is not None:
+            self.topk_config.correction_bias = torch.zeros_like(self.topk_config.correction_bias)
+        return real(self, *args, **kw)
+
+    wrap(TopK, "forward", around)
+
+
+@plant
+def chunk_position() -> None:
+    """Count the positions of every part of a prompt but the first one too far."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    def around(real: Any, self: Any, positions: Any, *args: Any, **kw: Any) -> Any:
+        later = len(positions) > 1 and int(positions[0]) > 0
+        return real(self, positions + later, *args, **kw)
+
+    wrap(RotaryEmbedding, "forward_native", around)
+
+
+@plant
+def other_activation() -> None:
+    from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
+
+    SiluAndMul.forward_native = lambda self, x: GeluAndMul.forward_native(GeluAndMul(), x)
+    SiluAndMul.forward_cpu = SiluAndMul.forward_native

@@ -1,0 +1,70 @@
+"""launch/mismatch.py on real engines with a planted source of mismatch, and without any."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
+from tests.tools.mismatch.sources import PLANTED, Planted
+
+PLANTS = Path(__file__).with_name("plants")
+QUICK = ("rope_base", "skipped_expert", "temperature_not_applied")
+"""Planted in the default tests; the others are long."""
+
+
+def search(folder: Path, planted: Planted | None = None, *words: str) -> tuple[int, dict[str, object], Job]:
+    """Run launch/mismatch.py to its end; return the exit code, mismatch.json and the job."""
+    arguments = [QUICKSTART, *words]
+    environment = {}
+    if planted:
+        arguments += ["--model.name", planted.model, *planted.words]
+        path = os.pathsep.join(filter(None, [str(PLANTS), os.environ.get("PYTHONPATH")]))
+        environment = {"PLANT": planted.name, "PYTHONPATH": path}
+    job = Job(folder, 2, arguments, script="launch/mismatch.py", environment=environment).start()
+    code = job.wait()
+    file = folder / "mismatch.json"
+    return code, json.loads(file.read_text()) if file.exists() else {}, job
+
+
+def check(planted: Planted, folder: Path) -> None:
+    code, answer, job = search(folder, planted)
+    assert code == 1, job.output()[-4000:]
+    assert answer["source"] in planted.sources, answer["sentence"]
+    if planted.module:
+        assert answer["first"]["name"].endswith(planted.module), answer["sentence"]  # type: ignore[index]
+    assert job.output().splitlines()[-1] == f"found: {answer['sentence']}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", [each for each in PLANTED if each.name in QUICK], ids=lambda each: each.name)
+def test_a_planted_source_is_named(planted: Planted, tmp_path: Path) -> None:
+    check(planted, tmp_path / "run")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("planted", [each for each in PLANTED if each.name not in QUICK], ids=lambda each: each.name)
+def test_every_planted_source_is_named(planted: Planted, tmp_path: Path) -> None:
+    check(planted, tmp_path / "run")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe", "deepseek_v3"])
+def test_engine_and_trainer_that_agree_are_not_accused(model: str, tmp_path: Path) -> None:
+    code, answer, job = search(tmp_path / "run", None, "--model.name", model)
+    assert code == 0 and answer["agrees"] and answer["source"] == "", job.output()[-4000:]
+    assert "PASSED: engine and trainer agree" in job.output().splitlines()[-1]
+    # The program to attach needs nothing of this repository.
+    program = [sys.executable, str(tmp_path / "run" / "mismatch_repro.py")]
+    alone = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    shown = subprocess.run(program, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=300)
+    assert shown.returncode == 0 and "mean difference" in shown.stdout, shown.stdout + shown.stderr
+
+
+def test_half_a_run_has_nothing_to_compare() -> None:
+    command = [sys.executable, "launch/mismatch.py", QUICKSTART, "--rollout.only", "true"]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and "rollout.only" in run.stderr.splitlines()[-1]
