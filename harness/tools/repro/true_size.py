@@ -76,11 +76,14 @@ def use_release(release: str) -> None:
     sys.exit(subprocess.run(command, env=variables, cwd=REPOSITORY).returncode)
 
 
-def import_sglang(folder: Path) -> None:
-    """Import what check_engine and the names of a trainer need, as launch/full_size.py does, before anything imports torch."""
+def import_sglang(folder: Path, draft: bool = False) -> None:
+    """Import what check_engine and the names of a trainer need, as launch/full_size.py does, before anything imports torch.
+
+    draft: also the class of the draft model.
+    """
     from harness.tools.full_size.command import prepare_import
 
-    prepare_import(folder)
+    prepare_import(folder, draft)
     from harness.rollout.sglang_api import meta_model
 
     meta_model.import_all(folder)
@@ -96,11 +99,13 @@ def checkpoint_tensor(name: str, dtype: Any, *shape: int) -> "TensorView":
     return TensorView(name=name, of=name, dtype=dtype, shape=shape, stride=stride)
 
 
-def check_engine(folder: Path, groups: "Sequence[FusingGroup]", *, tp: int, about: str = "", **arguments: Any) -> None:
+def check_engine(
+    folder: Path, groups: "Sequence[FusingGroup]", *, tp: int, about: str = "", draft: bool = False, **arguments: Any
+) -> None:
     """Build all ranks of an engine, give each group to their loaders in a call of its own, and print what does not arrive.
 
     groups: none to build the ranks alone. about: a regular expression; only tensors that it matches are looked at, because the
-    groups are a part of the checkpoint.
+    groups are a part of the checkpoint. draft: build the draft model of speculative decoding instead.
     arguments: SGLang's server arguments. Exit with 1 if something does not arrive, or if SGLang cannot build a rank.
     """
     from harness.tools.full_size import engine_ranks
@@ -112,6 +117,7 @@ def check_engine(folder: Path, groups: "Sequence[FusingGroup]", *, tp: int, abou
         tp=tp,
         pp=1,
         processes=len(os.sched_getaffinity(0)),
+        draft=draft,
     )
     try:
         ranks = engine_ranks.examine(shape, groups, True)

@@ -279,6 +279,30 @@ def dsv4_hash_table_lost(broken: bool) -> None:
 
 
 @Case(
+    broken="the names of transformers' class, which has no MTP layer",
+    healthy="and those of the checkpoint's MTP layer",
+    signature=(r"eh_proj\S*: a parameter of the engine that nothing sent would fill",),
+    new_python=True,
+    requires=REQUIRES,
+)
+def mtp_draft_stale(broken: bool) -> None:
+    """What a trainer with transformers' class of DeepSeek-V3 sends never fills the draft model."""
+    with true_model("deepseek_v3", 4, quantization_config=None) as folder:
+        import_sglang(folder, draft=True)
+        import torch
+
+        from harness.tools.full_size.draft_model import mtp_layout
+        from harness.tools.full_size.trainer_names import trainer_names
+        from harness.weights.fusing import fusing_groups
+
+        sent = trainer_names(folder, torch.bfloat16).layout
+        mtp = () if broken else mtp_layout(folder, sent)
+        check_engine(
+            folder, fusing_groups([*sent, *mtp]), tp=8, about=r"(eh_proj|enorm|hnorm|shared_head\.norm)", draft=True
+        )
+
+
+@Case(
     broken="names as model.state_dict() has them",
     healthy="names as save_pretrained() writes them",
     signature=(

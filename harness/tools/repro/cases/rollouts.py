@@ -1,0 +1,86 @@
+"""What an engine answers: tokens, the experts that they took, and keys and values of other weights."""
+
+from typing import Any
+
+from harness.tools.repro.case import Case
+from harness.tools.repro.tiny_engine import NEW_TOKENS, PROMPT, TinyEngine, checkpoint_tensors, tiny_engine
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+
+
+@Case(
+    broken="a prompt with the last id of the vocabulary",
+    healthy="a prompt with the id before it",
+    signature=(r"given token \d+, answered token 0",),
+    failure="last-token-id-zero",
+    engine=True,
+)
+def last_token_id_zero(broken: bool) -> None:
+    """SGLang reports the last id of the vocabulary as token 0 among the log-probs of a prompt."""
+    with tiny_engine() as engine:
+        import json
+
+        vocabulary = json.loads((engine.folder / "config.json").read_text())["vocab_size"]
+        given = [*PROMPT[:4], vocabulary - 1 if broken else vocabulary - 2, *PROMPT[4:8]]
+        scored = engine.engine.generate(
+            input_ids=[given], sampling_params=GREEDY, return_logprob=True, logprob_start_len=0
+        )[0]["meta_info"]["input_token_logprobs"]
+        changed = [(token, entry[1]) for token, entry in zip(given, scored, strict=True) if entry[1] != token]
+        for token, answered in changed:
+            print(f"given token {token}, answered token {answered}", flush=True)
+
+
+@Case(
+    broken="the engine was built without enable_return_routed_experts",
+    healthy="the engine was built with it",
+    signature=(r"the answer has no routed_experts",),
+    failure="routed-experts-missing",
+    engine=True,
+    requires=("sglang>=0.5.13",),
+)
+def routed_experts_missing(broken: bool) -> None:
+    """A request for the experts of each token is answered without them if the engine was not built for it."""
+    arguments: dict[str, Any] = {} if broken else {"enable_return_routed_experts": True}
+    with tiny_engine("qwen3_moe", **arguments) as engine:
+        answer = engine.engine.generate(input_ids=[PROMPT], sampling_params=GREEDY, return_routed_experts=True)[0]
+        found = answer["meta_info"].get("routed_experts")
+        print("the answer has routed_experts" if found else "the answer has no routed_experts", flush=True)
+
+
+@Case(
+    broken="pause_generation in_place: keys and values are kept",
+    healthy="pause_generation retract: they are computed again",
+    signature=(r"the prefix cache answers from other weights: \S+",),
+    failure="stale-cache-after-pause",
+    engine=True,
+    requires=("sglang>=0.5.13",),
+)
+def stale_cache_after_pause(broken: bool) -> None:
+    """After a pause in place and an update, the prefix cache holds keys and values of the old weights."""
+    from harness.rollout import sglang_api
+
+    with tiny_engine() as engine:
+        tensors = checkpoint_tensors(engine.trainer(seed=1))
+        sampling = {"temperature": 0.0, "max_new_tokens": 10 * NEW_TOKENS, "ignore_eos": True}
+        running = sglang_api.InFlight(engine.engine, 1, {"input_ids": [PROMPT], "sampling_params": sampling})
+        sglang_api.pause_generation(engine.api, engine.engine, "in_place" if broken else "retract")
+        engine.update(tensors, flush_cache=not broken)  # a frozen request forbids a flush
+        sglang_api.continue_generation(engine.engine)
+        running.finish()
+        cached = _log_probs(engine)
+        sglang_api.call(engine.engine, "flush_cache")
+        gap = max(abs(a - b) for a, b in zip(cached, _log_probs(engine), strict=True))
+        same = "the same weights" if gap < 1e-3 else "other weights"
+        print(f"the prefix cache answers from {same}: {gap:.1e}", flush=True)
+
+
+def _log_probs(engine: TinyEngine) -> list[float]:
+    """Return log-probs of the prompt's last tokens; what comes before them may be taken from the prefix cache."""
+    answers: Any = engine.engine.generate(
+        input_ids=[[*PROMPT, 7, 8, 9, 10]],
+        sampling_params=GREEDY,
+        return_logprob=True,
+        logprob_start_len=len(PROMPT),
+    )
+    scored = answers[0]["meta_info"]["input_token_logprobs"]
+    return [entry[0] for entry in scored if entry[0] is not None]
