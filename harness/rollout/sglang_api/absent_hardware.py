@@ -48,6 +48,8 @@ class AssumedGpu:
         answers = {"get_device_properties": properties, "get_device_capability": self.capability, "current_device": 0}
         for function, value in answers.items():
             patch.object(torch.cuda, function, self._answering(function, value)).start()
+        # Some loaders move what they are given to the GPU; here it stays where it is.
+        patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor).start()
 
     def _answering(self, function: str, value: Any) -> Callable[..., Any]:
         def call(*_: Any, **__: Any) -> Any:
@@ -81,16 +83,19 @@ def without_warm_up(model: Any) -> None:
             setattr(model, name, lambda: None)
 
 
-def padding_of_gpu() -> None:
-    """Have SGLang pad experts in MXFP4 as it does where triton_kernels is installed, which its kernels for NVIDIA GPUs bring.
+def mxfp4_of_gpu() -> None:
+    """Have SGLang know MXFP4, and pad experts in it, as on a GPU with triton_kernels, which its kernels for NVIDIA GPUs bring.
 
-    Without the padding SGLang's loader fails in CPU mode where sizes do not divide, as those of gpt-oss do not by 8. In
+    Some releases register MXFP4 for GPUs alone. Without the padding SGLang's loader fails in CPU mode where sizes do not divide, as those of gpt-oss do not by 8. In
     bfloat16 a GPU's triton_kernels has the same experts transposed, which the loader of the CPU mode does not know. Call it
     once SGLang's modules are imported.
     """
     mxfp4 = sys.modules.get("sglang.srt.layers.quantization.mxfp4")
     if mxfp4 is not None and hasattr(mxfp4, "has_triton_kernels"):
         patch.object(mxfp4, "has_triton_kernels", True).start()
+    methods = getattr(sys.modules.get("sglang.srt.layers.quantization"), "QUANTIZATION_METHODS", None)
+    if mxfp4 is not None and methods is not None:
+        methods.setdefault("mxfp4", mxfp4.Mxfp4Config)
 
 
 def define_kernels(models: Path) -> None:

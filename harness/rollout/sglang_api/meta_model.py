@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from harness.rollout.sglang_api.absent_hardware import (
     define_kernels,
-    padding_of_gpu,
+    mxfp4_of_gpu,
     shapes_of_gpu,
     without_warm_up,
 )
@@ -86,7 +86,7 @@ def import_all(folder: Path) -> None:
     with _importing("srt.model_loader.loader"):
         for module in ("srt.model_loader.loader", "srt.models.registry", "srt.layers.moe"):
             _module(module)
-    padding_of_gpu()
+    mxfp4_of_gpu()
 
 
 @contextmanager
