@@ -76,6 +76,16 @@ def shapes_of_gpu(config: Any) -> None:
         patch.object(rotary, "get_rope_cpu", lambda *arguments: rotary.get_rope(*arguments[:-1])).start()
 
 
+def models_of_gpu() -> None:
+    """Have SGLang's imported model classes and their loaders take the way that they take on a GPU.
+
+    On a CPU some pad what they load: 0.5.17 pads the sinks of gpt-oss to all ranks, although with DP attention each has all.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sglang.srt.models.") and hasattr(module, "_is_cpu"):
+            patch.object(module, "_is_cpu", False).start()
+
+
 def without_warm_up(model: Any) -> None:
     """Leave out what SGLang's load_weights does last for some classes: it compiles kernels, which writes no weights."""
     for name in WARM_UPS:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from harness.rollout.sglang_api.absent_hardware import (
     define_kernels,
+    models_of_gpu,
     mxfp4_of_gpu,
     shapes_of_gpu,
     without_warm_up,
@@ -87,6 +88,7 @@ def import_all(folder: Path) -> None:
         for module in ("srt.model_loader.loader", "srt.models.registry", "srt.layers.moe"):
             _module(module)
     mxfp4_of_gpu()
+    models_of_gpu()
 
 
 @contextmanager
