@@ -20,7 +20,7 @@ class Planted:
 
 PLANTED = (
     Planted(name="rope_base", sources=("layers.0.self_attn.rotary_emb",), module="rotary_emb"),
-    Planted(name="double_all_reduce", sources=("tensor parallelism",), module="mlp.down_proj"),
+    Planted(name="double_all_reduce", sources=("tensor parallelism",)),
     Planted(name="router_in_bfloat16", model="qwen3_moe", sources=("layers.0.mlp.gate",), module="mlp.gate"),
     Planted(name="skipped_expert", model="qwen3_moe", sources=("layers.0.mlp.topk",), module="mlp.topk"),
     Planted(name="norm_epsilon", sources=("layers.0.input_layernorm",), module="input_layernorm"),
