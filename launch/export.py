@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         return 0
     environments.need("torch", "msgspec", "jinja2", "packaging", "psutil")
     from harness.tools.export.evidence import gather
-    from harness.tools.export.program import render
+    from harness.tools.export.program import check_subject, render
     from harness.tools.export.subject import read_subject
 
     try:
@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> int:
         if not words:
             raise ValueError("give a TOML file or a run directory, such as runs/20261121-054327.")
         subject = read_subject(words)
+        check_subject(subject, server)  # before the evidence, which takes seconds
         text = render(subject, gather(subject, bisect), server)
     except (ValueError, OSError) as error:
         return report_user_error(error, rank=0)

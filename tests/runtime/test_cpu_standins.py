@@ -169,21 +169,22 @@ def blocks(weight: torch.Tensor, scales: torch.Tensor, size: list[int], dtype: t
     return (weight.float() * each[..., : weight.shape[-2], : weight.shape[-1]]).to(dtype)
 
 
-def test_fp8_layers_compute_with_dequantized_weights_and_leave_other_quantizations_alone() -> None:
+def test_fp8_layers_compute_with_dequantized_weights() -> None:
     from harness.runtime.standins.harness_sglang_fp8 import _linear
 
     draw = torch.Generator().manual_seed(0)
     weight, scales = torch.randn(5, 7, generator=draw).to(torch.float8_e4m3fn), torch.rand(3, 2, generator=draw)
     layer = SimpleNamespace(weight=weight, weight_scale_inv=scales)
     x, bias = torch.randn(2, 7, generator=draw), torch.randn(5, generator=draw)
-    applied = _linear(lambda method, layer, x, bias: "SGLang's own", blocks)
+    applied = _linear(blocks)
     method = SimpleNamespace(block_quant=True, quant_config=SimpleNamespace(weight_block_size=[2, 4]))
     right = torch.empty(5, 7)
     for row in range(5):
         for column in range(7):
             right[row, column] = weight[row, column].float() * scales[row // 2, column // 4]
     torch.testing.assert_close(applied(method, layer, x, bias), x @ right.T + bias)
-    assert applied(SimpleNamespace(block_quant=False), layer, x) == "SGLang's own"
+    one_scale = SimpleNamespace(weight=weight.t(), weight_scale=torch.tensor(0.5))
+    torch.testing.assert_close(applied(SimpleNamespace(block_quant=False), one_scale, x), x @ (weight.float() * 0.5).T)
 
 
 def test_the_plugins_are_entry_points() -> None:

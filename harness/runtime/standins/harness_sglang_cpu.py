@@ -2,8 +2,9 @@
 
 torch_native always attends to the latent KV cache, so MLA models (DeepSeek) must take the absorbed method for prefill
 too; SGLang registers no method for it. DP attention asks the backend for the length of a padded sequence, and expert
-parallelism marks the experts of other ranks with -1, which the native experts take for an index. The memory for routed
-experts (enable_return_routed_experts) is pinned, which needs a GPU. SGLang calls `register`
+parallelism marks the experts of other ranks with -1, which the native experts take for an index. Where both are on, the
+experts' sum is scattered by NCCL; SGLang's own function for deterministic inference does it by an all-reduce. The memory for
+routed experts (enable_return_routed_experts) is pinned, which needs a GPU. SGLang calls `register`
 in every process of an engine, logs an error raised here, and continues: harness.tools.preflight.require_absorbed_mla
 is what refuses a release without the registry.
 """
@@ -29,6 +30,11 @@ def register() -> None:
     from sglang.srt.state_capturer.base import BaseHostCache
 
     BaseHostCache.__init__ = _in_plain_memory
+
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    if without_nccl := getattr(GroupCoordinator, "_deterministic_reduce_scatterv", None):  # not in older releases
+        GroupCoordinator.reduce_scatterv = without_nccl
 
 
 def _in_plain_memory(

@@ -4,10 +4,14 @@ SGLang has FP8 kernels for GPUs and for CPUs with AMX, and asserts that it has o
 only: what a layer holds, how it is loaded, sharded and updated is SGLang's own. Weights keep the layout of the checkpoint.
 For each call they are dequantized to the dtype of the activations, which are not quantized; SGLang's AMX kernels compute so too
 (w8a16), its GPU kernels also quantize the activations (w8a8).
+
+Linear layers with one scale for each tensor, as quantization="fp8" makes them of a checkpoint in 16 bits, are processed after
+loading as on a GPU: the weight is transposed. Their experts are not stood in for.
 """
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 
 def register() -> None:
@@ -20,11 +24,12 @@ def register() -> None:
         return
     dequantize = fp8_utils.block_quant_dequant
     linear, experts = fp8.Fp8LinearMethod, fp8.Fp8MoEMethod
-    after_loading = "process_weights_after_loading_block_quant"
+    after_loading, of_blocks = "process_weights_after_loading", "process_weights_after_loading_block_quant"
     replaced = {
-        (linear, after_loading): _keep,
-        (linear, "apply"): _linear(linear.apply, dequantize),
-        (experts, after_loading): _keep,
+        (linear, after_loading): _as_on_gpu(getattr(linear, after_loading), fp8),
+        (linear, of_blocks): _keep,
+        (linear, "apply"): _linear(dequantize),
+        (experts, of_blocks): _keep,
         (experts, "apply"): _experts(experts.apply, dequantize),
         # MLA's absorbed w_kc and w_vc: in bfloat16, as on a GPU, and not in FP8 with one scale, which needs a kernel too.
         (deepseek_weight_loader, "block_quant_to_tensor_quant"): _dequantized(dequantize),
@@ -39,14 +44,25 @@ def _keep(method: Any, layer: Any) -> None:
     """Leave the layer's weights and scales as they were loaded."""
 
 
-def _linear(apply: Any, dequantize: Any) -> Any:
-    """Return Fp8LinearMethod.apply with block-quantized weights dequantized."""
+def _as_on_gpu(process: Any, fp8: Any) -> Any:
+    """Return process_weights_after_loading without what its module does on a CPU alone: to pack the weight for AMX."""
+
+    def processed(method: Any, layer: Any) -> None:
+        with patch.object(fp8, "_is_cpu", False):
+            process(method, layer)
+
+    return processed
+
+
+def _linear(dequantize: Any) -> Any:
+    """Return Fp8LinearMethod.apply with the weight dequantized."""
     from torch.nn.functional import linear
 
     def applied(method: Any, layer: Any, x: Any, bias: Any = None) -> Any:
-        if not method.block_quant:
-            return apply(method, layer, x, bias)
-        weight = dequantize(layer.weight, layer.weight_scale_inv, method.quant_config.weight_block_size, x.dtype)
+        if method.block_quant:
+            weight = dequantize(layer.weight, layer.weight_scale_inv, method.quant_config.weight_block_size, x.dtype)
+        else:  # [columns, rows], with one scale
+            weight = (layer.weight.float() * layer.weight_scale).to(x.dtype).t()
         return linear(x, weight, bias)
 
     return applied

@@ -58,11 +58,29 @@ class Evidence:
     """The bisect's command and answer."""
 
 
+def check_subject(subject: Subject, server: bool = False) -> None:
+    """Raise ValueError for a run that no file can repeat.
+
+    It is one with an engine in block-FP8, because the templates have no code that quantizes, or one for a server whose engine
+    does not fit on one host.
+    """
+    parallel, precision = subject.config.parallel, subject.config.model.rollout_precision
+    if precision != "same":
+        instead = "add --model.rollout_precision same if the failure does not need FP8"
+        raise ValueError(
+            f'a file cannot quantize weights, so it cannot repeat model.rollout_precision = "{precision}"; {instead}.'
+        )
+    if server and parallel.tp * parallel.pp > subject.nproc_per_node:
+        ranks = f"an engine of {parallel.tp * parallel.pp} ranks on hosts of {subject.nproc_per_node}"
+        raise ValueError(f"--server needs an engine that fits on one host, got {ranks}; leave --server out.")
+
+
 def render(subject: Subject, evidence: Evidence | None = None, server: bool = False) -> str:
     """Return the file's text. server: start SGLang's server by its command line and speak HTTP to it.
 
-    Raises ValueError if an engine does not fit on one host, which a file for a server cannot start.
+    Raises ValueError as check_subject does.
     """
+    check_subject(subject, server)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -73,9 +91,6 @@ def render(subject: Subject, evidence: Evidence | None = None, server: bool = Fa
     )
     environment.filters["literal"] = literal
     values = values_of(subject, server)
-    if server and values["group"] > subject.nproc_per_node:
-        ranks = f"an engine of {values['group']} ranks on hosts of {subject.nproc_per_node}"
-        raise ValueError(f"--server needs an engine that fits on one host, got {ranks}; leave --server out.")
     header = "\n".join(_wrapped(_header(subject, evidence or Evidence(), values, server)))
     values["header"] = header.replace('"""', "'''").rstrip("\\")
     return redact.text(environment.get_template(SERVER if server else TORCHRUN).render(values))

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCK_FLOAT8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 """The quantization_config of checkpoints in DeepSeek's blocks of float8."""
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+GROUPS_OF_INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": _INT4}},
+}
+"""The quantization_config of checkpoints with a scale for each 32 columns of int4, without its "ignore"."""
 SHOWN = 12
 """How many problems are printed."""
 

@@ -19,7 +19,8 @@ from harness.tools.export.subject import RunEnd, Subject, behind, read_subject
 from tests.tools.report.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-CONFIGS = sorted(str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "configs").glob("*/*.toml"))
+FP8 = "configs/cpu/fp8_block.toml"
+CONFIGS = sorted({str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "configs").glob("*/*.toml")} - {FP8})
 PHASES = ("meet", "start_engine", "build_trainer", "sync", "generate", "old_log_probs", "update_actor", "shutdown")
 FAILED = RunEnd(
     code=1, verdict=("FIRST FAILURE: rank 1 failed",), kind="exception", ranks=(1,), phase="advantages", step=1,
@@ -159,6 +160,18 @@ def test_a_server_on_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert many.config.parallel.tp * many.config.parallel.pp > many.nproc_per_node
     with pytest.raises(ValueError, match="--server needs an engine that fits on one host"):
         render(many, server=True)
+
+
+def test_an_engine_in_fp8_is_refused_because_the_file_would_be_another_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.raises(ValueError, match='cannot repeat model.rollout_precision = "fp8_block"'):
+        render(subject_of(FP8))
+    assert render(subject_of(FP8, "--model.rollout_precision", "same"))
+    done = subprocess.run([sys.executable, "launch/export.py", FP8], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
 def test_a_run_of_64_ranks_says_where_it_ran_and_what_was_seen(tmp_path: Path) -> None:

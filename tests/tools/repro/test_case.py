@@ -45,7 +45,7 @@ def test_every_case_that_runs_without_a_gpu_was_seen() -> None:
     ("name", "words"),
     [
         ("dsv3-qkv-splt", "did you mean dsv3-qkv-a-split"),
-        ("fp8-reload", "is a known failure without a case: It needs a checkpoint in FP8"),
+        ("quantization-scales", "is a known failure without a case: It needs a quantized checkpoint"),
     ],
 )
 def test_an_unknown_name_is_one_sentence(name: str, words: str) -> None:

@@ -43,7 +43,7 @@ def test_show_has_cause_fix_difference_and_where_it_was_seen() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["show", "fp8-reload"], "without a case: It needs"),
+        (["show", "quantization-scales"], "without a case: It needs"),
         (["show", "99999"], "the catalogue links no issue 99999"),
         (["run", "torchelastic-hang"], "did you mean torchelastic-agent-store-hang?"),
         (["run"], "either names of cases or --all"),

@@ -4,12 +4,14 @@ Only what is known while a model is built and its weights are loaded shows here;
 """
 
 import os
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.tools.repro.case import Case
 from harness.tools.repro.true_size import (
     BLOCK_FLOAT8,
+    GROUPS_OF_INT4,
     check_engine,
     checkpoint_tensor,
     full_size,
@@ -325,3 +327,55 @@ def qwen3_235b_packed_experts(broken: bool) -> None:
         names = trainer_names(folder, torch.bfloat16)
         live = [checkpoint_tensor(name, each.dtype, *each.shape) for name, each in names.tensors.items()]
         check_engine(folder, fusing_groups(live if broken else names.layout), tp=8)
+
+
+@Case(
+    broken="quantization_config.ignore lacks the router's name",
+    healthy="it has it",
+    signature=(
+        r"mlp\.gate\.weight_packed: the engine knows no such parameter",
+        r"mlp\.gate\.weight: a parameter of the engine that nothing sent would fill",
+    ),
+    new_python=True,
+    requires=REQUIRES,
+)
+def int4_router(broken: bool) -> None:
+    """GLM-4.6 in int4: a router that the trainer quantizes too arrives under names that the engine ignores."""
+    linear = ["lm_head", "re:.*self_attn.*", r"re:.*mlp\.shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"]
+    ignored = [*linear, "model.embed_tokens.weight", *([] if broken else [r"re:.*mlp\.gate\..*"])]
+    quantization = {**GROUPS_OF_INT4, "ignore": ignored}
+    with true_model("glm_4_6", 4, quantization_config=quantization) as folder, true_model("glm_4_6", 4) as trainer:
+        import_sglang(folder)
+        import torch
+
+        from harness.tools.full_size.trainer_names import trainer_layout
+        from harness.weights.fusing import fusing_groups
+
+        one_expert = [
+            view
+            for view in trainer_layout(trainer, torch.bfloat16)
+            if ".experts." not in view.name or ".experts.0." in view.name
+        ]
+        sent = [each for view in one_expert for each in in_int4(view, ignored)]
+        check_engine(folder, fusing_groups(sent), tp=8, about=r"mlp\.gate\.|experts\.0\.")
+
+
+def in_int4(view: "TensorView", ignored: list[str]) -> "list[TensorView]":
+    """Return what slime sends in place of a tensor: every matrix that config.json does not ignore is quantized.
+
+    slime: quantize_params_compressed_tensors of megatron_to_hf/processors/quantizer_compressed_tensors.py.
+    """
+    import torch
+
+    is_ignored = any(
+        re.match(rule.removeprefix("re:"), view.name) if rule.startswith("re:") else view.name.startswith(rule)
+        for rule in ignored
+    )
+    if is_ignored or not view.name.endswith(".weight") or len(view.shape) < 2:
+        return [view]
+    rows, columns = view.shape
+    return [
+        checkpoint_tensor(f"{view.name}_packed", torch.int32, rows, columns // 8),
+        checkpoint_tensor(f"{view.name}_scale", torch.bfloat16, rows, columns // 32),
+        checkpoint_tensor(f"{view.name}_shape", torch.int32, 2),
+    ]

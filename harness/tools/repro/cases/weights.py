@@ -35,6 +35,21 @@ def dsv3_qkv_a_split(broken: bool) -> None:
 
 
 @Case(
+    broken='quantization="fp8": SGLang quantizes a checkpoint in bfloat16 while it loads',
+    healthy="no quantization",
+    signature=(r"'Parameter' object has no attribute 'weight_loader'",),
+    engine=True,
+)
+def fp8_reload(broken: bool) -> None:
+    """An engine that quantized its weights to FP8 itself generates with them, but cannot load others."""
+    with tiny_engine(dtype="bfloat16", quantization="fp8" if broken else None) as engine:
+        engine.generate()
+        trainer = engine.trainer(seed=1)
+        engine.update(checkpoint_tensors(trainer))
+        engine.compare(trainer)
+
+
+@Case(
     broken="correction biases of -2",
     healthy="correction biases of +2",
     signature=(r"of [1-9]\d* tokens: experts outside of the best group",),
