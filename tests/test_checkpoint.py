@@ -54,7 +54,9 @@ KEYS = st.sampled_from(["step", "ranks", "optimizer_steps", "checksums", "checks
 JSON_LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 
 
-def parts(folder: Path, model: str = "qwen2", seed: int = 5, keep: int = 0, **actor: Any) -> Checkpoints:
+def parts(
+    folder: Path, model: str = "qwen2", seed: int = 5, keep: int = 0, dtype: schema.Dtype = "float32", **actor: Any
+) -> Checkpoints:
     """What a checkpoint saves, on this rank; moments wait in host memory between uses."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     source = folder / f"source-{model}"
@@ -63,6 +65,7 @@ def parts(folder: Path, model: str = "qwen2", seed: int = 5, keep: int = 0, **ac
     dist.barrier()
     updates = {"minibatch_size": 4, "microbatch_size": 2, "learning_rate": 1e-3}
     config = schema.Config(
+        model=schema.Model(dtype=dtype),
         actor=schema.ActorConfig(**updates | actor),
         critic=schema.CriticConfig(**updates),
         memory=schema.Memory(offload_optimizer=ROLES, offload_parameters=("critic",)),
@@ -130,6 +133,15 @@ def resume_and_go_on(rank: int, folder: Path) -> Any:
     return before, resumed, update(made, 2), digests(made), said(made)
 
 
+def resume_in_float16(rank: int, folder: Path) -> list[float]:
+    """Return the loss scales of actor and critic after a resume."""
+    saving, resuming = (parts(folder, seed=seed, dtype="float16") for seed in (5, 6))
+    saving.actor.loss_scale.fill_(64.0)
+    saving.save(3)
+    resuming.resume(folder / "checkpoints" / "step-3")
+    return [float(learner.loss_scale) for learner in resuming.learners]
+
+
 def resume_another(rank: int, folder: Path, model: str) -> str:
     with pytest.raises(ConfigError) as raised:
         parts(folder, model).resume(folder / "checkpoints" / "step-3")
@@ -190,6 +202,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with a checkpoint of two ranks, and what rank 0 computed."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, on_ranks(save_and_go_on, 2, folder, folder)[0]
+
+
+@pytest.mark.slow
+def test_the_loss_scale_of_float16_is_resumed(tmp_path: Path) -> None:
+    assert on_ranks(resume_in_float16, 1, tmp_path, tmp_path) == [[64.0, 2.0**16]]
 
 
 @pytest.mark.slow

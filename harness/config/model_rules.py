@@ -21,10 +21,20 @@ COUNTS = (
     " moe_intermediate_size num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok n_group"
 )
 """Fields that must be whole numbers of at least 1."""
+NO_CPU_BUILD = "of which no CPU build is published"
+SPARSE = "for its sparse attention (DSA) SGLang asks torch.cuda which GPU there is, and has kernels for GPUs alone"
+HYBRID = f"its class takes kernels of sgl_kernel when it is imported, {NO_CPU_BUILD}"
 CPU_MODELS = {
+    "deepseek_v32": SPARSE,
+    "glm_moe_dsa": SPARSE,
+    "gpt_oss": f"its attention sinks need a GPU backend (triton, fa3 and the like), or intel_amx in sgl_kernel, {NO_CPU_BUILD}",
+    "minimax_m2": "its norm of queries and keys is a Triton kernel (rms_sumsq_serial), and Triton needs a GPU",
     "qwen2_moe": "its shared expert ends in a Triton kernel (fused_gate_sigmoid_mul_add), and Triton needs a GPU",
-    "gpt_oss": "SGLang serves it only with GPU attention backends (triton, fa3, trtllm_mha and the like)",
-    "qwen3_next": "SGLang keeps the state of its linear attention in a buffer that needs a GPU (FLA)",
+    "qwen3_5": HYBRID,
+    "qwen3_5_moe": HYBRID,
+    "qwen3_5_moe_text": HYBRID,
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": f"its linear attention needs kernels of FLA (on a GPU) or of sgl_kernel.mamba, {NO_CPU_BUILD}",
 }
 """model_type -> why CPU mode cannot serve it."""
 

@@ -231,12 +231,16 @@ def _model(config: Config) -> Iterator[Wrong]:
     if model.overrides and model.name not in TINY_MODELS:
         only = f'only the tiny models ({", ".join(TINY_MODELS)}) have overrides, and model.name = "{model.name}"'
         yield Wrong(f"model.overrides.{next(iter(model.overrides))}", f"{only}; edit its config.json instead")
-    if model.dtype == "float32" and model.master_dtype == "bfloat16":
-        why = 'model.dtype = "float32" would compute with weights that are already rounded'
+    if model.dtype != "bfloat16" and model.master_dtype == "bfloat16":
+        why = f'model.dtype = "{model.dtype}" would compute with weights that are already rounded'
+        yield Wrong("model.master_dtype", f'{why}; use "float32"')
+    if model.master_dtype == "float16":
+        why = "AdamW does not work in float16, where its second moments (squares of gradients) are 0 below 6e-8"
         yield Wrong("model.master_dtype", f'{why}; use "float32"')
     if model.attention == "flash_attention_2" and model.dtype == "float32":
         yield Wrong(
-            "model.attention", 'flash attention cannot compute in float32; use model.dtype = "bfloat16", or "auto"'
+            "model.attention",
+            'flash attention cannot compute in float32; use model.dtype = "bfloat16" or "float16", or "auto"',
         )
     if model.weights == "random" and config.engine.initial_weights == "checkpoint":
         why = 'model.weights = "random" saves no checkpoint'

@@ -7,7 +7,7 @@ Nothing here imports torch, so that --help, --dry-run and every mistake in a con
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 TransportName = Literal["pull", "tensor", "bucket", "distributed", "disk"]
 TINY_MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight")
 """model.name of the models that task/tiny_models.py makes on the spot."""
@@ -81,16 +81,20 @@ class Model:
     """A local folder, a hub id (OWNER/NAME), or a tiny random model: qwen2, qwen3, llama, qwen3_moe, deepseek_v3 or
     moonlight."""
     dtype: Dtype = "float32"
-    """Dtype of the engine's weights, and the one that the trainer computes in."""
+    """Dtype of the engine's weights, and the one that the trainer computes in. float16 rounds an eighth as much as bfloat16,
+    but holds nothing above 65504, and loses what is below 6e-8. Actor and critic therefore multiply their losses by 65536
+    before the backward pass, and divide the gradient by it in float32. Where a gradient is not finite, the scale is divided
+    by 4 and the pass run again; at a scale of 1, or with a loss that is not finite, the run fails. Resuming keeps the
+    scale."""
     master_dtype: Dtype = "float32"
     """Dtype of the parameters that actor and critic update, of their gradients and of AdamW's moments. bfloat16 (only
     with dtype = bfloat16) halves their memory, but rounds most of an update away for learning rates below about
-    1e-4."""
+    1e-4. float16 is refused: AdamW's second moments, which are squares of gradients, would be 0 in it."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of a tiny model's config to replace, such as num_hidden_layers = 4. Only for tiny models."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """The trainer's attention, by its name in transformers. auto: sdpa, or eager for models that sdpa computes wrongly
-    or not at all. flash_attention_2 needs the package flash-attn, a GPU and dtype = bfloat16."""
+    or not at all. flash_attention_2 needs the package flash-attn, a GPU and dtype = bfloat16 or float16."""
     packed: bool = False
     """Whether the trainer concatenates the sequences of a microbatch in one row instead of padding them. Results are
     the same; nothing is computed on padding."""

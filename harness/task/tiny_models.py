@@ -167,7 +167,7 @@ def save_tiny_model(
 ) -> Path:
     """Write config.json, model.safetensors and a tokenizer trained on `texts`; return the folder.
 
-    Without `weights` no model is made, however large, and model.safetensors is left out. `dtype` is float32 or bfloat16;
+    Without `weights` no model is made, however large, and model.safetensors is left out. `dtype` is one of schema.Dtype;
     `device` is where it will run and chooses the sizes, the model is made on the CPU. The same arguments give the same
     bytes (under one version of transformers).
     """

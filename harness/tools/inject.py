@@ -132,7 +132,8 @@ class Injector(Observer):
         learner = self.parts[fault.phase.removeprefix("update_")]
 
         def spoil() -> None:
-            learner.after_backward.clear()
+            if learner.loss_scale <= 1:  # else the backward is run again, as after an overflow of float16
+                learner.after_backward.clear()
             parameter = next(
                 each for each in learner.model.parameters() if each.grad is not None and local(each).numel()
             )

@@ -60,19 +60,25 @@ def check_complete(layout: Iterable[TensorView], tensors: Mapping[str, torch.Ten
             raise WeightsRefused(f"{name}: the checkpoint's tensors hold {sent[name]} of its {tensor.numel()} elements")
 
 
-def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightsRefused on every rank, naming tensors with a NaN or an infinity. A collective call of all ranks."""
+def check_finite(tensors: Mapping[str, torch.Tensor], layout: Iterable[TensorView] = ()) -> None:
+    """Raise WeightsRefused on every rank, naming tensors with a NaN or an infinity. A collective call of all ranks.
+
+    layout: as the tensors are sent. What is sent in float16 must be finite there, which ends at 65504.
+    """
     sums = {}
+    narrow = {view.of for view in layout if view.dtype == torch.float16}
     for name, tensor in tensors.items():
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if local.is_floating_point():
+            local = local.to(torch.float16) if name in narrow else local
             wide = local.to(torch.float32) if local.itemsize == 1 else local  # torch multiplies no 8-bit floats
             sums[name] = wide.mul(0).sum(dtype=torch.float32)  # zero, unless one value is not finite
     wrong = list(compress(sums, torch.stack(list(sums.values())).isnan().tolist())) if sums else []
     found = {name: rank for rank, names in reversed(list(enumerate(all_gather(wrong)))) for name in names}
     if found:
         listed = ", ".join(f"{name} (rank {rank})" for name, rank in list(found.items())[:SHOWN])
-        raise WeightsRefused(f"{len(found)} tensor(s) hold a NaN or an infinity: {listed}; nothing was sent.")
+        sent = ", as they are sent in float16 (up to 65504)" if narrow else ""
+        raise WeightsRefused(f"{len(found)} tensor(s) hold a NaN or an infinity{sent}: {listed}; nothing was sent.")
 
 
 def check_coverage(

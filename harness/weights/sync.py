@@ -85,7 +85,7 @@ class WeightSync:
 
     def _refuse_what_cannot_arrive(self) -> None:
         check_shards(self.weights.tensors)
-        check_finite(self.weights.tensors)
+        check_finite(self.weights.tensors, self.weights.layout)
         if self.engine.can_ask and not self._covered:
             self.loader.trace_once()
             self.unfilled = check_coverage(

@@ -58,7 +58,7 @@ MISTAKES = [
     ("--actor.schedule exponential", "actor.schedule", '"cosine"', 'got "exponential"'),
     ("--algorithm.advantage ppo", "algorithm.advantage", 'one of "gae", "grpo", "rloo"', 'got "ppo"'),
     ("--weights.transport stream", "weights.transport (command line) must be one of", '"pull"', 'got "stream"'),
-    ("--model.dtype fp16", "model.dtype", '"float32", "bfloat16"', 'got "fp16"'),
+    ("--model.dtype fp16", "model.dtype", '"float32", "bfloat16", "float16"', 'got "fp16"'),
     # What ends a response, half a run, and what is validated.
     ("--validation.every 2", "validation.every = 2", "set validation.source"),
     ("--validation.before_train true", "validation.before_train", "set validation.source"),
@@ -171,6 +171,22 @@ MISTAKES = [
         '"rloo"',
     ),
     ("--model.master_dtype bfloat16", 'model.master_dtype = "bfloat16"', 'model.dtype = "float32"', 'use "float32"'),
+    (
+        "--model.dtype float16 --model.master_dtype bfloat16",
+        'model.master_dtype = "bfloat16"',
+        'model.dtype = "float16"',
+        'use "float32"',
+    ),
+    (
+        "--model.dtype float16 --model.master_dtype float16",
+        'model.master_dtype = "float16"',
+        "AdamW does not work in float16",
+        'use "float32"',
+    ),
+    (
+        "--model.dtype float16 --model.rollout_precision fp8_block",
+        'model.dtype must be "bfloat16" for model.rollout_precision = "fp8_block"',
+    ),
     ("reserved.toml", "engine.args.port = 1", "engine.base_port"),
     ("--engine.args.tp_size 4", "engine.args.tp_size = 4", "parallel.tp"),
     (

@@ -7,6 +7,7 @@ import pytest
 
 from harness.config.facts import EngineArgument, Facts, SGLangFacts
 from harness.config.layers import ConfigError
+from harness.config.model_rules import CPU_MODELS
 from harness.config.resolve import SYNC_SECTIONS, resolve
 from harness.config.schema import Config
 from harness.runtime.errors import UnsupportedEnvironment
@@ -107,7 +108,7 @@ def test_what_cannot_work_is_one_sentence(words: str, facts: Facts, parts: list[
     ("words", "model"),
     [
         ("--engine.args.kv_cache_dtype fp8_e4m3", None),
-        ("--model.name x/y", {"model_type": "qwen3_next"}),
+        *(("--model.name x/y", {"model_type": name}) for name in CPU_MODELS),
         ("--model.name x/y", {"model_type": "deepseek_v3", "kv_lora_rank": 512}),
     ],
 )

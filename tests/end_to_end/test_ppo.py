@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launching import QUICKSTART, Job, run
+from tests.rollout.test_parallel_engines import PARALLEL_ENGINES
 from tests.tools.report.test_trace import check_trace
 
 pytestmark = pytest.mark.slow
@@ -188,6 +189,36 @@ def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart:
     assert job.left_behind() == []
 
 
+@pytest.mark.parametrize(
+    ("model", "transport"),
+    [
+        ("qwen2", "bucket"),
+        pytest.param("qwen2", "pull", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "bucket", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "pull", marks=pytest.mark.long),
+    ],
+)
+def test_float16_with_a_loss_scale(model: str, transport: str, tmp_path: Path) -> None:
+    words = ["--model.name", model, "--model.dtype", "float16", "--weights.transport", transport]
+    job = run(tmp_path / "run", 2, QUICKSTART, *words, "--weights.verify", "bytes")
+    assert job.process.returncode == 0, job.output()
+    steps = job.metrics()
+    assert all(1e-5 < step["log_prob_difference_mean"] < 0.05 for step in steps[:3]), "it computes in float16"
+    for role in ("actor", "critic"):
+        assert all(step[f"{role}/loss_scale"] > 1 and step[f"{role}/grad_norm"] > 0 for step in steps[:3])
+    assert "each read back bit for bit" in job.output()
+    assert job.left_behind() == []
+
+
+@pytest.mark.long
+def test_a_nan_gradient_in_float16_is_not_taken_for_an_overflow(tmp_path: Path) -> None:
+    words = ["--model.dtype", "float16", "--inject", "nan-gradient@update_actor:1:1"]
+    job = run(tmp_path / "run", 2, QUICKSTART, *words)
+    assert job.process.returncode == 1
+    said = "the gradient norm of the actor must be finite, got nan; it is not on rank 1"
+    assert f'FloatingPointError: {said} (model.dtype = "float16", loss scale 1)' in job.output()
+
+
 @pytest.mark.long
 def test_deepseek_in_bfloat16_on_two_engines_with_rloo_and_named_tensors(tmp_path: Path) -> None:
     job = run(
@@ -204,16 +235,17 @@ def test_deepseek_in_bfloat16_on_two_engines_with_rloo_and_named_tensors(tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "arguments"),
-    [
-        ("deepseek_v3", ["--engine.args.enable_dp_attention", "true", "--engine.args.dp_size", "2"]),
-        ("qwen3_moe", ["--engine.args.ep_size", "2"]),
-    ],
-)
-def test_dp_attention_and_expert_parallelism_on_the_cpu(model: str, arguments: list[str], tmp_path: Path) -> None:
-    words = [QUICKSTART, "--model.name", model, *arguments, "--weights.verify", "bytes", "--run.steps", "2"]
-    job = run(tmp_path / "run", 2, *words)
+@pytest.mark.parametrize("transport", ["bucket", "pull"])
+@pytest.mark.parametrize("arguments", PARALLEL_ENGINES.values(), ids=PARALLEL_ENGINES)
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_moe"])
+def test_dp_attention_and_expert_parallelism_on_the_cpu(
+    model: str, arguments: dict[str, object], transport: str, tmp_path: Path
+) -> None:
+    given = [word for name, value in arguments.items() for word in (f"--engine.args.{name}", str(value).lower())]
+    words = ["--model.name", model, "--weights.transport", transport, "--weights.verify", "bytes", "--run.steps", "2"]
+    job = run(tmp_path / "run", 2, QUICKSTART, *words, *given)
     assert job.process.returncode == 0, job.output()
-    assert all(step["log_prob_difference_mean"] < 1e-5 for step in job.metrics()[:2])
+    assert "3 weight syncs: each read back bit for bit" in job.output()
+    differences = [step["log_prob_difference_mean"] for step in job.metrics()[:2]]
+    assert all(difference < 1e-5 for difference in differences), differences
     assert job.left_behind() == []

@@ -60,7 +60,7 @@ def test_a_wrong_shape_is_sent_in_one_phase_only() -> None:
 
 def test_a_weight_and_a_gradient_become_nan() -> None:
     model = torch.nn.Linear(2, 2)
-    actor = SimpleNamespace(model=model, after_backward=[])
+    actor = SimpleNamespace(model=model, after_backward=[], loss_scale=1.0)
     sync = sync_of()
     injector, _ = injector_of("nan-weight@sync", "nan-gradient@update_actor", sync=sync, actor=actor)
     injector.phase_begins("sync", 0)

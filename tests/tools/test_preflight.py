@@ -34,7 +34,7 @@ MISTAKES = {
     "--run.steps many": "must be an integer",
     "--run.steps 0": "must be at least 1",
     "--run.steps": "has no value",
-    "--model.dtype fp8": 'must be one of "float32", "bfloat16", got "fp8"',
+    "--model.dtype fp8": 'must be one of "float32", "bfloat16", "float16", got "fp8"',
     "--dry-rnu": "the nearest is --dry-run",
     "quickstart": "must be a TOML file or an option",
     "missing.toml": "is not a file",
@@ -182,6 +182,7 @@ NOT_ON_CPU = {
     "--model.name {dir}/qwen2_moe": "cannot serve a qwen2_moe model: its shared expert ends in a Triton kernel",
     "--model.name {dir}/gpt_oss": "cannot serve a gpt_oss model",
     "--model.name {dir}/qwen3_next": "cannot serve a qwen3_next model",
+    "--model.name {dir}/minimax_m2": "cannot serve a minimax_m2 model: its norm of queries and keys is a Triton kernel",
     f"{DRAFT} EAGLE": 'engine.args.speculative_algorithm = "EAGLE"',
     f"{DRAFT} NGRAM": 'engine.args.speculative_algorithm = "NGRAM"',
     "--engine.args.kv_cache_dtype fp8_e4m3": 'engine.args.kv_cache_dtype = "fp8_e4m3"',
@@ -192,7 +193,7 @@ NOT_ON_CPU = {
 def test_what_cpu_mode_cannot_serve_is_125_before_a_rank_starts(
     words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("qwen2_moe", "gpt_oss", "qwen3_next"):
+    for name in ("qwen2_moe", "gpt_oss", "qwen3_next", "minimax_m2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
         (tmp_path / name / "tokenizer.json").touch()

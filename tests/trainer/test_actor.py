@@ -49,6 +49,28 @@ def test_errors_are_raised_on_every_rank_and_leave_the_model(measurements: Measu
         assert errors["weights"] == 0
 
 
+def test_gradients_in_float16_are_those_of_float32_whatever_the_size_of_the_loss(measurements: Measurements) -> None:
+    for rank in measurements:
+        measured = rank["float16"]
+        for size in ("usual", "tiny", "huge"):
+            found = measured[size]
+            assert found["error"] < 0.01 and found["grad_norm"] == pytest.approx(1, abs=0.01), (size, found)
+            assert found["saved"] == found["loss_scale"] and not found["has_scale_in_float32"]
+        assert measured["unscaled"] > 0.5, "without a loss scale the tiny gradient is lost"
+        assert measured["tiny"]["loss_scale"] == 2**16 > measured["huge"]["loss_scale"] >= 1, "the huge one overflowed"
+
+
+def test_in_float16_a_gradient_that_no_loss_scale_makes_finite_is_an_error(measurements: Measurements) -> None:
+    for rank in measurements:
+        infinite, spoiled = rank["float16"]["infinite"], rank["float16"]["spoiled"]
+        assert infinite["weights"] == spoiled["weights"] == 0
+        assert set(infinite["scales"]) == {2.0**16}, "a loss that is not finite is not an overflow of the gradient"
+        assert sorted(set(spoiled["scales"])) == [4.0**n for n in range(9)]
+        said = spoiled["said"]
+        assert said.startswith("the gradient norm of the actor must be finite, got nan; it is not on ranks 0, 1")
+        assert 'model.dtype = "float16"' in said
+
+
 @pytest.mark.long
 def test_same_seed_same_updates_in_another_process(measurements: Measurements, offloads: Measurements) -> None:
     first = measurements[0]["training"]

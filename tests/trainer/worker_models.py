@@ -271,6 +271,60 @@ def measure_mixed(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
     }
 
 
+def measure_float16(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
+    """Gradients in float16 against those in float32, of losses of usual, tiny and huge size; and what never is finite."""
+    result: dict[str, Any] = {}
+
+    def actor_in(dtype: torch.dtype, size: float) -> tuple[Actor, Batch]:
+        model = load_causal_lm(path, torch.float32, CPU, mesh, compute_dtype=dtype)
+        config = schema.Config(
+            model=schema.Model(dtype="float16" if dtype == torch.float16 else "float32"),
+            actor=schema.ActorConfig(minibatch_size=8, max_grad_norm=1e30),
+            algorithm=schema.Algorithm(kl_placement="none"),
+            rollout=ROLLOUT,
+        )
+        actor = Actor(model, config, mesh, CPU)
+        batch = local.replace(advantages=local.require("advantages") * size)
+        return actor, batch.replace(old_log_probs=actor.log_probs(batch)[0])
+
+    def gradient(dtype: torch.dtype, size: float, *, scaled: bool = True) -> tuple[Tensor, dict[str, float], Actor]:
+        actor, batch = actor_in(dtype, size)
+        if not scaled:
+            actor.loss_scale.fill_(1.0)
+        gradients = record_gradients(actor.model, actor.optimizer)
+        metrics = actor.step(batch)
+        return torch.cat([each.flatten() for each in gradients.values()]).double(), metrics, actor
+
+    for name, size in (("usual", 1.0), ("tiny", 1e-6), ("huge", 1e3)):
+        wide, metrics, _ = gradient(torch.float32, size)
+        narrow, in_float16, actor = gradient(torch.float16, size)
+        result[name] = {
+            "error": float((narrow - wide).norm() / wide.norm()),
+            "grad_norm": in_float16["grad_norm"] / metrics["grad_norm"],
+            "loss_scale": in_float16["loss_scale"],
+            "saved": float(actor.tensors()["actor/loss_scale"]),
+            "has_scale_in_float32": "loss_scale" in metrics,
+        }
+        if name == "tiny":
+            result["unscaled"] = float((gradient(torch.float16, size, scaled=False)[0] - wide).norm() / wide.norm())
+
+    def fails(actor: Actor, batch: Batch) -> dict[str, Any]:
+        before, backwards = wholes(actor.model), []
+        actor.after_backward.append(lambda: backwards.append(float(actor.loss_scale)))
+        said = message(FloatingPointError, lambda: actor.step(batch))
+        return {"said": said, "scales": backwards, "weights": furthest(before, wholes(actor.model))}
+
+    result["infinite"] = fails(*actor_in(torch.float16, float("inf")))
+    actor, batch = actor_in(torch.float16, 1.0)
+
+    def spoil() -> None:
+        local_part = next(actor.model.parameters()).grad.to_local()  # type: ignore[union-attr]
+        local_part.view(-1)[0] = float("nan")
+
+    actor.after_backward.append(spoil)
+    return result | {"spoiled": fails(actor, batch)}
+
+
 def measure_tied(path: str, mesh: DeviceMesh, local: Batch) -> dict[str, Any]:
     model = load_causal_lm(path, torch.float32, CPU, mesh)
     actor = new_actor(model, mesh, microbatch_size=2)
@@ -328,6 +382,7 @@ def main() -> None:
     results["random"] = measure_random(str(folder / "deepseek_v3"), mesh, alone)
     results["bfloat16"] = measure_bfloat16(str(folder / "deepseek_v3"), mesh, local)
     results["mixed"] = {name: measure_mixed(str(folder / name), mesh, local) for name in ("qwen2", "deepseek_v3")}
+    results["float16"] = measure_float16(str(folder / "qwen2"), mesh, local)
     results["tied"] = measure_tied(str(folder / "qwen2_tied"), mesh, local)
     results["training"] = train(folder / "training", mesh)
     results["errors"] = measure_errors(str(folder / "qwen2"), mesh, local)

@@ -32,6 +32,7 @@ DEEPSEEK = {
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
 }  # fmt: skip
 MLA = DEEPSEEK | {"rope_parameters": YARN, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+DSA = {"index_topk": 32, "index_head_dim": 32, "index_n_heads": 4}
 NO_MLA = DEEPSEEK | {"num_key_value_heads": 4, "head_dim": 16}
 MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 4,
@@ -40,15 +41,21 @@ MAMBA = {
 GPT = {"n_embd": 64, "n_head": 8, "n_layer": 2, "n_inner": 128, "n_positions": 256}
 TIED = {"tie_word_embeddings": True}
 HEADS = {"head_dim": 16}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 FIELDS: dict[str, dict[str, Any]] = {
     "afmoe": MOE, "apertus": {}, "arcee": {}, "cohere": TIED, "cohere2": TIED | {"sliding_window": 64},
-    "deepseek_v2": DEEPSEEK | {"rope_parameters": YARN, "topk_method": "greedy"}, "deepseek_v3": MLA, "dots1": NO_MLA,
+    "deepseek_v2": DEEPSEEK | {"rope_parameters": YARN, "topk_method": "greedy"}, "deepseek_v3": MLA,
+    "deepseek_v32": MLA | DSA, "dots1": NO_MLA,
     "ernie4_5": HEADS,
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 128, "moe_layer_start_index": 1,
                      "moe_layer_end_index": 1, "moe_num_shared_experts": 1},
     "falcon_h1": MAMBA | HEADS | {"mamba_d_ssm": 128},
     "gemma": TIED | HEADS, "gemma2": TIED | HEADS | {"sliding_window": 64},
     "gemma3_text": TIED | HEADS | {"sliding_window": 64}, "glm4": HEADS, "glm4_moe": NO_MLA, "glm4_moe_lite": MLA,
+    "glm_moe_dsa": MLA | DSA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "gpt2": TIED | GPT,
     "gpt_oss": EXPERTS | HEADS | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
     "granite": {}, "granitemoe": EXPERTS,
@@ -60,12 +67,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64}, "persimmon": {}, "phi": {}, "phi3": {}, "qwen2": {},
     "qwen2_moe": MOE | {"shared_expert_intermediate_size": 128, "head_dim": 8}, "qwen3": HEADS, "qwen3_moe": MOE,
-    "qwen3_next": MOE | {"shared_expert_intermediate_size": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-                         "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16,
-                         "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4},
+    "qwen3_5_moe_text": MOE | LINEAR | {"shared_expert_intermediate_size": 128}, "qwen3_5_text": HEADS | LINEAR,
+    "qwen3_next": MOE | LINEAR | {"shared_expert_intermediate_size": 128},
     "seed_oss": HEADS, "smollm3": {}, "stablelm": {}, "starcoder2": {},
 }  # fmt: skip
 """Architecture, as transformers calls it -> the fields that make it tiny."""
+HYBRID = {
+    "full_attention_interval": 2, "layer_types": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 ENGINE_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring_func": "softmax"},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
@@ -75,9 +84,11 @@ ENGINE_FIELDS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid", "rotary_dim": 16, "use_routing_bias": True, "use_qk_norm": True,
         "qk_norm_type": "per_layer",
     },
-    "qwen3_next": {"full_attention_interval": 2, "layer_types": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "qwen3_5_moe_text": HYBRID, "qwen3_5_text": HYBRID, "qwen3_next": HYBRID,
 }  # fmt: skip
 """What SGLang's class reads besides, and transformers' config of today does not write."""
+GPU_ONLY = ("deepseek_v32", "glm_moe_dsa", "qwen3_5_moe_text", "qwen3_5_text")
+"""Those whose classes are not built without the answers of a GPU, in SGLang 0.5.23."""
 TRANSPORTS = ("tensor", "pull")
 
 
@@ -127,6 +138,8 @@ def engine_model_of(name: str, folder: Path) -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
+    from harness.rollout.sglang_api.absent_hardware import AssumedGpu, shapes_of_gpu
+
     arguments = ServerArgs(
         model_path=str(folder),
         device="cpu",
@@ -136,6 +149,8 @@ def engine_model_of(name: str, folder: Path) -> Any:
         dtype="float32",
         disable_overlap_schedule=True,
     )
+    if name in GPU_ONLY:
+        AssumedGpu().answer()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     initialize_moe_config()
     bootstrap._init_parallel_groups(
@@ -145,6 +160,8 @@ def engine_model_of(name: str, folder: Path) -> Any:
     config = adjust_config_with_unaligned_cpu_tp(ModelConfig.from_server_args(arguments), load, 1)
     for each in (config.hf_config, config.hf_text_config):
         vars(each).update(ENGINE_FIELDS.get(name, {}))
+    if name in GPU_ONLY:
+        shapes_of_gpu(config.hf_config)
     bootstrap.init_layer_runtime(model_config=config)
     torch.set_default_dtype(torch.float32)
     model = _initialize_model(config, load, None)
@@ -237,11 +254,13 @@ def main(names: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Kernels that some classes look for as they are imported, and that nothing here calls.
-    for kernel in ("fused_sigmoid_mul_cpu", "fused_moe_router_cpu"):
-        setattr(torch.ops.sgl_kernel, kernel, None)
+    import sglang
+
+    from harness.rollout.sglang_api.absent_hardware import define_kernels
+
+    define_kernels(Path(sglang.__file__).parent / "srt" / "models")
     import sglang.srt.managers.scheduler
-    import sglang.srt.models.registry  # noqa: F401
+    import sglang.srt.models.registry
 
     context = multiprocessing.get_context("fork")
     for name in names or FIELDS:

@@ -23,9 +23,11 @@ pytestmark = [
     ),
 ]
 
-COMPUTING = {"apertus", "falcon_h1", "gemma", "gpt_oss", "granitemoehybrid", "mamba2", "persimmon"}
+COMPUTING = {
+    "apertus", "deepseek_v32", "falcon_h1", "gemma", "glm_moe_dsa", "gpt_oss", "granitemoehybrid", "mamba2", "persimmon",
+}  # fmt: skip
 """Those of which some tensors arrive otherwise than as they were sent."""
-DERIVING = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+DERIVING = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
 
 
 @pytest.fixture(scope="module")

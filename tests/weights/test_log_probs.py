@@ -100,6 +100,21 @@ def test_float32_fails_for_an_error_of_1e_4_and_passes_what_is_healthy() -> None
     assert FLOOR["float32"] == pytest.approx(1e-5, rel=0.01)
 
 
+def test_what_was_measured_in_float16_passes_and_a_silent_failure_does_not() -> None:
+    allowed = Allowed.of("float16", difference(0.0011, sequence=0.0012, position=0.0012))
+    assert allowed.violations(difference(0.0012, sequence=0.0013)) == []
+    assert any("in the mean (" in each for each in allowed.violations(difference(0.0139)))
+    assert Allowed.of("float16", difference(1e-4)).mean == FLOOR["float16"]
+
+
+def test_in_float16_rare_choices_of_other_experts_pass_although_the_baseline_had_none() -> None:
+    quiet, noisy = difference(0.0009, sequence=0.001, position=0.001), difference(0.023, sequence=0.035, position=0.021)
+    assert len(Allowed.of("float16", quiet).violations(noisy)) == 3
+    assert Allowed.of("float16", quiet, has_experts=True).violations(noisy) == []
+    assert Allowed.of("float16", quiet, has_experts=True).violations(difference(0.2589)) != []
+    assert Allowed.of("bfloat16", quiet, has_experts=True) == Allowed.of("bfloat16", quiet)
+
+
 def test_without_a_baseline_the_floor_alone_counts() -> None:
     allowed = Allowed.of("bfloat16", None)
     assert allowed.mean == FLOOR_WITHOUT_BASELINE["bfloat16"]
@@ -145,7 +160,7 @@ def test_rollouts_merge_to_the_mean_of_all_tokens_and_the_worst_parts() -> None:
     assert merge([one]) == one
 
 
-@given(st.floats(0, 1), st.sampled_from(["float32", "bfloat16"]))
+@given(st.floats(0, 1), st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_a_rollout_like_its_baseline_always_passes(mean: float, dtype: str) -> None:
     assert dtype in FLOOR
     baseline = difference(mean, sequence=1.9 * mean, position=0.7 * mean)

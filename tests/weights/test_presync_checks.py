@@ -271,6 +271,16 @@ def huge(live: Live, rank: int) -> None:
     local(live["a"]).fill_(3.4e38)  # finite, though the sum is not
 
 
+def too_large_for_float16(live: Live, rank: int) -> None:
+    if rank == 1:
+        local(live["a"])[0, 0] = 65520.0  # which rounds to the number after 65504
+
+
+def check_finite_in_float16(live: Live) -> None:
+    """Of "a" alone, as "plain" stays wider."""
+    check_finite(live, [view_of("a", (1,), dtype=torch.float16), view_of("plain", (3,), dtype=torch.float32)])
+
+
 def missing(live: Live, rank: int) -> None:
     if rank == 1:
         live["a"] = with_rows(live["a"], 1)
@@ -310,6 +320,13 @@ CHECKS: tuple[tuple[Callable[[Live], None], Callable[[Live, int], None] | None, 
         check_finite,
         infinity_in_both,
         "2 tensor(s) hold a NaN or an infinity: plain (rank 0), b (rank 0); nothing was sent.",
+    ),
+    (check_finite, too_large_for_float16, ""),
+    (check_finite_in_float16, None, ""),
+    (
+        check_finite_in_float16,
+        too_large_for_float16,
+        "1 tensor(s) hold a NaN or an infinity, as they are sent in float16 (up to 65504): a (rank 1); nothing was sent.",
     ),
     (check_shards, missing, "a: rank 1 holds 1 of the 2 rows of its shard"),
     (check_shards, absent, "plain: rank 1 has none, but every rank must hold its shard."),

@@ -27,7 +27,7 @@ BESIDE_BYTES = 5.7 * GIB
 Measured after a step of configs/gpu/memory_7b.toml (4 H200, sglang 0.5.17, torch 2.11): 14.6 GiB were in use, of which this
 is neither parameters nor buffers of the sync.
 """
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BESIDE, KV_CACHE = "CUDA, NCCL, SGLang", "engine: KV cache"
 GATHERED, ADAMW = "FSDP2: layers gathered", "AdamW's temporaries"
 NOTES = (

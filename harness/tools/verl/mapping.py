@@ -15,7 +15,8 @@ from harness.config.rules import DERIVED_ENGINE_ARGUMENTS
 from harness.config.schema import KlEstimator, LossAggregation
 from harness.tools.verl.draft import Draft, counterparts, full
 
-DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+MASTER_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+DTYPES = MASTER_DTYPES | {"float16": "float16", "fp16": "float16", "half": "float16"}
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "rloo": "rloo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 KL_ESTIMATORS = {name: name for name in get_args(KlEstimator)} | {
     "kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+",
@@ -100,7 +101,7 @@ def model(draft: Draft, environment: Mapping[str, str]) -> None:
     path = draft.get("@.model.path")
     draft.put("model.name", with_home(str(path), environment), "@.model.path")
     choose(draft, "model.dtype", "@.rollout.dtype", DTYPES, "bfloat16")
-    choose(draft, "model.master_dtype", "@.actor.fsdp_config.model_dtype", DTYPES, "float32")
+    choose(draft, "model.master_dtype", "@.actor.fsdp_config.model_dtype", MASTER_DTYPES, "float32")
     trainer_dtypes(draft)
     attention = "@.model.override_config.attn_implementation"
     if draft.get(attention) in ("eager", "sdpa"):

@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from harness.cluster.world import World, all_gather
+from harness.config.model_rules import EXPERTS
 from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
 from harness.runtime.events import EventLog
@@ -89,7 +90,14 @@ class Verification:
     @property
     def allowed(self) -> Allowed:
         """The differences of log-probs that pass."""
-        return Allowed.of(self.precision, self.baseline)
+        return Allowed.of(self.precision, self.baseline, has_experts=self.precision == "float16" and self.has_experts)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        model: Any = self.sync.model
+        fields = model.config.get_text_config()
+        return any(getattr(fields, name, None) for name in EXPERTS.split())
 
     @property
     def precision(self) -> Precision:

@@ -46,6 +46,10 @@ def test_float32_masters_cost_what_they_are_and_the_config_still_fits() -> None:
     assert mixed.bucket_bytes == narrow.bucket_bytes and mixed.engine == narrow.engine
 
 
+def test_float16_takes_what_bfloat16_takes() -> None:
+    assert of(MEMORY_7B, "--model.dtype", "float16").stages == of(MEMORY_7B).stages
+
+
 @pytest.mark.parametrize(
     ("words", "held"),
     [

@@ -255,6 +255,11 @@ MAPPED: list[tuple[str, dict[str, Any]]] = [
     ("actor_rollout_ref.rollout.expert_parallel_size=2", {"engine.args.ep_size": 2}),
     ("actor_rollout_ref.rollout.enforce_eager=True", {"engine.args.disable_cuda_graph": True}),
     ("actor_rollout_ref.rollout.load_format=safetensors", {"engine.initial_weights": "checkpoint"}),
+    (
+        "actor_rollout_ref.rollout.dtype=float16 actor_rollout_ref.actor.fsdp_config.dtype=float16",
+        {"model.dtype": "float16", "model.master_dtype": "float32"},
+    ),
+    ("actor_rollout_ref.rollout.dtype=half", {"model.dtype": "float16"}),
     ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", {"model.master_dtype": "bfloat16"}),
     ("custom_reward_function.path=~/r.py custom_reward_function.name=score", {"task.reward": "/h/r.py:score"}),
     (
@@ -304,6 +309,7 @@ SAID: list[tuple[str, str, str]] = [
     ("data.image_key=images", "unsupported", "text"),
     ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "unsupported", "float16"),
     ("actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "irrelevant", "model.dtype"),
+    ("actor_rollout_ref.actor.fsdp_config.model_dtype=float16", "unsupported", "float16"),
     ("actor_rollout_ref.actor.megatron.dtype=float16", "unsupported", "float16"),
     ("+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32", "unsupported", "fp32"),
     ("actor_rollout_ref.rollout.max_model_len=1024", "unsupported", "1024 tokens"),

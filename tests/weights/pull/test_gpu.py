@@ -18,6 +18,8 @@ KINDS = [
     (torch.float32, torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.bfloat16, torch.float32),
     (torch.float32, torch.float16, torch.float16),
+    (torch.float32, torch.float16, torch.float32),
+    (torch.float16,) * 3,
     (torch.bfloat16, torch.bfloat16, torch.float32),
     (torch.bfloat16,) * 3,
     (torch.float32,) * 3,

@@ -18,7 +18,14 @@ from harness.weights.pull.tiles import Move, TileKind, in_pairs, tile_tables
 def moves(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Move]:
     """(source view, target view, the move between them)."""
     dtypes = draw(
-        st.sampled_from([(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32,) * 2])
+        st.sampled_from(
+            [
+                (torch.float32, torch.bfloat16),
+                (torch.float32, torch.float16),
+                (torch.bfloat16, torch.bfloat16),
+                (torch.float32,) * 2,
+            ]
+        )
     )
     shape = draw(
         st.lists(st.sampled_from([1, 2, 3, 8, 130, 1040]), min_size=1, max_size=3).filter(lambda s: np.prod(s) < 30000)
