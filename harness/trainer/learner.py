@@ -110,7 +110,7 @@ class Learner(ShardedModel):
         The generator, on the CPU, must have the same state on every rank: it draws the minibatches from the sequences of all
         ranks, so that one seed gives the same minibatches at any world size. All batches must have the same number of sequences.
         Return metrics, the same on every rank: means weighted by tokens; loss and grad_norm are means over optimizer steps, and
-        learning_rate is that of the last step.
+        learning_rate, and loss_scale in float16, are those of the last step.
         """
         sequences = len(batch) * self.mesh.size()
         steps = [
@@ -122,11 +122,13 @@ class Learner(ShardedModel):
         metrics = {
             name: sum(step[name] * step["tokens"] for step in steps) / tokens
             for name in steps[0]
-            if name not in ("tokens", "loss", "grad_norm")
+            if name not in ("tokens", "loss", "grad_norm", "loss_scale")
         }
         for name in ("loss", "grad_norm"):
             metrics[name] = sum(step[name] for step in steps) / len(steps)
-        return {**metrics, "optimizer_steps": float(len(steps)), "learning_rate": steps[-1]["learning_rate"]}
+        of_last_step: tuple[str, ...] = ("learning_rate", "loss_scale")
+        last = {name: steps[-1][name] for name in of_last_step if name in steps[-1]}
+        return {**metrics, "optimizer_steps": float(len(steps)), **last}
 
     def step(self, batch: Batch, rows: Sequence[int] | None = None) -> dict[str, float]:
         """Take one optimizer step on these rows of all ranks' batches (None: all). A collective call.

@@ -16,6 +16,7 @@ from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
 from harness.tools.export import program as export
 from harness.tools.mismatch.answer import Answer
+from harness.tools.mismatch.search import SENT, WEIGHTS
 from harness.tools.mismatch.sources import engine_changes, trainer_changes
 from harness.weights.log_probs import FLOOR
 
@@ -41,7 +42,7 @@ def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Se
     values = {
         "sentence": answer.sentence().replace('"""', "'''").replace("\\", "/"),
         "versions": f"sglang {sglang_api.probe().version}",
-        "folder": str(run.folder / "weights"),
+        "folder": str(run.folder),
         "rows": [ids for ids, _ in rows[:ROWS]],
         "responses": [count for _, count in rows[:ROWS]],
         "found": found,
@@ -68,7 +69,11 @@ def arm(config: Config, device: Any, attention: str, dtype: str = "") -> dict[st
     }
     arguments.pop("enable_memory_saver", None)
     plain = attention.removeprefix("packed_")
-    return {"engine": arguments, "trainer": {"dtype": dtype or config.model.dtype, "attention": plain}}
+    return {
+        "weights": WEIGHTS if config.model.rollout_precision == "same" else SENT,
+        "engine": arguments,
+        "trainer": {"dtype": dtype or config.model.dtype, "attention": plain},
+    }
 
 
 def control_arm(config: Config, device: Any, attention: str, source: str) -> Mapping[str, Any] | None:
