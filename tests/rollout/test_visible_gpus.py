@@ -15,6 +15,7 @@ def engine_of(rank: int, locations: list[RankLocation]) -> Any:
     engine: Any = object.__new__(VerlEngine)
     placement = place(ParallelDims(dp=2, tp=2, pp=1), locations, "cuda")[rank // 2]
     engine.node, engine.device_type = placement.nodes[0], "cuda"
+    engine.api, engine.engine_args = SimpleNamespace(graphs_in_memory_saver=False), {}
     engine._locations, engine.group = dict(enumerate(locations)), SimpleNamespace(rank=rank)
     return engine
 
