@@ -321,14 +321,13 @@ def allowed(subject: Subject, takes_baseline: bool = True) -> str:
 
     takes_baseline: whether the run's own applies, which was taken with a trainer on the same device.
     """
-    from harness.weights.log_probs import FACTOR, FLOOR, FLOOR_WITHOUT_BASELINE  # imports torch
+    from harness.weights.log_probs import FLOOR_WITHOUT_BASELINE  # imports torch
 
     dtype = subject.config.model.dtype
     if subject.config.weights.verify == "off":
         return 'float("inf")'
     baselines = [each for each in subject.events if takes_baseline and each["event"] == "log_prob_baseline"]
-    taken = [each["log_prob_difference_mean"] for each in baselines]
-    return f"{max(FLOOR[dtype], FACTOR * taken[0]) if taken else FLOOR_WITHOUT_BASELINE[dtype]:.2g}"
+    return f"{baselines[0]['allowed'] if baselines else FLOOR_WITHOUT_BASELINE[dtype]:.2g}"
 
 
 def device_of(subject: Subject) -> Literal["cpu", "cuda"]:
