@@ -313,7 +313,7 @@ class VerlEngine:
         self._on_head(lambda: call(partial(sglang_api.continue_generation, self._engine)))
 
     def set_weight_version(self, version: str) -> None:
-        """Name the weights that the engine holds from here on. Answers tell the name in meta_info."""
+        """Give the engine's current weights a version. Every later answer has it in meta_info."""
         call = partial(self._recorded, "set_weight_version")
         self._on_head(lambda: call(partial(sglang_api.set_weight_version, self._engine, version)))
 

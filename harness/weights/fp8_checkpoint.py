@@ -55,7 +55,7 @@ def write_quantized_model(source: str, folder: Path, dtype: torch.dtype, *, weig
 
 
 def quantized_tensors(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a safetensors file in block-FP8: weights that are quantized with their scales, others as they are."""
+    """Yield the tensors of a safetensors file, quantized to block-FP8: a weight and its scales, or a tensor that stays as it is."""
     with safe_open(file, framework="pt") as opened:
         for name in sorted(opened.keys()):
             tensor = opened.get_tensor(name)

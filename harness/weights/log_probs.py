@@ -91,7 +91,7 @@ class Allowed:
 
     @classmethod
     def of(cls, precision: Precision, baseline: LogProbDifference | None, *, has_experts: bool = False) -> "Allowed":
-        """Return max(floor, factor x baseline) for each statistic; no part is expected to be better than the mean.
+        """Return max(floor, factor x baseline) for each statistic. A sequence or position may always be as far off as the mean.
 
         has_experts: the model is a mixture of experts. In float16 its routers seldom choose otherwise than the trainer's: the
         median rollout was 0.001 to 0.003, the largest up to 7 times the mean of all, so that a baseline says little about the

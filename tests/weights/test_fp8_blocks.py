@@ -68,7 +68,7 @@ def whole_values() -> dict[str, torch.Tensor]:
 
 
 def layout() -> tuple[TensorView, ...]:
-    """As transformers writes these tensors: experts one by one."""
+    """The layout in which transformers saves these tensors: each expert is a tensor of its own."""
     views = [view_of(name, shape, dtype=torch.bfloat16) for name, shape in (MATRICES | PLAIN).items()]
     for expert in range(3):
         for number, half in enumerate(("gate_proj", "up_proj")):

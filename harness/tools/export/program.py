@@ -81,8 +81,16 @@ def render(subject: Subject, evidence: Evidence | None = None, server: bool = Fa
     Raises ValueError as check_subject does.
     """
     check_subject(subject, server)
+    values = values_of(subject, server)
+    header = "\n".join(_wrapped(_header(subject, evidence or Evidence(), values, server)))
+    values["header"] = header.replace('"""', "'''").rstrip("\\")
+    return redact.text(templates().get_template(SERVER if server else TORCHRUN).render(values))
+
+
+def templates(*folders: Path) -> jinja2.Environment:
+    """Return the templates of Python programs in these folders and this one, with the filter `literal`."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -90,10 +98,7 @@ def render(subject: Subject, evidence: Evidence | None = None, server: bool = Fa
         autoescape=False,
     )
     environment.filters["literal"] = literal
-    values = values_of(subject, server)
-    header = "\n".join(_wrapped(_header(subject, evidence or Evidence(), values, server)))
-    values["header"] = header.replace('"""', "'''").rstrip("\\")
-    return redact.text(environment.get_template(SERVER if server else TORCHRUN).render(values))
+    return environment
 
 
 def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:

@@ -61,4 +61,4 @@ def prepare_import(folder: Path, draft: bool = False) -> None:
 
     meta_model.prepare_import(folder, draft=draft)
     warnings.filterwarnings("ignore")
-    logging.disable(logging.ERROR)  # SGLang tells what a CPU lacks; what it cannot build, it raises
+    logging.disable(logging.ERROR)  # SGLang logs every kernel that a CPU lacks; a real failure is an exception

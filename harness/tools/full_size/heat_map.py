@@ -128,7 +128,7 @@ class HeatMap:
             yield round(self.left + (column + 0.5) * self.cell_width, 1), self.columns[column]
 
     def row_labels(self) -> Iterator[tuple[float, str, str]]:
-        """Yield the labels of the rows, and what is written behind them, with their base lines."""
+        """Yield (y of its base line, label, note at its right end) for each row."""
         for row, label in enumerate(self.rows):
             yield self.top + row * HEIGHT + 12, label, self.marks.get(row, "")
 
@@ -153,5 +153,5 @@ def label_of(numbers: range) -> str:
 
 
 def summed(matrix: Sequence[Sequence[int]], rows: Sequence[range], columns: Sequence[range]) -> list[list[int]]:
-    """Return the sums of the fields of a matrix, for each run of rows and run of columns."""
+    """Return the matrix at a coarser grid: the sum over each block, which is some of the rows and some of the columns."""
     return [[sum(matrix[row][column] for row in some for column in others) for others in columns] for some in rows]

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from harness.config.schema import Config
 from harness.inputs import Inputs
 from harness.observer import RunContext
@@ -14,7 +12,7 @@ from harness.rollout import sglang_api
 from harness.rollout.defaults import engine_defaults
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
-from harness.tools.export import program as export
+from harness.tools.export.program import templates
 from harness.tools.mismatch.answer import Answer
 from harness.tools.mismatch.search import SENT, WEIGHTS
 from harness.tools.mismatch.sources import engine_changes, trainer_changes
@@ -30,15 +28,6 @@ def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Se
     """Return the text of a program that needs sglang and transformers alone. Its second arm is without the source."""
     config, device = run.config, run.world.device_type
     found = arm(config, device, inputs.attention)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([Path(__file__).parent, Path(export.__file__).parent]),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,
-    )
-    environment.filters["literal"] = export.literal
     values = {
         "sentence": answer.sentence().replace('"""', "'''").replace("\\", "/"),
         "versions": f"sglang {sglang_api.probe().version}",
@@ -50,10 +39,10 @@ def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Se
         "floor": FLOOR[config.model.dtype],
         "cuda": device == "cuda",
         "group": config.parallel.tp * config.parallel.pp,
-        "is_mla": hasattr(inputs, "model_folder") and "kv_lora_rank" in _fields(inputs.model_folder),
+        "is_mla": "kv_lora_rank" in _fields(inputs.model_folder),
         "stand_in_names": runpy.run_path(str(STANDINS / "sgl_kernel" / "__init__.py"))["NAMES"],
     }
-    return redact.text(environment.get_template("program.py.jinja").render(values))
+    return redact.text(templates(Path(__file__).parent).get_template("program.py.jinja").render(values))
 
 
 def arm(config: Config, device: Any, attention: str, dtype: str = "") -> dict[str, Any]:

@@ -77,7 +77,7 @@ class PullTransport:
     def bytes_read(self) -> dict[int, int]:
         """Return trainer rank -> how many bytes of its memory the scheduler next to this rank reads in one pull.
 
-        Elements that come over the network from other hosts are not counted. A collective call of all ranks, after a sync.
+        What other hosts send over the network is not counted. Call it after a sync, on all ranks (a collective call).
         """
         return self.engine.ask(puller.bytes_read, self._name)
 

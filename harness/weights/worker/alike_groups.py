@@ -1,4 +1,4 @@
-"""Groups that a loader treats alike, such as those of equal layers, traced together: a call of SGLang's loader has its own costs."""
+"""Trace groups that a loader treats alike, such as those of equal layers, in one call: each call of SGLang's loader is slow."""
 
 import re
 from collections import Counter, defaultdict

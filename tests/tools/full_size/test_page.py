@@ -1,4 +1,4 @@
-"""The page of an answer: each rank is there, what is lost is marked, and no name becomes a part of the page."""
+"""The HTML page shows every rank, marks what is lost, and escapes every name."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What an engine answers: tokens, the experts that they took, and keys and values of other weights."""
+"""Answers of an engine that are wrong: a token id, missing routed experts, a prefix cache of old weights."""
 
 from typing import Any
 

@@ -99,7 +99,7 @@ def kimi_k3_fp8_tp16(broken: bool) -> None:
 @Case(
     broken="tp 8 with ep 8",
     healthy="tp 8",
-    # A tensor with memory says "size of tensor a (16) must match the size of tensor b (128)".
+    # Off the meta device torch words it as "size of tensor a (16) must match the size of tensor b (128)".
     signature=(
         r"experts\.(gate_up|down)_proj: .*tensor (a )?\(16\) must match the .*\(128\) at non-singleton dimension 0",
     ),
@@ -179,7 +179,7 @@ def dsv4_marlin_tp16(broken: bool) -> None:
 @Case(
     broken="the engine's experts are in blocks of float8 (SGLANG_DSV4_FP4_EXPERTS=0)",
     healthy="they are in float4, as the checkpoint's",
-    # A tensor with memory says "size of tensor a (56) must match the size of tensor b (224)".
+    # Off the meta device torch words it as "size of tensor a (56) must match the size of tensor b (224)".
     signature=(
         r"experts\.0\.w[13]\.scale: .*tensor (a )?\(56\) must match the .*\(224\) at non-singleton dimension 1",
     ),
