@@ -149,10 +149,10 @@ def end_processes(processes: Mapping[int, psutil.Process], stop: Callable[[], No
     _signal_all(alive, signal.SIGSTOP)  # from now on none makes a new file, or reacts to the end of another one
     files |= _made_by(processes)
     files -= shared_memory_files([os.getpid()])
+    for file in files:  # before their ends: if we are killed here, others still see by these processes what to remove
+        file.unlink(missing_ok=True)
     _signal_all(alive, signal.SIGKILL)
     _wait_for_end(alive, END_SECONDS)
-    for file in files:
-        file.unlink(missing_ok=True)
 
 
 def _signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:

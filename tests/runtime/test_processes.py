@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +29,11 @@ LATE_HOLDER = "import sys; sys.stdin.readline(); file = open('/dev/shm/harness_t
 READER = (
     "import sys; file = open('/dev/shm/harness_test_model.gguf', 'rb'); print('ready', flush=True); sys.stdin.read()"
 )
+ENDER = """
+import psutil
+from harness.runtime.processes import end_processes
+end_processes({{{0}: psutil.Process({0})}})
+"""
 SLEEPER = "import time; time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
 PARENT = f"""
@@ -59,6 +65,20 @@ def test_end_leaves_no_process_and_no_shared_memory() -> None:
     assert shared_memory_files([process.pid]) == {file}
     end_processes({process.pid: process})
     assert not process.is_running()
+    assert not file.exists()
+
+
+def test_a_process_that_is_killed_while_it_ends_another_leaves_no_shared_memory() -> None:
+    """Nothing shows any more whose file it was, once the process that made it is dead."""
+    file = Path("/dev/shm/harness_test_ender")
+    held = holder(file)
+    end = os.pidfd_open(held.pid)
+    ender = python(ENDER.format(held.pid))
+    select.select([end], [], [])
+    ender.kill()
+    os.close(end)
+    ender.wait()
+    held.wait()
     assert not file.exists()
 
 
