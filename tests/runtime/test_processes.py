@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_end_leaves_no_process_and_no_shared_memory() -> None:
 
 def test_a_process_that_is_killed_while_it_ends_another_leaves_no_shared_memory() -> None:
     """Nothing shows any more whose file it was, once the process that made it is dead."""
-    file = Path("/dev/shm/harness_test_ender")
+    file = Path(f"/dev/shm/harness_test_ender_{uuid.uuid4().hex}")
     held = holder(file)
     end = os.pidfd_open(held.pid)
     ender = python(ENDER.format(held.pid))
@@ -79,7 +80,9 @@ def test_a_process_that_is_killed_while_it_ends_another_leaves_no_shared_memory(
     os.close(end)
     ender.wait()
     held.wait()
-    assert not file.exists()
+    was_left = file.exists()
+    file.unlink(missing_ok=True)
+    assert not was_left
 
 
 @pytest.mark.parametrize("writes", [True, False])
