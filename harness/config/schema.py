@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+RolloutPrecision = Literal["same", "fp8_block"]
 TransportName = Literal["pull", "tensor", "bucket", "distributed", "disk"]
 TINY_MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v3", "moonlight")
 """model.name of the models that task/tiny_models.py makes on the spot."""
@@ -101,7 +102,7 @@ class Model:
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """Where the first weights come from. checkpoint: the trainer and the engine load the saved model. random: nothing
     is saved or loaded; each rank fills its own shards, and the first sync brings the engine its weights."""
-    rollout_precision: Literal["same", "fp8_block"] = "same"
+    rollout_precision: RolloutPrecision = "same"
     """Precision of the engine's weights. same: model.dtype. fp8_block: as DeepSeek-V3 is served, the matrices of decoder
     layers in e4m3 with one scale for each 128 x 128 block, quantized anew at each sync. The engine then loads a quantized
     copy of the model, which is written to the run directory. Needs dtype = bfloat16 and sizes of whole blocks."""

@@ -11,7 +11,7 @@ are those of quantizing the whole matrix in one place. Experts are stacked along
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -170,15 +170,18 @@ class _Quantized:
 class Fp8BlockConverter:
     """Send what another Converter sends, with the matrices of decoder layers in block-FP8."""
 
-    def __init__(self, source: Converter) -> None:
-        """source: its layout says to which dtype values are rounded before they are quantized. Raise ValueError."""
+    def __init__(self, source: Converter, quantizes: Callable[[str, Sequence[int]], bool] = is_quantized) -> None:
+        """source: its layout says to which dtype values are rounded before they are quantized. Raise ValueError.
+
+        quantizes: whether the checkpoint tensor of this name and shape is.
+        """
         self.source = source
         tensors, by_tensor = source.tensors(), dict[str, list[TensorView]]()
         for view in source.layout():
             by_tensor.setdefault(view.of, []).append(view)
         self._quantized: dict[str, _Quantized] = {}
         for of, views in by_tensor.items():
-            wanted = [is_quantized(view.name, view.shape) for view in views]
+            wanted = [quantizes(view.name, view.shape) for view in views]
             if any(wanted):
                 if not all(wanted):
                     raise ValueError(f"{of}: some of its checkpoint tensors would be quantized, and some not.")
@@ -193,6 +196,13 @@ class Fp8BlockConverter:
 
     def layout(self) -> tuple[TensorView, ...]:
         return self._layout
+
+    def scale_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the tensors of scales, by name.
+
+        Those with two axes are sharded by rows as their weight is. Those with one are the same on every rank.
+        """
+        return {scale_name(of): quantized.scale_shape for of, quantized in self._quantized.items()}
 
     @torch.no_grad()
     def tensors(self) -> Mapping[str, torch.Tensor]:

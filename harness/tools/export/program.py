@@ -3,9 +3,9 @@
 `values_of` says what the file must do: settings, the fault to plant and the arms. `render` fills in a template.
 """
 
+import ast
 import builtins
 import re
-import runpy
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,15 +61,9 @@ class Evidence:
 def check_subject(subject: Subject, server: bool = False) -> None:
     """Raise ValueError for a run that no file can repeat.
 
-    It is one with an engine in block-FP8, because the templates have no code that quantizes, or one for a server whose engine
-    does not fit on one host.
+    It is one for a server whose engine does not fit on one host.
     """
-    parallel, precision = subject.config.parallel, subject.config.model.rollout_precision
-    if precision != "same":
-        instead = "add --model.rollout_precision same if the failure does not need FP8"
-        raise ValueError(
-            f'a file cannot quantize weights, so it cannot repeat model.rollout_precision = "{precision}"; {instead}.'
-        )
+    parallel = subject.config.parallel
     if server and parallel.tp * parallel.pp > subject.nproc_per_node:
         ranks = f"an engine of {parallel.tp * parallel.pp} ranks on hosts of {subject.nproc_per_node}"
         raise ValueError(f"--server needs an engine that fits on one host, got {ranks}; leave --server out.")
@@ -105,8 +99,10 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
     """Return what the template needs to know of the run, the header apart."""
     config, parallel, model, device = subject.config, subject.config.parallel, subject.config.model, device_of(subject)
     fields = {**tiny_fields(model.name, device), **model.overrides} if is_tiny(model.name) else {}
-    is_random = model.weights == "random" and is_tiny(model.name)
-    dummy = config.engine.initial_weights == "dummy" or is_random
+    fp8 = model.rollout_precision == "fp8_block"
+    is_random = model.weights == "random" and is_tiny(model.name) and not fp8
+    # Dummy weights would make the scales of an FP8 engine's KV cache random, and a file has no way to set them.
+    dummy = (config.engine.initial_weights == "dummy" or is_random) and not fp8
     own = {"load_format": "dummy" if dummy else "auto", "skip_tokenizer_init": True}
     arguments = engine_defaults(device, config.engine.preset) | own
     moves_memory = device == "cuda" and bool((arguments | config.engine.args).get("enable_memory_saver"))
@@ -134,8 +130,9 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
         "model": "deepseek_v3" if model.name == "moonlight" else model.name,
         "model_config": {key: value for key, value in fields.items() if value is not None or key == "q_lora_rank"},
         "is_random": is_random,
+        "fp8": fp8,
         "is_mla": model.name in ("deepseek_v3", "moonlight"),
-        "stand_in_names": runpy.run_path(str(STANDINS / "sgl_kernel" / "__init__.py"))["NAMES"],
+        "stand_in_names": stand_in_names(),
         "engine_arguments": arguments,
         "given": config.engine.args,
         "transport": transport_of(subject),
@@ -165,6 +162,18 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
     }
 
 
+def stand_in_names() -> list[str]:
+    """Return the names of sgl_kernel that SGLang's CPU mode imports: those of its stand-in, read without importing it."""
+    tree = ast.parse((STANDINS / "sgl_kernel" / "__init__.py").read_text(encoding="utf-8"))
+    found = list[str]()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAMES":
+            found += ast.literal_eval(node.value)
+        elif isinstance(node, ast.ImportFrom) and node.level:  # those that it has in files of its own
+            found += [each.asname or each.name for each in node.names]
+    return found
+
+
 def transport_of(subject: Subject) -> Literal["bucket", "disk", "tensor"]:
     """Return how the file sends weights: as the run did, or in the nearest way that fits in a file."""
     asked = "disk" if subject.config.parallel.pp > 1 else subject.config.weights.transport
@@ -191,7 +200,8 @@ def _header(subject: Subject, evidence: Evidence, values: dict[str, Any], server
 def _what(subject: Subject, values: dict[str, Any], server: bool) -> list[str]:
     config, parallel = subject.config, subject.config.parallel
     made = "with random weights" if values["model_config"] else "as it is"
-    on = f"{config.model.dtype} on {'cuda' if values['cuda'] else 'cpu'}"
+    served = ", the engine in block-FP8," if values["fp8"] else ""
+    on = f"{config.model.dtype}{served} on {'cuda' if values['cuda'] else 'cpu'}"
     if server:
         who = "A trainer that sends weights to an sglang server over HTTP"
         mesh = f"tp {parallel.tp}, pp {parallel.pp}, {on}; the trainer is one process on the CPU"
@@ -328,11 +338,12 @@ def allowed(subject: Subject, takes_baseline: bool = True) -> str:
     """
     from harness.weights.log_probs import FLOOR_WITHOUT_BASELINE  # imports torch
 
-    dtype = subject.config.model.dtype
+    model = subject.config.model
+    precision = model.dtype if model.rollout_precision == "same" else model.rollout_precision
     if subject.config.weights.verify == "off":
         return 'float("inf")'
     baselines = [each for each in subject.events if takes_baseline and each["event"] == "log_prob_baseline"]
-    return f"{baselines[0]['allowed'] if baselines else FLOOR_WITHOUT_BASELINE[dtype]:.2g}"
+    return f"{baselines[0]['allowed'] if baselines else FLOOR_WITHOUT_BASELINE[precision]:.2g}"
 
 
 def device_of(subject: Subject) -> Literal["cpu", "cuda"]:

@@ -23,6 +23,7 @@ from harness.tools.full_size.question import Options, Question
 from harness.tools.full_size.sync_plan import Rates
 from harness.tools.full_size.trainer_names import trainer_names
 from harness.tools.full_size.whole_run import WholeRun
+from harness.weights.fp8_checkpoint import write_quantized_model
 from harness.weights.fusing import fusing_groups
 from harness.weights.tensor_view import TensorView
 
@@ -168,12 +169,15 @@ def find_answer(name: str, options: Options, question: Question, started: float,
 
     Raise ConfigError, UnsupportedEnvironment.
     """
-    names = trainer_names(question.folder, getattr(torch, question.dtype))
+    dtype = getattr(torch, question.dtype)
+    if question.quantized:
+        write_quantized_model(str(question.folder), question.quantized, dtype, weights=False)
+    names = trainer_names(question.folder, dtype, question.precision)
     layout = names.layout
     mtp = draft_model.mtp_layout(question.folder, layout) if options.speculative_algorithm else ()
     groups = fusing_groups(layout)
     shape = engine_ranks.EngineShape(
-        folder=question.folder, arguments=question.arguments, tp=question.tp, pp=question.pp,
+        folder=question.engine_folder, arguments=question.arguments, tp=question.tp, pp=question.pp,
         processes=len(os.sched_getaffinity(0)),
     )  # fmt: skip
     print(f"{name}: {len(layout):,} names, {total_gb(layout):.1f} GB; imports {imported - started:.1f} s")

@@ -5,11 +5,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from harness.cluster.mesh import ParallelDims
+from harness.config.facts import Device, Facts
 from harness.config.layers import ConfigError, Layer
-from harness.config.schema import Config
+from harness.config.resolve import resolve
+from harness.config.schema import Config, RolloutPrecision
+from harness.rollout import sglang_api
+from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.task.tiny_models import is_tiny, save_config, tiny_config, tiny_fields
 from harness.tools.command_line import parse
 
@@ -45,6 +49,9 @@ class Options:
     """Data-parallel groups of the engine's attention (SGLang's dp_size with enable_dp_attention)."""
     dtype: str = "bfloat16"
     """What both sides compute in."""
+    rollout_precision: RolloutPrecision = "same"
+    """Precision of the engine's weights, as model.rollout_precision of a run. fp8_block: a trainer of a model in bfloat16
+    quantizes its weights at each sync. Leave it out for a model whose config.json has a quantization_config."""
     speculative_algorithm: str = ""
     """NEXTN or EAGLE, as SGLang's argument: examine the draft model too, which serves the model's own layer for multi-token
     prediction."""
@@ -76,6 +83,8 @@ class Question:
 
     folder: Path
     """With a config.json."""
+    quantized: Path | None = None
+    """Where the engine's config.json is to be written, if its precision is fp8_block. Otherwise it has the trainer's."""
     tp: int
     pp: int
     dtype: str
@@ -83,6 +92,16 @@ class Question:
     """SGLang's server arguments."""
     run: Config | None = None
     """The whole run, if it is asked about."""
+
+    @property
+    def engine_folder(self) -> Path:
+        """The folder with the engine's config.json."""
+        return self.quantized or self.folder
+
+    @property
+    def precision(self) -> RolloutPrecision:
+        """The precision of the engine's weights."""
+        return "fp8_block" if self.quantized else "same"
 
 
 def read_question(name: str, options: Options, words: Sequence[str], scratch: Path) -> Question:
@@ -95,30 +114,58 @@ def read_question(name: str, options: Options, words: Sequence[str], scratch: Pa
     folder, arguments = model_folder(name), server_arguments(options)
     check_heads(folder, options.tp, options.dp_attention)
     question = Question(folder=folder, tp=options.tp, pp=options.pp, dtype=options.dtype, arguments=arguments)
+    size = options.tp * options.pp
     if not options.nnodes:
         if words:
             raise ConfigError(f"{words[0]} is a key of a whole run, which --nnodes asks about; add --nnodes HOSTS.")
-        return question
-    ranks, size = options.nnodes * options.nproc_per_node, options.tp * options.pp
+        if options.rollout_precision == "same":
+            return question
+        return in_precision(question, _run_of(question, options, words, size), scratch)
+    ranks = options.nnodes * options.nproc_per_node
     if options.nproc_per_node < 1 or ranks < 1 or ranks % size:
         raise ConfigError(
             f"--nnodes {options.nnodes} times --nproc-per-node {options.nproc_per_node} is {ranks} ranks; engines of"
             f" --tp {options.tp} times --pp {options.pp} must fill them."
         )
-    engine = {key: value for key, value in arguments.items() if key not in ("tp_size", "pp_size", "dtype")}
+    run = _run_of(question, options, words, ranks)
+    return replace(in_precision(question, run, scratch), run=run)
+
+
+def _run_of(question: Question, options: Options, words: Sequence[str], ranks: int) -> Config:
+    """Return the config of a run of a MODEL. words: keys of it. Raise ConfigError."""
+    own = ("tp_size", "pp_size", "dtype")
     table = LEAN | {
-        "parallel": {"dp": ranks // size, "tp": options.tp, "pp": options.pp},
-        "model": {"name": str(folder), "dtype": options.dtype, "weights": "random"},
-        "engine": {"device": "cuda", "args": engine},
+        "parallel": {"dp": ranks // (options.tp * options.pp), "tp": options.tp, "pp": options.pp},
+        "model": {
+            "name": str(question.folder),
+            "dtype": options.dtype,
+            "weights": "random",
+            "rollout_precision": options.rollout_precision,
+        },
+        "engine": {
+            "device": "cuda",
+            "args": {key: value for key, value in question.arguments.items() if key not in own},
+        },
     }
-    run = parse(words, sections=SECTIONS, base=[Layer("launch/full_size.py", table)]).config
-    return replace(question, run=run)
+    return parse(words, sections=SECTIONS, base=[Layer("launch/full_size.py", table)]).config
+
+
+def in_precision(question: Question, run: Config, scratch: Path) -> Question:
+    """Return the question with the engine in the precision of a run's config. Raise what the run itself would raise."""
+    if run.model.rollout_precision == "same":
+        return question
+    device: Device = "cpu" if run.engine.device == "cpu" else "cuda"
+    fields = json.loads((question.folder / "config.json").read_text(encoding="utf-8"))
+    resolve(run, Facts(device=device, sglang=engine_facts(sglang_api.probe()), model=fields), SECTIONS)
+    return replace(question, quantized=scratch / "fp8")
 
 
 def _of_config(config: Config, options: Options, scratch: Path) -> Question:
     """Return the question about the run of a TOML config. Raise ConfigError for options that its keys replace."""
     given = [
-        name for name in ("tp", "pp", "ep", "dp_attention", "dtype") if getattr(options, name) != getattr(Options, name)
+        name
+        for name in ("tp", "pp", "ep", "dp_attention", "dtype", "rollout_precision")
+        if getattr(options, name) != getattr(Options, name)
     ]
     if given:
         raise ConfigError(
@@ -133,7 +180,7 @@ def _of_config(config: Config, options: Options, scratch: Path) -> Question:
     if is_tiny(model.name):
         # Rotary positions have no weights, but SGLang's CPU mode builds MLA with some kinds of them only.
         rope = {key: value for key, value in tiny_fields(model.name, "cpu").items() if key == "rope_parameters"}
-        device: Literal["cpu", "cuda"] = "cpu" if config.engine.device == "cpu" else "cuda"
+        device: Device = "cpu" if config.engine.device == "cpu" else "cuda"
         save_config(tiny_config(model.name, device, rope | model.overrides), scratch, model.dtype)
     folder = scratch if is_tiny(model.name) else model_folder(model.name)
     arguments = {
@@ -143,7 +190,7 @@ def _of_config(config: Config, options: Options, scratch: Path) -> Question:
         in ("ep_size", "dp_size", "enable_dp_attention", "quantization", "speculative_algorithm", "moe_dense_tp_size")
     }
     check_heads(folder, parallel.tp, int(arguments.get("dp_size") or 1))
-    return Question(
+    question = Question(
         folder=folder,
         tp=parallel.tp,
         pp=parallel.pp,
@@ -151,6 +198,7 @@ def _of_config(config: Config, options: Options, scratch: Path) -> Question:
         arguments=arguments | {"tp_size": parallel.tp, "pp_size": parallel.pp, "dtype": model.dtype},
         run=config,
     )
+    return in_precision(question, config, scratch)
 
 
 def model_folder(name: str) -> Path:

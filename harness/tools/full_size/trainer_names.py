@@ -2,8 +2,9 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,13 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from harness.config.fp8_rules import BLOCK
+from harness.config.schema import RolloutPrecision
 from harness.runtime.errors import UnsupportedEnvironment
-from harness.trainer.model import named_tensors
 from harness.trainer.rows import RowShards
-from harness.weights.names import checkpoint_layout
+from harness.weights.converter import CheckpointConverter
+from harness.weights.fp8_blocks import Fp8BlockConverter, scale_name
 from harness.weights.tensor_view import TensorView
-
-SCALE = "_scale_inv"
-"""What DeepSeek's checkpoints add to the name of a weight in blocks of float8 for the name of its scales."""
 
 MXFP4_BLOCK = 32
 """How many numbers share one scale in MXFP4."""
@@ -33,21 +33,60 @@ class TrainerNames:
     """The checkpoint tensors, as views of the trainer's: in one dtype, or as the model's own quantization has it."""
     tensors: dict[str, torch.Tensor]
     """The trainer's tensors by name, on the meta device."""
+    scales: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the tensors of scales that a sync makes for blocks of float8, see Fp8BlockConverter.scale_shapes."""
 
     def shards(self, ranks: int) -> dict[str, RowShards]:
         """Return how FSDP2 divides each tensor that is sent. Buffers are whole on every rank.
 
-        Scales, which the trainer does not have, are divided like a parameter of their shape.
+        Blocks and scales of MXFP4, which no trainer here has, are divided like a parameter of their shape.
         """
         found = {}
         for view in self.layout:
             tensor = self.tensors.get(view.of)
-            shape = view.shape if tensor is None else tuple(tensor.shape)
-            is_sharded = tensor is None or isinstance(tensor, torch.nn.Parameter)
+            if view.of in self.scales:
+                shape, is_sharded = self.scales[view.of], len(self.scales[view.of]) > 1
+            elif tensor is None:
+                shape, is_sharded = view.shape, True
+            else:
+                shape, is_sharded = tuple(tensor.shape), isinstance(tensor, torch.nn.Parameter)
             rows = shape[0] if shape else 1
             elements = torch.Size(shape).numel()
             found[view.of] = RowShards(rows, elements // max(rows, 1), ranks if is_sharded else 1)
         return found
+
+    def held(self, master: torch.dtype) -> dict[str, torch.dtype]:
+        """Return the dtype in which the trainer holds each tensor that is sent. master: of its parameters.
+
+        What a sync quantizes is held as it is sent: a copy of it, beside the parameters.
+        """
+        copied = self._copied()
+        return {name: copied.get(name) or held_dtype(each, master) for name, each in self.tensors.items()}
+
+    def copy_bytes(self, ranks: int) -> list[int]:
+        """Return for each trainer rank the bytes of its quantized weights and their scales, which it keeps between syncs."""
+        shards, per_row = self.shards(ranks), Counter[RowShards]()
+        for name, dtype in self._copied().items():
+            per_row[shards[name]] += shards[name].row_elements * dtype.itemsize
+        return [
+            sum(len(each.rows_of(rank if each.ranks > 1 else 0)) * nbytes for each, nbytes in per_row.items())
+            for rank in range(ranks)
+        ]
+
+    def _copied(self) -> dict[str, torch.dtype]:
+        """Return the tensors that a sync makes, by name: quantized weights and scales."""
+        if not self.scales:
+            return {}
+        return {
+            view.of: view.dtype for view in self.layout if view.of in self.scales or scale_name(view.of) in self.scales
+        }
+
+
+def held_dtype(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the trainer holds a tensor: buffers, such as a router's correction bias, keep full precision."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return master
+    return torch.float32 if tensor.is_floating_point() else tensor.dtype
 
 
 def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:
@@ -55,8 +94,11 @@ def trainer_layout(folder: Path, dtype: torch.dtype) -> tuple[TensorView, ...]:
     return trainer_names(folder, dtype).layout
 
 
-def trainer_names(folder: Path, dtype: torch.dtype) -> TrainerNames:
+def trainer_names(folder: Path, dtype: torch.dtype, precision: RolloutPrecision = "same") -> TrainerNames:
     """Return what is sent, in dtype, or as the model's own quantization has it.
+
+    precision: of the engine's weights, as model.rollout_precision. A trainer of a model that is published in blocks of float8
+    computes in dtype too, and quantizes at each sync what is published so.
 
     Raise UnsupportedEnvironment for an architecture that transformers lacks, and for a quantization that is neither in blocks
     of float8 nor gpt-oss's MXFP4: how a trainer would make its names is not known here; and if this transformers cannot build
@@ -67,26 +109,25 @@ def trainer_names(folder: Path, dtype: torch.dtype) -> TrainerNames:
     if quantization is not None:
         del config.quantization_config
     model = _model_on_meta(model_class, config, dtype)
-    tensors = dict(named_tensors(model))
-    layout = checkpoint_layout(model, tensors, dtype)
+    source = CheckpointConverter(model, dtype)
+    plain = TrainerNames(layout=source.layout(), tensors=dict(source.tensors()))
     if quantization is None:
-        return TrainerNames(layout=layout, tensors=tensors)
+        return plain if precision == "same" else in_float8_blocks(plain, Fp8BlockConverter(source))
     method = quantization.get("quant_method")
     if getattr(config, "expert_dtype", None) == "fp4":
         raise UnsupportedEnvironment(
             "the trainer's names for experts in 4-bit floats (expert_dtype) are not known here; give a config.json without"
             " expert_dtype and quantization_config"
         )
-    if method == "fp8" and quantization.get("weight_block_size"):
-        quantized = in_float8_blocks(layout, linear_weights(model), quantization)
-    elif method == "mxfp4" and model_class.__name__ == "GptOssForCausalLM":
-        quantized = in_mxfp4(layout)
-    else:
-        raise UnsupportedEnvironment(
-            f"the trainer's names for quantization {method} of {model_class.__name__} are not known here; give a config.json"
-            " without quantization_config, or one with blocks of float8"
-        )
-    return TrainerNames(layout=tuple(quantized), tensors=tensors)
+    if method == "fp8" and quantization.get("weight_block_size") == [BLOCK, BLOCK]:
+        published = published_weights(plain.layout, linear_weights(model), quantization)
+        return in_float8_blocks(plain, Fp8BlockConverter(source, lambda name, _: name in published))
+    if method == "mxfp4" and model_class.__name__ == "GptOssForCausalLM":
+        return replace(plain, layout=tuple(in_mxfp4(plain.layout)))
+    raise UnsupportedEnvironment(
+        f"the trainer's names for quantization {method} of {model_class.__name__} are not known here; give a config.json"
+        f" without quantization_config, or one with blocks of float8 of {BLOCK} x {BLOCK}"
+    )
 
 
 def _model_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -136,26 +177,24 @@ def linear_weights(model: Any) -> frozenset[str]:
     return frozenset((linear | experts) - kept)
 
 
-def in_float8_blocks(
-    layout: Collection[TensorView], quantized: Collection[str], quantization: Mapping[str, Any]
-) -> Iterator[TensorView]:
-    """Yield the tensors of a checkpoint in block float8: each quantized weight, and its scales in float32.
+def published_weights(
+    layout: Collection[TensorView], linear: Collection[str], quantization: Mapping[str, Any]
+) -> frozenset[str]:
+    """Return the names of the weights that a published checkpoint has in blocks of float8.
 
-    quantized: the trainer's tensors that are. quantization: as config.json has it, with weight_block_size (rows, columns) and
-    perhaps modules_to_not_convert.
+    linear: see linear_weights. quantization: as config.json has it, perhaps with modules_to_not_convert.
     """
-    rows, columns = quantization["weight_block_size"]
     kept = tuple(quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or ())
-    for view in layout:
-        if view.of not in quantized or any(re.search(rf"(^|\.){re.escape(each)}(\.|$)", view.name) for each in kept):
-            yield view
-            continue
-        yield replace(view, dtype=torch.float8_e4m3fn)
-        shape = (-(-view.shape[0] // rows), -(-view.shape[1] // columns))
-        name = view.name + SCALE
-        # Scales are a tensor of their own for each weight; which module they lie in decides with what they may be fused.
-        of = f"{view.of}{SCALE}.{view.name}" if ".experts." in view.of else name
-        yield TensorView(name=name, of=of, dtype=torch.float32, shape=shape, stride=(shape[1], 1))
+    return frozenset(
+        view.name
+        for view in layout
+        if view.of in linear and not any(re.search(rf"(^|\.){re.escape(each)}(\.|$)", view.name) for each in kept)
+    )
+
+
+def in_float8_blocks(plain: TrainerNames, converter: Fp8BlockConverter) -> TrainerNames:
+    """Return what a sync with this converter sends in place of `plain`: quantized weights, and their scales."""
+    return replace(plain, layout=converter.layout(), scales=converter.scale_shapes())
 
 
 def in_mxfp4(layout: Collection[TensorView]) -> Iterator[TensorView]:

@@ -24,6 +24,7 @@ from harness.tools.full_size.trainer_names import TrainerNames, trainer_class
 from harness.tools.plan.memory_estimate import (
     BESIDE,
     DTYPE_BYTES,
+    FP8_COPY,
     KV_CACHE,
     EngineShare,
     MemoryEstimate,
@@ -179,12 +180,12 @@ def examine_run(
     dims = ParallelDims.of(config.parallel)
     shards = names.shards(dims.world_size)
     master = getattr(torch, config.model.master_dtype)
-    shape = RunShape(dims=dims, nproc_per_node=nproc_per_node)
+    shape, copies = RunShape(dims=dims, nproc_per_node=nproc_per_node), names.copy_bytes(dims.world_size)
     planner = SyncPlanner(
         shape=shape,
         layers=by_layer(groups),
         shards=shards,
-        held={name: held_dtype(each, master) for name, each in names.tensors.items()},
+        held=names.held(master),
         engine=ranks,
         bucket_bytes=config.weights.bucket_size_mib * MIB,
     )
@@ -196,12 +197,13 @@ def examine_run(
         engine=_engine_shares(config, folder, ranks),
         trainers={role: trainer_share(each) for role, each in peaks.items()},
         bucket_bytes=planner.largest_bucket,
+        copy_bytes=max(copies),
     )
     memory = MemoryEstimate(config, int(gpu_gib * GIB), shares)
     return WholeRun(
         memory=memory,
         shape=shape,
-        own=own_parts(memory, dims, ranks, missing_bytes(names, dims.world_size, master)),
+        own=own_parts(memory, dims, ranks, missing_bytes(names, dims.world_size, master), copies),
         transport=transport,
         plans={name: planner.plan(name) for name in TRANSPORTS},
         pairs=planner.bytes_by_pair(),
@@ -210,11 +212,15 @@ def examine_run(
 
 
 def own_parts(
-    memory: MemoryEstimate, dims: ParallelDims, engine: Sequence[EngineRank], missing: Sequence[int]
+    memory: MemoryEstimate,
+    dims: ParallelDims,
+    engine: Sequence[EngineRank],
+    missing: Sequence[int],
+    copies: Sequence[int] = (),
 ) -> list[dict[str, int]]:
-    """Return for each rank the parts in which GPUs differ: the engine's weights and KV cache, and AdamW's two moments.
+    """Return for each rank the parts in which GPUs differ: the engine's weights and KV cache, AdamW's two moments, copies.
 
-    Not the trainer's parameters and gradients: FSDP2 pads the storage of both, so that a rank without a row of a tensor still
+    copies: see TrainerNames.copy_bytes. Not the trainer's parameters and gradients: FSDP2 pads the storage of both, so that a rank without a row of a tensor still
     allocates what rank 0 does. Moments are made as large as the rows. missing: see `missing_bytes`.
     """
     found = []
@@ -225,6 +231,8 @@ def own_parts(
         for role, trainer in memory.trainers.items():
             if role != "reference":
                 parts[f"{role}: AdamW states"] = 2 * (trainer.parameters - missing[rank])
+        if any(copies):
+            parts[FP8_COPY] = copies[rank]
         found.append(parts)
     return found
 
@@ -243,13 +251,6 @@ def missing_bytes(names: TrainerNames, ranks: int, master: torch.dtype) -> list[
         sum((cut.chunk - len(cut.rows_of(rank))) * cut.row_elements for cut in cuts) * master.itemsize
         for rank in range(ranks)
     ]
-
-
-def held_dtype(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the trainer holds a tensor: buffers, such as a router's correction bias, keep full precision."""
-    if isinstance(tensor, torch.nn.Parameter):
-        return master
-    return torch.float32 if tensor.is_floating_point() else tensor.dtype
 
 
 def trainer_share(peaks: TrainerPeaks) -> TrainerShare:

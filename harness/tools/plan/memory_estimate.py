@@ -11,6 +11,7 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import Any, Literal
 
+from harness.config.fp8_rules import BLOCK
 from harness.config.model_fields import model_fields
 from harness.config.schema import Config, Updates
 from harness.rollout.defaults import engine_defaults
@@ -19,6 +20,9 @@ from harness.tools.plan.model_shapes import LayerShape, ModelShape, UnknownShape
 
 VOCAB_PADDING = 64
 FLOAT32_BYTES = 4
+SCALE_BYTES = FLOAT32_BYTES / BLOCK**2
+"""Of one element's share of the scale of its block."""
+FP8_BYTES = 1 + SCALE_BYTES
 CONTEXT_BYTES = GIB // 2
 """A CUDA context. The trainer and the scheduler have one each when the engine starts. Assumed."""
 BESIDE_BYTES = 5.7 * GIB
@@ -29,6 +33,7 @@ is neither parameters nor buffers of the sync.
 """
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BESIDE, KV_CACHE = "CUDA, NCCL, SGLang", "engine: KV cache"
+FP8_COPY = "actor: FP8 copy to send"
 GATHERED, ADAMW = "FSDP2: layers gathered", "AdamW's temporaries"
 NOTES = (
     "not counted: activations inside a layer, fragments of torch's allocator, what SGLang computes with (it takes that from"
@@ -76,6 +81,8 @@ class Shares:
     trainers: dict[Role, TrainerShare]
     bucket_bytes: int
     """The largest bucket of a sync."""
+    copy_bytes: int = 0
+    """What a trainer rank keeps between syncs of the actor's weights in the engine's precision, if that is another one."""
 
 
 def stage_layers(layers: int, pp: int) -> list[range]:
@@ -85,22 +92,47 @@ def stage_layers(layers: int, pp: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def engine_shares(model: ModelShape, tp: int, pp: int, weight_bytes: int, kv_bytes: int) -> list[EngineShare]:
-    """Return the share of each pipeline stage; its tp ranks hold the same. weight_bytes, kv_bytes: of one element."""
+def engine_shares(
+    model: ModelShape, tp: int, pp: int, weight_bytes: int, kv_bytes: int, quantized_bytes: float | None = None
+) -> list[EngineShare]:
+    """Return the share of each pipeline stage; its tp ranks hold the same. weight_bytes, kv_bytes: of one element.
+
+    quantized_bytes: of one that block-FP8 quantizes, with its share of a scale; None: as of the others.
+    """
+    quantized_bytes = quantized_bytes or weight_bytes
     vocabulary = -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING * model.hidden_size // tp
     kv_heads = 1 if model.is_mla else max(1, model.kv_heads // tp)
     shares = []
     for stage, layers in enumerate(stage_layers(len(model.layers), pp)):
-        held = sum(_engine_elements(model.layers[layer], model, tp) for layer in layers)
-        held += vocabulary * ((stage == 0) + (stage == pp - 1 and (pp > 1 or not model.is_tied)))
+        quantized = sum(_quantized_in_engine(model.layers[layer], model, tp) for layer in layers)
+        # SGLang keeps what MLA absorbs in 16 bits.
+        others = sum(model.layers[layer].absorbed // tp + model.layers[layer].router for layer in layers)
+        others += vocabulary * ((stage == 0) + (stage == pp - 1 and (pp > 1 or not model.is_tied)))
         kv_token = kv_heads * model.kv_width * len(layers) * kv_bytes
-        shares.append(EngineShare(stage, layers.start, layers.stop - 1, held * weight_bytes, kv_token))
+        held = int(quantized * quantized_bytes) + others * weight_bytes
+        shares.append(EngineShare(stage, layers.start, layers.stop - 1, held, kv_token))
     return shares
 
 
-def _engine_elements(layer: LayerShape, model: ModelShape, tp: int) -> int:
+def _quantized_in_engine(layer: LayerShape, model: ModelShape, tp: int) -> int:
+    """Return the elements of a layer on one rank that block-FP8 quantizes."""
     key_value = layer.key_value * max(1, model.kv_heads // tp) // model.kv_heads
-    return (layer.split + layer.absorbed + layer.experts) // tp + key_value + layer.whole
+    return (layer.split + layer.experts) // tp + key_value + layer.whole - layer.router
+
+
+def copy_bytes(model: ModelShape, ranks: int) -> int:
+    """Return the bytes of the FP8 copy on the fullest of the trainer's ranks.
+
+    Experts go to ranks whole, with their scales. Other matrices may be cut within a block, so each rank has all their scales.
+    """
+    experts = sum(layer.experts for layer in model.layers)
+    others = sum(layer.quantized for layer in model.layers) - experts
+    return int((_padding(model, ranks) * experts * FP8_BYTES + others) / ranks + others * SCALE_BYTES)
+
+
+def _padding(model: ModelShape, ranks: int) -> float:
+    """Return how many times the bytes of all experts the ranks take: FSDP2 gives each rank as many as the first."""
+    return -(-model.experts // ranks) * ranks / model.experts if model.experts else 1.0
 
 
 def trainer_share(
@@ -119,7 +151,7 @@ def trainer_share(
     microbatch. FSDP2 gathers the experts of a layer by themselves, and the rest of it, into a flat buffer that it then copies
     out. In a backward the next unit's buffer, the unit's gradients, and their float32 copies come on top.
     """
-    padding = -(-model.experts // ranks) * ranks / model.experts if model.experts else 1.0
+    padding = _padding(model, ranks)
     experts = max(int(padding * layer.experts) for layer in model.layers)
     rest = max(layer.elements - layer.experts for layer in model.layers)
     held = sum(layer.elements + int((padding - 1) * layer.experts) for layer in model.layers)
@@ -154,6 +186,7 @@ def formula_shares(config: Config) -> Shares:
     element, master = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.model.master_dtype]
     ranks = parallel.dp * parallel.tp * parallel.pp
     kv_bytes = 1 if str(arguments.get("kv_cache_dtype")).startswith("fp8") else element
+    quantized = FP8_BYTES if config.model.rollout_precision == "fp8_block" else None
 
     def share(updates: Updates, master: int, learns: bool = True, head: bool = True) -> TrainerShare:
         tokens, checkpointing = microbatch_tokens(config, updates), learns and updates.gradient_checkpointing
@@ -166,9 +199,10 @@ def formula_shares(config: Config) -> Shares:
         trainers["reference"] = share(config.actor, element, learns=False)
     return Shares(
         parameters=model.parameters,
-        engine=engine_shares(model, parallel.tp, parallel.pp, element, kv_bytes),
+        engine=engine_shares(model, parallel.tp, parallel.pp, element, kv_bytes, quantized),
         trainers=trainers,
-        bucket_bytes=largest_bucket(model, ranks, element, config.weights.bucket_size_mib * MIB),
+        bucket_bytes=largest_bucket(model, ranks, element, config.weights.bucket_size_mib * MIB, quantized),
+        copy_bytes=copy_bytes(model, ranks) if quantized else 0,
     )
 
 
@@ -187,11 +221,20 @@ def longest_sequence(config: Config) -> int:
     return config.task.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def largest_bucket(model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes: int) -> int:
-    """Return the bytes of the largest bucket: the limit, or what cannot be split: the embedding, one expert of each rank."""
+def largest_bucket(
+    model: ModelShape, ranks: int, dtype_bytes: int, limit_bytes: int, quantized_bytes: float | None = None
+) -> int:
+    """Return the bytes of the largest bucket: the limit, or what cannot be split: the embedding, one expert of each rank.
+
+    quantized_bytes: as in engine_shares.
+    """
+    quantized_bytes = quantized_bytes or dtype_bytes
     expert = max(layer.experts for layer in model.layers) // model.experts * 2 // 3 if model.experts else 0
-    whole = max(model.vocab_size * model.hidden_size, expert * ranks) * dtype_bytes
-    return max(whole, min(limit_bytes, model.parameters * dtype_bytes))
+    # An expert and its scales are sent apart.
+    whole = max(model.vocab_size * model.hidden_size * dtype_bytes, expert * ranks * int(quantized_bytes))
+    quantized = sum(layer.quantized for layer in model.layers)
+    sent = int(quantized * quantized_bytes) + (model.parameters - quantized) * dtype_bytes
+    return max(whole, min(limit_bytes, sent))
 
 
 class MemoryEstimate:
@@ -257,6 +300,8 @@ class MemoryEstimate:
             saver = self.arguments.get("enable_memory_saver") or not self.config.parallel.colocate
             engine = {} if saver else self._engine(kv_cache=True)  # without the memory saver nothing is ever released
         parts = {BESIDE: self.beside, **engine}
+        if self.shares.copy_bytes:
+            parts[FP8_COPY] = self.shares.copy_bytes  # never offloaded
         for role, share in self.trainers.items():
             if role in active or role not in memory.offload_parameters:
                 parts[f"{role}: parameters"] = share.parameters
@@ -313,15 +358,19 @@ class MemoryEstimate:
         """
         return [
             f"Memory of each GPU in GiB, estimated for {size(self.gpu_bytes)} ({source})",
-            *_sentence(
-                f"model: {self.shares.parameters:,} weights without norms and biases ({self.config.model.dtype})"
-            ),
+            *_sentence(f"model: {self.shares.parameters:,} weights without norms and biases ({self._precision()})"),
             *self.table_lines(),
             "",
             f"VERDICT: {self.verdict()}",
             *(line for number, each in enumerate(self.problems, 1) for line in _sentence(f"{number}. {each}", "     ")),
             *(line for note in NOTES for line in _sentence(f"- {note}")),
         ]
+
+    def _precision(self) -> str:
+        model = self.config.model
+        if model.rollout_precision == "same":
+            return model.dtype
+        return f"{model.dtype}; in the engine {model.rollout_precision}"
 
     def table_lines(self) -> list[str]:
         """Return what the engine has room for, and a table with a column for each stage."""

@@ -28,12 +28,19 @@ class LayerShape:
     """On every rank: routers, and MLA's projections to a low rank."""
     absorbed: int
     """Part of `split` that SGLang keeps a second time: kv_b_proj of MLA."""
+    router: int
+    """Part of `whole` that block-FP8 leaves as it is."""
     experts: int
     """Routed experts, cut like `split`. FSDP2 cuts them by expert."""
 
     @property
     def elements(self) -> int:
         return self.split + self.key_value + self.whole + self.experts
+
+    @property
+    def quantized(self) -> int:
+        """Elements that block-FP8 has in 8 bits, `absorbed` counted once."""
+        return self.elements - self.router
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +97,16 @@ def _layer(fields: Fields, index: int) -> LayerShape:
     attention, key_value, whole, absorbed = _latent(fields) if "kv_lora_rank" in fields else _grouped(fields)
     if not _is_sparse(fields, index):
         split = attention + 3 * hidden * fields["intermediate_size"]
-        return LayerShape(split=split, key_value=key_value, whole=whole, absorbed=absorbed, experts=0)
+        return LayerShape(split=split, key_value=key_value, whole=whole, absorbed=absorbed, router=0, experts=0)
     expert = 3 * hidden * fields["moe_intermediate_size"]
     count = _experts(fields)
+    router = count * hidden
     return LayerShape(
         split=attention + expert * (fields.get("n_shared_experts") or 0),
         key_value=key_value,
-        whole=whole + count * hidden,  # the router
+        whole=whole + router,
         absorbed=absorbed,
+        router=router,
         experts=count * expert,
     )
 

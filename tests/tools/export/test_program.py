@@ -1,7 +1,9 @@
 """Repros as text and as modules. Whether they run is in test_real_programs.py."""
 
+import ast
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,16 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from harness.config.layers import ConfigError
 from harness.tools.diagnose.diagnose import diagnose
 from harness.tools.export.program import Evidence, literal, missing_tensors, planted_fault, render
 from harness.tools.export.subject import RunEnd, Subject, behind, read_subject
+from harness.weights.fp8_checkpoint import write_quantized_model
 from tests.tools.report.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FP8 = "configs/cpu/fp8_block.toml"
-CONFIGS = sorted({str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "configs").glob("*/*.toml")} - {FP8})
+CONFIGS = sorted(str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "configs").glob("*/*.toml"))
 PHASES = ("meet", "start_engine", "build_trainer", "sync", "generate", "old_log_probs", "update_actor", "shutdown")
 FAILED = RunEnd(
     code=1, verdict=("FIRST FAILURE: rank 1 failed",), kind="exception", ranks=(1,), phase="advantages", step=1,
@@ -162,16 +166,59 @@ def test_a_server_on_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -
         render(many, server=True)
 
 
-def test_an_engine_in_fp8_is_refused_because_the_file_would_be_another_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def definitions(text: str, *names: str) -> dict[str, Any]:
+    """Return functions and constants of a program, without running the rest of it."""
+    tree = ast.parse(text)
+    wanted = [
+        node
+        for node in tree.body
+        if (isinstance(node, ast.FunctionDef) and node.name in names)
+        or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names)
+    ]
+    found: dict[str, Any] = {"torch": torch, "Tensor": torch.Tensor, "json": json, "os": os, "Path": Path}
+    exec(compile(ast.Module(wanted, []), "repro.py", "exec"), found)
+    return found
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_a_program_quantizes_as_the_run_does(server: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's checkpoint is equal bit for bit, so names, scales and config are too."""
     monkeypatch.chdir(REPOSITORY)
-    with pytest.raises(ValueError, match='cannot repeat model.rollout_precision = "fp8_block"'):
-        render(subject_of(FP8))
-    assert render(subject_of(FP8, "--model.rollout_precision", "same"))
-    done = subprocess.run([sys.executable, "launch/export.py", FP8], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    text = render(subject_of(FP8, "--engine.device", "cpu"), server=server)
+    assert "in block-FP8" in header_of(text)
+    assert "'load_format': 'auto'" in text, "dummy weights would make the scales of the KV cache random"
+    program = definitions(text, "quantized", "write_fp8_model", "DTYPE", "UNQUANTIZED")
+    torch.manual_seed(0)
+    layer = "model.layers.1."
+    shapes = {
+        "model.embed_tokens.weight": (300, 256), "lm_head.weight": (300, 256), f"{layer}input_layernorm.weight": (256,),
+        f"{layer}self_attn.q_proj.weight": (384, 256), f"{layer}self_attn.q_proj.bias": (384,),
+        f"{layer}self_attn.kv_a_proj_with_mqa.weight": (200, 256), f"{layer}mlp.gate.weight": (8, 256),
+        f"{layer}mlp.experts.3.up_proj.weight": (128, 100), f"{layer}mlp.shared_expert_gate.weight": (1, 256),
+    }  # fmt: skip
+    model, made, expected = (tmp_path / name for name in ("model", "made", "expected"))
+    model.mkdir()
+    made.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors[f"{layer}self_attn.q_proj.weight"][:128, :128] = 0
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    program["write_fp8_model"](str(model), str(made))
+    write_quantized_model(str(model), expected, torch.bfloat16)
+    assert json.loads((made / "config.json").read_text()) == json.loads((expected / "config.json").read_text())
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (made, expected))
+    assert ours.keys() == theirs.keys() and len(ours) == len(tensors) + 3
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and ours[name].shape == tensor.shape, name
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_an_fp8_program_allows_what_is_healthy_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    text = render(subject_of(FP8, "--engine.device", "cuda"))
+    assert "TOLERANCE = 0.6 " in text and "SGLANG_ENABLE_JIT_DEEPGEMM" in text
+    plain = render(subject_of(FP8, "--engine.device", "cuda", "--model.rollout_precision", "same"))
+    assert "quantized" not in plain and "DEEPGEMM" not in plain
 
 
 def test_a_run_of_64_ranks_says_where_it_ran_and_what_was_seen(tmp_path: Path) -> None:

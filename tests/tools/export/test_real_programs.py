@@ -15,6 +15,7 @@ import pytest
 
 from harness.tools.diagnose.diagnose import diagnose
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY, run
+from tests.weights.fp8_on_two_ranks import OVERRIDES
 
 ROOT_CAUSE = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 SLUG = {"missing": "weights-did-not-arrive"}
@@ -85,6 +86,27 @@ def test_an_unknown_engine_argument_ends_a_repro_as_it_ends_a_run(tmp_path: Path
     words = (QUICKSTART, "--engine.device", "cpu", "--engine.args.mem_fraction_statics", "0.1")
     code, log = run_repro(export(tmp_path / "elsewhere", *words))
     assert (code, slug_of(log)) == (2, "unknown-engine-argument"), log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("qwen2", ()),
+        ("qwen2", ("--server",)),
+        ("qwen3_moe", ("--weights.transport", "tensor")),
+        ("deepseek_v3", ("--weights.transport", "disk")),
+        ("deepseek_v3", ("--server",)),
+    ],
+)
+def test_a_repro_of_an_fp8_engine_quantizes_and_passes(model: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    sizes = [word for name, value in OVERRIDES[model].items() for word in (f"--model.overrides.{name}", str(value))]
+    fp8 = ["--model.name", model, "--model.dtype", "bfloat16", "--model.rollout_precision", "fp8_block"]
+    config = [QUICKSTART, "--engine.device", "cpu", "--run.steps", "1"]
+    code, log = run_repro(export(tmp_path / "elsewhere", *config, *fp8, *sizes, *words))
+    assert code == 0, log.read_text()[-4000:]
+    found = re.search(r"PASSED: 2 of 2 steps; worst log-prob difference (\S+) nats", log.read_text())
+    assert found and 1e-3 < float(found[1]) < 0.3, "as far as FP8 is from bfloat16, and no further"
 
 
 @pytest.mark.long

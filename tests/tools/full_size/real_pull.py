@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster.world import World, all_gather
+from harness.trainer.model import named_tensors
+from harness.trainer.offload import local
 from harness.weights.pull.copies import copies_of
 from harness.weights.pull.regions import Region
 from harness.weights.pull.shards import OpenShards, export_shards
@@ -73,11 +75,14 @@ def pull(run: Any) -> str:
     sync.update_engine()
     sync.loader.trace_once()
     coverage = sync.loader.coverage[run.dims.engine_rank(run.world.rank)]
+    own = {name for name, each in named_tensors(model) if sync.weights.tensors.get(name) is each}
     found = {
         "seconds": timed(sync.update_engine),
         "sent_bytes": sync.weights.nbytes,
         "bytes_read": sync.transport.bytes_read(),
         "held": {name: elements for name, (_, elements) in coverage.missing.items()},
+        "dtypes": {copy.into: str(copy.held).removeprefix("torch.") for group in coverage.copies for copy in group},
+        "copy_bytes": sum(local(each).nbytes for name, each in sync.weights.tensors.items() if name not in own),
         "rank": run.world.rank,
     }
     print(f"rank {run.world.rank}: {found['seconds']:.4f} s a pull, {found['bytes_read']} bytes read", flush=True)

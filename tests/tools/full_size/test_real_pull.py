@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from harness.runtime.units import GIB
+from harness.tools.full_size.findings import KV_CACHE_SCALES
 from harness.tools.full_size.sync_plan import Rates, SyncPlan
 from tests.end_to_end.launching import REPOSITORY, Job
+from tests.weights.fp8_on_two_ranks import OVERRIDES
 
 PULL = ["--weights.transport", "pull", "--weights.verify", "off", "--model.weights", "random"]
+ITEMSIZE = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
 CPU = ["configs/cpu/quickstart.toml", "--engine.device", "cpu", *PULL]
 
 
@@ -59,11 +62,21 @@ def seconds_planned(plan: dict[str, Any], rates: dict[str, float]) -> float:
     return seconds
 
 
+def planned_parameters(found: Pulled) -> dict[int, dict[str, tuple[str, list[int]]]]:
+    """Engine rank -> parameter -> dtype and shape, without the scales of the KV cache, which no sync brings."""
+    return {
+        rank: {name: each for name, each in part["parameters"].items() if not name.endswith(KV_CACHE_SCALES)}
+        for part in found.planned["held"]
+        for rank in part["ranks"]
+    }
+
+
 def check_parameters(found: Pulled) -> None:
     """The engine holds the parameters that were built without it, rank by rank."""
-    planned = {rank: part["parameters"] for part in found.planned["held"] for rank in part["ranks"]}
+    planned = planned_parameters(found)
     for each in found.done:
-        assert {name: prod(shape) for name, (_, shape) in planned[each["rank"]].items()} == each["held"]
+        engine_rank = each["rank"] % len(found.planned["ranks"])
+        assert {name: prod(shape) for name, (_, shape) in planned[engine_rank].items()} == each["held"]
 
 
 @pytest.mark.slow
@@ -71,6 +84,45 @@ def check_parameters(found: Pulled) -> None:
 def test_a_pull_reads_the_bytes_that_were_planned(name: str, tmp_path: Path) -> None:
     found = pull_and_plan(tmp_path, 2, [*CPU, "--model.name", name, "--model.dtype", "bfloat16"])
     check_parameters(found)
+    plan = found.planned["run"]["sync"]["pull"]
+    assert (plan["same_gpu"], plan["nvlink"]) == found.bytes_read()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_fp8_engine_and_its_trainer_hold_and_send_what_was_planned(name: str, tp: int, tmp_path: Path) -> None:
+    """The parameters' dtypes and bytes, the trainer's quantized copy, and what a pull of it reads."""
+    sizes = [word for key, value in OVERRIDES[name].items() for word in (f"--model.overrides.{key}", str(value))]
+    fp8 = ["--model.dtype", "bfloat16", "--model.rollout_precision", "fp8_block"]
+    mesh = ["--parallel.dp", str(2 // tp), "--parallel.tp", str(tp)]
+    found = pull_and_plan(tmp_path, 2, [*CPU, "--model.name", name, *fp8, *sizes, *mesh])
+    check_parameters(found)
+    planned = planned_parameters(found)
+    unsent = {
+        rank: sum(name.endswith(KV_CACHE_SCALES) for name in part["parameters"])
+        for part in found.planned["held"]
+        for rank in part["ranks"]
+    }
+    nbytes = {each["rank"]: each["bytes"] - 4 * unsent[each["rank"]] for each in found.planned["ranks"]}
+    copies = {
+        rank: gpu["stages"]["sync"]["actor: FP8 copy to send"]
+        for gpu in found.planned["run"]["gpus"]
+        for rank in gpu["ranks"]
+    }
+    for each in found.done:
+        rank = each["rank"] % tp
+        dtypes = {parameter: dtype for parameter, (dtype, _) in planned[rank].items()}
+        assert {parameter: each["dtypes"].get(parameter) for parameter in dtypes} == dtypes
+        assert set(dtypes.values()) == set(ITEMSIZE)
+        assert sum(n * ITEMSIZE[dtypes[parameter]] for parameter, n in each["held"].items()) == nbytes[rank]
+        assert each["copy_bytes"] == copies[each["rank"]]
+        # The trainer's buffers are float32. On the meta device they have the model's dtype.
+        sizes_sent = [
+            prod(shape) * (4 if "e_score" in parameter else ITEMSIZE[dtype])
+            for parameter, (dtype, shape) in found.planned["sent"].items()
+        ]
+        assert each["sent_bytes"] == sum(sizes_sent)
     plan = found.planned["run"]["sync"]["pull"]
     assert (plan["same_gpu"], plan["nvlink"]) == found.bytes_read()
 

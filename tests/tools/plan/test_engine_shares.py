@@ -6,7 +6,14 @@ import pytest
 
 from harness.config.layers import build_config, read_layer
 from harness.config.model_fields import model_fields
-from harness.tools.plan.memory_estimate import engine_shares, largest_bucket, stage_layers, trainer_share
+from harness.tools.plan.memory_estimate import (
+    FP8_BYTES,
+    copy_bytes,
+    engine_shares,
+    largest_bucket,
+    stage_layers,
+    trainer_share,
+)
 from harness.tools.plan.model_shapes import ModelShape, model_shape
 
 DEEPSEEK = Path(__file__).parents[3] / "configs/multinode/deepseek_v3_671b.toml"
@@ -70,3 +77,27 @@ def test_a_bucket_is_as_large_as_its_limit_or_what_cannot_be_split() -> None:
     assert largest_bucket(model, 2, 2, 10**6) == 10**6
     assert largest_bucket(model, 2, 2, 1) == 512 * 512 * 2, "the embedding"
     assert largest_bucket(model, 2, 2, 10**12) == model.parameters * 2
+
+
+def test_an_fp8_engine_has_a_byte_for_each_quantized_element_and_four_for_its_block() -> None:
+    model = shape_of("qwen2", num_hidden_layers=1)  # 8 heads and 4 key-value heads of 64; hidden and width 512
+    [share] = engine_shares(model, 1, 1, 2, 2, FP8_BYTES)
+    quantized = model.parameters - 2 * 512 * 512  # all but the embedding and the head
+    assert share.weights == quantized + 4 * quantized // 128**2 + 2 * 2 * 512 * 512
+    assert copy_bytes(model, 2) == quantized // 2 + 4 * quantized // 128**2, "each rank has all scales"
+    assert largest_bucket(model, 2, 2, 10**12, FP8_BYTES) == share.weights, "all that is sent"
+
+
+def test_routers_and_what_mla_absorbs_stay_in_16_bits() -> None:
+    model = shape_of("deepseek_v3")
+    [share], [plain] = (engine_shares(model, 1, 1, 2, 2, each) for each in (FP8_BYTES, None))
+    quantized = sum(layer.elements - layer.router for layer in model.layers)
+    assert sum(layer.router for layer in model.layers) > 0
+    assert share.weights == pytest.approx(plain.weights - quantized * (2 - FP8_BYTES))
+
+
+def test_experts_on_too_many_ranks_are_copied_as_often_as_they_are_held() -> None:
+    model = shape_of("qwen3_moe", num_hidden_layers=1)
+    few, many = copy_bytes(model, model.experts), copy_bytes(model, 2 * model.experts)
+    others = model.layers[0].quantized - model.layers[0].experts
+    assert few - many == pytest.approx(others / model.experts / 2, abs=2), "a rank's expert is as large as before"
