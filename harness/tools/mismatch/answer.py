@@ -14,8 +14,10 @@ from harness.weights.log_probs import FLOOR, LogProbDifference
 
 MOST = 0.5
 """A source that removes at least this share of the difference is named as its source."""
-NEAR = 0.05
-"""Shares that differ by no more than this are taken for equal."""
+NEAR = 0.75
+"""A setting is named instead of a broad one that includes it if it removes at least this part of what that one removes."""
+IN_DECODING = ", in decoding"
+"""What is added to a change that was measured on what the engine reports while it generates."""
 HEAD = "head"
 """What comes after the last module whose output is compared: the head, and the log-probs of its logits."""
 
@@ -29,8 +31,8 @@ class Source:
     """From what to what."""
     before: LogProbDifference | None = None
     after: LogProbDifference | None = None
-    is_broad: bool = False
-    """Whether the change includes what other changes do alone: one rank has no expert parallelism either."""
+    breadth: int = 0
+    """Above that of the changes which it includes: one rank has no expert parallelism either."""
     why_not: str = ""
     """Why it could not be changed, if it could not."""
 
@@ -54,7 +56,7 @@ class Answer:
     """The first output that differs, though those before it do not."""
     compared: Sequence[Compared] = field(default_factory=tuple)
     where: str = ""
-    """In which engine the outputs were compared."""
+    """In which engine the outputs were compared, if not in the run's own."""
     fields: Sequence[str] = ()
     """Fields of the model's config that differ."""
     flips: float | None = None
@@ -77,22 +79,27 @@ class Answer:
 
     @property
     def largest(self) -> Source | None:
-        """The setting without which most is gone, or a narrower one without which about as much is; None if none was changed."""
+        """The setting without which most is gone, or a narrower one without which almost as much is; None if none was changed."""
         measured = [each for each in self.sources if each.after]
         most = max(map(self.share, measured), default=0.0)
-        near = [each for each in measured if self.share(each) >= most - NEAR]
-        return max(near, key=lambda each: (not each.is_broad, self.share(each)), default=None)
+        near = [each for each in measured if self.share(each) >= NEAR * most]
+        return max(near, key=lambda each: (-each.breadth, self.share(each)), default=None)
 
     @property
     def largest_share(self) -> float:
         return self.share(self.largest) if self.largest else 0.0
 
     @property
+    def is_setting(self) -> bool:
+        """Whether the source is a setting that was changed."""
+        return not self.agrees and self.largest_share >= MOST
+
+    @property
     def source(self) -> str:
         """The name of the largest source: a setting, else the first output that differs, else ""."""
         if self.agrees:
             return ""
-        if self.largest and self.largest_share >= MOST:
+        if self.largest and self.is_setting:
             return self.largest.name
         if self.first:
             return self.first.module
@@ -106,21 +113,25 @@ class Answer:
         if self.agrees:
             return f"engine and trainer agree: {size}, is rounding ({FLOOR[self.dtype]:.1e} or less in {self.dtype})"
         largest, share, hint = self.largest, self.largest_share, self._hint()
-        if largest and share >= MOST:
-            return f"SOURCE: {largest.name} ({largest.how}): without it {share:.0%} of {size}, is gone{self._where()}{hint}"
+        if largest and self.is_setting:
+            change = f"{largest.name} ({largest.how})"
+            return f"SOURCE: {change}: with this change {share:.0%} of {size}, is gone{self._where()}{hint}"
         rest = f"no setting removes more than {share:.0%}"
+        seen = f", seen in {self.where}" if self.where else ""
         if self.first:
             return (
                 f"SOURCE: {self.first.module}: {self.first.name} differs by {self.first.error:.1e} for {self.first.tokens:.0%} of the"
-                f" tokens, and all that was compared before it agrees to {self.first.before:.0e}; {rest} of {size}{hint}"
+                f" tokens, and all that was compared before it agrees to {self.first.before:.0e}{seen}; {rest} of {size}{hint}"
             )
         if self.source == HEAD:
             agree = f"all {len(self.compared)} outputs of modules up to the last norm agree"
             return f"SOURCE: {HEAD}, or how log-probs are made of its logits: {agree}, and {rest} of {size}{hint}"
-        return f"SOURCE: unknown: {rest} of {size}, and the outputs of modules show nothing{hint}"
+        show = "show nothing" if self.compared else "could not be compared"
+        return f"SOURCE: unknown: {rest} of {size}, and the outputs of modules {show}{hint}"
 
     def _where(self) -> str:
-        return f"; the first module that differs is {self.first.module}" if self.first else ""
+        seen = f", seen in {self.where}" if self.where else ""
+        return f"; the first module that differs is {self.first.module}{seen}" if self.first else ""
 
     def _hint(self) -> str:
         return f"; the model's config differs: {'; '.join(self.fields[:3])}" if self.fields else ""

@@ -7,7 +7,7 @@ the first module whose output differs.
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import get_args
 
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from harness.tools.mismatch.answer import Answer
 from harness.tools.mismatch.operators import first_difference
 from harness.tools.mismatch.scoring import How, engine_scores, sequences_of
 from harness.tools.mismatch.search import Measured, Search, cloned
+from harness.tools.mismatch.serving import Serving, serving_of
 from harness.tools.mismatch.sources import engine_changes, trainer_changes
 from harness.tools.mismatch.standalone import Row, standalone_program
 from harness.train import start_record
@@ -46,10 +47,11 @@ def find_mismatch(run: RunContext) -> str:
     measured, rows = measure_tokens(run, parts)
     meshes = build_meshes(run.dims, run.world.device.type)
     search = Search(run=run, inputs=inputs, parts=parts, meshes=meshes, measured=measured)
-    answer = search_sources(search, parts)
+    serving = serving_of(run, inputs, tokens=sum(len(ids) for ids, _ in rows))
+    answer = search_sources(search, parts, serving)
     for server in run.servers:
         server.close()
-    write(run, inputs, answer, rows)
+    write(run, inputs, answer, rows, serving)
     dist.barrier()  # torchrun ends rank 0 as soon as another rank exits
     if answer.agrees:
         return f"PASSED: {answer.sentence()}"
@@ -83,7 +85,7 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
     return Measured(batch=batch, decode=batch.require("rollout_log_probs"), prefill=scored), rows
 
 
-def search_sources(search: Search, parts: Ppo) -> Answer:
+def search_sources(search: Search, parts: Ppo, serving: Serving) -> Answer:
     """Change one setting at a time, and compare what the modules return; shut the engine down."""
     assert parts.engine
     run, config, dtype = search.run, search.run.config, search.run.config.model.dtype
@@ -92,15 +94,19 @@ def search_sources(search: Search, parts: Ppo) -> Answer:
     with run.events.phase("record", waiting_for="what the modules of engine and trainer compute for one sequence"):
         fields = search.different_fields(parts.engine)
         compared, flips = search.compare_outputs(parts.engine)
-        where = "the run's engine"
+        where = ""
+    with run.events.phase("routers", waiting_for="the engine to score the same tokens with routers in float32"):
+        sources += search.exact_router_of_engine(parts.engine)
     search.save_weights()
     search.shut_down()
-    for engine_change in engine_changes(config):
+    changes = trainer_changes(config, search.inputs.attention, search.has_routers)
+    sources += [search.changed_trainer(each) for each in changes]
+    for engine_change in engine_changes(config, serving):  # last, since an engine that dies ends the run
+        run.events.fact("mismatch_sources", sources=[asdict(each) for each in sources])
         source, more = search.changed_engine(engine_change, compare=not first_difference(compared, dtype))
         sources.append(source)
         if first_difference(more, dtype):
             compared, where = more, f"an engine with {engine_change.name} {engine_change.how}"
-    sources += [search.changed_trainer(each) for each in trainer_changes(config, search.inputs.attention)]
     sources += search.both_in_float32()
     return Answer(
         dtype=dtype,
@@ -115,11 +121,11 @@ def search_sources(search: Search, parts: Ppo) -> Answer:
     )
 
 
-def write(run: RunContext, inputs: Inputs, answer: Answer, rows: Sequence[Row]) -> None:
+def write(run: RunContext, inputs: Inputs, answer: Answer, rows: Sequence[Row], serving: Serving) -> None:
     """Write the answer and the program that shows it into the run directory, and show the table. Rank 0 does."""
     if run.world.rank == 0:
         (run.folder / ANSWER).write_text(json.dumps(answer.as_json(), indent=1))
-        (run.folder / PROGRAM).write_text(standalone_program(run, inputs, answer, rows))
+        (run.folder / PROGRAM).write_text(standalone_program(run, inputs, answer, rows, serving))
         if run.events.console:
             run.events.console.show(answer.table())
     if answer.flips is not None:

@@ -21,8 +21,11 @@ FUSED = {
 """SGLang's projection -> those of the checkpoint that it computes at once."""
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Relative difference of a token's vector above which it counts as another one."""
-TOKENS = {"float32": 0.0, "float16": 0.05, "bfloat16": 0.05}
-"""The share of such tokens above which an output counts as another one: in half precision a router may choose otherwise."""
+MANY, SEVERAL = 0.05, 2
+"""In half precision a router may choose otherwise. An output counts as another one there if more than this share of the tokens
+differ, and more than this many."""
+FEWEST = 8
+"""Tokens without which nothing can be said of a module in half precision."""
 GROWTH = 5.0
 """Errors grow from layer to layer. An output is named if its error is so many times that of all before it."""
 OTHER_FUNCTIONS = ("act_fn",)
@@ -41,11 +44,14 @@ class Compared:
 
     name: str
     error: float
-    """Largest relative difference of a token's vector; for half precision, that which 5 % of the tokens exceed."""
+    """Largest relative difference of a token's vector; for half precision, the largest of those that may not be exceptions."""
     tokens: float
     """Share of the tokens whose vectors differ by more than the tolerance."""
     before: float
     """The largest error of the outputs before it."""
+    agreeing: int = 0
+    """How many tokens from the first one on agree here and in all outputs before it. A token whose router chose otherwise
+    changes, by attention, those that follow it."""
 
     @property
     def module(self) -> str:
@@ -53,13 +59,18 @@ class Compared:
         return self.name.rpartition(".")[0] if self.name.endswith(INPUT) else self.name
 
     def is_first_difference(self, dtype: str) -> bool:
-        return self.tokens > TOKENS[dtype] and self.error > max(TOLERANCE[dtype], GROWTH * self.before)
+        return self.error > max(TOLERANCE[dtype], GROWTH * self.before)
 
 
-def compare(engine: Sequence[Outputs], trainer: Outputs, dtype: str, before: float = 0.0) -> list[Compared]:
+def compare(
+    engine: Sequence[Outputs], trainer: Outputs, dtype: str, before: float = 0.0, agreeing: int | None = None
+) -> list[Compared]:
     """Return the outputs that both sides have, in the order in which the trainer computed them.
 
-    engine: of each of the engine's ranks. before: the largest error of what was computed before these.
+    In half precision a few tokens may differ without being counted. Only the tokens before the first of them are compared
+    from there on, and nothing if they are fewer than FEWEST.
+
+    engine: of each of the engine's ranks. before, agreeing: as Compared says of what was computed before these.
     """
     found, worst = list[Compared](), before
     for name in trainer:
@@ -68,16 +79,24 @@ def compare(engine: Sequence[Outputs], trainer: Outputs, dtype: str, before: flo
         is_router = name.rpartition(".")[2] in ROUTERS  # transformers' ones return their choice too
         theirs = trainer[name][:1] if is_router else trainer[name]
         errors = (_error(each, theirs) for each in _candidates(name, engine, trainer))
-        fitting = [each for each in errors if each is not None]
+        fitting = [each[:agreeing] for each in errors if each is not None]
         if not fitting:
             continue
+        if dtype != "float32" and agreeing is not None and agreeing < FEWEST:
+            break
         best = min(fitting, key=lambda each: float(each.max()))
-        ordered = best.sort().values
-        error = float(ordered[-1] if dtype == "float32" else ordered[int(0.95 * (len(ordered) - 1))])
-        share = float((best > TOLERANCE[dtype]).float().mean())
-        found.append(Compared(name=name, error=error, tokens=share, before=worst))
+        error = float(best.sort().values[-1 - exceptions(len(best), dtype)])
+        differs = best > TOLERANCE[dtype]
+        agreeing = int(differs.int().argmax()) if differs.any() and error <= TOLERANCE[dtype] else len(best)
+        share = float(differs.float().mean())
+        found.append(Compared(name=name, error=error, tokens=share, before=worst, agreeing=agreeing))
         worst = max(worst, error)
     return found
+
+
+def exceptions(tokens: int, dtype: str) -> int:
+    """Return how many of so many tokens may differ in an output that agrees."""
+    return 0 if dtype == "float32" else min(tokens - 1, max(SEVERAL, int(MANY * tokens)))
 
 
 def first_difference(compared: Sequence[Compared], dtype: str) -> Compared | None:

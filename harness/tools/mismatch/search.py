@@ -22,16 +22,25 @@ from harness.rollout.engine import RolloutEngine
 from harness.rollout.engine_errors import EngineFailed
 from harness.rollout.engine_ranks import Group
 from harness.runtime.fork_server import ForkServer
-from harness.tools.mismatch import operators, recording
-from harness.tools.mismatch.answer import Source
+from harness.tools.mismatch import operators, recording, routers
+from harness.tools.mismatch.answer import IN_DECODING, Source
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.recording import COARSE, Outputs
 from harness.tools.mismatch.scoring import SAMPLING, How, engine_scores, trainer_scores
-from harness.tools.mismatch.sources import ENGINE_PRECISION, TRAINER_PRECISION, EngineChange, TrainerChange
+from harness.tools.mismatch.sources import (
+    ENGINE_PRECISION,
+    ENGINE_ROUTER,
+    PRECISION,
+    TRAINER_PRECISION,
+    TRAINER_ROUTER,
+    EngineChange,
+    TrainerChange,
+)
 from harness.trainer.batch import Batch, from_sequences
 from harness.trainer.model import load_causal_lm
-from harness.weights.log_probs import LogProbDifference, log_prob_difference
+from harness.weights.log_probs import FLOOR, LogProbDifference, log_prob_difference
 
+DECODE = "decode"
 WEIGHTS, SENT = "weights", "weights-sent"
 """Folders of the run directory: the trainer's weights in model.dtype, and as they were sent, if they were quantized."""
 
@@ -74,9 +83,13 @@ class Search:
         self.at_temperature = self._trained(temperature=self.run.config.rollout.temperature)
         self.base = self._apart(self.measured.prefill["together"], self.own)
         self.reported = self._apart(self.measured.decode, self.at_temperature)
-        self.exact_engine: Tensor | None = None
-        """The log-probs of an engine, and of a trainer, that compute in float32, once they have been measured."""
-        self.exact_trainer: Tensor | None = None
+        at_1 = self._apart(self.measured.decode, self.own)
+        self.decode_temperature = 1.0 if at_1.mean < self.reported.mean else self.run.config.rollout.temperature
+        """At which the engine's log-probs of decoding are nearest to the trainer's."""
+        self.decode = min(self.reported, at_1, key=lambda each: each.mean)
+        self.has_routers = any(routers.routers_of(self.model))
+        self.exact = dict[str, Tensor]()
+        """Name of a change -> the log-probs of an engine or a trainer in which something computes in float32."""
 
     # Log-probs
 
@@ -99,14 +112,13 @@ class Search:
         """Return the sources for which neither engine nor trainer has to be built again."""
         own, decode, prefill = self.own, self.measured.decode, self.measured.prefill
         temperature, sources = self.run.config.rollout.temperature, list[Source]()
-        at_1 = self._apart(decode, own)
         if temperature != 1:
             how = f"trainer at {temperature:g} -> at 1"
+            at_1 = self._apart(decode, own)
             sources.append(Source(name="temperature", how=how, before=self.reported, after=at_1))
-        nearest = min(self.reported, at_1, key=lambda each: each.mean)
         return [
             *sources,
-            Source(name="decode", how="decode -> prefill", before=nearest, after=self.base),
+            Source(name=DECODE, how="decode -> prefill", before=self.decode, after=self.base, breadth=1),
             Source(
                 name="batch of the engine",
                 how="together -> one by one",
@@ -153,7 +165,8 @@ class Search:
             known = [each for each in compared if operators.layer_of(each.name) not in layers]
             earlier = [each for each in known if (operators.layer_of(each.name) or 0) < layers[0]]
             before = max((each.error for each in earlier if each.name != "norm"), default=0.0)
-            fine = operators.compare(ours, theirs, dtype, before) if ours else []
+            agreeing = min((each.agreeing for each in earlier if each.name != "norm"), default=None)
+            fine = operators.compare(ours, theirs, dtype, before, agreeing) if ours else []
             compared = operators.in_order(known, fine, layers)
         return all_gather((compared, flips))[0]
 
@@ -205,15 +218,37 @@ class Search:
 
         compare: also compare the outputs of its modules with the trainer's.
         """
-        source = partial(Source, name=change.name, how=change.how, is_broad=change.alone)
+        source = partial(Source, name=change.name, breadth=change.breadth)
         with self._engine(change) as (engine, why_not):
             if why_not:
-                return source(why_not=why_not), []
+                return source(how=change.how, why_not=why_not), []
             scored = engine_scores(self.group, engine, self.measured.batch).log_probs
             if change.name == ENGINE_PRECISION:
-                self.exact_engine = scored
+                self.exact[change.name] = scored
             compared = self.compare_outputs(engine)[0] if compare else []
-            return source(before=self.base, after=self._apart(scored, self.own)), compared
+            found = source(how=change.how, before=self.base, after=self._apart(scored, self.own))
+            if engine and not change.alone and self.decode_is_apart:
+                how = f"{change.how}{IN_DECODING}"
+                decoded = source(how=how, before=self.decode, after=self._decoded(engine))
+                found = max(found, decoded, key=lambda each: each.removed)
+            return found, compared
+
+    @property
+    def decode_is_apart(self) -> bool:
+        """Whether decoding is further from the trainer than prefill is, by more than rounding."""
+        return self.decode.mean > max(FLOOR[self.run.config.model.dtype], 2 * self.base.mean)
+
+    def _decoded(self, engine: RolloutEngine) -> LogProbDifference:
+        """Have a changed engine answer the same prompts; return how far what it reports is from the trainer's log-probs.
+
+        An engine cannot be made to decode given tokens, so these are others.
+        """
+        batch = replace(self.parts, engine=engine).generate(0)
+        run = self.run
+        trained = trainer_scores(
+            self.model, run.config, self.meshes.fsdp, run.world.device, batch, temperature=self.decode_temperature
+        )
+        return log_prob_difference(batch.require("rollout_log_probs"), trained, batch.response_mask)
 
     @contextmanager
     def _engine(self, change: EngineChange) -> Iterator[tuple[RolloutEngine | None, str]]:
@@ -243,7 +278,9 @@ class Search:
     def changed_trainer(self, change: TrainerChange) -> Source:
         """Load the same weights into a trainer with one setting changed, and score the same tokens."""
         prefill = self.measured.prefill["together"]
-        if change.head:
+        if change.part == "router":
+            return self._exact_router_of_trainer(change)
+        if change.part == "head":
             with exact_head(self.model):
                 return Source(
                     name=change.name, how=change.how, before=self.base, after=self._apart(prefill, self._trained())
@@ -260,22 +297,60 @@ class Search:
             )
             scored = self._trained(model)
         if change.name == TRAINER_PRECISION:
-            self.exact_trainer = scored
-        return Source(name=change.name, how=change.how, before=self.base, after=self._apart(prefill, scored))
+            self.exact[change.name] = scored
+        after = self._apart(prefill, scored)
+        return Source(name=change.name, how=change.how, before=self.base, after=after, breadth=change.breadth)
+
+    def _exact_router_of_trainer(self, change: TrainerChange) -> Source:
+        with routers.exact_routers(self.model) as exactness:
+            scored = self._trained()
+        if not any(all_gather(exactness.error > routers.NOTHING)):
+            return Source(name=change.name, how=change.how, why_not="it computes in float32 already")
+        self.exact[change.name] = scored
+        after = self._apart(self.measured.prefill["together"], scored)
+        return Source(name=change.name, how=change.how, before=self.base, after=after)
+
+    def exact_router_of_engine(self, engine: RolloutEngine) -> list[Source]:
+        """Have the routers of the run's own engine compute in float32, and score the same tokens; none without routers."""
+        dtype = self.run.config.model.dtype
+        if dtype == "float32" or not self.has_routers or not engine.can_ask:
+            return []
+        source = partial(Source, name=ENGINE_ROUTER, how=f"{dtype} -> float32")
+        engine.ask(routers.start_exact_routers)
+        scored = engine_scores(self.group, engine, self.measured.batch).log_probs
+        found = all_gather(engine.ask(routers.stop_exact_routers))
+        error = max(error for _, error in found)
+        if not any(calls for calls, _ in found):
+            return [source(why_not="SGLang calls no module of a router in prefill")]
+        if error <= routers.NOTHING:
+            return [source(why_not="it computes in float32 already")]
+        after = self._apart(scored, self.own)
+        if error > routers.ROUNDING[dtype]:  # more than a precision: what it computes is another product
+            how = f"its own scores, which are {error:.0%} off -> the product of its inputs and weights"
+            return [Source(name="the engine's router", how=how, before=self.base, after=after)]
+        self.exact[ENGINE_ROUTER] = scored
+        return [source(before=self.base, after=after)]
 
     def both_in_float32(self) -> list[Source]:
-        """Return what is left if engine and trainer both compute in float32, if both could: one alone keeps the other's rounding."""
-        if self.exact_engine is None or self.exact_trainer is None:
-            return []
+        """Return what is left if engine and trainer both compute in float32, all of them or their routers alone.
+
+        One alone keeps the other's rounding. Nothing is returned for what could not be changed on both sides.
+        """
+        pairs = {
+            PRECISION: (ENGINE_PRECISION, TRAINER_PRECISION),
+            "precision of the routers": (ENGINE_ROUTER, TRAINER_ROUTER),
+        }
         how = f"{self.run.config.model.dtype} -> float32 in both"
         return [
             Source(
-                name="precision",
+                name=name,
                 how=how,
-                is_broad=True,
+                breadth=2,
                 before=self.base,
-                after=self._apart(self.exact_engine, self.exact_trainer),
+                after=self._apart(self.exact[engine], self.exact[trainer]),
             )
+            for name, (engine, trainer) in pairs.items()
+            if engine in self.exact and trainer in self.exact
         ]
 
 

@@ -1,7 +1,7 @@
 """A program without this package that shows the difference, from program.py.jinja."""
 
-import runpy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from harness.observer import RunContext
 from harness.rollout import sglang_api
 from harness.rollout.defaults import engine_defaults
 from harness.runtime import redact
-from harness.runtime.cpu_standins import STANDINS
-from harness.tools.export.program import templates
-from harness.tools.mismatch.answer import Answer
+from harness.tools.export.program import stand_in_names, templates
+from harness.tools.mismatch.answer import IN_DECODING, Answer, Source
 from harness.tools.mismatch.search import SENT, WEIGHTS
-from harness.tools.mismatch.sources import engine_changes, trainer_changes
+from harness.tools.mismatch.serving import Serving
+from harness.tools.mismatch.sources import PRECISION, engine_changes, trainer_changes
 from harness.weights.log_probs import FLOOR
 
 ROWS = 8
@@ -24,7 +24,7 @@ Row = tuple[list[int], int]
 """Token ids of a prompt and its response, and how many of them are the response."""
 
 
-def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Sequence[Row]) -> str:
+def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Sequence[Row], serving: Serving) -> str:
     """Return the text of a program that needs sglang and transformers alone. Its second arm is without the source."""
     config, device = run.config, run.world.device_type
     found = arm(config, device, inputs.attention)
@@ -35,12 +35,13 @@ def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Se
         "rows": [ids for ids, _ in rows[:ROWS]],
         "responses": [count for _, count in rows[:ROWS]],
         "found": found,
-        "control": control_arm(config, device, inputs.attention, answer.source),
+        "control": control_arm(config, serving, inputs.attention, answer.largest if answer.is_setting else None),
         "floor": FLOOR[config.model.dtype],
         "cuda": device == "cuda",
         "group": config.parallel.tp * config.parallel.pp,
         "is_mla": "kv_lora_rank" in _fields(inputs.model_folder),
-        "stand_in_names": runpy.run_path(str(STANDINS / "sgl_kernel" / "__init__.py"))["NAMES"],
+        "fp8": config.model.rollout_precision != "same",
+        "stand_in_names": stand_in_names(),
     }
     return redact.text(templates(Path(__file__).parent).get_template("program.py.jinja").render(values))
 
@@ -65,15 +66,18 @@ def arm(config: Config, device: Any, attention: str, dtype: str = "") -> dict[st
     }
 
 
-def control_arm(config: Config, device: Any, attention: str, source: str) -> Mapping[str, Any] | None:
-    """Return the arm without the source; None if the source is no setting of the engine or the trainer."""
-    for change in engine_changes(config):
-        if change.name == source:
-            return arm(change.config, device, attention)
+def control_arm(config: Config, serving: Serving, attention: str, source: Source | None) -> Mapping[str, Any] | None:
+    """Return the arm without the source; None if the source is no setting that sglang.Engine or transformers has."""
+    wanted = (source.name, source.how.removesuffix(IN_DECODING)) if source else None
+    for change in engine_changes(config, serving):
+        if (change.name, change.how) == wanted:
+            return arm(change.config, serving.device, attention, config.model.dtype)
+    if source and source.name == PRECISION:
+        return arm(replace(config, model=replace(config.model, dtype="float32")), serving.device, attention)
     for each in trainer_changes(config, attention):
-        if each.name == source and not each.head:
+        if (each.name, each.how) == wanted and not each.part:
             other = attention if each.attention == "same" else each.attention
-            return arm(config, device, other, "" if each.dtype == "same" else each.dtype)
+            return arm(config, serving.device, other, "" if each.dtype == "same" else each.dtype)
     return None
 
 

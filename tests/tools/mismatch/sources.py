@@ -38,4 +38,15 @@ PLANTED = (
     ),
     Planted(name="other_activation", model="llama", sources=("layers.0.mlp",), module="mlp.down_proj input"),
     Planted(name="correction_bias_ignored", model="deepseek_v3", sources=("layers.1.mlp.topk",), module="mlp.topk"),
+    Planted(
+        name="router_in_bfloat16",
+        model="qwen3_moe",
+        words=("--model.dtype", "float16"),
+        sources=("precision of the engine's router",),
+    ),
+    Planted(
+        name="decode_steps_in_bfloat16",
+        words=("--engine.args.num_continuous_decode_steps", "2"),
+        sources=("engine.args.num_continuous_decode_steps",),
+    ),
 )

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from harness.config.schema import Config, Engine, Model, Parallel
 from harness.tools.mismatch.operators import compare, different_fields, first_difference, routing_flips, suspects
 from harness.tools.mismatch.recording import Outputs, chosen, short
-from harness.tools.mismatch.sources import engine_changes, trainer_changes
 
 
 def rows(seed: int, width: int = 8) -> torch.Tensor:
@@ -63,6 +61,26 @@ def test_rounding_of_half_precision_is_no_difference_and_a_few_tokens_of_other_e
     assert first_difference(compare(engine, theirs, "bfloat16"), "bfloat16") is None
 
 
+def test_what_a_flipped_token_changes_after_it_is_no_difference() -> None:
+    theirs: Outputs = {
+        "layers.0.mlp.topk": [torch.ones(40, 4)],
+        "layers.1.self_attn.attn": [torch.ones(40, 4)],
+        "layers.1.mlp": [torch.ones(40, 4)],
+    }
+    flipped = {name: [each[0].clone()] for name, each in theirs.items()}
+    flipped["layers.0.mlp.topk"][0][20] = torch.tensor([0.0, 2.0, 1.0, 1.0])
+    flipped["layers.1.self_attn.attn"][0][20:] *= 1.5  # attention shows it to the tokens that follow
+    found = compare([flipped], theirs, "bfloat16")
+    assert [each.agreeing for each in found] == [20, 20, 20] and first_difference(found, "bfloat16") is None
+    for name, late in (("layers.1.mlp", slice(0, 20)), ("layers.1.self_attn.attn", slice(0, 40))):
+        wrong = {each: [some[0].clone()] for each, some in flipped.items()}
+        wrong[name][0][late] *= 1.5
+        first = first_difference(compare([wrong], theirs, "bfloat16"), "bfloat16")
+        assert first and first.name == name
+    flipped["layers.0.mlp.topk"][0][4] = torch.tensor([0.0, 2.0, 1.0, 1.0])  # too early to say anything of what follows
+    assert [each.name for each in compare([flipped], theirs, "bfloat16")] == ["layers.0.mlp.topk"]
+
+
 def test_routing_is_compared_by_the_experts_that_are_chosen() -> None:
     ids = torch.tensor([[0, 1], [1, 2], [2, 3]])
     weights = torch.tensor([[0.5, 0.5], [0.2, 0.8], [1.0, 1.0]])
@@ -85,25 +103,3 @@ def test_fields_that_differ_are_told_by_their_path() -> None:
 def test_names_are_the_same_on_both_sides() -> None:
     assert short("model.language_model.layers.3.mlp.gate") == "layers.3.mlp.gate"
     assert short("model.embed_tokens") == "embed_tokens" and short("") == ""
-
-
-def test_what_is_changed_follows_from_the_config() -> None:
-    args = {"enable_dp_attention": True, "dp_size": 2, "chunked_prefill_size": 16, "mem_fraction_static": 0.4}
-    config = Config(
-        model=Model(dtype="bfloat16"),
-        parallel=Parallel(dp=2, tp=2),
-        engine=Engine(args=args, preset="sglang"),
-    )
-    changes = {each.name: each for each in engine_changes(config)}
-    assert changes.keys() == {
-        "tensor parallelism", "engine precision", "engine preset", "engine.args.enable_dp_attention",
-        "engine.args.chunked_prefill_size",
-    }  # fmt: skip
-    alone = changes["tensor parallelism"].config
-    assert (alone.parallel.dp, alone.parallel.tp) == (4, 1) and "dp_size" not in alone.engine.args
-    without = changes["engine.args.enable_dp_attention"].config.engine.args
-    assert without == {"chunked_prefill_size": 16, "mem_fraction_static": 0.4}
-    assert [each.name for each in trainer_changes(config, "sdpa")] == [
-        "trainer precision", "precision of the trainer's head", "trainer attention",
-    ]  # fmt: skip
-    assert [each.name for each in engine_changes(Config(parallel=Parallel(tp=1)))] == []

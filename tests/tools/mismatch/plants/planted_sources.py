@@ -185,3 +185,16 @@ def other_activation() -> None:
 
     SiluAndMul.forward_native = lambda self, x: GeluAndMul.forward_native(GeluAndMul(), x)
     SiluAndMul.forward_cpu = SiluAndMul.forward_native
+
+
+@plant
+def decode_steps_in_bfloat16() -> None:
+    """Round what attention returns to bfloat16 in decoding, but only with num_continuous_decode_steps = 2."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.runtime_context import get_server_args
+
+    def around(real: Any, self: Any, query: Any, output: Any, *args: Any, **kw: Any) -> Any:
+        found = real(self, query, output, *args, **kw)
+        return found.copy_(found.bfloat16()) if get_server_args().num_continuous_decode_steps == 2 else found
+
+    wrap(TorchNativeAttnBackend, "_run_sdpa_forward_decode", around)

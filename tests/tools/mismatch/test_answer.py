@@ -1,0 +1,50 @@
+"""Which source is named, for made-up measurements."""
+
+from dataclasses import replace
+
+from harness.tools.mismatch.answer import Answer, Source
+from harness.tools.mismatch.operators import Compared
+from harness.tools.mismatch.sources import ENGINE_ROUTER, PRECISION
+from harness.weights.log_probs import LogProbDifference, PartDifference
+
+PART = PartDifference(bulk=0.0, mean=0.0, index=0)
+
+
+def apart(mean: float) -> LogProbDifference:
+    return LogProbDifference(
+        mean=mean, largest=mean, tokens=100, percentile_99=mean, k3=0.0, sequence=PART, position=PART
+    )
+
+
+def source(name: str, after: float, breadth: int = 0) -> Source:
+    return Source(name=name, how="a -> b", before=apart(1.0), after=apart(after), breadth=breadth)
+
+
+def answer(*sources: Source) -> Answer:
+    return Answer(dtype="bfloat16", difference=apart(1.0), prefill=apart(1.0), sources=sources, first=None)
+
+
+def test_a_narrow_setting_is_named_instead_of_the_broad_one_that_includes_it() -> None:
+    found = answer(source(PRECISION, 0.12, 2), source("engine precision", 0.26, 1), source(ENGINE_ROUTER, 0.28))
+    assert found.source == ENGINE_ROUTER and "72% of the mean difference" in found.sentence()
+
+
+def test_a_broad_setting_is_named_if_no_narrow_one_removes_almost_as_much() -> None:
+    found = answer(source(PRECISION, 0.0, 2), source("engine precision", 0.4, 1), source(ENGINE_ROUTER, 0.5))
+    assert found.source == PRECISION and found.is_setting
+    assert answer(source(PRECISION, 0.0, 2), source("engine precision", 0.1, 1)).source == "engine precision"
+
+
+def test_nothing_is_named_if_no_setting_removes_half() -> None:
+    cannot = Source(name="attention backend", how="a -> b", why_not="cannot be changed alone: refused")
+    found = answer(source("engine precision", 0.6), cannot)
+    assert found.source == "" and "SOURCE: unknown" in found.sentence() and not found.is_setting
+    assert "refused" in found.table() and "could not be compared" in found.sentence()
+
+
+def test_a_module_that_differs_in_another_engine_is_not_taken_for_the_runs_own() -> None:
+    first = Compared(name="layers.1.mlp", error=0.5, tokens=1.0, before=0.0)
+    found = replace(
+        answer(source("decode", 0.9)), first=first, where="an engine with tensor parallelism tp 2 -> one rank"
+    )
+    assert found.source == "layers.1.mlp" and "seen in an engine with tensor parallelism" in found.sentence()
