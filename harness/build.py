@@ -37,6 +37,7 @@ from harness.trainer.critic import Critic
 from harness.trainer.model import load_causal_lm
 from harness.trainer.routing import routed_shape
 from harness.weights.converter import CheckpointConverter, Converter
+from harness.weights.draft_layer import draft_layer_of
 from harness.weights.fp8_blocks import Fp8BlockConverter
 from harness.weights.names import names_in_checkpoint
 from harness.weights.sync import WeightSync
@@ -255,6 +256,7 @@ def build_sync(
     """
     config, dtype = run.config, getattr(torch, run.config.model.dtype)
     converter: Converter = CheckpointConverter(model, dtype)
+    draft = draft_layer_of(config, str(model_folder), converter, run.world.device)
     if config.model.rollout_precision == "fp8_block":
         converter = Fp8BlockConverter(converter)
     return WeightSync(
@@ -268,6 +270,7 @@ def build_sync(
         dtype=dtype,
         offloaded=offloaded,
         checkpoint_names=names_in_checkpoint(str(model_folder)),
+        draft_layer=draft,
     )
 
 

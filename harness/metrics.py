@@ -23,16 +23,20 @@ def response_metrics(batch: Batch) -> Metrics:
     """Return the mean reward, how long responses are, and the shares of responses that did not end by themselves."""
     lengths = torch.stack([batch.response_mask.sum(-1), batch.attention_mask.sum(-1)])
     responses, sequences = torch.cat(all_gather(lengths), dim=1).double()
-    return weight_version(batch) | {
-        "reward_mean": mean(batch.require("scores")),
-        "response_tokens_mean": float(responses.mean()),
-        "response_tokens_min": float(responses.min()),
-        "response_tokens_max": float(responses.max()),
-        "response_tokens": float(responses.sum()),
-        "tokens": float(sequences.sum()),  # of prompts and responses
-        "truncated_share": mean(batch.require("truncated").float()),
-        "aborted_share": mean(batch.require("aborted").float()),
-    }
+    return (
+        weight_version(batch)
+        | accept_length(batch)
+        | {
+            "reward_mean": mean(batch.require("scores")),
+            "response_tokens_mean": float(responses.mean()),
+            "response_tokens_min": float(responses.min()),
+            "response_tokens_max": float(responses.max()),
+            "response_tokens": float(responses.sum()),
+            "tokens": float(sequences.sum()),  # of prompts and responses
+            "truncated_share": mean(batch.require("truncated").float()),
+            "aborted_share": mean(batch.require("aborted").float()),
+        }
+    )
 
 
 def weight_version(batch: Batch) -> Metrics:
@@ -40,6 +44,19 @@ def weight_version(batch: Batch) -> Metrics:
     versions = torch.cat(all_gather(torch.tensor([-1]) if batch.weight_version is None else batch.weight_version))
     told = versions[versions >= 0]
     return {"weight_version": float(told.min())} if len(told) else {}
+
+
+def accept_length(batch: Batch) -> Metrics:
+    """Return how many tokens the engine emitted for each time that it verified drafts; nothing without a draft model.
+
+    1 means that no draft was accepted. The first token of a response comes of its prompt, so it does not count.
+    """
+    if batch.draft_rounds is None:  # a rollout that was saved before there were draft models
+        return {}
+    drafted = batch.draft_rounds > 0
+    own = torch.stack([(batch.response_mask.sum(-1) - 1)[drafted].sum(), batch.draft_rounds.sum()])
+    tokens, rounds = torch.stack(all_gather(own)).sum(0).tolist()
+    return {"speculation/accept_length": tokens / rounds} if rounds else {}
 
 
 def validation_metrics(prompts: Sequence[Prompt], responses: Sequence[Response], scores: Sequence[float]) -> Metrics:

@@ -157,6 +157,7 @@ class Ppo:
             truncated=torch.tensor([each.truncated for each in responses]),
             aborted=torch.tensor([each.aborted for each in responses]),
             weight_version=torch.tensor([each.oldest_weights for each in responses]),
+            draft_rounds=torch.tensor([each.draft_rounds for each in responses]),
             rollout_log_probs=scatter_responses([each.log_probs for each in responses], batch),
         )
 

@@ -69,6 +69,7 @@ TOOLS = {
 ONLY_THESE_IMPORT_SGLANG = (
     "harness/rollout/sglang_api",
     "harness/runtime/standins/harness_sglang_cpu.py",
+    "harness/runtime/standins/harness_sglang_draft.py",
     "harness/runtime/standins/harness_sglang_fp8.py",
 )
 LIGHT = (

@@ -9,7 +9,7 @@ import torch
 
 from harness.cluster.mesh import ParallelDims
 from harness.cluster.world import World
-from harness.metrics import replay_metrics, response_metrics, routing_metrics, validation_metrics
+from harness.metrics import accept_length, replay_metrics, response_metrics, routing_metrics, validation_metrics
 from harness.ppo import Ppo
 from harness.rollout.responses import Response, StaleWeights
 from harness.runtime.events import EventLog
@@ -184,3 +184,11 @@ def test_validation_has_an_accuracy_for_each_data_source() -> None:
 def test_when_to_validate(words: str, due: list[int]) -> None:
     validation = parse(words.split()).config.validation
     assert [index for index in range(7) if validation.is_due(index, steps=6)] == due
+
+
+def test_the_accepted_length_counts_tokens_after_the_first_for_each_verification() -> None:
+    batch = from_sequences([[5], [5], [5]], [[1, 2, 3, 4, 5], [1, 2, 3], [1, 2]], 0)
+    assert accept_length(batch) == {}
+    assert accept_length(batch.replace(draft_rounds=torch.zeros(3, dtype=torch.int64))) == {}
+    # Four tokens in two verifications, two in two; the third response had no draft model's help.
+    assert accept_length(batch.replace(draft_rounds=torch.tensor([2, 2, 0]))) == {"speculation/accept_length": 1.5}

@@ -11,7 +11,6 @@ from harness.config.schema import Config, TransportName
 KINDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "None": ""}
 """The types that are checked; arguments of other types are left to SGLang."""
 CPU_ARGUMENTS = {
-    "speculative_algorithm": ("", "SGLang's draft workers wait for CUDA streams"),
     "kv_cache_dtype": (
         "fp8",
         "SGLang's FP8 KV cache needs CPU kernels that the import-only stand-in for sgl_kernel does not have",

@@ -36,6 +36,10 @@ class SGLangFacts:
     """Whether an answer can say which experts each token took."""
     returns_routing_on_cpu: bool = True
     """Whether that works in its CPU mode too, with the stand-ins: SGLang pins the memory for it, which needs a GPU."""
+    why_no_drafts_on_cpu: str = ""
+    """Why its EAGLE worker cannot serve rollouts in its CPU mode with the stand-ins, as part of a sentence; "" if it can."""
+    updates_drafts_by_group: bool = True
+    """Whether an update by an update group reaches the draft model too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

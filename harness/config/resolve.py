@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 
+from harness.config.draft_rules import draft_rules
 from harness.config.engine_rules import choose_transport, engine_rules
 from harness.config.facts import Device, Facts
 from harness.config.fp8_rules import fp8_rules
@@ -42,6 +43,7 @@ def resolve(config: Config, facts: Facts = NOTHING_KNOWN, sections: Collection[s
     found = chain(
         config_rules(config),
         fp8_rules(config, device),
+        draft_rules(config, facts, device),
         engine_rules(config, facts, device),
         model_rules(config, facts, device),
     )

@@ -267,7 +267,7 @@ def _engine(config: Config) -> Iterator[Wrong]:
 
 
 def _updates(config: Config) -> Iterator[Wrong]:
-    """Refuse engines that no sync can reach: quantized, replicated, or with a draft model next to the trained one."""
+    """Refuse engines that no sync can reach: quantized or replicated ones."""
     arguments = config.engine.args
     for name in ("quantization", "torchao_config"):
         if value := arguments.get(name):
@@ -281,13 +281,6 @@ def _updates(config: Config) -> Iterator[Wrong]:
         yield Wrong("engine.args.enable_mscclpp", f"mscclpp {takes_all}")
     if arguments.get("moe_a2a_backend") == "flashinfer":
         yield Wrong("engine.args.moe_a2a_backend", f'"flashinfer" {takes_all}')
-    draft = str(arguments.get("speculative_algorithm") or "").upper()
-    if draft not in ("", "NGRAM", "UNO"):  # these load no second model
-        why = f"SGLang also updates the draft model of speculative_algorithm = {draft}, for which there is no trainer"
-        if config.weights.transport == "pull":
-            yield Wrong("weights.transport", f'{why}; use "bucket", "tensor" or "disk"')
-        if config.weights.verify != "off":
-            yield Wrong("weights.verify", f'{why}, so nothing can be compared; use "off"')
 
 
 def _memory(config: Config) -> Iterator[Wrong]:

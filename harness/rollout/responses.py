@@ -33,6 +33,9 @@ class Response:
     weight_versions: tuple[str, ...] = ()
     """The weights that its tokens were generated with, oldest first; empty if SGLang did not tell."""
 
+    draft_rounds: int = 0
+    """How often the engine verified drafts for it; 0 without a draft model."""
+
     @property
     def oldest_weights(self) -> int:
         """The step whose weights its first token was generated with; -1 if unknown, or if no sync has named them."""
@@ -73,6 +76,7 @@ def read_responses(
                 is_aborted,
                 routed_experts=routed,
                 weight_versions=read_weight_versions(answer["meta_info"]),
+                draft_rounds=int(answer["meta_info"].get("spec_verify_ct") or 0) if kept else 0,
             )
         )
     return responses

@@ -2,7 +2,7 @@
 
 A call of SGLang costs milliseconds, and only TP rank 0 of the first stage answers it. So SGLang is called only once, to
 load one dummy tensor by the custom weight loader LOADER. In each scheduler the loader connects to its own trainer rank and
-starts a thread that serves it.
+starts a thread that serves it. With a draft model SGLang calls the loader twice, and the thread serves both as one model.
 """
 
 import errno
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from harness.rollout import sglang_api
 from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFailed
 from harness.rollout.engine_ranks import Group, together
+from harness.rollout.served_models import serve_together
 from harness.runtime import scratch
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ that built the engine sees that within half a second; it knows the cause and mus
 SWITCH_SECONDS = 5e-5
 """How long SGLang's thread in a scheduler may keep the interpreter while our thread wants it. SGLang's loop polls without
 a pause, so Python's default of 5 ms would be added to every answer. It has no effect while there is only one thread."""
+SHOWN: dict[str, list[Any]] = {}
+"""In a scheduler: the models that SGLang has shown to our loader so far, by the name of the channel that is being opened."""
 CONNECT_SECONDS = 300.0
 """How long a scheduler may take to connect after SGLang has answered: it may still be busy with earlier calls."""
 
@@ -53,11 +56,13 @@ class Send(Protocol):
 class SchedulerChannel:
     """A rank's connection to its scheduler. The first ask opens it, and so does the first one after close().
 
-    Every method but close() is a collective call of the group. log: the engine's, for messages.
+    Every method but close() is a collective call of the group. log: the engine's, for messages. models: how many each scheduler
+    has: two with a draft model.
     """
 
-    def __init__(self, group: Group, send: Send, log: Path) -> None:
+    def __init__(self, group: Group, send: Send, log: Path, models: int = 1) -> None:
         self._group = group
+        self._models = models
         self._send = send
         self._log = log
         self._connection: Connection | None = None
@@ -74,12 +79,12 @@ class SchedulerChannel:
         Raise EngineFailed on every rank if a scheduler does not connect in CONNECT_SECONDS.
         """
         self.close()
-        # The schedulers learn the folder of the sockets from the name of the dummy tensor.
+        # The schedulers learn the folder of the sockets from the name of the dummy tensor, the number of models from its size.
         name = self._group.broadcast(f"harness-{uuid.uuid4().hex[:12]}")
         with ExitStack() as stack:
             meeting = _listening(socket_folder(name), self._group.ranks.index(self._group.rank))
             listener = self._together(partial(stack.enter_context, meeting))
-            self._send([[(name, pickle.dumps(torch.zeros(1)))]] * self._group.tp, LOADER, flush_cache=False)
+            self._send([[(name, pickle.dumps(torch.zeros(self._models)))]] * self._group.tp, LOADER, flush_cache=False)
             self._connection = self._together(partial(self._accept, listener))
 
     def close(self) -> None:
@@ -156,9 +161,16 @@ def require_private(folder: Path) -> None:
 def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Connect this scheduler to its trainer rank and serve it on a thread. SGLang calls it as a custom weight loader.
 
-    named_tensors: one dummy tensor, whose name is the folder of the sockets.
+    named_tensors: one dummy tensor, whose name is the folder of the sockets, and whose size is the number of models that the
+    loader is called for. It connects when it has seen all of them.
     """
-    folder = socket_folder(named_tensors[0][0])
+    name, dummy = named_tensors[0]
+    shown = SHOWN.setdefault(name, [])
+    shown.append(model)
+    if len(shown) < dummy.numel():
+        return
+    model = serve_together(SHOWN.pop(name))
+    folder = socket_folder(name)
     try:
         require_private(folder)
         connection = Client(str(folder / f"{dist.get_rank()}.socket"), family="AF_UNIX")

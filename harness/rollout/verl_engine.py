@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.cluster.network import bracketed, own_address
 from harness.cluster.placement import gpu_of
+from harness.config.draft_rules import sends_mtp_layer
 from harness.rollout import sglang_api
 from harness.rollout.cpu_mode import cores_by_tp_rank, cpu_environment
 from harness.rollout.defaults import Preset, engine_defaults
@@ -103,7 +104,8 @@ class VerlEngine:
         self._record_call = record_call
         self._removes_log = log_dir is None
         self.log = (log_dir or Path(tempfile.mkdtemp(prefix="harness-engine-"))) / f"engine-rank{self.node.builder}.log"
-        self._channel = SchedulerChannel(self.group, self._send, self.log)
+        models = 2 if sends_mtp_layer(self.engine_args) else 1
+        self._channel = SchedulerChannel(self.group, self._send, self.log, models)
         self._prepare_process()
         # Only the rank that builds this host's engine has one.
         self._host = HostEngine(self.log, base_port, on_death) if self.is_builder else None

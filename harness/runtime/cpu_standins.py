@@ -3,12 +3,14 @@
 activate() puts the folder `standins/` first on sys.path, and on PYTHONPATH for the processes that this one starts. It is
 never called on CUDA, and no installed file changes. The folder holds:
 
-- sgl_kernel: no CPU build is published. The stand-in can be imported; its functions raise NotImplementedError.
+- sgl_kernel: no CPU build is published. The stand-in can be imported. It has, in plain torch, what a chain of drafts calls
+  (speculative decoding); its other functions raise NotImplementedError.
 - torchvision: the published build is for CUDA. With a CPU build of torch its import fails, because two operators are
   missing. The stand-in declares them and then loads the installed package.
 - harness_sglang_cpu: a plugin of SGLang (an entry point). Without it DeepSeek's MLA cannot prefill with
   attention_backend = "torch_native", and routed experts need pinned memory.
 - harness_sglang_fp8: another plugin of the same package, for engines with block-FP8 weights.
+- harness_sglang_draft: another one, for engines with a draft model (EAGLE, NEXTN).
 """
 
 import importlib.machinery

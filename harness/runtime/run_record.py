@@ -89,6 +89,7 @@ def step_line(metrics: Metrics) -> str:
         "step": "step {:.0f}",
         "reward_mean": "reward {:.3f}",
         "truncated_share": "truncated {:.0%}",
+        "speculation/accept_length": "accept length {:.2f}",
         "log_prob_difference_mean": "log-prob difference {:.1e}",
         "actor/loss": "actor loss {:+.4f}",
         "actor/grad_norm": "grad norm {:.3f}",

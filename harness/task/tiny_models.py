@@ -178,10 +178,44 @@ def save_tiny_model(
         # rank 0 save, which on other hosts would leave an empty folder.
         with patch("torch.distributed.is_initialized", return_value=False):
             tiny_model(config, seed, dtype).save_pretrained(folder)
+        add_mtp_layer(Path(folder) / "model.safetensors", config, seed)
     else:
         save_config(config, folder, dtype)
     tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+def add_mtp_layer(file: Path, config: PretrainedConfig, seed: int) -> None:
+    """Add the layers for multi-token prediction that num_nextn_predict_layers asks for; transformers' model has none.
+
+    They have the names and shapes of DeepSeek-V3's checkpoint: the tensors of the last decoder layer moved by normal(0, 0.01), the
+    model's embedding and head again, and what joins a token's embedding with the hidden state before it.
+    """
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    if not count:
+        return
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors, generator = load_file(file), torch.Generator().manual_seed(seed)
+    last, dtype, hidden = config.num_hidden_layers - 1, tensors["model.embed_tokens.weight"].dtype, config.hidden_size
+
+    def near(tensor: torch.Tensor, deviation: float) -> torch.Tensor:
+        noise = torch.randn(tensor.shape, generator=generator) * deviation
+        return (tensor.float() + noise).to(tensor.dtype)
+
+    repeated = {name: each for name, each in tensors.items() if name.startswith(f"model.layers.{last}.")}
+    for number in range(last + 1, last + 1 + count):
+        layer = f"model.layers.{number}"
+        tensors |= {name.replace(f"model.layers.{last}", layer, 1): near(each, 0.01) for name, each in repeated.items()}
+        norms = ("enorm", "hnorm", "shared_head.norm")
+        tensors |= {f"{layer}.{norm}.weight": near(torch.ones(hidden, dtype=dtype), 0.1) for norm in norms}
+        tensors |= {
+            f"{layer}.eh_proj.weight": near(torch.eye(hidden, 2 * hidden, dtype=dtype), 0.01),
+            f"{layer}.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+            f"{layer}.shared_head.head.weight": tensors["lm_head.weight"].clone(),
+        }
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def save_config(config: PretrainedConfig, folder: str | Path, dtype: str) -> None:

@@ -33,6 +33,7 @@ class Batch:
     weight_version: Tensor | None = (
         None  # int64 [B]: the step whose weights generated it; -1 if the engine did not tell
     )
+    draft_rounds: Tensor | None = None  # int64 [B]: how often the engine verified drafts; 0 without a draft model
     rollout_log_probs: Tensor | None = None  # float [B, T]: as the engine reported them
     old_log_probs: Tensor | None = None  # float [B, T]: before this step's updates, as the trainer computes them
     reference_log_probs: Tensor | None = None  # float [B, T]: by the frozen reference

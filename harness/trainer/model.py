@@ -8,7 +8,9 @@ reads with from_pretrained, since files and memory differ: transformers keeps ex
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -122,11 +124,28 @@ def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, saved_cla
     """
     whole: dict[str, Any] = {}
     if dist.get_rank() == 0:
-        saved, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype=dtype)
+        with _without_mtp_layers(path):
+            saved, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype=dtype)
         if missing := sorted(report["missing_keys"]):
             raise ValueError(f"{path} must have every tensor of its model, but lacks {missing[0]}")
         whole = next(module for module in saved.modules() if type(module) is saved_class).state_dict()
     set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+
+
+@contextmanager
+def _without_mtp_layers(path: str) -> Iterator[None]:
+    """Keep transformers from listing each tensor of layers for multi-token prediction, which its classes do not have."""
+    config = AutoConfig.from_pretrained(path)
+    text = config.get_text_config()
+    first, count = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if architecture is None or not count:
+        yield
+        return
+    ignored = "_keys_to_ignore_on_load_unexpected"
+    layers = [rf"model\.layers\.{number}\." for number in range(first, first + count)]
+    with patch.object(architecture, ignored, [*(getattr(architecture, ignored, None) or ()), *layers]):
+        yield
 
 
 def choose_attention(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from harness.rollout.engine import RolloutEngine
+from harness.rollout.served_models import DRAFT, role_of
 from harness.weights.fusing import FusingGroup
 from harness.weights.worker import coverage
 from harness.weights.worker.coverage import LoadCoverage
@@ -52,6 +53,17 @@ class EngineLoader:
     def _complete(self, found: dict[int, dict[str, int]]) -> bool:
         due = {each.rank: sum(map(len, each.copies)) + len(each.padded) for each in self.coverage}
         return {rank: len(sums) for rank, sums in found.items()} == due
+
+    @property
+    def of_draft(self) -> set[str]:
+        """Checkpoint names that fill tensors of the engine's draft model alone."""
+        roles = [
+            (copy.source.name, role_of(copy.into))
+            for each in self.coverage
+            for copies in each.copies
+            for copy in copies
+        ]
+        return {name for name, role in roles if role == DRAFT} - {name for name, role in roles if role != DRAFT}
 
     @property
     def opaque(self) -> set[str]:

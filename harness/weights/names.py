@@ -95,6 +95,22 @@ def names_in_checkpoint(model: str) -> frozenset[str]:
         return frozenset(opened.keys())
 
 
+def files_in_checkpoint(model: str) -> dict[str, str]:
+    """Return the path of the safetensors file that holds each tensor of a model; empty if there are none.
+
+    model: a folder, or a hub id of which the files are in the cache. Raise ValueError for a file that is missing there.
+    """
+    index = _cached(model, "model.safetensors.index.json")
+    if not index:
+        file = _cached(model, "model.safetensors")
+        return dict.fromkeys(names_in_checkpoint(model), file) if file else {}
+    shards = json.loads(Path(index).read_text())["weight_map"]
+    paths = {shard: _cached(model, shard) for shard in set(shards.values())}
+    if absent := sorted(shard for shard, path in paths.items() if not path):
+        raise ValueError(f"{model} must have {absent[0]}, which its index of safetensors files names")
+    return {name: path for name, shard in shards.items() if (path := paths[shard])}
+
+
 def _cached(model: str, file: str) -> str | None:
     return cached_file(
         model, file, local_files_only=True, _raise_exceptions_for_missing_entries=False,

@@ -10,7 +10,9 @@ from torch import nn
 from harness.cluster.world import all_gather
 from harness.rollout.engine import RolloutEngine
 from harness.runtime.units import MIB
+from harness.trainer.model import named_tensors
 from harness.weights.converter import CheckpointConverter, Converter
+from harness.weights.draft_layer import NO_DRAFT_LAYER, DraftLayer
 from harness.weights.loader import EngineLoader
 from harness.weights.presync_checks import check_complete, check_coverage, check_finite, check_shards
 from harness.weights.trainer_weights import TrainerWeights
@@ -34,6 +36,7 @@ class WeightSync:
         offloaded: bool = False,
         converter: Converter | None = None,
         checkpoint_names: Collection[str] = (),
+        draft_layer: DraftLayer = NO_DRAFT_LAYER,
     ) -> None:
         """Plan what is sent. A collective call of all ranks, as every method is.
 
@@ -42,6 +45,7 @@ class WeightSync:
         touched. dtype: the engine's, to which parameters are cast on their way; None sends them as the model has them.
         offloaded: the model's memory is given up between syncs. converter: what is sent, in place of the model's tensors
         under their checkpoint names. checkpoint_names: of the tensors in the model's own checkpoint, if they are known.
+        draft_layer: of the checkpoint, sent with the model's tensors.
 
         Raise NotAViewError for an architecture that needs another converter, WeightsRefused for shards that do not fit
         together.
@@ -51,12 +55,14 @@ class WeightSync:
         self.dtype = dtype
         self.folder = Path(folder).resolve()
         self.check = check
-        self.weights = TrainerWeights(converter or CheckpointConverter(model, dtype), bucket_size_mib * MIB)
+        self.draft_layer = draft_layer
+        sender = draft_layer.after(converter or CheckpointConverter(model, dtype))
+        self.weights = TrainerWeights(sender, bucket_size_mib * MIB)
         check_shards(self.weights.tensors)
         check_complete(self.weights.layout, self.weights.tensors)
         self.loader = EngineLoader(engine, self.weights.groups)
         self._covered = False
-        sent = {view.name for view in self.weights.layout}
+        sent = {view.name for view in self.weights.layout} | draft_layer.copies
         self._sends_whole_checkpoint = all(all_gather(bool(checkpoint_names) and sent.issuperset(checkpoint_names)))
         self.unfilled: list[str] = []
         """Sentences on parameters of the engine that neither this sync nor the model's own checkpoint fills."""
@@ -76,6 +82,10 @@ class WeightSync:
             self._refuse_what_cannot_arrive()
         self.restore_scales()
         self.transport.send(self.weights)
+
+    def held_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the live tensors that what is sent is made of: the model's, and those of the draft's layer."""
+        return dict(named_tensors(self.model)) | dict(self.draft_layer.tensors)
 
     def restore_scales(self) -> None:
         """Give an engine in FP8 the scales of its KV cache, which no checkpoint of ours has (no-op for other engines)."""
@@ -110,7 +120,8 @@ class WeightSync:
 
         Otherwise as `save`.
         """
-        plain = TrainerWeights(CheckpointConverter(self.model, self.dtype), self.weights.bucket_bytes)
+        unquantized = self.draft_layer.after(CheckpointConverter(self.model, self.dtype))
+        plain = TrainerWeights(unquantized, self.weights.bucket_bytes)
         self._save(plain, folder, source)
 
     def _save(self, weights: TrainerWeights, folder: Path, source: Path) -> None:

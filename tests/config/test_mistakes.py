@@ -216,12 +216,12 @@ MISTAKES = [
     ),
     ("--engine.args.quantization awq", 'engine.args.quantization = "awq"', "weight updates cannot load", "remove it"),
     (
-        "--engine.args.speculative_algorithm EAGLE --weights.transport pull",
+        "--engine.args.speculative_algorithm EAGLE3 --weights.transport pull",
         'weights.transport = "pull"',
         "draft model",
         'use "bucket", "tensor" or "disk"',
     ),
-    ("--engine.args.speculative_algorithm EAGLE", 'weights.verify = "log_probs"', "draft model", 'use "off"'),
+    ("--engine.args.speculative_algorithm EAGLE3", 'weights.verify = "log_probs"', "draft model", 'use "off"'),
     (
         "--model.name some/folder --model.overrides.num_hidden_layers 4",
         "model.overrides.num_hidden_layers = 4",

@@ -25,6 +25,12 @@ def test_tokens_log_probs_and_whether_the_length_ended_it() -> None:
     assert (cut.token_ids, cut.log_probs, cut.truncated) == ([9], [-2.0], True)
 
 
+def test_how_often_drafts_were_verified() -> None:
+    drafted, plain = answer({"type": "stop"}, *TOKENS), answer({"type": "stop"}, *TOKENS)
+    drafted["meta_info"]["spec_verify_ct"] = 3
+    assert [each.draft_rounds for each in read_responses([drafted, plain])] == [3, 0]
+
+
 ABORTED = {"type": "abort", "message": "out of KV cache", "status_code": 500}
 TOKENS = [(-0.5, 7, None)]
 

@@ -1,10 +1,11 @@
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,10 +77,10 @@ def test_the_real_packages_import_in_parent_and_children(tmp_path: Path) -> None
     assert run.stdout.count("child torchvision") == 2
 
 
-def test_sgl_kernel_can_be_imported_but_not_called() -> None:
+def test_what_has_no_stand_in_can_be_imported_but_not_called() -> None:
     code = """
 import sgl_kernel
-names = [name for name in vars(sgl_kernel) if name.endswith("_cpu")]
+names = sgl_kernel.NAMES
 assert names
 for name in names:
     try:
@@ -95,6 +96,93 @@ except ImportError:
 """
     run = python("-c", code, PYTHONPATH=str(STANDINS))
     assert run.stdout == "refused\n", run.stderr
+
+
+def speculative() -> Any:
+    """The stand-ins for sgl_kernel's functions of speculative decoding."""
+    file = STANDINS / "sgl_kernel" / "speculative.py"
+    spec = importlib.util.spec_from_file_location("speculative_standins", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def chain(requests: int, width: int, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    """Return mask, positions and the tree of a chain of drafts, as the stand-in describes it."""
+    mask = torch.ones(requests * width * width, dtype=torch.bool)
+    positions = torch.empty(requests * width, dtype=torch.long)
+    tree = [torch.full((requests, width), -1) for _ in range(3)]
+    nothing = torch.empty(0)
+    speculative().build_tree_kernel_efficient_cpu(
+        nothing, nothing, torch.tensor(lengths), mask, positions, *tree, 1, width - 1, width, 0
+    )
+    return mask, positions, *tree
+
+
+def test_a_chain_of_drafts_has_positions_children_and_a_causal_mask() -> None:
+    mask, positions, index, children, siblings = chain(2, 3, [7, 4])
+    assert positions.tolist() == [7, 8, 9, 4, 5, 6] and index.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert children.tolist() == [[1, 2, -1]] * 2 and siblings.eq(-1).all()
+    assert torch.equal(mask.view(2, 3, 3), torch.ones(2, 3, 3, dtype=torch.bool).tril())
+    with pytest.raises(NotImplementedError, match="topk = 1"):
+        nothing = torch.empty(0)
+        speculative().build_tree_kernel_efficient_cpu(*[nothing] * 8, 4, 1, 2, 0)
+
+
+def test_greedy_drafts_are_accepted_for_as_long_as_they_are_the_targets_own() -> None:
+    _, _, index, children, siblings = chain(2, 3, [7, 4])
+    predicts = torch.zeros(6, dtype=torch.int32)
+    accepted, counts = torch.full((2, 3), -1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    drafts, choices = torch.tensor([[9, 5, 6], [9, 5, 6]]), torch.tensor([[5, 6, 7], [5, 8, 7]])
+    speculative().verify_tree_greedy_cpu(predicts, accepted, counts, drafts, index, children, siblings, choices)
+    assert counts.tolist() == [2, 1] and accepted.tolist() == [[0, 1, 2], [3, 4, -1]]
+    assert predicts[accepted[0].long()].tolist() == [5, 6, 7] and predicts[:5].tolist()[3:] == [5, 8]
+    bonus = torch.zeros(2, dtype=torch.int32)
+    speculative().fill_bonus_tokens_cpu(predicts[accepted.long()], counts + 1, bonus, 3)
+    assert bonus.tolist() == [7, 8]
+
+
+def test_sampled_drafts_leave_the_targets_distribution_as_it_is() -> None:
+    requests, vocabulary = 4000, 4
+    wanted = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.1, 0.1, 0.7]])
+    _, _, index, children, siblings = chain(requests, 2, [7] * requests)
+    predicts = torch.zeros(2 * requests, dtype=torch.int32)
+    accepted, counts = torch.full((requests, 2), -1, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+    draw = torch.Generator().manual_seed(0)
+    drafts = torch.tensor([[0, 1]]).expand(requests, 2)  # the draft always says 1, which the target takes in 30 %
+    speculative().tree_speculative_sampling_target_only(
+        predicts, accepted, counts, drafts, index, children, siblings,
+        torch.rand(requests, 2, generator=draw), torch.rand(requests, generator=draw),
+        wanted.expand(requests, 2, vocabulary), torch.zeros(requests, 2, vocabulary), 1.0, 1.0,
+    )  # fmt: skip
+    first = predicts.view(requests, 2)[:, 0]
+    shares = torch.bincount(first, minlength=vocabulary) / requests
+    assert torch.allclose(shares, wanted[0], atol=0.03)
+    assert abs(float(counts.float().mean()) - 0.3) < 0.03 and torch.equal(counts == 1, first == 1)
+    second = predicts.view(requests, 2)[:, 1][counts == 1]
+    assert torch.allclose(torch.bincount(second, minlength=vocabulary) / len(second), wanted[1], atol=0.05)
+
+
+def test_top_k_and_top_p_keep_the_likeliest_tokens() -> None:
+    probs = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.4, 0.1]])
+    kept = speculative().top_k_renorm_prob(probs, torch.tensor([2, 1 << 30]))
+    assert torch.allclose(kept, torch.tensor([[0, 4 / 7, 0, 3 / 7], [0.25, 0.25, 0.4, 0.1]]))
+    kept = speculative().top_p_renorm_prob(probs, torch.tensor([0.65, 1.0]))
+    assert torch.allclose(kept, torch.tensor([[0, 4 / 7, 0, 3 / 7], [0.25, 0.25, 0.4, 0.1]]))
+
+
+def test_slots_of_the_kv_cache_are_read_and_noted_request_by_request() -> None:
+    kernels, table = speculative(), torch.arange(20, dtype=torch.int32).view(2, 10)
+    rows, starts, ends = torch.tensor([1, 0]), torch.tensor([2, 5]), torch.tensor([4, 6])
+    slots = torch.zeros(3, dtype=torch.int64)
+    kernels.assign_extend_cache_locs_cpu(rows, table, starts, ends, slots, 10)
+    assert slots.tolist() == [12, 13, 5]
+    kernels.assign_req_to_token_pool_cpu(rows, table, starts, ends, torch.tensor([70, 71, 72]), 10)
+    assert table[1, 2:4].tolist() == [70, 71] and table[0, 5] == 72
+    two = torch.zeros(2, dtype=torch.int64)
+    kernels.assign_draft_cache_locs_contiguous_cpu(rows, table, starts, two, 10, 1, 1)
+    assert two.tolist() == [70, 72]
 
 
 def test_kernels_that_older_releases_import_cannot_be_called() -> None:
@@ -190,7 +278,7 @@ def test_fp8_layers_compute_with_dequantized_weights() -> None:
 def test_the_plugins_are_entry_points() -> None:
     found = importlib.metadata.distributions(path=[str(STANDINS)])
     points = [point for distribution in found for point in distribution.entry_points]
-    names = ("harness_sglang_cpu", "harness_sglang_fp8")
+    names = ("harness_sglang_cpu", "harness_sglang_fp8", "harness_sglang_draft")
     assert [(each.group, each.value) for each in points] == [
         ("sglang.srt.plugins", f"{name}:register") for name in names
     ]

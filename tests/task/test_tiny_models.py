@@ -216,3 +216,21 @@ def test_names_need_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_layer_for_multi_token_prediction_is_in_the_checkpoint_and_not_in_the_model(tmp_path):
+    layer, plain = (
+        {"num_nextn_predict_layers": 1},
+        load_file(save_tiny_model("deepseek_v3", tmp_path / "plain", 0, texts=TEXTS) / "model.safetensors"),
+    )
+    folder = save_tiny_model("deepseek_v3", tmp_path / "mtp", 0, "bfloat16", overrides=layer, texts=TEXTS)
+    tensors = load_file(folder / "model.safetensors")
+    added = {name.removeprefix("model.layers.2.") for name in tensors.keys() - plain.keys()}
+    repeated = {name.removeprefix("model.layers.1.") for name in plain if name.startswith("model.layers.1.")}
+    assert added - repeated == {
+        "eh_proj.weight", "enorm.weight", "hnorm.weight", "embed_tokens.weight", "shared_head.head.weight", "shared_head.norm.weight",
+    } and repeated < added  # fmt: skip
+    assert tensors["model.layers.2.eh_proj.weight"].shape == (64, 128)
+    assert tensors["model.layers.2.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    loaded = tensors_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    assert not any(".layers.2." in name for name in loaded)

@@ -104,9 +104,10 @@ MISTAKES = {
     "--engine.args.quantization awq": "weight updates cannot load",
     "--engine.args.quantization not_yet_known": "weight updates cannot load",
     "--model.name {dir}/quantized": "is quantized (fp8, says quantization_config in its config.json)",
-    "--engine.args.speculative_algorithm EAGLE": 'weights.verify = "log_probs" cannot',
-    "--engine.args.speculative_algorithm nextn --weights.transport pull": 'use "bucket", "tensor" or "disk"',
-    "--engine.args.speculative_algorithm EAGLE3 --weights.transport tensor": 'weights.verify = "log_probs" cannot',
+    "--engine.args.speculative_algorithm EAGLE --engine.device cuda": "says num_nextn_predict_layers = 0",
+    "--engine.args.speculative_algorithm EAGLE --engine.device cpu": "speculative_num_steps is not set",
+    "--engine.args.speculative_algorithm EAGLE3 --weights.transport pull --engine.device cuda": 'use "bucket", "tensor" or "disk"',
+    "--engine.args.speculative_algorithm EAGLE3 --engine.device cuda": 'weights.verify = "log_probs" cannot',
 }
 
 
@@ -183,7 +184,7 @@ NOT_ON_CPU = {
     "--model.name {dir}/gpt_oss": "cannot serve a gpt_oss model",
     "--model.name {dir}/qwen3_next": "cannot serve a qwen3_next model",
     "--model.name {dir}/minimax_m2": "cannot serve a minimax_m2 model: its norm of queries and keys is a Triton kernel",
-    f"{DRAFT} EAGLE": 'engine.args.speculative_algorithm = "EAGLE"',
+    f"{DRAFT} EAGLE3": 'engine.args.speculative_algorithm = "EAGLE3"',
     f"{DRAFT} NGRAM": 'engine.args.speculative_algorithm = "NGRAM"',
     "--engine.args.kv_cache_dtype fp8_e4m3": 'engine.args.kv_cache_dtype = "fp8_e4m3"',
 }

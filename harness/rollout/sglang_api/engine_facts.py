@@ -12,6 +12,9 @@ ABSORBED_MLA = ("srt/plugins/__init__.py", "srt/models/deepseek_common/attention
 """Files without which the stand-ins cannot register the absorbed method of MLA for the CPU: plugins, and the registry."""
 
 LLAMA = "srt/models/llama.py"
+EAGLE_WORKER = "srt/speculative/eagle_worker_v2.py"
+VERIFY = "srt/speculative/eagle_utils.py"
+SCHEDULERS_UPDATES = "srt/managers/scheduler_components/weight_updater.py"
 
 
 def engine_facts(api: SGLangApi) -> SGLangFacts:
@@ -22,8 +25,19 @@ def engine_facts(api: SGLangApi) -> SGLangFacts:
         serves_mla_on_cpu=all(map(api.tree.has, ABSORBED_MLA)),
         loads_block_scales_of_llama=_llama_loads_block_scales(api.tree),
         returns_routing=api.routed_experts and "enable_return_routed_experts" in api.engine_arguments,
+        why_no_drafts_on_cpu=_why_no_drafts_on_cpu(api.tree),
+        updates_drafts_by_group="load_weights_from_distributed" in api.tree.text(SCHEDULERS_UPDATES),
         returns_routing_on_cpu=api.tree.find_class("BaseHostCache", "srt/state_capturer/base.py") is not None,
     )
+
+
+def _why_no_drafts_on_cpu(tree: SourceTree) -> str:
+    """Return what the EAGLE worker lacks for rollouts on a CPU, or "" if harness_sglang_draft can stand in for the rest."""
+    if "_is_cpu" not in tree.text(EAGLE_WORKER):
+        return "its draft workers wait for CUDA streams"
+    if "def _verify_uses_greedy" not in tree.text(VERIFY):
+        return "on a CPU it takes the likeliest token whatever the temperature, so responses would not be sampled"
+    return ""
 
 
 def _llama_loads_block_scales(tree: SourceTree) -> bool:

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from harness.rollout.served_models import DRAFT_CLASS
 from harness.rollout.sglang_api.absent_hardware import (
     define_kernels,
     models_of_gpu,
@@ -28,9 +29,6 @@ from harness.rollout.sglang_api.absent_hardware import (
 from harness.rollout.sglang_api.meta_groups import start_rank
 from harness.rollout.sglang_api.source import installed, load
 from harness.runtime.errors import UnsupportedEnvironment
-
-DRAFT_CLASS = re.compile(r"NextN$|MTP$")
-"""SGLang's names for the classes that serve a model's layer for multi-token prediction (MTP) as its draft model."""
 
 SINKS = {"GptOssForCausalLM": "triton"}
 """Classes with attention sinks, for which SGLang refuses torch_native -> a backend that it takes on any GPU."""

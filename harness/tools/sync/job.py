@@ -25,7 +25,7 @@ from harness.rollout.engine import RolloutEngine
 from harness.rollout.sglang_api.engine_facts import engine_facts
 from harness.task.data import load_rows
 from harness.tools.sync.bench import BenchRow, all_gather_row, as_table, bytes_line, sync_row
-from harness.trainer.model import load_causal_lm, named_tensors
+from harness.trainer.model import load_causal_lm
 from harness.weights.presync_checks import first_of
 from harness.weights.pull.transport import PullTransport
 from harness.weights.sync import WeightSync
@@ -84,7 +84,7 @@ class SyncJob:
     def verify(self, run: RunContext, name: str, sync: WeightSync) -> str:
         """Change every tensor, sync, read back, again and again. Raise WeightsDidNotArrive at the first difference."""
         for index in range(self.syncs):
-            perturb(dict(named_tensors(sync.model)), seed=index)
+            perturb(sync.held_tensors(), seed=index)
             with run.events.phase("sync", index, "the weights of all ranks to reach the engine"):
                 sync.update_engine()
             with run.events.phase("readback", index, "the engine's weights, to compare them"):

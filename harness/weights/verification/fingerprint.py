@@ -5,6 +5,7 @@ of the weights and names the tensors that differ. readback.py, which moves every
 """
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from harness.cluster.world import all_gather
+from harness.rollout.served_models import DRAFT, role_of
 from harness.trainer.rows import RowShards, own_rows
 from harness.weights.loader import EngineLoader
+from harness.weights.presync_checks import unfilled_parameters
 from harness.weights.tensor_view import loses_precision
 from harness.weights.trainer_weights import TrainerWeights
 from harness.weights.worker.coverage import PADDING
@@ -35,8 +38,8 @@ class FingerprintComparison:
     compared: int
     """Checkpoint tensors of the others."""
     wrong: tuple[str, ...]
-    """Checkpoint tensors that the engine does not hold as the trainer does. All experts of one tensor are named together.
-    Also tensors of the engine of which the padding is not zero."""
+    """Checkpoint tensors that the engine does not hold as the trainer does, those of its draft model as "draft: NAME". All
+    experts of one tensor are named together. Also tensors of the engine of which the padding is not zero."""
 
 
 def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> FingerprintComparison:
@@ -50,7 +53,7 @@ def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> Finge
     for view in weights.layout:
         names[view.of].append(view.name)
         elements[view.of] += view.numel
-    compared, wrong = set(), []
+    compared, wrong, of_draft = set(), list[str](), loader.of_draft
     for tensor, boxes in _followed(loader).items():
         if sum(prod(size for _, size in steps) for _, _, steps in boxes) != elements[tensor]:
             continue  # some elements are read twice in boxes that are not equal, so the sums would not add up
@@ -60,7 +63,10 @@ def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> Finge
             total += min(sums)
             wrong += [name] * (len(sums) > 1)  # ranks that should hold the same elements differ
         wrong += names[tensor] if total % WRAP != expected[tensor] else []
+    wrong = [in_role(name, of_draft) for name in wrong]
     wrong += _wrong_padding(loader, received)
+    # SGLang gives the target's embedding and head to its draft. Should it put others in their place, nothing fills those.
+    wrong += [each for each in unfilled_parameters(loader.coverage) if role_of(each) == DRAFT]
     everyone = all_gather((wrong, [name for name in names if name not in compared]))
     left = dict.fromkeys(name for _, each in everyone for name in each)
     return FingerprintComparison(
@@ -69,6 +75,11 @@ def compare_fingerprints(weights: TrainerWeights, loader: EngineLoader) -> Finge
         compared=sum(len(views) for name, views in names.items() if name not in left),
         wrong=tuple(dict.fromkeys(name for each, _ in everyone for name in each)),
     )
+
+
+def in_role(name: str, of_draft: Collection[str]) -> str:
+    """Return a checkpoint tensor's name for a message, with its role if the engine's draft model alone holds it."""
+    return f"{DRAFT}: {name}" if name in of_draft else name
 
 
 @torch.no_grad()

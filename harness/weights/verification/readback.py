@@ -11,6 +11,7 @@ import torch
 from harness.cluster.world import all_gather
 from harness.weights.loader import EngineLoader
 from harness.weights.trainer_weights import TrainerWeights
+from harness.weights.verification.fingerprint import in_role
 from harness.weights.verification.reload import load_again
 from harness.weights.worker import readback
 
@@ -43,9 +44,12 @@ def read_back(weights: TrainerWeights, loader: EngineLoader) -> ReadBack:
     for rank, differing in enumerate(all_gather(wrong)):
         for name, (count, size) in differing.items():
             found.setdefault(name, []).append(f"{count} of {size} elements on rank {rank}")
-    again = load_again(weights, loader, ())
+    again, of_draft = load_again(weights, loader, ()), loader.of_draft
     differences = [
-        *(f"{name}: {', '.join(places[:4])}{' ...' if len(places) > 4 else ''}" for name, places in found.items()),
+        *(
+            f"{in_role(name, of_draft)}: {', '.join(places[:4])}{' ...' if len(places) > 4 else ''}"
+            for name, places in found.items()
+        ),
         *again.wrong,
     ]
     return ReadBack(differences=differences, not_covered=again.not_covered)

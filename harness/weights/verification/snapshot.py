@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from harness.cluster.world import all_gather
 from harness.rollout.engine import RolloutEngine
+from harness.rollout.served_models import TARGET
 from harness.weights.loader import EngineLoader
 from harness.weights.tensor_view import TensorView
 from harness.weights.worker import readback
@@ -36,6 +37,7 @@ def describe_tensor(engine_name: str, sent: Sequence[TensorView], loader: Engine
     """Return an engine's name of a tensor with the checkpoint tensors that it is made of: SGLang fuses some."""
     known = [view.name for view in sent]
     parts = dict.fromkeys(part for each in loader.coverage for part in each.filled.get(engine_name, ()))
+    engine_name = engine_name.removeprefix(f"{TARGET}.")
     module, _, attribute = engine_name.rpartition(".")  # a derived tensor is derived from a weight of its module
     derived_from = f"{module}.{DERIVED.get(attribute, '')}"
     names = list(parts) or [name for name in known if name.startswith(derived_from)]

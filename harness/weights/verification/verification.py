@@ -23,8 +23,8 @@ from harness.cluster.world import World, all_gather
 from harness.config.model_rules import EXPERTS
 from harness.config.schema import Config
 from harness.rollout.memory_stages import MemoryStages
+from harness.rollout.served_models import DRAFT
 from harness.runtime.events import EventLog
-from harness.trainer.model import named_tensors
 from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, Allowed, LogProbDifference, Precision
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
@@ -38,6 +38,8 @@ from harness.weights.verification.summary import mismatch_of_precisions, report_
 from harness.weights.worker.model_state import fill_model
 
 Level = Literal["off", "log_probs", "bytes", "full"]
+STALE_DRAFT = "mtp-draft-stale"
+"""The failure's name in the catalogue of launch/diagnose.py."""
 LEVELS: tuple[Level, ...] = ("off", "log_probs", "bytes", "full")
 
 
@@ -184,7 +186,7 @@ class Verification:
         So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs.
         """
         sync, seed, folder = self.sync, self.config.run.seed * 1_000_003 + index, self.reload_folder
-        tensors = dict(named_tensors(sync.model))
+        tensors = sync.held_tensors()
         with self.timed("perturb", index):
             perturb(tensors, seed)
         try:
@@ -357,6 +359,8 @@ class Verification:
 
 
 def refuse(wrong: Sequence[str], sentence: str) -> None:
-    """Raise WeightsDidNotArrive if anything is wrong."""
+    """Raise WeightsDidNotArrive if anything is wrong. It names the known failure if only the engine's draft model is."""
     if wrong:
+        if all(each.startswith((f"{DRAFT}:", f"{DRAFT}.")) for each in wrong):
+            sentence += f", in its {DRAFT} model alone ({STALE_DRAFT})"
         raise WeightsDidNotArrive(f"{sentence}: {first_of(wrong)}")

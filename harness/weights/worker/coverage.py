@@ -7,7 +7,7 @@ because nothing else of ours lives as long as the scheduler does.
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from harness.rollout.served_models import models_in
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import TensorView, span
 from harness.weights.worker.alike_groups import AlikeGroups
@@ -202,14 +203,18 @@ class LoaderTrace:
             traced.opaque |= names
         return traced
 
-    def post_load_noted(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def post_load_noted(self) -> Iterator[None]:
         """Leave SGLang's own post-load step out, and note that the loader asked for it."""
 
         def note(*_: object, **__: object) -> None:
             self.derives = True
 
-        has_it = hasattr(self.model, "post_load_weights")
-        return patch.object(self.model, "post_load_weights", note) if has_it else nullcontext()
+        with ExitStack() as stack:
+            for model in models_in(self.model):
+                if hasattr(model, "post_load_weights"):
+                    stack.enter_context(patch.object(model, "post_load_weights", note))
+            yield
 
     def coverage(self) -> LoadCoverage:
         """Return what the traces mean for the trainer."""

@@ -4,12 +4,14 @@ import base64
 import multiprocessing
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from harness.rollout import sglang_api
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.repro.case import Case
 from harness.tools.repro.local_ranks import run_on_two_hosts, run_ranks
+from harness.tools.repro.predictable_drafts import ENGINE_ARGUMENTS, make_predictable
 from harness.tools.repro.tiny_engine import PROMPT, checkpoint_tensors, prepare_process, tiny_engine
 
 SHARED_TENSORS = 200
@@ -141,6 +143,31 @@ def pp_payload_opened_twice(broken: bool) -> None:
         print("the update answered success", flush=True)
         time.sleep(2)  # stage 1 has tried to open it by then
         engine.engine.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+
+
+@Case(
+    broken="each tensor is in a payload of its own, as trainers of several ranks send it",
+    healthy="all tensors are in one payload",
+    signature=(r"EOFError",),
+    engine=True,
+    requires=("sglang>=0.5.23",),
+)
+def mtp_ipc_double_open(broken: bool) -> None:
+    """With a draft model SGLang opens the payload of a tensor for each of two models, and on CPU the second finds none."""
+    tensors: dict[str, Any] = {}
+
+    def prepare(folder: Path) -> None:
+        tensors.update(make_predictable(folder))
+
+    with tiny_engine("deepseek_v3", prepare=prepare, **ENGINE_ARGUMENTS) as engine:
+        if engine.device == "cuda":
+            raise UnsupportedEnvironment("a payload in GPU memory opens any number of times; hide the GPUs.")
+        if broken:
+            apart = {name: sglang_api.serialize(each) for name, each in tensors.items()}
+            engine.update([(name, sglang_api.local_serialized_tensor(engine.api, [apart[name]])) for name in apart])
+        else:
+            engine.update(list(tensors.items()))
+        print("updated", flush=True)
 
 
 class Weights(list[str]):

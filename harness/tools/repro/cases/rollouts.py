@@ -1,8 +1,15 @@
-"""Answers of an engine that are wrong: a token id, missing routed experts, a prefix cache of old weights."""
+"""Answers of an engine that are wrong or late: a token id, missing routed experts, a prefix cache or a draft of old weights."""
 
+from pathlib import Path
 from typing import Any
 
 from harness.tools.repro.case import Case
+from harness.tools.repro.predictable_drafts import (
+    ENGINE_ARGUMENTS,
+    forget_mtp_layer,
+    is_of_mtp_layer,
+    make_predictable,
+)
 from harness.tools.repro.tiny_engine import NEW_TOKENS, PROMPT, TinyEngine, checkpoint_tensors, tiny_engine
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
@@ -72,6 +79,38 @@ def stale_cache_after_pause(broken: bool) -> None:
         gap = max(abs(a - b) for a, b in zip(cached, _log_probs(engine), strict=True))
         same = "the same weights" if gap < 1e-3 else "other weights"
         print(f"the prefix cache answers from {same}: {gap:.1e}", flush=True)
+
+
+@Case(
+    broken="an update without the checkpoint's MTP layer, as transformers' class has none",
+    healthy="an update with it",
+    signature=(r"accept length after the update: \S+ \(the draft is stale\)",),
+    failure="mtp-draft-stale",
+    engine=True,
+    requires=("sglang>=0.5.23",),
+)
+def mtp_draft_left_behind(broken: bool) -> None:
+    """After an update without the MTP layer the draft model keeps its weights, and none of its tokens are accepted."""
+    sent: dict[str, Any] = {}
+
+    def prepare(folder: Path) -> None:
+        sent.update(make_predictable(folder))
+        forget_mtp_layer(folder)
+
+    with tiny_engine("deepseek_v3", prepare=prepare, **ENGINE_ARGUMENTS) as engine:
+        print(f"accept length before the update: {_accept_length(engine):.2f}", flush=True)
+        engine.update([(name, each) for name, each in sent.items() if not (broken and is_of_mtp_layer(name))])
+        after = _accept_length(engine)
+        print(
+            f"accept length after the update: {after:.2f} (the draft is {'stale' if after < 1.5 else 'new'})",
+            flush=True,
+        )
+
+
+def _accept_length(engine: TinyEngine) -> float:
+    """Return how many tokens of a greedy answer each verification of a draft brought; the first token comes of the prompt."""
+    answer = engine.generate()
+    return (len(answer["output_ids"]) - 1) / float(answer["meta_info"]["spec_verify_ct"])
 
 
 def _log_probs(engine: TinyEngine) -> list[float]:

@@ -1,0 +1,95 @@
+"""PPO with a draft model: a DeepSeek-V3 with a layer for multi-token prediction (MTP), served with EAGLE."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from harness.task.tiny_models import save_tiny_model
+from harness.tools.repro.predictable_drafts import ENGINE_ARGUMENTS, ONE_LAYER, make_predictable
+from tests.end_to_end.launching import QUICKSTART, Job, run
+
+DRAFTS = [word for name, value in ENGINE_ARGUMENTS.items() for word in (f"--engine.args.{name}", str(value))]
+TEXTS = [f"{left} + {right} =" for left in range(10) for right in range(10)]
+
+
+def predictable(folder: Path, on_gpu: bool = False) -> Path:
+    """A model whose MTP layer guesses almost every token."""
+    if on_gpu:
+        save_tiny_model("deepseek_v3", folder, 0, "bfloat16", "cuda", ONE_LAYER, texts=TEXTS)
+    else:
+        save_tiny_model("deepseek_v3", folder, 0, "float32", "cpu", ONE_LAYER, texts=TEXTS)
+    make_predictable(folder)
+    return folder
+
+
+def accept_lengths(job: Job) -> list[float]:
+    return [row["speculation/accept_length"] for row in job.metrics() if "speculation/accept_length" in row]
+
+
+def test_target_and_draft_are_kept_in_step(tmp_path: Path) -> None:
+    model = predictable(tmp_path / "model")
+    more = ["--checkpoint.every", "2", "--checkpoint.folder", str(tmp_path / "checkpoints")]
+    job = run(tmp_path / "run", 2, QUICKSTART, "--model.name", str(model), "--run.steps", "2", *DRAFTS, *more)
+    assert job.process.returncode == 0, job.output()[-6000:]
+    verdict = next(line for line in job.output().splitlines() if "PASSED" in line)
+    assert (
+        "all 95 tensors in the engine equal the trainer's by fingerprint" in verdict and "NOT compared" not in verdict
+    )
+    assert "6 tensors that the engine derives are up to date" in verdict, "w_kc and w_vc of two layers and the draft's"
+    assert min(accept_lengths(job)) > 1.4 and "accept length 1." in job.output()
+    assert job.left_behind() == []
+    with (
+        safe_open(model / "model.safetensors", "pt") as before,
+        safe_open(tmp_path / "checkpoints" / "step-2" / "model.safetensors", "pt") as after,
+    ):
+        for name in ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.7.up_proj.weight"):
+            assert torch.equal(before.get_tensor(name), after.get_tensor(name)), "nothing trains the MTP layer"
+        trained = "model.layers.1.self_attn.o_proj.weight"
+        assert not torch.equal(before.get_tensor(trained), after.get_tensor(trained))
+
+
+def test_a_draft_that_no_sync_reaches_fails_by_name(tmp_path: Path) -> None:
+    words = [QUICKSTART, "--model.name", str(predictable(tmp_path / "model")), "--run.steps", "1", *DRAFTS]
+    job = run(tmp_path / "run", 2, *words, script="tests/end_to_end/ppo_with_stale_draft.py")
+    assert job.process.returncode == 1
+    said = job.output()
+    assert "the engine holds other weights, in its draft model alone (mtp-draft-stale)" in said
+    assert "draft: model.layers.2.eh_proj.weight: 8192 of 8192 elements on rank 0" in said
+    assert "mtp-draft-stale (confidence: high)" in said, "the watchdog knows the failure"
+    assert job.left_behind() == []
+
+
+@pytest.mark.long
+def test_without_verification_a_stale_draft_shows_only_in_the_accepted_length(tmp_path: Path) -> None:
+    words = [QUICKSTART, "--model.name", str(predictable(tmp_path / "model")), "--run.steps", "1", *DRAFTS]
+    words += ["--weights.verify", "off"]
+    job = run(tmp_path / "run", 2, *words, script="tests/end_to_end/ppo_with_stale_draft.py")
+    assert job.process.returncode == 0, job.output()[-6000:]
+    assert max(accept_lengths(job)) < 1.2
+    again = run(tmp_path / "again", 2, *words)
+    assert again.process.returncode == 0 and min(accept_lengths(again)) > 1.4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("transport", "verify"), [("pull", "full"), ("disk", "bytes"), ("bucket", "full")])
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)])
+def test_transports_and_levels(tmp_path: Path, transport: str, verify: str, mesh: tuple[int, int]) -> None:
+    parallel = ["--parallel.dp", str(mesh[0]), "--parallel.tp", str(mesh[1]), "--run.steps", "2"]
+    how = ["--weights.transport", transport, "--weights.verify", verify]
+    layers = ["--model.overrides.num_nextn_predict_layers", "1"]
+    job = run(tmp_path / "run", 2, QUICKSTART, "--model.name", "deepseek_v3", *layers, *DRAFTS, *parallel, *how)
+    assert job.process.returncode == 0, job.output()[-6000:]
+    assert "read back bit for bit" in job.output() and len(accept_lengths(job)) >= 2
+
+
+@pytest.mark.gpu
+def test_target_and_draft_are_kept_in_step_on_a_gpu(tmp_path: Path) -> None:
+    model = predictable(tmp_path / "model", on_gpu=True)
+    words = ["configs/gpu/tiny.toml", "--model.name", str(model), "--parallel.tp", "1", "--run.steps", "2"]
+    job = run(tmp_path / "run", 1, *words, *DRAFTS, "--weights.transport", "bucket", seconds=300)
+    assert job.process.returncode == 0, job.output()[-6000:]
+    assert "tensors in the engine equal the trainer's by fingerprint" in job.output()
+    assert min(accept_lengths(job)) > 1.2
+    assert job.left_behind() == []
