@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from harness.tools.repro.predictable_drafts import ENGINE_ARGUMENTS
 from tests.end_to_end.launching import Job, run
 from tests.weights.fp8_on_two_ranks import OVERRIDES_ON_GPU
 
@@ -30,6 +31,10 @@ OPTIONS: dict[str, list[str]] = {
     "float32 masters": ["--model.master_dtype", "float32"],
     "routing replayed": ["--rollout.routing", "replay", "--algorithm.advantage", "grpo"],
     "offloaded": ["--memory.offload_parameters", "actor", "--memory.offload_optimizer", "actor"],
+    "MTP": [
+        *["--model.overrides.num_nextn_predict_layers", "1"],
+        *[word for name, value in ENGINE_ARGUMENTS.items() for word in (f"--engine.args.{name}", str(value))],
+    ],
     "online FP8": ["--engine.args.quantization", "fp8"],
     "INT4": ["--engine.args.torchao_config", "int4wo-128"],
     "data-parallel replicas": ["--engine.args.dp_size", "2"],
@@ -117,6 +122,10 @@ DEEPSEEK = [
     Cell(model="deepseek_v3", mesh=PP, options=("tensor",)),
     Cell(model="deepseek_v3", options=("bucket", "fa3")),
     Cell(model="deepseek_v3", options=("bucket", "routing replayed")),
+    *[Cell(model="deepseek_v3", options=(name, "MTP")) for name in ("bucket", "tensor", "disk", "pull")],
+    Cell(model="deepseek_v3", options=("pull", "ep", "MTP", "graphs")),
+    Cell(model="deepseek_v3", options=("bucket", "dp attention", "MTP"), refused="draft model"),
+    Cell(model="deepseek_v3", precision="fp8_block", options=("bucket", "MTP"), refused="not quantized"),
     Cell(model="deepseek_v3", precision="float16", options=("tensor",)),
     Cell(model="deepseek_v3", precision="fp8_block"),
     Cell(model="deepseek_v3", precision="fp8_block", mesh=DP, options=("disk",)),
