@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jinja2
 
+from harness.config.draft_rules import draft_of
 from harness.rollout.defaults import engine_defaults
 from harness.runtime import redact
 from harness.runtime.cpu_standins import STANDINS
@@ -61,9 +62,12 @@ class Evidence:
 def check_subject(subject: Subject, server: bool = False) -> None:
     """Raise ValueError for a run that no file can repeat.
 
-    It is one for a server whose engine does not fit on one host.
+    It is one with a draft model, or one for a server whose engine does not fit on one host.
     """
     parallel = subject.config.parallel
+    if draft := draft_of(subject.config.engine.args):
+        instead = "remove engine.args.speculative_algorithm if the failure does not need it"
+        raise ValueError(f"a file sends no weights of a draft model, and the run has one ({draft}); {instead}.")
     if server and parallel.tp * parallel.pp > subject.nproc_per_node:
         ranks = f"an engine of {parallel.tp * parallel.pp} ranks on hosts of {subject.nproc_per_node}"
         raise ValueError(f"--server needs an engine that fits on one host, got {ranks}; leave --server out.")

@@ -37,6 +37,7 @@ TOGETHER = {
     "attn_dp_size": ("enable_dp_attention", "dp_size"),
     "ep_size": ("moe_a2a_backend",),
     "enable_deterministic_inference": (ON_POLICY,),  # which turns it on
+    "speculative_algorithm": ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
 }
 """Argument -> those that make no sense without it."""
 OF_MANY_RANKS = frozenset([*DP_ATTENTION, "ep_size", "moe_a2a_backend", "attn_cp_size", "moe_dp_size"])
@@ -106,6 +107,8 @@ def engine_changes(config: Config, serving: Serving) -> Iterator[EngineChange]:
         if name == "dp_size" and dropped & {"enable_dp_attention", "attn_dp_size"} & args.keys():
             continue  # they go together
         if name == "enable_dp_attention" and "attn_dp_size" in args:
+            continue
+        if name in TOGETHER["speculative_algorithm"] and "speculative_algorithm" in args:
             continue
         less = with_arguments(config, without=dropped)
         if arguments_of(less, serving) != arguments_of(config, serving):

@@ -58,6 +58,8 @@ def arm(config: Config, device: Any, attention: str, dtype: str = "") -> dict[st
         **config.engine.args,
     }
     arguments.pop("enable_memory_saver", None)
+    # The program scores given tokens, for which SGLang asks no draft model; the CPU would need more stand-ins for one.
+    arguments = {name: value for name, value in arguments.items() if not name.startswith("speculative_")}
     plain = attention.removeprefix("packed_")
     return {
         "weights": WEIGHTS if config.model.rollout_precision == "same" else SENT,

@@ -40,7 +40,7 @@ NOTES = (
     " the rest of the GPU, 1 - mem_fraction_static), what weights.verify = bytes or full needs, other users of the GPU.",
     f"{BESIDE}: contexts, buffers and what SGLang does not free; {BESIDE_BYTES / GIB:.1f} GiB in the one run in which it was"
     " measured (4 H200).",
-    "engine.args that change how SGLang cuts or stores weights are not counted.",
+    "engine.args that change how SGLang cuts or stores weights are not counted, nor is a draft model.",
 )
 WIDTH = 120
 

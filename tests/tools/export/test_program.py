@@ -166,6 +166,14 @@ def test_a_server_on_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -
         render(many, server=True)
 
 
+def test_a_run_with_a_draft_model_is_refused() -> None:
+    drafted = subject_of(str(REPOSITORY / "configs/cpu/mtp.toml"), "--engine.device", "cpu")
+    with pytest.raises(
+        ValueError, match=r"no weights of a draft model.*EAGLE.*remove engine.args.speculative_algorithm"
+    ):
+        render(drafted)
+
+
 def definitions(text: str, *names: str) -> dict[str, Any]:
     """Return functions and constants of a program, without running the rest of it."""
     tree = ast.parse(text)

@@ -40,6 +40,13 @@ def changes(config: Config, serving: Serving = HOPPER) -> dict[str, EngineChange
     return {each.name + each.how.partition("->")[2] * (each.name == "attention backend"): each for each in found}
 
 
+def test_a_draft_model_is_left_out_with_all_of_its_arguments() -> None:
+    drafts = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
+    found = {name: each for name, each in changes(config_with(**drafts)).items() if "speculative" in name}
+    assert found.keys() == {"engine.args.speculative_algorithm"}
+    assert not found["engine.args.speculative_algorithm"].config.engine.args
+
+
 def test_what_is_changed_follows_from_the_config() -> None:
     args = {"enable_dp_attention": True, "dp_size": 2, "chunked_prefill_size": 16, "mem_fraction_static": 0.4}
     config = Config(
