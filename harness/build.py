@@ -255,8 +255,9 @@ def build_sync(
     offloaded: the model's memory is given up between syncs.
     """
     config, dtype = run.config, getattr(torch, run.config.model.dtype)
-    converter: Converter = CheckpointConverter(model, dtype)
-    draft = draft_layer_of(config, str(model_folder), converter, run.world.device)
+    trained = CheckpointConverter(model, dtype)
+    draft = draft_layer_of(config, str(model_folder), trained, run.world.device)
+    converter: Converter = draft.after(trained)
     if config.model.rollout_precision == "fp8_block":
         converter = Fp8BlockConverter(converter)
     return WeightSync(

@@ -41,9 +41,6 @@ def draft_rules(config: Config, facts: Facts, device: Device | None) -> Iterator
     if config.parallel.pp > 1:
         why = "the last pipeline stage alone has the draft model, which cannot be compared stage by stage here"
         yield Wrong("parallel.pp", f"{why}; use 1, or remove {KEY}")
-    if arguments.get("enable_dp_attention"):
-        why = "a draft model together with DP attention has not been seen to work here"
-        yield Wrong("engine.args.enable_dp_attention", f"{why}; remove it, or {KEY}")
     yield from _layer(config, facts)
     if config.rollout.has_both:
         yield from _sync(config, facts.sglang, device)
@@ -91,9 +88,6 @@ def _layer(config: Config, facts: Facts) -> Iterator[Wrong]:
     if config.model.weights == "random":
         why = "the draft's layer is read from the checkpoint, because no trainer has it"
         yield Wrong("model.weights", f'{why}; use "checkpoint", or remove {KEY}')
-    if config.model.rollout_precision != "same":
-        why = "the draft's layer is sent as the checkpoint has it, not quantized"
-        yield Wrong("model.rollout_precision", f'{why}; use "same", or remove {KEY}')
 
 
 def _sync(config: Config, sglang: SGLangFacts | None, device: Device | None) -> Iterator[Wrong]:

@@ -17,7 +17,7 @@ _VERIFY = (
     "baseline", "perturb", "sentinel", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
 )  # fmt: skip
 _SYNC_JOB = ("readback", "bench")
-_MISMATCH_JOB = ("engine_scores", "trainer_scores", "record", "save_weights")
+_MISMATCH_JOB = ("engine_scores", "trainer_scores", "routers", "record", "save_weights")
 
 STEP_PHASES = (*_STEP, *(f"verify_{part}" for part in _VERIFY))
 """Phases that belong to a step."""

@@ -44,8 +44,8 @@ class WeightSync:
         bucket_size_mib: size limit of one update call. check: refuse weights that cannot arrive, before the engine is
         touched. dtype: the engine's, to which parameters are cast on their way; None sends them as the model has them.
         offloaded: the model's memory is given up between syncs. converter: what is sent, in place of the model's tensors
-        under their checkpoint names. checkpoint_names: of the tensors in the model's own checkpoint, if they are known.
-        draft_layer: of the checkpoint, sent with the model's tensors.
+        and the draft layer's under their checkpoint names. checkpoint_names: of the tensors in the model's own checkpoint, if
+        they are known. draft_layer: of the checkpoint, sent with the model's tensors.
 
         Raise NotAViewError for an architecture that needs another converter, WeightsRefused for shards that do not fit
         together.
@@ -56,8 +56,8 @@ class WeightSync:
         self.folder = Path(folder).resolve()
         self.check = check
         self.draft_layer = draft_layer
-        sender = draft_layer.after(converter or CheckpointConverter(model, dtype))
-        self.weights = TrainerWeights(sender, bucket_size_mib * MIB)
+        sent_by = converter or draft_layer.after(CheckpointConverter(model, dtype))
+        self.weights = TrainerWeights(sent_by, bucket_size_mib * MIB)
         check_shards(self.weights.tensors)
         check_complete(self.weights.layout, self.weights.tensors)
         self.loader = EngineLoader(engine, self.weights.groups)

@@ -29,21 +29,7 @@ MISTAKES: list[tuple[str, Device, dict[str, Any], str, str]] = [
     (EAGLE, "cuda", {}, "num_nextn_predict_layers = 0", "model.overrides.num_nextn_predict_layers = 1"),
     (EAGLE, "cuda", {"num_nextn_predict_layers": 3}, "num_nextn_predict_layers = 3", "exactly one"),
     (f"{EAGLE} --parallel.pp 2", "cuda", WITH_LAYER, "parallel.pp = 2", "last pipeline stage alone"),
-    (
-        f"{EAGLE} --engine.args.enable_dp_attention true",
-        "cuda",
-        WITH_LAYER,
-        "engine.args.enable_dp_attention = true",
-        "DP attention",
-    ),
     (f"{EAGLE} --model.weights random", "cuda", WITH_LAYER, 'model.weights = "random"', 'use "checkpoint"'),
-    (
-        f"{EAGLE} --model.rollout_precision fp8_block --model.dtype bfloat16",
-        "cuda",
-        WITH_LAYER,
-        'model.rollout_precision = "fp8_block"',
-        'use "same"',
-    ),
     (EAGLE, "cpu", WITH_LAYER, "speculative_num_steps is not set", "engine.args.speculative_num_steps = 1"),
     (
         f"{EAGLE}{CHAIN} --engine.args.speculative_eagle_topk 4",

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from harness.task.tiny_models import save_tiny_model
 from harness.tools.repro.predictable_drafts import ENGINE_ARGUMENTS, ONE_LAYER, make_predictable
 from tests.end_to_end.launching import QUICKSTART, Job, run
+from tests.weights.fp8_on_two_ranks import OVERRIDES
 
 DRAFTS = [word for name, value in ENGINE_ARGUMENTS.items() for word in (f"--engine.args.{name}", str(value))]
 TEXTS = [f"{left} + {right} =" for left in range(10) for right in range(10)]
@@ -80,6 +81,27 @@ def test_transports_and_levels(tmp_path: Path, transport: str, verify: str, mesh
     how = ["--weights.transport", transport, "--weights.verify", verify]
     layers = ["--model.overrides.num_nextn_predict_layers", "1"]
     job = run(tmp_path / "run", 2, QUICKSTART, "--model.name", "deepseek_v3", *layers, *DRAFTS, *parallel, *how)
+    assert job.process.returncode == 0, job.output()[-6000:]
+    assert "read back bit for bit" in job.output() and len(accept_lengths(job)) >= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fp8", "more"),
+    [
+        (True, ["--weights.transport", "pull", "--weights.verify", "full"]),
+        (False, ["--weights.verify", "bytes"]),
+        (True, ["--weights.verify", "bytes"]),
+    ],
+)
+def test_with_what_deepseek_is_served_with(tmp_path: Path, fp8: bool, more: list[str]) -> None:
+    """A draft model together with block-FP8, DP attention and experts in parallel."""
+    words = ["--model.name", "deepseek_v3", "--model.overrides.num_nextn_predict_layers", "1", *DRAFTS, *more]
+    words += ["--engine.args.enable_dp_attention", "true", "--engine.args.dp_size", "2", "--engine.args.ep_size", "2"]
+    if fp8:
+        words += ["--model.dtype", "bfloat16", "--model.rollout_precision", "fp8_block"]
+        words += [f"--model.overrides.{name}={value}" for name, value in OVERRIDES["deepseek_v3"].items()]
+    job = run(tmp_path / "run", 2, QUICKSTART, *words, "--run.steps", "2", seconds=580)
     assert job.process.returncode == 0, job.output()[-6000:]
     assert "read back bit for bit" in job.output() and len(accept_lengths(job)) >= 2
 

@@ -24,7 +24,9 @@ from tests.tools.report.fake_run import fake_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FP8 = "configs/cpu/fp8_block.toml"
-CONFIGS = sorted(str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "configs").glob("*/*.toml"))
+DRAFTED = "configs/cpu/mtp.toml"
+"""The one config that no file can repeat."""
+CONFIGS = sorted({str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "configs").glob("*/*.toml")} - {DRAFTED})
 PHASES = ("meet", "start_engine", "build_trainer", "sync", "generate", "old_log_probs", "update_actor", "shutdown")
 FAILED = RunEnd(
     code=1, verdict=("FIRST FAILURE: rank 1 failed",), kind="exception", ranks=(1,), phase="advantages", step=1,
@@ -167,7 +169,7 @@ def test_a_server_on_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_with_a_draft_model_is_refused() -> None:
-    drafted = subject_of(str(REPOSITORY / "configs/cpu/mtp.toml"), "--engine.device", "cpu")
+    drafted = subject_of(str(REPOSITORY / DRAFTED), "--engine.device", "cpu")
     with pytest.raises(
         ValueError, match=r"no weights of a draft model.*EAGLE.*remove engine.args.speculative_algorithm"
     ):
