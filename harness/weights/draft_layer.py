@@ -28,7 +28,7 @@ COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftLayer:
-    """The tensors of a checkpoint's MTP layers; none for a sync that sends no such layer."""
+    """The MTP layers of a checkpoint, as every sync sends them. Empty if the engine has no draft model."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """By checkpoint name. Sharded by rows as the trainer's, or plain if those are."""

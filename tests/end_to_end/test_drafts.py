@@ -95,7 +95,7 @@ def test_transports_and_levels(tmp_path: Path, transport: str, verify: str, mesh
     ],
 )
 def test_with_what_deepseek_is_served_with(tmp_path: Path, fp8: bool, more: list[str]) -> None:
-    """A draft model together with block-FP8, DP attention and experts in parallel."""
+    """The draft model, DP attention and experts in parallel at once; in two of the three runs in block-FP8 too."""
     words = ["--model.name", "deepseek_v3", "--model.overrides.num_nextn_predict_layers", "1", *DRAFTS, *more]
     words += ["--engine.args.enable_dp_attention", "true", "--engine.args.dp_size", "2", "--engine.args.ep_size", "2"]
     if fp8:

@@ -56,7 +56,7 @@ class Cell:
     """dp, tp, pp."""
     options: tuple[str, ...] = ("bucket",)
     refused: str = ""
-    """A part of the sentence with which the run is refused, before its engine starts; "" if it is to pass."""
+    """If the run must be refused: some words of the sentence that refuses it. Otherwise it must pass."""
 
     def __str__(self) -> str:
         dp, tp, pp = self.mesh

@@ -70,7 +70,7 @@ def test_two_ranks_compute_what_one_does_before_and_after_an_update(
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[Scored]]]:
-    """(model, engine) -> what it computes; "one" is the engine of one rank. Six at a time."""
+    """What each engine computes, by model and name of the engine; "one" has one rank. Six run at a time."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, has {torch.cuda.device_count()}")
     engines = {"one": {}} | {name: {"tp_size": 2, **given} for name, given in ENGINES_ON_GPU.items()}

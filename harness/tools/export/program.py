@@ -135,6 +135,7 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
         "model_config": {key: value for key, value in fields.items() if value is not None or key == "q_lora_rank"},
         "is_random": is_random,
         "fp8": fp8,
+        "unquantized": unquantized_modules() if fp8 else [],
         "is_mla": model.name in ("deepseek_v3", "moonlight"),
         "stand_in_names": stand_in_names(),
         "engine_arguments": arguments,
@@ -164,6 +165,13 @@ def values_of(subject: Subject, server: bool = False) -> dict[str, Any]:
         "control": control,
         "has_arms": bool(fault or missing or control),
     }
+
+
+def unquantized_modules() -> list[str]:
+    """Return the modules whose matrices block-FP8 leaves as they are."""
+    from harness.weights.fp8_blocks import UNQUANTIZED  # imports torch
+
+    return sorted(UNQUANTIZED)
 
 
 def stand_in_names() -> list[str]:

@@ -132,7 +132,7 @@ def read_question(name: str, options: Options, words: Sequence[str], scratch: Pa
 
 
 def _run_of(question: Question, options: Options, words: Sequence[str], ranks: int) -> Config:
-    """Return the config of a run of a MODEL. words: keys of it. Raise ConfigError."""
+    """Return the config of a run that trains the model on so many ranks. words: keys that it sets. Raise ConfigError."""
     own = ("tp_size", "pp_size", "dtype")
     table = LEAN | {
         "parallel": {"dp": ranks // (options.tp * options.pp), "tp": options.tp, "pp": options.pp},

@@ -220,7 +220,9 @@ def own_parts(
 ) -> list[dict[str, int]]:
     """Return for each rank the parts in which GPUs differ: the engine's weights and KV cache, AdamW's two moments, copies.
 
-    copies: see TrainerNames.copy_bytes. Not the trainer's parameters and gradients: FSDP2 pads the storage of both, so that a rank without a row of a tensor still
+    copies: see TrainerNames.copy_bytes.
+
+    Not the trainer's parameters and gradients: FSDP2 pads the storage of both, so that a rank without a row of a tensor still
     allocates what rank 0 does. Moments are made as large as the rows. missing: see `missing_bytes`.
     """
     found = []

@@ -15,7 +15,8 @@ from harness.weights.log_probs import FLOOR, LogProbDifference
 MOST = 0.5
 """A source that removes at least this share of the difference is named as its source."""
 NEAR = 0.75
-"""A setting is named instead of a broad one that includes it if it removes at least this part of what that one removes."""
+"""A broad change, such as float32 everywhere, includes narrow ones. A narrow one is named in its place if it removes at least
+this part of what the broad one removes."""
 IN_DECODING = ", in decoding"
 """What is added to a change that was measured on what the engine reports while it generates."""
 HEAD = "head"

@@ -118,7 +118,7 @@ def start_exact_routers(model: nn.Module, _: object) -> None:
 
 
 def stop_exact_routers(model: nn.Module, _: object) -> tuple[int, float]:
-    """Let the routers compute as they did; return how often they were called, and how far their own scores were off."""
+    """Undo start_exact_routers. Return how often the routers were called, and how far their own scores were from float32's."""
     exactness: Exactness = getattr(model, EXACT)
     exactness.stop()
     object.__delattr__(model, EXACT)

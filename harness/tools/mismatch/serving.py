@@ -27,7 +27,7 @@ ON_POLICY = "rl_on_policy_target"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """What decides which settings of an engine can be changed. The defaults are those of a CPU."""
+    """The device, the release and the model, as far as they decide which settings can be changed. The defaults: a CPU."""
 
     device: Device = "cpu"
     capability: int = 0

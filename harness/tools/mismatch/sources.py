@@ -41,7 +41,7 @@ TOGETHER = {
 }
 """Argument -> those that make no sense without it."""
 OF_MANY_RANKS = frozenset([*DP_ATTENTION, "ep_size", "moe_a2a_backend", "attn_cp_size", "moe_dp_size"])
-"""Arguments that an engine of one rank refuses."""
+"""Arguments that only an engine of several ranks takes."""
 GRAPHS_OFF = {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True, "disable_prefill_cuda_graph": True}
 """What turns the graphs of decoding and of prefill off; a release has one of the last two."""
 GRAPHS = ("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill")

@@ -91,7 +91,7 @@ def build_tree_kernel_efficient_cpu(
 def fill_bonus_tokens_cpu(
     accept_tokens: "Tensor", accept_lens: "Tensor", bonus_tokens: "Tensor", accept_stride: int
 ) -> None:
-    """Write each request's last accepted token."""
+    """Write the last token that was accepted for each request: int [requests]."""
     last = accept_lens.long().view(-1, 1) - 1
     bonus_tokens.copy_(accept_tokens.reshape(-1, accept_stride).gather(1, last).flatten())
 
