@@ -13,12 +13,13 @@ import torch
 
 from harness.tools.repro.predictable_drafts import ENGINE_ARGUMENTS
 from tests.end_to_end.launching import Job, run
+from tests.end_to_end.newer_models import FIELDS, save_newer_model
 from tests.weights.fp8_on_two_ranks import OVERRIDES_ON_GPU
 
 pytestmark = pytest.mark.gpu
 
 CONFIG = "configs/gpu/tiny.toml"
-AT_ONCE = 6
+AT_ONCE = 10
 SECONDS = 560
 OPTIONS: dict[str, list[str]] = {
     **{name: ["--weights.transport", name] for name in ("bucket", "tensor", "disk", "pull")},
@@ -67,8 +68,8 @@ class Cell:
         dp, tp, pp = self.mesh
         return dp * tp * pp
 
-    def words(self) -> list[str]:
-        """The command line of its run."""
+    def words(self, model: str) -> list[str]:
+        """The command line of its run. model: its name, or the folder of its checkpoint."""
         mesh = [f"--parallel.{name}={size}" for name, size in zip(("dp", "tp", "pp"), self.mesh, strict=True)]
         precision = ["--model.dtype", "bfloat16" if self.precision == "fp8_block" else self.precision]
         if self.precision == "fp8_block":
@@ -76,7 +77,7 @@ class Cell:
             sizes = OVERRIDES_ON_GPU.get(self.model, OVERRIDES_ON_GPU["qwen2"])
             precision += [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
         options = [word for name in self.options for word in OPTIONS[name]]
-        return ["--model.name", self.model, *mesh, *precision, *options]
+        return ["--model.name", model, *mesh, *precision, *options]
 
 
 TP, DP, PP, ONE = (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 1, 1)
@@ -138,7 +139,15 @@ DEEPSEEK = [
         options=("pull", "dp attention", "ep", "graphs", "first weights loaded"),
     ),
 ]
-CELLS = [*DENSE, *MIXTURES, *DEEPSEEK]
+NEWER = [
+    *[Cell(model=name, options=("pull",)) for name in FIELDS],
+    Cell(model="glm4_moe", options=("bucket", "dp attention", "ep", "graphs")),
+    Cell(model="qwen3_next", options=("bucket", "graphs")),
+    Cell(model="deepseek_v32", options=("bucket", "SGLang's preset")),
+    Cell(model="gpt_oss", options=("bucket", "SGLang's preset")),
+    Cell(model="qwen3_next", options=("bucket", "SGLang's preset")),
+]
+CELLS = [*DENSE, *MIXTURES, *DEEPSEEK, *NEWER]
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +157,15 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         item.callspec.params["cell"] for item in request.session.items if "cell" in getattr(item, "fixturenames", ())
     ]
     folder = tmp_path_factory.mktemp("table")
+    newer = {cell.model for cell in asked} & FIELDS.keys()
+    models = {name: str(save_newer_model(name, folder / name)) for name in newer}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
-            cell: pool.submit(run, folder / str(at), cell.ranks, CONFIG, *SHARED, *cell.words(), seconds=SECONDS)
+            cell: pool.submit(
+                run,
+                *(folder / str(at), cell.ranks, CONFIG, *SHARED, *cell.words(models.get(cell.model, cell.model))),
+                seconds=SECONDS,
+            )
             for at, cell in enumerate(asked)
             if cell.ranks <= torch.cuda.device_count()
         }

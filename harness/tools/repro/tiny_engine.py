@@ -38,10 +38,13 @@ class TinyEngine:
         config = tiny_config(self.name, self.device)
         return tiny_model(config, seed, dtype_on(self.device)).eval().to(self.device)
 
-    def update(self, tensors: list[tuple[str, Any]], *, flush_cache: bool = True) -> None:
-        """Call update_weights_from_tensor, in a session where this sglang needs one."""
+    def update(
+        self, tensors: list[tuple[str, Any]], *, flush_cache: bool = True, load_format: str | None = None
+    ) -> None:
+        """Call update_weights_from_tensor, in a session where this sglang needs one. load_format: as SGLang takes it."""
+        options = {"flush_cache": flush_cache, "load_format": load_format}
         with sglang_api.update_session(self.api, self.engine):
-            sglang_api.call(self.engine, "update_weights_from_tensor", tensors, flush_cache=flush_cache)
+            sglang_api.call(self.engine, "update_weights_from_tensor", tensors, **options)
 
     def release(self) -> None:
         sglang_api.call(self.engine, "release_memory_occupation")
@@ -60,6 +63,15 @@ class TinyEngine:
 
         Raise RuntimeError if it shows nothing.
         """
+        gaps = self.log_prob_gaps(model)
+        mean = sum(gaps) / len(gaps)
+        if SAME_BELOW <= mean <= OTHER_ABOVE:
+            raise RuntimeError(f"the mean log-prob difference of {mean:.3e} shows neither the same nor other weights")
+        # A NaN comes from the engine's weights, because the trainers here have none.
+        print(f"mean log-prob difference: {mean:.3e} ({'same' if mean < SAME_BELOW else 'other'} weights)", flush=True)
+
+    def log_prob_gaps(self, model: Any) -> list[float]:
+        """Return |engine - model| of the log-probs of NEW_TOKENS sampled tokens; the first comes of the prefill."""
         import torch
 
         sampled = self.generate()["meta_info"]["output_token_logprobs"]  # of (log-prob, token, text)
@@ -67,12 +79,7 @@ class TinyEngine:
         with torch.no_grad():
             logits = model(torch.tensor([tokens], device=self.device)).logits[0].float()
         trainer = logits.log_softmax(-1)[len(PROMPT) - 1 :]
-        gaps = [abs(trainer[n, token].item() - log_prob) for n, (log_prob, token, *_) in enumerate(sampled)]
-        mean = sum(gaps) / len(gaps)
-        if SAME_BELOW <= mean <= OTHER_ABOVE:
-            raise RuntimeError(f"the mean log-prob difference of {mean:.3e} shows neither the same nor other weights")
-        # A NaN comes from the engine's weights, because the trainers here have none.
-        print(f"mean log-prob difference: {mean:.3e} ({'same' if mean < SAME_BELOW else 'other'} weights)", flush=True)
+        return [abs(trainer[n, token].item() - log_prob) for n, (log_prob, token, *_) in enumerate(sampled)]
 
 
 @contextmanager

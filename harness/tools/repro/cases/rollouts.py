@@ -1,6 +1,8 @@
 """Answers of an engine that are wrong or late: a token id, missing routed experts, a prefix cache or a draft of old weights."""
 
+import os
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from harness.tools.repro.case import Case
@@ -10,7 +12,14 @@ from harness.tools.repro.predictable_drafts import (
     is_of_mtp_layer,
     make_predictable,
 )
-from harness.tools.repro.tiny_engine import NEW_TOKENS, PROMPT, TinyEngine, checkpoint_tensors, tiny_engine
+from harness.tools.repro.tiny_engine import (
+    NEW_TOKENS,
+    PROMPT,
+    SAME_BELOW,
+    TinyEngine,
+    checkpoint_tensors,
+    tiny_engine,
+)
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
 
@@ -123,3 +132,22 @@ def _log_probs(engine: TinyEngine) -> list[float]:
     )
     scored = answers[0]["meta_info"]["input_token_logprobs"]
     return [entry[0] for entry in scored if entry[0] is not None]
+
+
+@Case(
+    needs="several_gpus",
+    requires=("sglang<0.5.21",),
+    broken="SGLANG_SHARED_EXPERT_TP1=1",
+    healthy="the variable is not set",
+    signature=(r"log-probs with DP attention and experts in parallel: \S+ from the trainer's \(wrong\)",),
+    engine=True,
+)
+def shared_expert_summed(broken: bool) -> None:
+    """DP attention with experts in parallel adds a shared expert once for each rank that holds a copy of it."""
+    os.environ["SGLANG_SHARED_EXPERT_TP1"] = "1" if broken else "0"
+    with tiny_engine("deepseek_v3", tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True) as engine:
+        apart = fmean(engine.log_prob_gaps(engine.trainer(seed=0)))
+    verdict = "right" if apart < SAME_BELOW else "wrong"
+    print(
+        f"log-probs with DP attention and experts in parallel: {apart:.1e} from the trainer's ({verdict})", flush=True
+    )

@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from harness.tools.repro.case import Case
-from harness.tools.repro.tiny_engine import OTHER_WEIGHTS, checkpoint_tensors, tiny_engine
+from harness.tools.repro.tiny_engine import OTHER_WEIGHTS, SAME_BELOW, checkpoint_tensors, tiny_engine
 
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 
@@ -47,6 +49,33 @@ def fp8_reload(broken: bool) -> None:
         trainer = engine.trainer(seed=1)
         engine.update(checkpoint_tensors(trainer))
         engine.compare(trainer)
+
+
+@Case(
+    needs="one_gpu",
+    broken="a loader that gives each parameter new memory",
+    healthy="SGLang's own loader, which copies into the memory that a parameter has",
+    signature=(r"graphs decoded with other weights: ",),
+    engine=True,
+)
+def graphs_of_old_memory(broken: bool) -> None:
+    """CUDA graphs go on with the weights at the old addresses if an update gives parameters new memory."""
+    loader = f"{load_into_new_memory.__module__}.{load_into_new_memory.__name__}"
+    with tiny_engine(disable_cuda_graph=False, max_running_requests=4, custom_weight_loader=[loader]) as engine:
+        trainer = engine.trainer(seed=1)
+        engine.update(checkpoint_tensors(trainer), load_format=loader if broken else None)
+        prefill, *decoded = engine.log_prob_gaps(trainer)
+    verdict = "the trainer's weights" if fmean(decoded) < SAME_BELOW else "other weights"
+    print(
+        f"graphs decoded with {verdict}: log-probs {fmean(decoded):.1e} apart, the prefill's {prefill:.1e}", flush=True
+    )
+
+
+def load_into_new_memory(model: Any, tensors: list[tuple[str, Any]]) -> None:
+    """Load tensors into new memory: a loader that the schedulers call by its name."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    model.load_weights(tensors)
 
 
 @Case(
