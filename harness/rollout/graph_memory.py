@@ -24,6 +24,27 @@ def captures_graphs(arguments: Mapping[str, Any]) -> bool:
     return not is_off and arguments.get("attention_backend") not in WITHOUT_GRAPHS
 
 
+def captures_prefill(arguments: Mapping[str, Any]) -> bool:
+    """Return whether an engine with these arguments may capture CUDA graphs of prefill on a GPU."""
+    config = arguments.get("cuda_graph_config")
+    prefill = config.get("prefill", {}) if isinstance(config, Mapping) else {}
+    backends = (prefill.get("backend"), arguments.get("cuda_graph_backend_prefill"))
+    return not (arguments.get("disable_prefill_cuda_graph") or "disabled" in backends)
+
+
+def can_hold_graphs(api: SGLangApi, arguments: Mapping[str, Any]) -> bool:
+    """Return whether an engine with these arguments captures graphs and starts with them in the memory saver.
+
+    With graphs of prefill it does not start: "Breakable CUDA graph is not compatible with memory saver mode".
+    """
+    return (
+        api.graphs_in_memory_saver
+        and bool(arguments.get("enable_memory_saver"))
+        and captures_graphs(arguments)
+        and not (api.breakable_graphs and captures_prefill(arguments))
+    )
+
+
 def variables_of_graphs(
     api: SGLangApi, arguments: Mapping[str, Any], environment: Mapping[str, str]
 ) -> dict[str, str | None]:
@@ -31,16 +52,10 @@ def variables_of_graphs(
 
     A value that the user has set stays: 0 keeps the graphs where they are.
     """
-    is_possible = api.graphs_in_memory_saver and bool(arguments.get("enable_memory_saver"))
-    return {VARIABLE: "1"} if is_possible and captures_graphs(arguments) and VARIABLE not in environment else {}
+    return {VARIABLE: "1"} if can_hold_graphs(api, arguments) and VARIABLE not in environment else {}
 
 
 def holds_graphs(api: SGLangApi, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
     """Return whether the memory saver holds the graphs of an engine on a GPU that starts in this environment."""
     value = {**environment, **variables_of_graphs(api, arguments, environment)}.get(VARIABLE) or ""
-    return (
-        api.graphs_in_memory_saver
-        and bool(arguments.get("enable_memory_saver"))
-        and captures_graphs(arguments)
-        and value.lower() in ("1", "true")
-    )
+    return can_hold_graphs(api, arguments) and value.lower() in ("1", "true")

@@ -36,6 +36,7 @@ HYBRID = {
     "full_attention_interval": 2, "layer_types": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
 }  # fmt: skip
 ENGINE_FIELDS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"swiglu_limit": 7.0},
     "minimax_m2": {
         "scoring_func": "sigmoid", "rotary_dim": 64, "use_routing_bias": True, "use_qk_norm": True,
         "qk_norm_type": "per_layer",

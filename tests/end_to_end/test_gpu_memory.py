@@ -72,7 +72,8 @@ def test_at_once_wakes_both_in_one_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["staged", "all"])
 def test_cuda_graphs_are_released_and_resumed(mode: str, tmp_path: Path) -> None:
     need(2)
-    job = run(tmp_path / "run", 2, TINY, "--engine.preset", "sglang", "--memory.resume", mode, seconds=580)
+    graphs = ["--engine.args.disable_cuda_graph", "false", "--engine.args.max_running_requests", "32"]
+    job = run(tmp_path / "run", 2, TINY, *graphs, "--memory.resume", mode, seconds=580)
     assert job.process.returncode == 0, job.output()
     for rank in range(2):
         seen = moves(job, rank)
@@ -81,6 +82,16 @@ def test_cuda_graphs_are_released_and_resumed(mode: str, tmp_path: Path) -> None
         each = [["cuda_graph", "weights", "kv_cache"]] if mode == "all" else [["weights"], ["cuda_graph", "kv_cache"]]
         assert resumed == each * (len(resumed) // len(each)) and len(resumed) == 4 * len(each)
         assert all(event["moved"] > 0 for event in seen)
+
+
+def test_graphs_of_sglangs_preset_stay_where_they_are(tmp_path: Path) -> None:
+    need(2)
+    words = ["--engine.preset", "sglang", "--engine.args.max_running_requests", "32"]
+    job = run(tmp_path / "run", 2, TINY, *words, seconds=580)
+    assert job.process.returncode == 0, job.output()
+    seen = moves(job, 0)
+    assert seen and all(event["moved"] > 0 for event in seen)
+    assert not any("cuda_graph" in event["tags"] for event in seen)
 
 
 def test_offload_leaves_the_gpu_and_changes_no_result(staged: Job, tmp_path: Path) -> None:

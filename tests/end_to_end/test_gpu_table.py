@@ -74,7 +74,9 @@ class Cell:
         precision = ["--model.dtype", "bfloat16" if self.precision == "fp8_block" else self.precision]
         if self.precision == "fp8_block":
             precision += ["--model.rollout_precision", "fp8_block"]
-            sizes = OVERRIDES_ON_GPU.get(self.model, OVERRIDES_ON_GPU["qwen2"])
+            sizes = dict(OVERRIDES_ON_GPU.get(self.model, OVERRIDES_ON_GPU["qwen2"]))
+            if "MTP" in self.options:
+                sizes["hidden_size"] = 512  # fused_eh_norm takes no 256
             precision += [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
         options = [word for name in self.options for word in OPTIONS[name]]
         return ["--model.name", model, *mesh, *precision, *options]

@@ -8,8 +8,9 @@ import pytest
 from harness.rollout.defaults import Preset, engine_defaults
 from harness.rollout.graph_memory import VARIABLE, captures_graphs, holds_graphs, variables_of_graphs
 
-CAN: Any = SimpleNamespace(graphs_in_memory_saver=True)
-CANNOT: Any = SimpleNamespace(graphs_in_memory_saver=False)
+CAN: Any = SimpleNamespace(graphs_in_memory_saver=True, breakable_graphs=False)
+BREAKABLE: Any = SimpleNamespace(graphs_in_memory_saver=True, breakable_graphs=True)
+CANNOT: Any = SimpleNamespace(graphs_in_memory_saver=False, breakable_graphs=False)
 SGLANG = engine_defaults("cuda", "sglang")
 
 
@@ -43,3 +44,17 @@ def test_the_variable_is_set_unless_the_user_has_set_it() -> None:
 @pytest.mark.parametrize(("api", "arguments"), [(CANNOT, SGLANG), (CAN, SGLANG | {"enable_memory_saver": False})])
 def test_nothing_is_set_where_it_would_not_work(api: Any, arguments: dict[str, Any]) -> None:
     assert variables_of_graphs(api, arguments, {}) == {} and not holds_graphs(api, arguments, {})
+
+
+@pytest.mark.parametrize(
+    "without_prefill",
+    [
+        {"disable_prefill_cuda_graph": True},
+        {"cuda_graph_backend_prefill": "disabled"},
+        {"cuda_graph_config": {"prefill": {"backend": "disabled"}}},
+    ],
+)
+def test_graphs_of_prefill_with_breaks_stay_out_of_the_saver(without_prefill: dict[str, Any]) -> None:
+    assert variables_of_graphs(BREAKABLE, SGLANG, {}) == {} and not holds_graphs(BREAKABLE, SGLANG, {VARIABLE: "1"})
+    assert holds_graphs(BREAKABLE, SGLANG | without_prefill, {})
+    assert holds_graphs(BREAKABLE, engine_defaults("cuda") | {"disable_cuda_graph": False}, {})

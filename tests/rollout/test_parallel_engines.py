@@ -1,6 +1,7 @@
 """Engines with DP attention and expert parallelism compute what an engine of one rank computes."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,7 +43,9 @@ def scored(model: str, arguments: dict[str, Any], folder: Path) -> Scored:
     """What parallel_engine.py found; it is a process of its own, because a dying scheduler kills its parent."""
     file = folder / "scored.json"
     command = [sys.executable, str(SCRIPT), model, json.dumps(arguments), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    # SGLang refuses GPUs of unlike free memory, and several engines start on these at a time.
+    environment = os.environ | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: Scored = json.loads(file.read_text())
     return found

@@ -18,6 +18,7 @@ IO_STRUCT = "srt/managers/io_struct.py"
 CUSTOM_ALL_REDUCES = tuple(
     f"srt/distributed/device_communicators/{name}.py" for name in ("custom_all_reduce", "custom_all_reduce_v2")
 )
+BREAKABLE_GRAPHS = "srt/model_executor/runner_backend/breakable_cuda_graph_backend.py"
 
 
 class UnknownEngineArgument(ValueError):
@@ -45,6 +46,9 @@ class SGLangApi:
     graphs_in_memory_saver: bool
     """The memory of CUDA graphs can be released by the tag "cuda_graph". Not in 0.5.12 and 0.5.13, where the default custom
     all-reduce ignores SGLANG_MEMORY_SAVER_CUDA_GRAPH and would register memory that cannot be shared; in 0.5.16 and newer."""
+    breakable_graphs: bool
+    """Prefill may be captured in graphs with breaks, which refuse to start in the memory saver. In 0.5.14 and newer, where they
+    are what SGLang captures for most models by itself."""
 
 
 def probe(tree: SourceTree | None = None) -> SGLangApi:
@@ -67,6 +71,7 @@ def probe(tree: SourceTree | None = None) -> SGLangApi:
         cores_by_device=binding is not None and "numa_index" in source.parameters(binding),
         routed_experts="return_routed_experts" in engine.get("generate", ()),
         graphs_in_memory_saver=_puts_graphs_into_memory_saver(tree),
+        breakable_graphs=tree.has(BREAKABLE_GRAPHS),
     )
 
 

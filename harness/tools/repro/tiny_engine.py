@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.cluster.ports import PortLease
 from harness.rollout import sglang_api
 from harness.rollout.forked_processes import forking
 from harness.runtime.fork_server import ForkServer
@@ -100,7 +101,10 @@ def tiny_engine(
     if prepare:
         prepare(folder)
     defaults = engine_defaults(device) | ({"mem_fraction_static": 0.2} if device == "cuda" else {})
-    given = {"model_path": str(folder), "dtype": dtype_on(device), "random_seed": 0} | args
+    # With DP attention SGLang takes ports by number, and two engines at a time would take the same.
+    lease = PortLease(30000)
+    ports = {"port": lease.ports.port, "dist_init_addr": f"127.0.0.1:{lease.ports.dist_init_port}"}
+    given = {"model_path": str(folder), "dtype": dtype_on(device), "random_seed": 0} | ports | args
     chosen, _ = sglang_api.check_arguments(api, given, defaults)
     servers = ForkServer.handed_over()  # there is one if the program itself was forked
     with forking(servers):
@@ -113,6 +117,7 @@ def tiny_engine(
     finally:
         sys.stdout.flush()
         engine.shutdown()
+        lease.close()
 
 
 def prepare_process(ranks: int = 1) -> Literal["cpu", "cuda"]:
