@@ -93,12 +93,11 @@ class Allowed:
     def of(cls, precision: Precision, baseline: LogProbDifference | None, *, has_experts: bool = False) -> "Allowed":
         """Return max(floor, factor x baseline) for each statistic. A sequence or position may always be as far off as the mean.
 
-        has_experts: the model is a mixture of experts. In half precision a baseline says little about the next rollout of one,
-        because its routers choose otherwise than the trainer's now and then. In float16 the median rollout was 0.001 to 0.003
-        and the largest up to 7 times the mean of all; in bfloat16 a tiny GLM-4.6 on two H100 had 0.008 before the first step
-        and 0.028 after it, read back bit for bit. Their floor is then the one that holds without a baseline.
+        has_experts: the model is a mixture of experts. In float16 its routers seldom choose otherwise than the trainer's: the
+        median rollout was 0.001 to 0.003, the largest up to 7 times the mean of all, so that a baseline says little about the
+        next one. Their floor is then the one that holds without a baseline.
         """
-        rare_jumps = has_experts and precision in ("float16", "bfloat16")
+        rare_jumps = has_experts and precision == "float16"
         floor = (FLOOR_WITHOUT_BASELINE if baseline is None or rare_jumps else FLOOR)[precision]
         if baseline is None:
             return cls(mean=floor, sequence=floor, position=floor)

@@ -112,15 +112,7 @@ def test_in_float16_rare_choices_of_other_experts_pass_although_the_baseline_had
     assert len(Allowed.of("float16", quiet).violations(noisy)) == 3
     assert Allowed.of("float16", quiet, has_experts=True).violations(noisy) == []
     assert Allowed.of("float16", quiet, has_experts=True).violations(difference(0.2589)) != []
-
-
-def test_in_bfloat16_a_quiet_baseline_of_a_mixture_of_experts_promises_nothing() -> None:
-    quiet, noisy = difference(0.008), difference(0.0282)
-    assert Allowed.of("bfloat16", quiet).violations(noisy) != []
-    assert Allowed.of("bfloat16", quiet, has_experts=True).violations(noisy) == []
-    assert Allowed.of("bfloat16", quiet, has_experts=True).violations(difference(0.2589)) != []
-    for precision in ("float32", "fp8_block"):
-        assert Allowed.of(precision, quiet, has_experts=True) == Allowed.of(precision, quiet)
+    assert Allowed.of("bfloat16", quiet, has_experts=True) == Allowed.of("bfloat16", quiet)
 
 
 def test_without_a_baseline_the_floor_alone_counts() -> None:

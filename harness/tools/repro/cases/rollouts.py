@@ -151,3 +151,18 @@ def shared_expert_summed(broken: bool) -> None:
     print(
         f"log-probs with DP attention and experts in parallel: {apart:.1e} from the trainer's ({verdict})", flush=True
     )
+
+
+@Case(
+    needs="several_gpus",
+    broken="a draft model",
+    healthy="none",
+    signature=(r"'EagleVerifyInput' object has no attribute 'kv_indptr'",),
+    engine=True,
+)
+def idle_dp_rank_with_draft(broken: bool) -> None:
+    """A rank of DP attention without a request dies while the other one verifies a draft."""
+    arguments = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, **(ENGINE_ARGUMENTS if broken else {})}
+    with tiny_engine("deepseek_v3", prepare=make_predictable, **arguments) as engine:
+        engine.generate()
+        print("one request was answered while the other rank was idle", flush=True)
