@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from harness.task.tiny_models import save_tiny_model
 from harness.tools.repro.predictable_drafts import ENGINE_ARGUMENTS, ONE_LAYER, make_predictable
-from tests.end_to_end.launching import QUICKSTART, Job, run
+from tests.end_to_end.launching import QUICKSTART, SHARING_GPUS, Job, run
 from tests.weights.fp8_on_two_ranks import OVERRIDES
 
 DRAFTS = [word for name, value in ENGINE_ARGUMENTS.items() for word in (f"--engine.args.{name}", str(value))]
@@ -110,7 +110,7 @@ def test_with_what_deepseek_is_served_with(tmp_path: Path, fp8: bool, more: list
 def test_target_and_draft_are_kept_in_step_on_a_gpu(tmp_path: Path) -> None:
     model = predictable(tmp_path / "model", on_gpu=True)
     words = ["configs/gpu/tiny.toml", "--model.name", str(model), "--parallel.tp", "1", "--run.steps", "2"]
-    job = run(tmp_path / "run", 1, *words, *DRAFTS, "--weights.transport", "bucket", seconds=300)
+    job = run(tmp_path / "run", 1, *words, *DRAFTS, *SHARING_GPUS, "--weights.transport", "bucket", seconds=300)
     assert job.process.returncode == 0, job.output()[-6000:]
     assert "tensors in the engine equal the trainer's by fingerprint" in job.output()
     assert min(accept_lengths(job)) > 1.2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.end_to_end.launching import Job, run
+from tests.end_to_end.launching import SHARING_GPUS, Job, run
 from tests.weights.fp8_on_two_ranks import OVERRIDES, OVERRIDES_ON_GPU
 
 CONFIG = "configs/cpu/fp8_block.toml"
@@ -117,5 +117,5 @@ def test_gpu_engines_in_fp8(model: str, mesh: tuple[int, int], more: list[str], 
         pytest.skip(f"needs 2 GPUs, has {torch.cuda.device_count()}")
     parallel = ["--parallel.dp", str(mesh[0]), "--parallel.tp", str(mesh[1]), "--weights.verify", "bytes"]
     deterministic = ["--engine.args.enable_deterministic_inference", "true"]
-    arguments = [*words(model, on_gpu=True), *parallel, *more, *deterministic]
+    arguments = [*words(model, on_gpu=True), *parallel, *more, *deterministic, *SHARING_GPUS]
     check(run(tmp_path / "run", 2, "configs/gpu/tiny.toml", *arguments, seconds=600))

@@ -1,7 +1,7 @@
 """Models x precisions x meshes x options on GPUs: three PPO steps each, every element read back after every sync.
 
 `pytest -m gpu -s` prints a row of docs/support.md's table for each. The runs share the GPUs, AT_ONCE of them at a time, and
-so without the memory saver: it measures what it frees by the free bytes of a whole GPU. test_gpu_memory.py has the saver.
+so without the memory saver; test_gpu_memory.py has it.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.tools.repro.predictable_drafts import ENGINE_ARGUMENTS
-from tests.end_to_end.launching import Job, run
+from tests.end_to_end.launching import SHARING_GPUS, Job, run
 from tests.end_to_end.newer_models import FIELDS, save_newer_model
 from tests.weights.fp8_on_two_ranks import OVERRIDES_ON_GPU
 
@@ -41,7 +41,7 @@ OPTIONS: dict[str, list[str]] = {
     "data-parallel replicas": ["--engine.args.dp_size", "2"],
 }
 SHARED = [
-    *["--engine.args.enable_memory_saver", "false", "--engine.args.max_total_tokens", "16384"],
+    *SHARING_GPUS,
     # Graphs are captured for so many requests at most, which takes a minute with SGLang's own number.
     *["--engine.args.max_running_requests", "32", "--weights.verify", "bytes", "--run.steps", "3"],
 ]

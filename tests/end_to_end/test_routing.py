@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.end_to_end.launching import QUICKSTART, run
+from tests.end_to_end.launching import QUICKSTART, SHARING_GPUS, run
 
 WORDS = ["--algorithm.advantage", "grpo", "--run.steps", "2"]
 
@@ -72,7 +72,7 @@ def test_on_a_gpu_a_replay_brings_the_trainer_nearer_to_the_engine(name: str, tm
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, has {torch.cuda.device_count()}")
     words = ["configs/gpu/tiny.toml", "--model.name", name, "--rollout.routing", "replay"]
-    job = run(tmp_path / "run", 2, *words, seconds=500)
+    job = run(tmp_path / "run", 2, *words, *SHARING_GPUS, seconds=500)
     assert job.process.returncode == 0, job.output()
     for row in job.metrics()[:3]:
         assert row["routing/compared_share"] == 1 and row["routing/token_share"] < 0.5, "bfloat16: near ties differ"

@@ -90,7 +90,7 @@ def main(folder: Path, options: Mapping[str, Any]) -> None:
         random_seed=rank,
         custom_weight_loader=[FLIP, DOUBLE],
         servers=ForkServer.handed_over(),
-        **options["arguments"],
+        **{"max_total_tokens": 16384} | options["arguments"],  # so that others find room on the GPU too
     )
     trainer_mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 

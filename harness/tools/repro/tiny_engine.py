@@ -85,7 +85,7 @@ class TinyEngine:
 
 @contextmanager
 def tiny_engine(
-    name: str = "qwen2", *, prepare: Callable[[Path], None] | None = None, **args: Any
+    name: str = "qwen2", *, prepare: Callable[[Path], object] | None = None, **args: Any
 ) -> Iterator[TinyEngine]:
     """Start an engine, and shut it down at the end. prepare: may change the checkpoint's folder first."""
     api = sglang_api.probe()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.tools.mismatch.chosen_by_another import CHOSEN
 from tests.tools.mismatch.sources import PLANTED, Planted
 
 PLANTS = Path(__file__).with_name("plants")
+NOTHING: Mapping[str, str] = {}
 IN_TRAINER = "tests/tools/mismatch/with_plant_in_trainer.py"
 NOT_IN_PREFILL = ("decode", "prefix cache")
 """Sources for which no module is named: outputs are compared in a prefill without a cache."""
@@ -27,17 +29,21 @@ def name_of(planted: Planted) -> str:
 
 
 def search(
-    folder: Path, planted: Planted | None = None, *words: str, config: str = QUICKSTART
+    folder: Path,
+    planted: Planted | None = None,
+    *words: str,
+    config: str = QUICKSTART,
+    environment: Mapping[str, str] = NOTHING,
 ) -> tuple[int, dict[str, object], Job]:
     """Run launch/mismatch.py to its end; return the exit code, mismatch.json and the job."""
     arguments = [config, *words]
-    environment = {}
+    variables = dict(environment)
     if planted:
         arguments += ["--model.name", planted.model, *planted.words]
         path = os.pathsep.join(filter(None, [str(PLANTS), os.environ.get("PYTHONPATH")]))
-        environment = {"PLANT": planted.name, "PYTHONPATH": path}
+        variables |= {"PLANT": planted.name, "PYTHONPATH": path}
     script = IN_TRAINER if planted and planted.name.startswith("trainer_") else "launch/mismatch.py"
-    job = Job(folder, 2, arguments, script=script, environment=environment).start()
+    job = Job(folder, 2, arguments, script=script, environment=variables).start()
     code = job.wait()
     file = folder / "mismatch.json"
     return code, json.loads(file.read_text()) if file.exists() else {}, job
@@ -52,9 +58,15 @@ def found_line(job: Job) -> str:
     return last
 
 
-def check(planted: Planted, folder: Path, *words: str, config: str = QUICKSTART) -> None:
+def check(
+    planted: Planted,
+    folder: Path,
+    *words: str,
+    config: str = QUICKSTART,
+    environment: Mapping[str, str] = NOTHING,
+) -> None:
     """Search for what is planted, and compare the answer."""
-    code, answer, job = search(folder, planted, *words, config=config)
+    code, answer, job = search(folder, planted, *words, config=config, environment=environment)
     assert code == 1, job.output()[-4000:]
     last = found_line(job)
     if not answer:  # the weights are not the trainer's, and nothing else is measured
