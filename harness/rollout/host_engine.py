@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import psutil
-
 from harness.cluster.ports import PortLease
 from harness.cluster.world import hard_exit
 from harness.rollout import engine_processes, sglang_api
@@ -29,7 +27,7 @@ from harness.runtime import scratch
 from harness.runtime.child_environment import child_environment
 from harness.runtime.errors import say
 from harness.runtime.fork_server import ForkServer
-from harness.runtime.processes import descendants, end_processes, is_resource_tracker
+from harness.runtime.processes import descendants, descendants_since, end_processes
 
 
 class HostEngine:
@@ -91,21 +89,21 @@ class HostEngine:
                         sglang_api.unlink_shared_memory(self.engine)
             except Exception as error:
                 failure = self.log.start_failure(error, started)
-                end_processes(_children(self._before))
+                end_processes(descendants_since(self._before))
                 self._scratch.cleanup()
                 self._lease.close()
                 raise EngineFailed(failure) from error
             finally:
                 restore_handlers(self._handlers, engine_serves=self.engine is not None)
         atexit.register(self.stop)
-        self._stop_watching = engine_processes.watch_processes(_children(self._before), self._report_death).set
+        self._stop_watching = engine_processes.watch_processes(descendants_since(self._before), self._report_death).set
 
     def stop(self) -> None:
         """End the engine and its processes, and give back what it used. A second call does nothing."""
         self._stop_watching()
         atexit.unregister(self.stop)
         if (engine := self.engine) is not None:
-            end_processes(_children(self._before), lambda: sglang_api.close(engine))
+            end_processes(descendants_since(self._before), lambda: sglang_api.close(engine))
             self.engine = None
             restore_handlers(self._handlers, engine_serves=False)
         self._scratch.cleanup()
@@ -124,16 +122,8 @@ class HostEngine:
         else:
             say(message + "\n")
         # They are useless now, and they hold a GPU.
-        end_processes(_children())
+        end_processes(descendants_since(()))
         self._scratch.cleanup()
         if not self._on_death:
             scratch.remove_what_exit_would()
             hard_exit(1)  # a thread cannot raise in the main thread, which may sit in a collective for minutes
-
-
-def _children(before: Collection[int] = ()) -> dict[int, psutil.Process]:
-    """Return the descendants of this process that are not in `before`.
-
-    Without multiprocessing's resource tracker: it ends by itself, after this process.
-    """
-    return {pid: child for pid, child in descendants().items() if pid not in before and not is_resource_tracker(child)}

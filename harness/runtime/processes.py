@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,6 +135,14 @@ def name_and_pid(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return f"{process.name()} (pid {process.pid})"
     return f"a process (pid {process.pid})"
+
+
+def descendants_since(before: Collection[int]) -> dict[int, psutil.Process]:
+    """Return the descendants of this process whose pids are not in `before`.
+
+    Without multiprocessing's resource tracker: it ends by itself, after this process.
+    """
+    return {pid: child for pid, child in descendants().items() if pid not in before and not is_resource_tracker(child)}
 
 
 def end_processes(processes: Mapping[int, psutil.Process], stop: Callable[[], None] | None = None) -> None:

@@ -13,6 +13,7 @@ from harness.cluster.ports import PortLease
 from harness.rollout import sglang_api
 from harness.rollout.forked_processes import forking
 from harness.runtime.fork_server import ForkServer
+from harness.runtime.processes import descendants, descendants_since, end_processes
 
 PROMPT = list(range(5, 37))
 NEW_TOKENS = 16
@@ -107,6 +108,7 @@ def tiny_engine(
     given = {"model_path": str(folder), "dtype": dtype_on(device), "random_seed": 0} | ports | args
     chosen, _ = sglang_api.check_arguments(api, given, defaults)
     servers = ForkServer.handed_over()  # there is one if the program itself was forked
+    before = descendants()
     with forking(servers):
         engine = sglang_api.build_engine(chosen)
     for server in servers:
@@ -116,7 +118,7 @@ def tiny_engine(
         yield TinyEngine(api=api, engine=engine, folder=folder, name=name, device=device)
     finally:
         sys.stdout.flush()
-        engine.shutdown()
+        end_processes(descendants_since(before), engine.shutdown)  # which leaves files in /dev/shm
         lease.close()
 
 

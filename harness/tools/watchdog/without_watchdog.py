@@ -16,7 +16,7 @@ import psutil
 
 from harness.runtime import clock, scratch
 from harness.runtime.errors import say, say_twice
-from harness.runtime.processes import descendants, end_processes, is_alive, is_resource_tracker
+from harness.runtime.processes import descendants_since, end_processes, is_alive
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.ending import KEEP_SECONDS, REPORT_SECONDS, in_time, report_failed_run
 from harness.tools.watchdog.failures import Place, RunFailure
@@ -56,7 +56,7 @@ class LostWatchdog:
         noticed = time.monotonic()
         self._exits.update({rank: ExitWatch(process.pid) for rank, process in self.others.items()})
         self._started.look(process.pid for process in self.others.values())
-        end_processes({pid: each for pid, each in descendants().items() if not is_resource_tracker(each)})
+        end_processes(descendants_since(()))
         # Only now, because a full pipe or a dead disk may block from here on.
         said = f"rank {self.rank} FAILED: the watchdog of {self.host} is gone, so this rank exits too\n"
         in_time(lambda: say(said), SETTLE_SECONDS)
