@@ -103,6 +103,8 @@ class Ppo:
             if self.config.validation.is_due(index, self.config.run.steps):
                 with self.events.phase("validate", index, "the engine's responses to the validation set"):
                     self.validate(index)
+            if self.verification:
+                self.verification.find_copies(index)
             if self.actor:
                 self.release(index)
             if self.saved:
@@ -296,6 +298,7 @@ class Ppo:
                 batches.append(self.generate(len(batches)))
                 # An engine that answers with next to nothing must not keep this going for ever.
                 tokens += max(LEAST_TOKENS, int(all_sum(batches[-1].response_mask.sum())))
+            self.verification.find_copies()
             self.memory.release_all()
             with self.actor.on_device():
                 log_probs = [self.actor.log_probs(batch)[0] for batch in batches]

@@ -15,6 +15,7 @@ _STEP = (
 )  # fmt: skip
 _VERIFY = (
     "baseline", "perturb", "sentinel", "push", "save", "reload", "fingerprints", "readback", "first_sync", "log_probs",
+    "copies",
 )  # fmt: skip
 _SYNC_JOB = ("readback", "bench")
 _MISMATCH_JOB = ("engine_scores", "trainer_scores", "routers", "record", "save_weights")

@@ -20,6 +20,7 @@ LINGER = f"{__name__}.linger"
 SKIP = f"{__name__}.skip"
 SPOIL = f"{__name__}.spoil"
 REPLAN = f"{__name__}.replan"
+KEEP = f"{__name__}.keep"
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -58,6 +59,16 @@ def spoil(model: Any, named_tensors: Named) -> None:
     if rank == str(dist.get_rank()):
         held = model_tensors(model)[name]
         held.detach()[(0,) * held.ndim].view(torch.int32).bitwise_xor_(1)
+
+
+def keep(model: Any, named_tensors: Named) -> None:
+    """NAME: this module keeps a copy of its weight, as some routers do."""
+    text = named_tensors[0][0]
+    for name, module in model.named_modules():
+        if text and name == text:
+            module.kept_weight = module.weight.detach().double()
+        elif not text and hasattr(module, "kept_weight"):
+            del module.kept_weight
 
 
 def replan(model: Any, named_tensors: Named) -> None:

@@ -9,6 +9,9 @@ import torch.distributed as dist
 
 from harness.task.tiny_models import save_tiny_model
 from harness.trainer.model import load_causal_lm
+from harness.weights.verification.kept_copies import describe_stale_copies
+from harness.weights.worker.kept_copies import find_copies
+from tests.weights.faults_in_scheduler import KEEP
 from tests.weights.faults_stand import Stand, live_layout, no_bit_is_missed, no_shard_is_padding, patching, raising, run
 
 
@@ -59,7 +62,25 @@ def outside_a_session(stand: Stand, broken: bool) -> list[str]:
     return [*found, *stand.seen()]
 
 
-CASES = (live_names, live_names_that_nobody_asked_about, tied_embeddings_sent_once, outside_a_session)
+def a_copy_that_a_router_keeps(stand: Stand, broken: bool) -> list[str]:
+    """The router's module keeps a copy of its weight. Read back, everything is as it was sent."""
+    if broken:
+        stand.hook(KEEP, "model.layers.0.mlp.gate")
+    stand.engine.ask(find_copies)
+    stand.change()
+    stand.sync.update_engine()
+    found = [*describe_stale_copies(stand.engine), *stand.compared().wrong]
+    stand.hook(KEEP, "")
+    return found
+
+
+CASES = (
+    live_names,
+    live_names_that_nobody_asked_about,
+    tied_embeddings_sent_once,
+    outside_a_session,
+    a_copy_that_a_router_keeps,
+)
 
 
 def main(folder: Path) -> None:

@@ -42,7 +42,7 @@ from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
 from harness.weights.verification.reload import load_again
 from harness.weights.verification.snapshot import snapshot_weights
-from tests.weights.faults_in_scheduler import LINGER, REPLAN, SKIP, SPOIL
+from tests.weights.faults_in_scheduler import KEEP, LINGER, REPLAN, SKIP, SPOIL
 
 BUCKET_BYTES = 150_000
 PROMPTS = [[5 + (7 * row + 3 * at) % 300 for at in range(24)] for row in range(4)]
@@ -347,7 +347,7 @@ def run(
             dtype="float32",
             skip_tokenizer_init=True,
             random_seed=0,
-            custom_weight_loader=[LINGER, SKIP, SPOIL, REPLAN],
+            custom_weight_loader=[KEEP, LINGER, SKIP, SPOIL, REPLAN],
             servers=ForkServer.handed_over(),
         )
         model = load_causal_lm(str(folder / "model"), torch.float32, torch.device("cpu"), meshes.fsdp)

@@ -52,7 +52,13 @@ CASES = {
         "move_that_nobody_sees",
         "memory_that_cannot_be_opened",
     ),
-    "qwen3_moe": ("live_names", "live_names_that_nobody_asked_about", "tied_embeddings_sent_once", "outside_a_session"),
+    "qwen3_moe": (
+        "live_names",
+        "live_names_that_nobody_asked_about",
+        "tied_embeddings_sent_once",
+        "outside_a_session",
+        "a_copy_that_a_router_keeps",
+    ),
 }
 HEALTHY = {
     "deepseek_v3": (
@@ -278,3 +284,12 @@ def test_what_the_engine_cannot_take_is_refused_before_it_is_touched(
 def test_what_the_trainer_must_not_send_is_refused_on_every_rank(case: str, error: str, deepseek_v3: Seen) -> None:
     """One rank alone has the fault; the text of every rank is kept, and there is one."""
     assert deepseek_v3[case]["fault"] == [error]
+
+
+def test_a_copy_that_a_router_keeps(qwen3_moe: Seen) -> None:
+    (found,) = qwen3_moe["a_copy_that_a_router_keeps"]["fault"]
+    gate = "model.layers.0.mlp.gate"
+    assert found.startswith(
+        f"{gate}.kept_weight, a copy that the engine made of {gate}.weight and that no update reaches"
+    )
+    assert found.endswith("on rank 0, 1")

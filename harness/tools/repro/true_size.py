@@ -3,7 +3,6 @@
 A case says which model, with how few layers, and what it sends; each rank of the engine is a process without a GPU.
 """
 
-import importlib.metadata
 import json
 import os
 import re
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from harness.runtime.errors import CANNOT_RUN_HERE, UnsupportedEnvironment
 from harness.tools.full_size.question import SHIPPED
-from harness.tools.repro import cases
 
 if TYPE_CHECKING:
     from harness.weights.fusing import FusingGroup
@@ -66,21 +64,6 @@ def full_size(folder: Path, *options: object) -> None:
     if done.returncode == CANNOT_RUN_HERE:
         raise UnsupportedEnvironment(done.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
     sys.exit(done.returncode)
-
-
-def use_release(release: str) -> None:
-    """Go on in this release of SGLang: if another one is installed, run the variant again where this one is, and exit.
-
-    Install the release as launch/full_size.py --against does. Raise UnsupportedEnvironment if that fails.
-    """
-    from harness.tools.full_size.compare import environment_of
-
-    if importlib.metadata.version("sglang") == release:
-        return
-    environment = environment_of(release)
-    variables = environment.variables(cpu_mode=True, imports_harness=True)
-    command = [environment.python, "-m", cases.__name__, *sys.argv[1:]]
-    sys.exit(subprocess.run(command, env=variables, cwd=REPOSITORY).returncode)
 
 
 def import_sglang(folder: Path, draft: bool = False) -> None:

@@ -29,12 +29,14 @@ from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, Allowed, LogProbD
 from harness.weights.presync_checks import first_of
 from harness.weights.sync import WeightSync
 from harness.weights.verification.fingerprint import FingerprintComparison, compare_fingerprints
+from harness.weights.verification.kept_copies import describe_stale_copies
 from harness.weights.verification.perturb import perturb
 from harness.weights.verification.readback import read_back
 from harness.weights.verification.rehearsal import ReloadComparison, compare_with_reload
 from harness.weights.verification.reload import ReloadFindings, load_again
 from harness.weights.verification.snapshot import Snapshot, changed_tensors, snapshot_weights
 from harness.weights.verification.summary import mismatch_of_precisions, report_section, verdict_phrase
+from harness.weights.worker.kept_copies import find_copies
 from harness.weights.worker.model_state import fill_model
 
 Level = Literal["off", "log_probs", "bytes", "full"]
@@ -272,7 +274,10 @@ class Verification:
                 self.reloaded = load_again(self.sync.weights, self.sync.loader, self.compared.left)
                 self.not_covered |= dict.fromkeys([*self.reloaded.not_covered, *self.sync.unfilled])
                 wrong = self.compared.wrong and (self.differences() or self.compared.wrong)
-            refuse(wrong or self.reloaded.wrong, f"step {index}: after the sync the engine holds other weights")
+                stale = describe_stale_copies(self.sync.engine)
+            refuse(
+                wrong or self.reloaded.wrong or stale, f"step {index}: after the sync the engine holds other weights"
+            )
 
     def check_bytes(self, index: int, what: str) -> None:
         """bytes: raise WeightsDidNotArrive unless the engine holds what was sent."""
@@ -294,6 +299,12 @@ class Verification:
             refuse(wrong, f"step {index}: after the first sync the engine holds other weights than {source}")
 
     # After a rollout
+
+    def find_copies(self, index: int | None = None) -> None:
+        """log_probs: note the copies of its weights that the engine made to compute with, before it releases its memory."""
+        if self.reaches("log_probs") and self.sync.engine.can_ask:
+            with self.timed("copies", index):
+                self.sync.engine.ask(find_copies)
 
     def check_log_probs(self, index: int, difference: LogProbDifference) -> None:
         """log_probs: raise WeightsDidNotArrive, naming suspects, if the engine's log-probs are not the trainer's."""

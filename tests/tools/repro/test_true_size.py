@@ -9,7 +9,7 @@ import pytest
 
 from harness.runtime.errors import UnsupportedEnvironment
 from harness.tools.full_size.question import SHIPPED
-from harness.tools.repro import true_size
+from harness.tools.repro import releases, true_size
 from harness.tools.repro.case import Case, all_cases, describe
 
 
@@ -56,14 +56,14 @@ def test_a_variant_goes_on_in_the_other_release(monkeypatch: pytest.MonkeyPatch)
         ran.append(command)
         return subprocess.CompletedProcess(command, 7)
 
-    monkeypatch.setattr(true_size.importlib.metadata, "version", lambda package: "0.5.16")
+    monkeypatch.setattr(releases.importlib.metadata, "version", lambda package: "0.5.16")
     monkeypatch.setattr(compare, "environment_of", lambda release: Environment(python=f"python-of-{release}"))
-    monkeypatch.setattr(true_size.subprocess, "run", run)
+    monkeypatch.setattr(releases.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["", "some-case", "broken"])
-    true_size.use_release("0.5.16")
+    releases.use_release("0.5.16")
     assert ran == [], "this release is installed"
     with pytest.raises(SystemExit) as ended:
-        true_size.use_release("0.5.13")
+        releases.use_release("0.5.13")
     assert ended.value.code == 7
     assert ran == [["python-of-0.5.13", "-m", "harness.tools.repro.cases", "some-case", "broken"]]
 

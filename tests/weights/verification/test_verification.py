@@ -143,20 +143,28 @@ def test_no_baseline_at_off_nor_of_random_weights(tmp_path: Path) -> None:
     assert random.why_no_baseline == "random weights are in no checkpoint"
 
 
-@pytest.mark.parametrize("wrong", [(), ("lm_head.weight",)])
-def test_a_fingerprint_that_differs_fails_the_run_and_names_the_tensor(
-    wrong: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("wrong", "stale", "named"),
+    [
+        ((), [], ""),
+        (("lm_head.weight",), [], r"lm_head\.weight"),
+        ((), ["gate.copy, a copy of gate.weight"], "gate.copy, a copy of gate.weight"),
+    ],
+)
+def test_a_fingerprint_or_a_copy_that_differs_fails_the_run_and_is_named(
+    wrong: tuple[str, ...], stale: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = SimpleNamespace(engine=SimpleNamespace(can_ask=True), weights=None, loader=None, unfilled=[])
     checks = verification(tmp_path, sync=sync)
     found = FingerprintComparison(tensors=2, left=(), compared=2, wrong=wrong)
     monkeypatch.setattr("harness.weights.verification.verification.compare_fingerprints", lambda weights, loader: found)
     monkeypatch.setattr("harness.weights.verification.verification.load_again", lambda *_: ReloadFindings())
-    if not wrong:
+    monkeypatch.setattr("harness.weights.verification.verification.describe_stale_copies", lambda engine: stale)
+    if not named:
         checks.check_arrival(3)
         assert checks.sync_metrics()["sync_tensors_compared"] == 2
         return
-    with pytest.raises(WeightsDidNotArrive, match=r"^step 3: .* other weights: lm_head\.weight$"):
+    with pytest.raises(WeightsDidNotArrive, match=rf"^step 3: .* other weights: {named}$"):
         checks.check_arrival(3)
 
 

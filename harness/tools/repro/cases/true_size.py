@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.tools.repro.case import Case
+from harness.tools.repro.releases import use_release
 from harness.tools.repro.true_size import (
     BLOCK_FLOAT8,
     GROUPS_OF_INT4,
@@ -17,7 +18,6 @@ from harness.tools.repro.true_size import (
     full_size,
     import_sglang,
     true_model,
-    use_release,
 )
 
 if TYPE_CHECKING:

@@ -6,8 +6,31 @@ from statistics import fmean
 from typing import Any
 
 from harness.tools.repro.case import Case
+from harness.tools.repro.releases import use_release
 from harness.tools.repro.tiny_engine import OTHER_WEIGHTS, SAME_BELOW, checkpoint_tensors, tiny_engine
 
+GLM = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+"""The fields of a tiny GLM-4.6."""
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -208,6 +231,44 @@ def weights_did_not_arrive(broken: bool) -> None:
             del tensors[DOWN_PROJ]
         engine.update(list(tensors.items()))
         engine.compare(trainer)
+
+
+@Case(
+    broken="an answer before the update",
+    healthy="no answer before it",
+    signature=(r"the routers compute with other weights: ",),
+    engine=True,
+    new_python=True,
+    releases=("0.5.18",),
+)
+def stale_copy_of_weights(broken: bool) -> None:
+    """GLM-4.6's routers keep a copy of their weights in float32 from the first answer on, which no update reaches."""
+    use_release("0.5.18")
+    with tiny_engine("qwen3_moe", dtype="bfloat16", prepare=make_glm) as engine:
+        if broken:
+            engine.generate()
+        trainer = _glm(seed=1).to(engine.device)
+        engine.update(checkpoint_tensors(trainer))
+        apart = fmean(engine.log_prob_gaps(trainer))
+    verdict = "the weights of the update" if apart < SAME_BELOW else "other weights"
+    print(f"the routers compute with {verdict}: log-probs {apart:.1e} from the trainer's", flush=True)
+
+
+def make_glm(folder: Path) -> None:
+    """Put a tiny GLM-4.6 into the folder of another model; the tokenizer stays."""
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).unlink()
+    _glm(seed=0).save_pretrained(folder)
+
+
+def _glm(seed: int) -> Any:
+    """Return transformers' model in bfloat16, of random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("glm4_moe", **GLM)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 @Case(

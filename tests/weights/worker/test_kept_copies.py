@@ -1,0 +1,85 @@
+"""Copies that modules keep of their weights: found while they are right, named once an update has left them behind."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from harness.weights.worker.kept_copies import find_copies, stale_copies
+
+
+class Router(nn.Module):
+    """Keeps its weight in float32 from its first forward pass on, as SGLang's Glm4MoeGate did until 0.5.18."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16, dtype=torch.bfloat16))
+        self.register_buffer("_weight_fp32", None, persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._weight_fp32 is None:
+            self._weight_fp32 = self.weight.data.to(torch.float32)
+        return nn.functional.linear(hidden.float(), self._weight_fp32)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), Router())
+
+
+def update(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+
+def test_a_copy_that_an_update_does_not_reach_is_named_with_its_weight() -> None:
+    served = model()
+    assert find_copies(served) == 0, "no forward pass has made it yet"
+    served(torch.randn(2, 16))
+    assert find_copies(served) == 1 and stale_copies(served) == {}
+    update(served)
+    assert stale_copies(served) == {"1._weight_fp32": "1.weight"}
+
+
+def test_a_copy_that_is_made_anew_is_right() -> None:
+    served = model()
+    served(torch.randn(2, 16))
+    find_copies(served)
+    update(served)
+    served[1]._weight_fp32 = None  # type: ignore[index]
+    assert stale_copies(served) == {}
+    served(torch.randn(2, 16))
+    assert stale_copies(served) == {}
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda router: router.register_buffer("view", router.weight.data),
+        lambda router: router.register_buffer("other", torch.randn(8, 16)),
+        lambda router: router.register_buffer("counts", torch.zeros(8, 16, dtype=torch.int64)),
+        lambda router: setattr(router, "shorter", router.weight.detach()[:4].clone()),
+    ],
+)
+def test_what_is_no_copy_is_not_taken_for_one(keep: Callable[[Router], object]) -> None:
+    served = model()
+    keep(served[1])  # type: ignore[index]
+    find_copies(served)
+    update(served)
+    assert stale_copies(served) == {}
+
+
+def test_equal_constants_are_no_copy() -> None:
+    served = nn.Linear(4, 4)
+    nn.init.zeros_(served.bias)
+    served.register_buffer("shift", torch.zeros(4))
+    assert find_copies(served) == 0
+
+
+def test_a_copy_beside_the_module_of_the_weight_is_found() -> None:
+    served = nn.Sequential(Router())
+    served.gate_weight = served[0].weight.detach().float()  # type: ignore[assignment]
+    assert find_copies(served) == 1
+    update(served)
+    assert stale_copies(served) == {"gate_weight": "0.weight"}
