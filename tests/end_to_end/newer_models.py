@@ -19,12 +19,14 @@ MLA = {
     "q_lora_rank": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
     "num_key_value_heads": 8, "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
+DSA = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64, "head_dim": 64}
+"""The indexer's real sizes, which its kernels are made for."""
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 FIELDS: dict[str, dict[str, Any]] = {
-    "deepseek_v32": DEEPSEEK | MLA | {"index_topk": 64, "index_head_dim": 128, "index_n_heads": 8, "head_dim": 64},
+    "deepseek_v32": DEEPSEEK | MLA | DSA,
     "glm4_moe": DEEPSEEK,
     "gpt_oss": EXPERTS | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
     "minimax_m2": EXPERTS,

@@ -58,6 +58,8 @@ class Cell:
     options: tuple[str, ...] = ("bucket",)
     refused: str = ""
     """If the run must be refused: some words of the sentence that refuses it. Otherwise it must pass."""
+    known: str = ""
+    """Some words of a failure of SGLang's with which it may end instead, in the releases that have it."""
 
     def __str__(self) -> str:
         dp, tp, pp = self.mesh
@@ -129,7 +131,12 @@ DEEPSEEK = [
     Cell(model="deepseek_v3", options=("pull", "ep", "MTP", "graphs")),
     Cell(model="deepseek_v3", options=("bucket", "dp attention", "ep", "MTP")),
     Cell(model="deepseek_v3", precision="fp8_block", options=("bucket", "MTP")),
-    Cell(model="deepseek_v3", precision="fp8_block", options=("pull", "dp attention", "ep", "MTP")),
+    Cell(
+        model="deepseek_v3",
+        precision="fp8_block",
+        options=("pull", "dp attention", "ep", "MTP"),
+        known="object has no attribute 'kv_indptr'",
+    ),
     Cell(model="deepseek_v3", mesh=PP, options=("bucket", "MTP"), refused="last pipeline stage"),
     Cell(model="deepseek_v3", precision="float16", options=("tensor",)),
     Cell(model="deepseek_v3", precision="fp8_block"),
@@ -141,9 +148,10 @@ DEEPSEEK = [
         options=("pull", "dp attention", "ep", "graphs", "first weights loaded"),
     ),
 ]
+KNOWN = {"glm4_moe": "stale-copy-of-weights"}  # until 0.5.18
 NEWER = [
-    *[Cell(model=name, options=("pull",)) for name in FIELDS],
-    Cell(model="glm4_moe", options=("bucket", "dp attention", "ep", "graphs")),
+    *[Cell(model=name, options=("pull",), known=KNOWN.get(name, "")) for name in FIELDS],
+    Cell(model="glm4_moe", options=("bucket", "dp attention", "ep", "graphs"), known=KNOWN["glm4_moe"]),
     Cell(model="qwen3_next", options=("bucket", "graphs")),
     Cell(model="deepseek_v32", options=("bucket", "SGLang's preset")),
     Cell(model="gpt_oss", options=("bucket", "SGLang's preset")),
@@ -192,6 +200,9 @@ def test_a_cell(cell: Cell, jobs: dict[Cell, Future[Job]]) -> None:
     print(f"\n| {cell.model} | {cell.precision} | {dp}, {tp}, {pp} | {', '.join(cell.options)} | {verdict} |")
     if cell.refused:
         assert job.process.returncode != 0 and verdict.startswith("error: ") and cell.refused in verdict
+        return
+    if cell.known and cell.known in verdict:
+        assert job.process.returncode != 0
         return
     assert job.process.returncode == 0, job.output()[-6000:]
     assert "read back bit for bit" in verdict
