@@ -5,6 +5,7 @@ weight only while both are equal: so copies are looked for after a rollout, and 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,30 +13,66 @@ import torch
 _KEPT = "_harness_kept_copies"
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter lies in a tensor that a module keeps: in these rows, of the transposed tensor or of the tensor itself."""
+
+    first_row: int = 0
+    transposed: bool = False
+
+    def of(self, held: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a view of what is held of the parameter, in the parameter's shape."""
+        rows = held.mT if self.transposed else held
+        return rows.narrow(0, self.first_row, len(parameter)) if parameter.ndim else rows
+
+
 @torch.no_grad()
 def find_copies(model: Any, _: None = None) -> int:
-    """Note the tensors that modules keep beside their parameters and that equal one of them. Return how many are known."""
-    known: dict[str, str] = model.__dict__.setdefault(_KEPT, {})
-    for name, held, parameter_name, parameter in _alike(model):
-        # One value in every element, as in a bias of zeros, may be there by chance.
-        if name not in known and torch.equal(held, parameter.to(held.dtype)) and held.min() != held.max():
-            known[name] = parameter_name
+    """Note what modules keep beside their parameters and equals one of them. Return how many copies are known."""
+    known: dict[tuple[str, str], Place] = model.__dict__.setdefault(_KEPT, {})
+    for name, held, parameter_name, parameter in _kept_beside_parameters(model):
+        pair = (name, parameter_name)
+        if pair not in known and (place := _place(held, parameter)):
+            known[pair] = place
     return len(known)
 
 
 @torch.no_grad()
 def stale_copies(model: Any, _: None = None) -> dict[str, str]:
-    """Return the copies that were found and that their parameter does not equal any more: their names -> the parameter's."""
-    known: dict[str, str] = model.__dict__.get(_KEPT, {})
-    return {
-        name: parameter_name
-        for name, held, parameter_name, parameter in _alike(model)
-        if known.get(name) == parameter_name and not torch.equal(held, parameter.to(held.dtype))
-    }
+    """Return the copies that were found and that their parameters do not equal any more: their names -> the parameters'."""
+    known: dict[tuple[str, str], Place] = model.__dict__.get(_KEPT, {})
+    stale: dict[str, list[str]] = {}
+    for name, held, parameter_name, parameter in _kept_beside_parameters(model) if known else ():
+        place = known.get((name, parameter_name))
+        if place and not torch.equal(place.of(held, parameter), parameter.to(held.dtype)):
+            stale.setdefault(name, []).append(parameter_name)
+    return {name: " and ".join(parameters) for name, parameters in stale.items()}
 
 
-def _alike(model: Any) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
-    """Yield each tensor that is a buffer or a plain attribute, with a parameter of its shape in memory of its own.
+def _place(held: torch.Tensor, parameter: torch.Tensor) -> Place | None:
+    """Return where the parameter's values lie in what is held: as they are, transposed, or as some of its rows."""
+    values = parameter.to(held.dtype)
+    if values.min() == values.max():  # one value in every element, as in a bias of zeros, may be there by chance
+        return None
+    for place in _possible_places(held, values):
+        if torch.equal(place.of(held, values), values):
+            return place
+    return None
+
+
+def _possible_places(held: torch.Tensor, values: torch.Tensor) -> Iterator[Place]:
+    if held.shape == values.shape:
+        yield Place()
+    elif held.shape[1:] == values.shape[1:]:  # longer: parameters that were put together
+        alike = (held == values[0]).flatten(1).all(1) if held.ndim > 1 else held == values[0]
+        starts = alike.nonzero().flatten().tolist()
+        yield from (Place(first_row=start) for start in starts if start + len(values) <= len(held))
+    if values.ndim == 2 and held.mT.shape == values.shape:
+        yield Place(transposed=True)
+
+
+def _kept_beside_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
+    """Yield each tensor that is a buffer or a plain attribute, with each parameter that it may hold, in memory of its own.
 
     The parameter is one of the same module, or of a module directly below it.
     """
@@ -43,7 +80,9 @@ def _alike(model: Any) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
         kept = {
             name: each
             for name, each in (vars(module) | module._buffers).items()
-            if isinstance(each, torch.Tensor) and each.is_floating_point()
+            if isinstance(each, torch.Tensor)
+            and each.is_floating_point()
+            and each.itemsize > 1  # torch compares no float8
         }
         if not kept:
             continue
@@ -51,12 +90,15 @@ def _alike(model: Any) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
         for prefix, owner in near:
             for own_name, parameter in owner._parameters.items():
                 for name, held in kept.items():
-                    if parameter is not None and held.shape == parameter.shape and not _same_memory(held, parameter):
+                    if parameter is not None and _may_hold(held, parameter):
                         yield _joined(path, name), held, _joined(path, prefix + own_name), parameter
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _may_hold(held: torch.Tensor, parameter: torch.Tensor) -> bool:
+    if not parameter.numel() or held.ndim != parameter.ndim or held.numel() < parameter.numel():
+        return False
+    fits = held.shape[1:] == parameter.shape[1:] or (held.ndim == 2 and held.mT.shape == parameter.shape)
+    return fits and held.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
 
 
 def _joined(path: str, name: str) -> str:

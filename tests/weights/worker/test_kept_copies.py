@@ -83,3 +83,22 @@ def test_a_copy_beside_the_module_of_the_weight_is_found() -> None:
     assert find_copies(served) == 1
     update(served)
     assert stale_copies(served) == {"gate_weight": "0.weight"}
+
+
+def test_transposed_copies_and_parameters_that_were_put_together_are_found() -> None:
+    served = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 5))
+    served[0].turned = served[0].weight.detach().t().contiguous()  # type: ignore[assignment]
+    served.merged = torch.cat([each.weight.detach() for each in served])  # type: ignore[assignment]
+    assert find_copies(served) == 3 and stale_copies(served) == {}
+    update(served)
+    assert stale_copies(served) == {"merged": "0.weight and 1.weight", "0.turned": "0.weight"}
+    assert find_copies(served) == 3, "what is stale stays known"
+
+
+def test_a_part_that_an_update_reaches_is_not_accused() -> None:
+    served = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 5))
+    served.merged = torch.cat([each.weight.detach() for each in served])  # type: ignore[assignment]
+    find_copies(served)
+    update(served)
+    served.merged[:3] = served[0].weight.detach()  # type: ignore[index]
+    assert stale_copies(served) == {"merged": "1.weight"}
