@@ -50,7 +50,5 @@ def test_graphs_that_are_on_by_the_preset_are_turned_off(tmp_path: Path) -> None
 def test_a_planted_source_is_named_on_two_gpus(planted: Planted, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, has {torch.cuda.device_count()}")
-    # Triton multiplies float32 as TF32 otherwise, and every attention would be the first module that differs.
-    exact = {"TRITON_F32_DEFAULT": "ieee"}
-    words = ["--model.dtype", "float32", *SHARING_GPUS]
-    check(planted, tmp_path / "run", *words, config="configs/gpu/tiny.toml", environment=exact)
+    # Not float32, as on a CPU: SGLang 0.5.17 compiles its norms for half precision alone.
+    check(planted, tmp_path / "run", "--model.dtype", "float16", *SHARING_GPUS, config="configs/gpu/tiny.toml")

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from tests.tools.mismatch.chosen_by_another import CHOSEN
 from tests.tools.mismatch.sources import PLANTED, Planted
 
 PLANTS = Path(__file__).with_name("plants")
-NOTHING: Mapping[str, str] = {}
 IN_TRAINER = "tests/tools/mismatch/with_plant_in_trainer.py"
 NOT_IN_PREFILL = ("decode", "prefix cache")
 """Sources for which no module is named: outputs are compared in a prefill without a cache."""
@@ -29,21 +27,17 @@ def name_of(planted: Planted) -> str:
 
 
 def search(
-    folder: Path,
-    planted: Planted | None = None,
-    *words: str,
-    config: str = QUICKSTART,
-    environment: Mapping[str, str] = NOTHING,
+    folder: Path, planted: Planted | None = None, *words: str, config: str = QUICKSTART
 ) -> tuple[int, dict[str, object], Job]:
     """Run launch/mismatch.py to its end; return the exit code, mismatch.json and the job."""
     arguments = [config, *words]
-    variables = dict(environment)
+    environment = {}
     if planted:
         arguments += ["--model.name", planted.model, *planted.words]
         path = os.pathsep.join(filter(None, [str(PLANTS), os.environ.get("PYTHONPATH")]))
-        variables |= {"PLANT": planted.name, "PYTHONPATH": path}
+        environment = {"PLANT": planted.name, "PYTHONPATH": path}
     script = IN_TRAINER if planted and planted.name.startswith("trainer_") else "launch/mismatch.py"
-    job = Job(folder, 2, arguments, script=script, environment=variables).start()
+    job = Job(folder, 2, arguments, script=script, environment=environment).start()
     code = job.wait()
     file = folder / "mismatch.json"
     return code, json.loads(file.read_text()) if file.exists() else {}, job
@@ -58,15 +52,9 @@ def found_line(job: Job) -> str:
     return last
 
 
-def check(
-    planted: Planted,
-    folder: Path,
-    *words: str,
-    config: str = QUICKSTART,
-    environment: Mapping[str, str] = NOTHING,
-) -> None:
+def check(planted: Planted, folder: Path, *words: str, config: str = QUICKSTART) -> None:
     """Search for what is planted, and compare the answer."""
-    code, answer, job = search(folder, planted, *words, config=config, environment=environment)
+    code, answer, job = search(folder, planted, *words, config=config)
     assert code == 1, job.output()[-4000:]
     last = found_line(job)
     if not answer:  # the weights are not the trainer's, and nothing else is measured
