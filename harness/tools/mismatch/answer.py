@@ -35,7 +35,7 @@ class Source:
     breadth: int = 0
     """Above that of the changes which it includes: one rank has no expert parallelism either."""
     why_not: str = ""
-    """Why it could not be changed, if it could not."""
+    """Why it could not be changed, or not be measured, if so."""
 
     @property
     def removed(self) -> float:
@@ -146,14 +146,14 @@ class Answer:
         """Return the table of the sources for the console, the largest first."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("source", "changed", "mean", "without", "p99", "largest", "k3", "share"):
-            table.add_column(name, justify="left" if name in ("source", "changed") else "right")
+            table.add_column(name, justify="left" if name in ("source", "changed") else "right", overflow="fold")
         for each in sorted(self.sources, key=lambda each: -each.removed):
             if each.before and each.after:
                 after = each.after
                 numbers = (each.before.mean, after.mean, after.percentile_99, after.largest, after.k3)
                 table.add_row(each.name, each.how, *(f"{number:.1e}" for number in numbers), f"{self.share(each):.0%}")
             else:
-                table.add_row(each.name, each.why_not or each.how, *[""] * 6)
+                table.add_row(each.name, f"{each.how}: {each.why_not}", *[""] * 6)
         text = io.StringIO()
         Console(width=150, color_system=None, file=text).print(table)
         return text.getvalue().rstrip()

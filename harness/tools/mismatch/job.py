@@ -21,9 +21,11 @@ from harness.observer import RunContext
 from harness.ppo import Ppo
 from harness.runtime.errors import Found
 from harness.tools.mismatch.answer import Answer
+from harness.tools.mismatch.baseline import Baseline, Measured
+from harness.tools.mismatch.changed_engine import cloned
+from harness.tools.mismatch.changes import Changes
 from harness.tools.mismatch.operators import first_difference
-from harness.tools.mismatch.scoring import How, engine_scores, sequences_of
-from harness.tools.mismatch.search import Measured, Search, cloned
+from harness.tools.mismatch.scoring import How, calling, engine_scores, sequences_of
 from harness.tools.mismatch.serving import Serving, serving_of
 from harness.tools.mismatch.sources import engine_changes, trainer_changes
 from harness.tools.mismatch.standalone import Row, standalone_program
@@ -46,9 +48,9 @@ def find_mismatch(run: RunContext) -> str:
     run.events.say("weights: the engine's fingerprints equal the trainer's")
     measured, rows = measure_tokens(run, parts)
     meshes = build_meshes(run.dims, run.world.device.type)
-    search = Search(run=run, inputs=inputs, parts=parts, meshes=meshes, measured=measured)
+    baseline = Baseline(run=run, inputs=inputs, parts=parts, meshes=meshes, measured=measured)
     serving = serving_of(run, inputs, tokens=sum(len(ids) for ids, _ in rows))
-    answer = search_sources(search, parts, serving)
+    answer = search_sources(baseline, parts, serving)
     for server in run.servers:
         server.close()
     write(run, inputs, answer, rows, serving)
@@ -76,7 +78,7 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
     scored = {}
     with run.events.phase("engine_scores", waiting_for="the engine to score the same tokens by prefill"):
         for how in get_args(How):
-            found = engine_scores(parts.engine.group, parts.engine, batch, how)
+            found = engine_scores(parts.engine.group, calling(parts.engine), batch, how)
             if wrong := [each for some in all_gather(found.wrong_tokens) for each in some]:
                 raise Found(f"SOURCE: tokens: engine and trainer do not score the same ones: {wrong[0]}")
             scored[how] = found.log_probs
@@ -85,33 +87,35 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
     return Measured(batch=batch, decode=batch.require("rollout_log_probs"), prefill=scored), rows
 
 
-def search_sources(search: Search, parts: Ppo, serving: Serving) -> Answer:
+def search_sources(baseline: Baseline, parts: Ppo, serving: Serving) -> Answer:
     """Change one setting at a time, and compare what the modules return; shut the engine down."""
     assert parts.engine
-    run, config, dtype = search.run, search.run.config, search.run.config.model.dtype
+    run, config, dtype = baseline.run, baseline.run.config, baseline.run.config.model.dtype
     with run.events.phase("trainer_scores", waiting_for="the trainer's log-probs of the same tokens"):
-        sources = search.without_restart()
+        sources = baseline.without_restart()
     with run.events.phase("record", waiting_for="what the modules of engine and trainer compute for one sequence"):
-        fields = search.different_fields(parts.engine)
-        compared, flips = search.compare_outputs(parts.engine)
+        fields = baseline.different_fields(parts.engine)
+        compared, flips = baseline.compare_outputs(calling(parts.engine))
         where = ""
     with run.events.phase("routers", waiting_for="the engine to score the same tokens with routers in float32"):
-        sources += search.exact_router_of_engine(parts.engine)
-    search.save_weights()
-    search.shut_down()
-    changes = trainer_changes(config, search.inputs.attention, search.has_routers)
-    sources += [search.changed_trainer(each) for each in changes]
-    for engine_change in engine_changes(config, serving):  # last, since an engine that dies ends the run
+        sources += baseline.exact_router_of_engine(parts.engine)
+    baseline.save_weights()
+    baseline.shut_down()
+    changes = Changes(baseline=baseline)
+    sources += [
+        changes.in_trainer(each) for each in trainer_changes(config, baseline.inputs.attention, baseline.has_routers)
+    ]
+    for change in engine_changes(config, serving):
         run.events.fact("mismatch_sources", sources=[asdict(each) for each in sources])
-        source, more = search.changed_engine(engine_change, compare=not first_difference(compared, dtype))
-        sources.append(source)
+        found, more = changes.in_engine(change, compare=not first_difference(compared, dtype))
+        sources += found
         if first_difference(more, dtype):
-            compared, where = more, f"an engine with {engine_change.name} {engine_change.how}"
-    sources += search.both_in_float32()
+            compared, where = more, f"an engine with {change.name} {change.how}"
+    sources += changes.in_both()
     return Answer(
         dtype=dtype,
-        difference=search.reported,
-        prefill=search.base,
+        difference=baseline.reported,
+        prefill=baseline.prefill,
         sources=sources,
         first=first_difference(compared, dtype),
         compared=compared,

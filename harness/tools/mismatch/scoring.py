@@ -1,8 +1,9 @@
 """Log-probs of the same tokens by the engine and by the trainer, computed in several ways."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from harness.rollout.engine import RolloutEngine
 from harness.rollout.engine_ranks import Group
 from harness.trainer.actor import Reference
 from harness.trainer.batch import Batch, scatter_responses
+
+T = TypeVar("T")
 
 How = Literal["together", "one by one", "cached prefix"]
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
@@ -34,15 +37,31 @@ def sequences_of(batch: Batch) -> list[tuple[list[int], int]]:
     return [(ids[kept].tolist(), int(response.sum())) for ids, kept, response in rows]
 
 
-def engine_scores(group: Group, engine: RolloutEngine | None, batch: Batch, how: How = "together") -> Scored:
-    """Return what the engine computes for the rows of all ranks of a group, by prefill. A collective call of the group.
+class Call(Protocol):
+    """Makes calls of one engine, on all ranks that wait for its answers."""
 
-    engine: None on ranks that do not use it; the group's head must. how: "together" and "one by one" start from an empty
-    prefix cache; "cached prefix" lets the prompts come from it.
+    def __call__(self, work: Callable[[RolloutEngine], T]) -> T | None:
+        """Return work(this rank's engine); None on a rank that does not use the engine."""
+
+
+def calling(engine: RolloutEngine) -> Call:
+    """Return what makes calls of an engine that every rank uses, and whose death ends the run."""
+
+    def call(work: Callable[[RolloutEngine], T]) -> T:
+        return work(engine)
+
+    return call
+
+
+def engine_scores(group: Group, call: Call, batch: Batch, how: How = "together") -> Scored:
+    """Return what an engine computes for the rows of all ranks of a group, by prefill. A collective call of the group.
+
+    call: the group's head must use the engine. how: "together" and "one by one" start from an empty prefix cache;
+    "cached prefix" lets the prompts come from it.
     """
     by_rank = group.all_gather(sequences_of(batch))
     everything = [row for rows in by_rank.values() for row in rows]
-    answers = group.broadcast(_ask(engine, everything, how) if engine else [])
+    answers = group.broadcast(call(partial(_ask, rows=everything, how=how)) or [])
     start = sum(len(rows) for rank, rows in by_rank.items() if rank < group.rank)
     mine = answers[start : start + len(batch)]
     wrong = [

@@ -13,7 +13,7 @@ from harness.rollout.defaults import engine_defaults
 from harness.runtime import redact
 from harness.tools.export.program import stand_in_names, templates
 from harness.tools.mismatch.answer import IN_DECODING, Answer, Source
-from harness.tools.mismatch.search import SENT, WEIGHTS
+from harness.tools.mismatch.baseline import SENT, WEIGHTS
 from harness.tools.mismatch.serving import Serving
 from harness.tools.mismatch.sources import PRECISION, engine_changes, trainer_changes
 from harness.weights.log_probs import FLOOR

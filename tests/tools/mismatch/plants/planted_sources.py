@@ -1,21 +1,33 @@
-"""A plugin of SGLang that plants one source of mismatch in every process of an engine: the one that PLANT names.
+"""A plugin of SGLang that plants one source of mismatch, or a death, in every process of an engine: the one that PLANT names.
 
 SGLang calls `register` before it builds the model. Nothing of the harness is imported here.
 """
 
 import os
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
 PLANTS: dict[str, Callable[[], None]] = {}
+TRAINER_PLANTS: dict[str, Callable[[], None]] = {}
 
 
 def register() -> None:
     PLANTS.get(os.environ.get("PLANT", ""), lambda: None)()
 
 
+def register_in_trainer() -> None:
+    TRAINER_PLANTS.get(os.environ.get("PLANT", ""), lambda: None)()
+
+
 def plant(function: Callable[[], None]) -> Callable[[], None]:
     PLANTS[function.__name__] = function
+    return function
+
+
+def plant_in_trainer(function: Callable[[], None]) -> Callable[[], None]:
+    TRAINER_PLANTS[function.__name__] = function
     return function
 
 
@@ -198,3 +210,77 @@ def decode_steps_in_bfloat16() -> None:
         return found.copy_(found.bfloat16()) if get_server_args().num_continuous_decode_steps == 2 else found
 
     wrap(TorchNativeAttnBackend, "_run_sdpa_forward_decode", around)
+
+
+# Engines that start and then die. Decoding of the run's own engine is wrong, and a changed engine shows why.
+
+
+@plant
+def one_rank_is_killed() -> None:
+    """Kill the scheduler of an engine of one rank in its first forward pass."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.runtime_context import get_parallel
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        if get_parallel().tp_size == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, *args, **kw)
+
+    decode_steps_in_bfloat16()
+    wrap(TorchNativeAttnBackend, "_run_sdpa_forward_extend", around)
+
+
+@plant
+def second_rank_fails_in_decoding() -> None:
+    """Raise on the second rank of an engine when it decodes, unless num_continuous_decode_steps = 2."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.runtime_context import get_parallel, get_server_args
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        if get_parallel().tp_rank == 1 and get_server_args().num_continuous_decode_steps != 2:
+            raise RuntimeError("planted: CUDA error: an illegal memory access was encountered")
+        return real(self, *args, **kw)
+
+    decode_steps_in_bfloat16()
+    wrap(TorchNativeAttnBackend, "_run_sdpa_forward_decode", around)
+
+
+@plant
+def second_rank_is_killed_while_asked() -> None:
+    """Kill the second scheduler of a changed engine when its trainer rank has it put hooks on the model."""
+    from sglang.srt.runtime_context import get_parallel, get_server_args
+    from torch.nn import Module
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        is_asked = threading.current_thread().name == "harness-channel"
+        if is_asked and get_parallel().tp_rank == 1 and get_server_args().num_continuous_decode_steps != 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, *args, **kw)
+
+    decode_steps_in_bfloat16()
+    wrap(Module, "register_forward_hook", around)
+
+
+@plant
+def own_engine_is_killed() -> None:
+    """Kill the first scheduler of the run's own engine in decoding: with num_continuous_decode_steps = 2 and several ranks."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.runtime_context import get_parallel, get_server_args
+
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        if get_parallel().tp_rank == 0 and get_server_args().num_continuous_decode_steps == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, *args, **kw)
+
+    wrap(TorchNativeAttnBackend, "_run_sdpa_forward_decode", around)
+
+
+# A changed trainer that cannot be built.
+
+
+@plant_in_trainer
+def trainer_without_sdpa() -> None:
+    """Make transformers refuse sdpa for Qwen2, as it does for gpt_oss: the trainer's attention is eager, and no other works."""
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+
+    Qwen2ForCausalLM._supports_sdpa = False
