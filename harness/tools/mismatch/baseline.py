@@ -122,7 +122,7 @@ class Baseline:
     # Outputs of modules
 
     def different_fields(self, engine: RolloutEngine) -> list[str]:
-        """Return phrases on the fields of the model's config that differ between engine and trainer."""
+        """Return a phrase for each field of the model's config that is another one in the engine than in the trainer."""
         theirs = all_gather(engine.ask(recording.config_fields) if engine.can_ask else {})[0]
         ours = recording.plain_fields(AutoConfig.from_pretrained(str(self.inputs.model_folder)).to_dict())
         return operators.different_fields(theirs, ours)
@@ -191,7 +191,7 @@ class Baseline:
         return [source(before=self.prefill, after=after)]
 
     def save_weights(self) -> None:
-        """Write the weights to a folder of the run; if they were quantized, also as they were sent."""
+        """Write the trainer's weights to a folder of the run, and, if they were sent quantized, those to another one."""
         assert self.parts.sync
         with self.run.events.phase("save_weights", waiting_for="rank 0 to write the weights as they were sent"):
             self.parts.sync.save_model(self.weights, self.inputs.model_folder)

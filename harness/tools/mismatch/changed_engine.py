@@ -82,7 +82,7 @@ class Death:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangedEngine:
-    """A changed engine that serves. engine: None on ranks that do not use it."""
+    """A changed engine that is up. On a rank that has no part in it, `engine` is None."""
 
     engine: RolloutEngine | None
     death: Death
@@ -154,10 +154,10 @@ def _shut_down(engine: RolloutEngine | None, death: Death) -> None:
 
 
 def cloned(servers: Sequence[ForkServer]) -> list[ForkServer]:
-    """Return servers for one engine, so that the next one has some too.
+    """Return fork servers for one engine, and keep the originals for the next one.
 
-    None where they cannot be forked (CUDA), or where they have ended together with an engine that died: then SGLang starts
-    its processes itself.
+    There are none on a GPU, where nothing can be forked, and none once an engine has died and taken them along. SGLang then
+    starts its processes itself.
     """
     found = []
     for server in servers:

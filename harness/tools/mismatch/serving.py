@@ -27,7 +27,7 @@ ON_POLICY = "rl_on_policy_target"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """The device, the release and the model, as far as they decide which settings can be changed. The defaults: a CPU."""
+    """What decides which settings can be changed: the device, the release and the model. By default a CPU."""
 
     device: Device = "cpu"
     capability: int = 0

@@ -1,4 +1,4 @@
-"""Find copies of weights that the engine made while it computed, and that a sync did not reach (worker/kept_copies.py)."""
+"""Name the weights of which the engine still uses an old copy after a sync (worker/kept_copies.py finds them)."""
 
 from harness.cluster.world import all_gather
 from harness.rollout.engine import RolloutEngine

@@ -249,9 +249,9 @@ class Verification:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the same weights give the same outputs bit for bit.
+        """Whether the engine answers the same, bit for bit, as long as its weights stay the same.
 
-        On a CPU they do, but not with DP attention: there single decode steps vary from one answer to the next by the rounding of
+        On a CPU it does, but not with DP attention: there single decode steps vary from one answer to the next by the rounding of
         the dtype, without a reload between (3e-09 in the mean in float32, up to 2e-04 in bfloat16). Prefill does not vary. Why is
         not known; it is not which rank serves the prompt.
         """

@@ -1,7 +1,7 @@
-"""Copies that modules of the engine make of their weights while they compute, such as a router's in float32.
+"""Copies of weights that the engine's modules make while they compute, and use from then on: a router's in float32, say.
 
-No load reaches them, so an update leaves the engine computing with the old weights (sglang#35883). A copy can be told from its
-weight only while both are equal: so copies are looked for after a rollout, and compared after the next sync.
+An update changes the weight and not the copy, so the engine goes on with the old values (sglang#35883). That a tensor is a copy
+shows only while it still equals the weight. So copies are looked for after a rollout, and compared after the next sync.
 """
 
 from collections.abc import Iterator

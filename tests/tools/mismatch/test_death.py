@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.launching import Job
 from tests.tools.mismatch.sources import Planted
 from tests.tools.mismatch.test_mismatch import found_line, search
 
@@ -14,14 +15,19 @@ STEPS = "engine.args.num_continuous_decode_steps"
 WORDS = (f"--{STEPS}", "2")
 
 
+def searched(folder: Path, plant: str, words: tuple[str, ...] = WORDS, code: int = 1) -> tuple[dict[str, Any], Job]:
+    """Search to the end with this plant; return mismatch.json and the job."""
+    ended, answer, job = search(folder, Planted(name=plant, words=words))
+    assert ended == code and answer, job.output()[-4000:]
+    return answer, job
+
+
 def rows(answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [each for each in answer["sources"] if each["name"] == name]
 
 
 def test_a_changed_engine_that_is_killed_leaves_the_other_sources_to_be_measured(tmp_path: Path) -> None:
-    code, found, job = search(tmp_path / "run", Planted(name="one_rank_is_killed", words=WORDS))
-    answer: dict[str, Any] = found
-    assert code == 1 and answer, job.output()[-4000:]
+    answer, job = searched(tmp_path / "run", "one_rank_is_killed")
     [dead], [measured] = rows(answer, "tensor parallelism"), rows(answer, STEPS)
     assert "died of SIGKILL" in dead["why_not"] and dead["after"] is None
     assert measured["after"] and answer["source"] == STEPS
@@ -32,9 +38,7 @@ def test_a_changed_engine_that_is_killed_leaves_the_other_sources_to_be_measured
 
 
 def test_what_was_measured_before_a_changed_engine_fails_is_kept(tmp_path: Path) -> None:
-    code, found, job = search(tmp_path / "run", Planted(name="second_rank_fails_in_decoding", words=WORDS))
-    answer: dict[str, Any] = found
-    assert code == 1 and answer, job.output()[-4000:]
+    answer, job = searched(tmp_path / "run", "second_rank_fails_in_decoding")
     prefill, decoding = rows(answer, STEPS)
     assert prefill["after"] and "in decoding" in decoding["how"]
     why_not = decoding["why_not"]
@@ -46,9 +50,7 @@ def test_what_was_measured_before_a_changed_engine_fails_is_kept(tmp_path: Path)
 
 
 def test_the_death_of_a_scheduler_that_only_one_rank_hears_of_reaches_all_ranks(tmp_path: Path) -> None:
-    code, found, job = search(tmp_path / "run", Planted(name="second_rank_is_killed_while_asked", words=WORDS))
-    answer: dict[str, Any] = found
-    assert code == 1 and answer, job.output()[-4000:]
+    answer, job = searched(tmp_path / "run", "second_rank_is_killed_while_asked")
     prefill, outputs = rows(answer, STEPS)
     assert prefill["after"] and "outputs of modules" in outputs["how"]
     assert "scheduler_TP1" in outputs["why_not"] and "died of SIGKILL" in outputs["why_not"]
@@ -63,9 +65,7 @@ def test_the_death_of_the_runs_own_engine_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_transformers_refuses_leaves_the_other_sources_to_be_measured(tmp_path: Path) -> None:
-    code, found, job = search(tmp_path / "run", Planted(name="trainer_without_sdpa"))
-    answer: dict[str, Any] = found
-    assert code == 0 and answer, job.output()[-4000:]
+    answer, job = searched(tmp_path / "run", "trainer_without_sdpa", (), code=0)
     [refused], [measured] = rows(answer, "trainer attention"), rows(answer, "tensor parallelism")
     assert refused["how"] == "eager -> sdpa" and "scaled_dot_product_attention" in refused["why_not"]
     assert refused["why_not"] in job.output() and measured["after"]

@@ -262,7 +262,7 @@ def make_glm(folder: Path) -> None:
 
 
 def _glm(seed: int) -> Any:
-    """Return transformers' model in bfloat16, of random weights."""
+    """Make a tiny GLM-4.6 with transformers, in bfloat16; the seed chooses its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

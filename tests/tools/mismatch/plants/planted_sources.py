@@ -263,7 +263,7 @@ def second_rank_is_killed_while_asked() -> None:
 
 @plant
 def own_engine_is_killed() -> None:
-    """Kill the first scheduler of the run's own engine in decoding: with num_continuous_decode_steps = 2 and several ranks."""
+    """Kill a scheduler of the run's own engine while it decodes; num_continuous_decode_steps = 2 tells that engine from changed ones."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
