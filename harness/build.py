@@ -42,6 +42,7 @@ from harness.weights.fp8_blocks import Fp8BlockConverter
 from harness.weights.names import names_in_checkpoint
 from harness.weights.sync import WeightSync
 from harness.weights.verification.verification import Verification
+from harness.weights.worker.kept_copies import find_copies
 
 CHECKED_PROMPTS = 4
 """How many prompts the verification generates greedily from, before and after a reload."""
@@ -76,6 +77,8 @@ def build(run: RunContext, inputs: Inputs, record: RunRecord) -> Ppo:
         with record.timed("engine"):
             engine = start_engine(run, meshes.engines, inputs.engine_folder)
         run.observer.built("engine", engine)
+        if has_trainer:
+            find_early_copies(run, engine)
         memory = start_memory_stages(run, engine)
     if has_trainer:
         with run.events.phase("build_trainer", waiting_for="actor, critic and reference"):
@@ -193,6 +196,13 @@ def make_engine(run: RunContext, mesh: DeviceMesh, model_folder: Path) -> Rollou
         for index, (began, ended) in enumerate(engine.starts.imports):
             events.span(f"imports of the engine's processes, {index}", began, ended)
     return engine
+
+
+def find_early_copies(run: RunContext, engine: RolloutEngine) -> None:
+    """Note the copies of its first weights that the engine made while it captured CUDA graphs, before anything else is loaded."""
+    if run.config.weights.verify != "off" and engine.can_ask:
+        with run.events.phase("verify_copies"):
+            engine.ask(find_copies)
 
 
 def start_memory_stages(run: RunContext, engine: RolloutEngine) -> MemoryStages:

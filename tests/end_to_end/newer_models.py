@@ -26,7 +26,7 @@ LINEAR = {
     "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 FIELDS: dict[str, dict[str, Any]] = {
-    "deepseek_v32": DEEPSEEK | MLA | DSA,
+    "deepseek_v32": DEEPSEEK | MLA | DSA | {"num_experts": 16},  # which transformers 5.12 reads, and SGLang does not
     "glm4_moe": DEEPSEEK,
     "gpt_oss": EXPERTS | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
     "minimax_m2": EXPERTS,

@@ -80,7 +80,8 @@ def test_cuda_graphs_are_released_and_resumed(mode: str, tmp_path: Path) -> None
         assert [event["tags"] for event in seen[:3]] == [["kv_cache"], ["weights"], ["cuda_graph"]]
         resumed = [event["tags"] for event in seen if event["action"] == "resume"]
         each = [["cuda_graph", "weights", "kv_cache"]] if mode == "all" else [["weights"], ["cuda_graph", "kv_cache"]]
-        assert resumed == each * (len(resumed) // len(each)) and len(resumed) == 4 * len(each)
+        # Before each of three steps and the last check, and for the baseline before them.
+        assert resumed == each * 5
         assert all(event["moved"] > 0 for event in seen)
 
 

@@ -174,7 +174,7 @@ def faults(sync: Any) -> dict[str, list[str]]:
     seen: dict[str, list[str]] = {}
     for name, loader in {"weight": FLIP, "weight_scale_inv": DOUBLE}.items():
         text = f"model.layers.0.self_attn.o_proj.{name}"
-        sync.engine.update_weights_from_tensor([(text, torch.zeros(1))], load_format=loader)
+        sync.engine.update_weights_from_tensor([(text, torch.zeros(1, device=sync.model.device))], load_format=loader)
         seen[name] = problems(sync)
         sync.update_engine()
         seen[f"{name} repaired"] = problems(sync)

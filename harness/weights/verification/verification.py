@@ -128,6 +128,9 @@ class Verification:
             self.sync.restore_scales()
             self.sync.engine.update_weights_from_disk(str(self.source))
             self.sentinel_next = True
+            if self.sync.engine.can_ask:
+                stale = describe_stale_copies(self.sync.engine)
+                refuse(stale, "the engine computes with other weights than SGLang has just loaded from disk")
         if self.reaches("bytes"):
             self.own_checkpoint = snapshot_weights(self.sync.engine)
         return True

@@ -1,7 +1,8 @@
 """Copies of weights that the engine's modules make while they compute, and use from then on: a router's in float32, say.
 
 An update changes the weight and not the copy, so the engine goes on with the old values (sglang#35883). That a tensor is a copy
-shows only while it still equals the weight. So copies are looked for after a rollout, and compared after the next sync.
+shows only while it still equals the weight. So copies are looked for when the engine has started, as it may have captured CUDA
+graphs, and after each rollout; they are compared after the next load or sync.
 """
 
 from collections.abc import Iterator
