@@ -64,8 +64,11 @@ def start_early(config: Config, device: Device, environment: Mapping[str, str]) 
         for server in given:
             server.close()
         return []
-    if given:
-        return given
+    return given or start_servers(config, device, environment)
+
+
+def start_servers(config: Config, device: Device, environment: Mapping[str, str]) -> list[ForkServer]:
+    """Return new servers for the engine of this config that this rank builds; none if it builds none. As start_early."""
     node = expected_node(config, device, environment)
     if node is None:
         return []

@@ -21,7 +21,8 @@ from harness.runtime.fork_server import ForkedChild, ForkServer, ServerGone, Tas
 from harness.tools.command_line import parse
 from harness.tools.preflight import no_gpu
 
-JOB = Path(__file__).resolve().parents[2] / "launch" / "ppo.py"
+JOBS = [Path(__file__).resolve().parents[2] / "launch" / name for name in ("ppo.py", "mismatch.py")]
+"""The scripts whose ranks need not wait for their command line to be read before they import anything."""
 LOOK_SECONDS = 0.05
 RANK_MODULES = ("harness.run", "harness.tools.observers", "harness.train")
 
@@ -133,13 +134,13 @@ def start_ranks_server() -> ForkServer:
 
 
 def start_ranks_early(words: Sequence[str]) -> list[ForkServer]:
-    """Start a process for each rank of launch/ppo.py, if this host runs them all; none if torchrun is to start them.
+    """Start a process for each rank of one of JOBS, if this host runs them all; none if torchrun is to start them.
 
     words: torchrun's arguments. An import of SGLang initializes CUDA, which a forked process cannot use. So each process
     becomes the rank itself, and those that will build an engine start its processes first.
     """
     ranks, script = ranks_and_script(words)
-    if not ranks or not script or Path(script[0]).resolve() != JOB:
+    if not ranks or not script or Path(script[0]).resolve() not in JOBS:
         return []
     os.environ.update(kernel_caches.variables(os.environ))
     if ranks > 1:

@@ -7,7 +7,7 @@ the search goes on: the call that waits for it raises, and all ranks learn of it
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from harness.rollout.engine_errors import EngineFailed, PeerGone
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.schedulers import WATCH_SECONDS
 from harness.rollout.verl_engine import VerlEngine
-from harness.runtime.fork_server import ForkServer, ServerGone
+from harness.runtime.fork_server import ForkServer
 from harness.tools.mismatch.sources import EngineChange
 
 T = TypeVar("T")
@@ -118,15 +118,22 @@ def _fail(error: Exception) -> NoReturn:
 
 @contextmanager
 def changed_engine(
-    run: RunContext, change: EngineChange, weights: Path, log_dir: Path, *, is_used: bool
+    run: RunContext,
+    change: EngineChange,
+    weights: Path,
+    log_dir: Path,
+    servers: Sequence[ForkServer],
+    *,
+    is_used: bool,
 ) -> Iterator[ChangedEngine]:
     """Start an engine for this block, and shut it down. A collective call of all ranks.
 
-    weights: the checkpoint that it loads. log_dir: for the output of its processes. is_used: whether this rank has an engine.
+    weights: the checkpoint that it loads. log_dir: for the output of its processes. servers: where they come from. is_used:
+    whether this rank has an engine.
     Raise CannotBeMeasured on all ranks if it does not start on one of them.
     """
     config = replace(change.config, engine=replace(change.config.engine, initial_weights="checkpoint"))
-    run = replace(run, config=config, dims=ParallelDims.of(config.parallel), servers=cloned(run.servers))
+    run = replace(run, config=config, dims=ParallelDims.of(config.parallel), servers=servers)
     death = Death()
     if not run.engine_class:
         run = replace(run, engine_class=partial(_build, run, death, log_dir))
@@ -151,20 +158,6 @@ def _shut_down(engine: RolloutEngine | None, death: Death) -> None:
     if death.noted.is_set():
         # All engines of a process share its event loop, and this one stops at once from now on.
         asyncio.set_event_loop(asyncio.new_event_loop())
-
-
-def cloned(servers: Sequence[ForkServer]) -> list[ForkServer]:
-    """Return fork servers for one engine, and keep the originals for the next one.
-
-    There are none on a GPU, where nothing can be forked, and none once an engine has died and taken them along. SGLang then
-    starts its processes itself.
-    """
-    found = []
-    for server in servers:
-        with suppress(ServerGone):
-            if server.imported().forks:
-                found.append(server.clone())
-    return found
 
 
 def _start(run: RunContext, weights: Path) -> tuple[RolloutEngine | None, str]:

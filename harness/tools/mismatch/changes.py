@@ -15,6 +15,7 @@ from harness.tools.mismatch import routers
 from harness.tools.mismatch.answer import IN_DECODING, Source
 from harness.tools.mismatch.baseline import Baseline
 from harness.tools.mismatch.changed_engine import CannotBeMeasured, ChangedEngine, changed_engine
+from harness.tools.mismatch.early_servers import EarlyServers
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.scoring import engine_scores, trainer_scores
 from harness.tools.mismatch.sources import (
@@ -38,6 +39,8 @@ class Changes:
     """What is left of the differences after each change. Every method is a collective call of all ranks."""
 
     baseline: Baseline
+    servers: EarlyServers
+    """Those of the engines that in_engine starts, in its order."""
     engines: int = 0
     """How many changed engines were started so far."""
 
@@ -72,7 +75,7 @@ class Changes:
         weights = base.weights if change.config.model.rollout_precision == "same" else base.sent
         log_dir = base.run.folder / "engines" / f"changed-{self.engines}"  # the next engine would empty the same file
         is_used = not change.alone or base.group.rank == base.group.head
-        with changed_engine(base.run, change, weights, log_dir, is_used=is_used) as changed:
+        with changed_engine(base.run, change, weights, log_dir, self.servers.take(), is_used=is_used) as changed:
             yield changed
 
     def _prefill(self, change: EngineChange, changed: ChangedEngine) -> Source:

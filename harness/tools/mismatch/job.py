@@ -22,8 +22,8 @@ from harness.ppo import Ppo
 from harness.runtime.errors import Found
 from harness.tools.mismatch.answer import Answer
 from harness.tools.mismatch.baseline import Baseline, Measured
-from harness.tools.mismatch.changed_engine import cloned
 from harness.tools.mismatch.changes import Changes
+from harness.tools.mismatch.early_servers import EarlyServers, cloned
 from harness.tools.mismatch.operators import first_difference
 from harness.tools.mismatch.scoring import How, calling, engine_scores, sequences_of
 from harness.tools.mismatch.serving import Serving, serving_of
@@ -40,7 +40,7 @@ def find_mismatch(run: RunContext) -> str:
     record = start_record(run)
     run, inputs = read_inputs(run)
     run = replace(run, config=without_learning(run.config))
-    parts = build(replace(run, servers=cloned(run.servers)), inputs, record)
+    parts = build(replace(run, servers=cloned(run.servers) or run.servers), inputs, record)
     try:
         parts.sync_weights(0)
     except WeightsDidNotArrive as error:
@@ -101,11 +101,14 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving) -> Answer:
         sources += baseline.exact_router_of_engine(parts.engine)
     baseline.save_weights()
     baseline.shut_down()
-    changes = Changes(baseline=baseline)
+    of_engine = list(engine_changes(config, serving))
+    servers = EarlyServers(run, of_engine, is_head=baseline.group.rank == baseline.group.head)
+    servers.prepare()
+    changes = Changes(baseline=baseline, servers=servers)
     sources += [
         changes.in_trainer(each) for each in trainer_changes(config, baseline.inputs.attention, baseline.has_routers)
     ]
-    for change in engine_changes(config, serving):
+    for change in of_engine:
         run.events.fact("mismatch_sources", sources=[asdict(each) for each in sources])
         found, more = changes.in_engine(change, compare=not first_difference(compared, dtype))
         sources += found

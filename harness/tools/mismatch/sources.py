@@ -86,7 +86,7 @@ class TrainerChange:
 def engine_changes(config: Config, serving: Serving) -> Iterator[EngineChange]:
     """Yield what to change in the engine.
 
-    The mesh, the precision, the preset, each argument that the user has set, and what is on without being set.
+    The mesh, the preset, each argument that the user has set, what is on without being set, and the precision.
     """
     parallel, args = config.parallel, config.engine.args
     if parallel.tp * parallel.pp > 1:
@@ -98,7 +98,6 @@ def engine_changes(config: Config, serving: Serving) -> Iterator[EngineChange]:
         )
         ranks = f"tp {parallel.tp}" + (f", pp {parallel.pp}" if parallel.pp > 1 else "")
         yield EngineChange(name="tensor parallelism", how=f"{ranks} -> one rank", config=alone, alone=True, breadth=1)
-    yield from _precision(config, serving)
     if config.engine.preset == "sglang" and serving.device == "cuda":
         less = replace(config, engine=replace(config.engine, preset="reproducible"))
         yield EngineChange(name="engine preset", how="sglang -> reproducible", config=less, breadth=1)
@@ -116,6 +115,8 @@ def engine_changes(config: Config, serving: Serving) -> Iterator[EngineChange]:
                 name=f"engine.args.{name}", how=f"{args[name]} -> SGLang's or the preset's default", config=less
             )
     yield from _not_asked_for(config, serving)
+    # Last: kernels of a GPU may have no float32, and once an engine has died, those after it start without the fork servers.
+    yield from _precision(config, serving)
 
 
 def trainer_changes(config: Config, attention: str, has_routers: bool = False) -> Iterator[TrainerChange]:

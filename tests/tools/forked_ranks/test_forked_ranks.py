@@ -221,5 +221,5 @@ def test_help_says_what_it_is_before_anything_is_imported() -> None:
     assert "torch" not in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
 
 
-def test_the_script_of_a_job_is_the_one_that_is_launched() -> None:
-    assert forked_ranks.JOB.is_file()
+def test_the_scripts_of_jobs_are_those_that_are_launched() -> None:
+    assert all(job.is_file() for job in forked_ranks.JOBS)
