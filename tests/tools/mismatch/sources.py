@@ -8,7 +8,7 @@ class Planted:
     """One planted source of mismatch."""
 
     name: str
-    """In plants/planted_sources.py."""
+    """Of a function in plants/."""
     model: str = "qwen2"
     words: tuple[str, ...] = ()
     """Options of the command line."""

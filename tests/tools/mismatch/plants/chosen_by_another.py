@@ -1,48 +1,9 @@
-"""Sources of mismatch that another examiner chose: in SGLang (PLANTS) and in transformers (TRAINER_PLANTS).
-
-PLANT names one of them. SGLang calls `register` in every process of an engine before it builds the model; whoever starts the
-trainer calls `register_in_trainer` there, before it builds its model. Nothing of the harness is imported here.
-"""
+"""Sources of mismatch that another examiner chose, in SGLang and in transformers: see planting.py."""
 
 import functools
-import os
-from collections.abc import Callable
 from typing import Any
 
-PLANTS: dict[str, Callable[[], None]] = {}
-TRAINER_PLANTS: dict[str, Callable[[], None]] = {}
-
-
-def register() -> None:
-    """Plant what PLANT names in this process of an engine, if it belongs there."""
-    PLANTS.get(os.environ.get("PLANT", ""), lambda: None)()
-
-
-def register_in_trainer() -> None:
-    """Plant what PLANT names in this process of the trainer, if it belongs there."""
-    TRAINER_PLANTS.get(os.environ.get("PLANT", ""), lambda: None)()
-
-
-def plant(function: Callable[[], None]) -> Callable[[], None]:
-    PLANTS[function.__name__] = function
-    return function
-
-
-def plant_in_trainer(function: Callable[[], None]) -> Callable[[], None]:
-    TRAINER_PLANTS[function.__name__] = function
-    return function
-
-
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by around(the method, its self, its other arguments)."""
-    real = getattr(owner, name)
-
-    @functools.wraps(real)
-    def replaced(self: Any, *args: Any, **kw: Any) -> Any:
-        return around(real, self, *args, **kw)
-
-    setattr(owner, name, replaced)
-
+from planting import in_decode, plant, plant_in_trainer, reached, rounded, wrap
 
 # Attention, rotary embedding and norms of the engine.
 
@@ -62,15 +23,21 @@ def rope_pairs_interleaved() -> None:
 @plant
 def k_norm_in_bfloat16() -> None:
     """Round what the norm of the keys returns to bfloat16, in the second layer only: 4e-3 of each number at most."""
-    from sglang.srt.models.qwen3 import Qwen3Attention
+    from sglang.srt.models import qwen3
 
-    def around(real: Any, self: Any, *args: Any, **kw: Any) -> None:
-        real(self, *args, **kw)
-        if self.attn.layer_id == 1:
-            norm = self.k_norm
-            norm._forward_method = lambda x, *more: norm.forward_native(x, *more).bfloat16().to(x.dtype)
+    def round_output(norm: Any, inputs: Any, output: Any) -> Any:
+        reached()
+        return output.bfloat16().to(output.dtype)
 
-    wrap(Qwen3Attention, "__init__", around)
+    class Rounding(qwen3.Qwen3Attention):
+        def __init__(self, *args: Any, **kw: Any) -> None:
+            super().__init__(*args, **kw)
+            if self.attn.layer_id == 1:
+                self.k_norm.register_forward_hook(round_output)
+
+    qwen3.Qwen3Attention = Rounding
+    # On a GPU one kernel computes both norms in place, and calls neither module.
+    qwen3.apply_qk_norm = functools.partial(qwen3.apply_qk_norm, allow_inplace=False)
 
 
 @plant
@@ -96,15 +63,17 @@ def absorbed_kv_in_bfloat16() -> None:
 @plant
 def gate_and_up_swapped() -> None:
     """Apply silu to the routed experts' up half and multiply by their gate half, as with the other order of w13."""
-    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    real = fused_moe_native.SiluAndMul
+    def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
+        w13 = self.w13_weight.data
+        own = w13.clone()
+        w13.copy_(own.roll(w13.shape[1] // 2, dims=1))
+        output = real(self, *args, **kw)
+        w13.copy_(own)
+        return output
 
-    def swapped() -> Any:
-        act = real()
-        return lambda gate_up: act(gate_up.roll(gate_up.shape[-1] // 2, dims=-1))
-
-    fused_moe_native.SiluAndMul = swapped
+    wrap(FusedMoE, "forward", around)
 
 
 @plant
@@ -113,11 +82,9 @@ def group_limit_ignored() -> None:
     from sglang.srt.layers.moe.topk import TopK
 
     def around(real: Any, self: Any, *args: Any, **kw: Any) -> None:
-        if kw.get("use_grouped_topk"):
-            kw["topk_group"] = kw["num_expert_group"]
-        real(self, *args, **kw)
+        real(self, *args, **kw | {"topk_group": kw["num_expert_group"]})
 
-    wrap(TopK, "__init__", around)
+    wrap(TopK, "__init__", around, when=lambda *_, **kw: kw.get("use_grouped_topk"))
 
 
 @plant
@@ -142,13 +109,16 @@ def expert_parallel_offset() -> None:
 
     def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
         output = real(self, *args, **kw)
-        if self.moe_ep_size == 1 or self.moe_ep_rank != 1:
-            return output
         ids = output.topk_output.topk_ids
         shifted = torch.where(ids < 0, ids, (ids + 1) % self.num_local_routed_experts)
         return output._replace(topk_output=output.topk_output._replace(topk_ids=shifted))
 
-    wrap(StandardDispatcher, "dispatch", around)
+    wrap(
+        StandardDispatcher,
+        "dispatch",
+        around,
+        when=lambda self, *_, **__: self.moe_ep_size > 1 and self.moe_ep_rank == 1,
+    )
 
 
 # What the engine does only in decode, with a cached prefix, with an argument, or after loading.
@@ -157,35 +127,37 @@ def expert_parallel_offset() -> None:
 @plant
 def decode_attention_in_bfloat16() -> None:
     """Round what attention returns to bfloat16 in decode; prefill does not."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
 
-    def around(real: Any, self: Any, query: Any, output: Any, *args: Any, **kw: Any) -> Any:
-        found = real(self, query, output, *args, **kw)
-        return found.copy_(found.bfloat16())
-
-    wrap(TorchNativeAttnBackend, "_run_sdpa_forward_decode", around)
+    wrap(RadixAttention, "forward", rounded, when=in_decode)
 
 
 @plant
 def first_cached_token_lost() -> None:
     """Read the second token's keys and values for the first token too, in a prefill that finds a cached prefix."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
-    def around(
-        real: Any, self: Any, query: Any, output: Any, keys: Any, values: Any,
-        table: Any, rows: Any, lengths: Any, prefixes: Any, *args: Any, **kw: Any,
-    ) -> Any:  # fmt: skip
-        if (cached := rows[prefixes > 1]).numel():
-            table = table.clone()
-            table[cached, 0] = table[cached, 1]
-        return real(self, query, output, keys, values, table, rows, lengths, prefixes, *args, **kw)
+    # Every attention backend reads this table, some before the model runs. The stream of the forward pass puts it right again.
+    def around(real: Any, self: Any, forward_batch: Any, *args: Any, **kw: Any) -> Any:
+        table = self.req_to_token_pool.req_to_token
+        cached = forward_batch.req_pool_indices[forward_batch.extend_prefix_lens > 1]
+        own = table[cached, 0]
+        table[cached, 0] = table[cached, 1]
+        output = real(self, forward_batch, *args, **kw)
+        table[cached, 0] = own
+        return output
 
-    wrap(TorchNativeAttnBackend, "_run_sdpa_forward_extend", around)
+    def has_prefix(self: Any, forward_batch: Any, *args: Any, **kw: Any) -> bool:
+        is_extend = forward_batch.forward_mode.is_extend()
+        return is_extend and any(length > 1 for length in forward_batch.extend_prefix_lens_cpu or ())
+
+    wrap(ModelRunner, "forward", around, when=has_prefix)
 
 
 @plant
 def kv_cache_in_bfloat16() -> None:
     """Change nothing: the engine argument kv_cache_dtype alone makes SGLang round keys and values."""
+    reached()
 
 
 @plant
@@ -198,9 +170,8 @@ def tensor_rounded_after_sync() -> None:
 
     def spoil(model: Any) -> None:
         weight = model.model.layers[1].mlp.down_proj.weight
-        if get_parallel().tp_rank == 1:
-            with torch.no_grad():
-                weight.copy_(weight.bfloat16())
+        with torch.no_grad():
+            weight.copy_(weight.bfloat16())
 
     def after_start(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
         found = real(self, *args, **kw)
@@ -212,10 +183,19 @@ def tensor_rounded_after_sync() -> None:
         spoil(self.get_model())
         return found
 
-    wrap(ModelRunner, "load_model", after_start)
-    for name in ("update_weights_from_tensor", "load_weights_from_distributed", "update_weights_from_disk"):
-        wrap(WeightUpdater, name, after_update)
-    wrap(WeightUpdater, "end_weight_update", after_update)
+    def on_second_rank(*args: Any, **kw: Any) -> bool:
+        return get_parallel().tp_rank == 1
+
+    wrap(ModelRunner, "load_model", after_start, when=on_second_rank)
+    for name in (
+        "update_weights_from_tensor",
+        "update_weights_from_distributed",  # in older releases
+        "load_weights_from_distributed",
+        "update_weights_from_disk",
+        "end_weight_update",
+    ):
+        if hasattr(WeightUpdater, name):
+            wrap(WeightUpdater, name, after_update, when=on_second_rank)
 
 
 # The trainer.
@@ -227,23 +207,21 @@ def trainer_masks_groups_with_zero() -> None:
 
     Releases of transformers have routed so (transformers#45440).
     """
+    from unittest.mock import patch
+
     import torch
-    from torch.nn.functional import linear
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3TopkRouter
 
-    def around(real: Any, self: Any, hidden_states: Any) -> Any:
-        logits = linear(hidden_states.view(-1, self.hidden_dim).float(), self.weight.float())
-        scores = logits.sigmoid()
-        choice = (scores + self.e_score_correction_bias).view(len(scores), self.num_group, -1)
-        best = choice.topk(2, dim=-1).values.sum(-1).topk(self.topk_group, dim=-1).indices
-        others = torch.ones_like(choice[..., 0], dtype=torch.bool).scatter(1, best, False)
-        ids = choice.masked_fill(others[..., None], 0.0).flatten(1).topk(self.top_k, dim=-1).indices
-        weights = scores.gather(1, ids)
-        if self.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return logits, weights * self.routed_scaling_factor, ids
+    def around(real: Any, self: Any, *args: Any) -> Any:
+        with patch.object(torch.Tensor, "masked_fill", lambda scores, mask, _: torch.where(mask, 0.0, scores)):
+            return real(self, *args)
 
-    wrap(DeepseekV3TopkRouter, "forward", around)
+    if hasattr(
+        DeepseekV3MoE, "route_tokens_to_experts"
+    ):  # older releases choose there, and the router returns its scores alone
+        wrap(DeepseekV3MoE, "route_tokens_to_experts", around)
+    else:
+        wrap(DeepseekV3TopkRouter, "forward", around)
 
 
 @plant_in_trainer
@@ -256,14 +234,16 @@ def trainer_positions_of_left_padding() -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
     def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
-        mask = kw.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and kw.get("position_ids") is None:
-            width = mask.shape[1]
-            padding = width - mask.sum(-1, keepdim=True)
-            kw["position_ids"] = (torch.arange(width, device=mask.device)[None] - padding).clamp(min=0)
-        return real(self, *args, **kw)
+        mask = kw["attention_mask"]
+        width = mask.shape[1]
+        padding = width - mask.sum(-1, keepdim=True)
+        positions = (torch.arange(width, device=mask.device)[None] - padding).clamp(min=0)
+        return real(self, *args, **kw | {"position_ids": positions})
 
-    wrap(Qwen2Model, "forward", around)
+    def is_padded(*args: Any, attention_mask: Any = None, position_ids: Any = None, **kw: Any) -> bool:
+        return isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and position_ids is None
+
+    wrap(Qwen2Model, "forward", around, when=is_padded)
 
 
 @plant_in_trainer
@@ -287,6 +267,7 @@ def trainer_sdpa_in_bfloat16() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def rounded(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kw: Any) -> Any:
+        reached()
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             attention_mask = attention_mask.bfloat16()
         narrow = (each.bfloat16() for each in (query, key, value))

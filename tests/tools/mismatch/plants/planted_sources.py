@@ -1,40 +1,11 @@
-"""A plugin of SGLang that plants one source of mismatch, or a death, in every process of an engine: the one that PLANT names.
-
-SGLang calls `register` before it builds the model. Nothing of the harness is imported here.
-"""
+"""Sources of mismatch, and deaths, that are planted in SGLang or in transformers: see planting.py."""
 
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
-PLANTS: dict[str, Callable[[], None]] = {}
-TRAINER_PLANTS: dict[str, Callable[[], None]] = {}
-
-
-def register() -> None:
-    PLANTS.get(os.environ.get("PLANT", ""), lambda: None)()
-
-
-def register_in_trainer() -> None:
-    TRAINER_PLANTS.get(os.environ.get("PLANT", ""), lambda: None)()
-
-
-def plant(function: Callable[[], None]) -> Callable[[], None]:
-    PLANTS[function.__name__] = function
-    return function
-
-
-def plant_in_trainer(function: Callable[[], None]) -> Callable[[], None]:
-    TRAINER_PLANTS[function.__name__] = function
-    return function
-
-
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by around(the method, its self, its other arguments)."""
-    real = getattr(owner, name)
-    setattr(owner, name, lambda self, *args, **kwargs: around(real, self, *args, **kwargs))
+from planting import in_decode, plant, plant_in_trainer, reached, rounded, wrap
 
 
 @plant
@@ -52,14 +23,12 @@ def rope_base() -> None:
 @plant
 def double_all_reduce() -> None:
     from sglang.srt.distributed import tensor_model_parallel_all_reduce
-    from sglang.srt.layers.linear import RowParallelLinear
+    from sglang.srt.models.qwen2 import Qwen2MLP
 
     def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
-        output, bias = real(self, *args, **kw)
-        is_mlp = self.input_size != self.output_size
-        return (tensor_model_parallel_all_reduce(output) if is_mlp else output), bias
+        return tensor_model_parallel_all_reduce(real(self, *args, **kw))
 
-    wrap(RowParallelLinear, "forward", around)
+    wrap(Qwen2MLP, "forward", around)
 
 
 @plant
@@ -102,6 +71,7 @@ def temperature_not_applied() -> None:
     for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "RETURN_ORIGINAL_LOGPROB"):
         if hasattr(sampler, name):
             setattr(sampler, name, True)
+    reached()
 
 
 @plant
@@ -121,9 +91,9 @@ def decode_position() -> None:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     def around(real: Any, self: Any, positions: Any, *args: Any, **kw: Any) -> Any:
-        return real(self, positions + (len(positions) <= 16), *args, **kw)
+        return real(self, positions + 1, *args, **kw)
 
-    wrap(RotaryEmbedding, "forward_native", around)
+    wrap(RotaryEmbedding, "forward", around, when=lambda self, positions, *_, **__: len(positions) <= 16)
 
 
 @plant
@@ -131,13 +101,13 @@ def batch_in_prefill() -> None:
     """Compute the logits of several sequences in another way than those of one."""
     from sglang.srt.layers.logits_processor import LogitsProcessor
 
-    def around(real: Any, self: Any, ids: Any, hidden: Any, head: Any, metadata: Any, *args: Any, **kw: Any) -> Any:
-        several = (
-            len(getattr(metadata, "extend_seq_lens_cpu", None) or getattr(metadata, "extend_seq_lens", None) or ()) > 1
-        )
-        return real(self, ids, hidden * 1.05 if several else hidden, head, metadata, *args, **kw)
+    def around(real: Any, self: Any, ids: Any, hidden: Any, *args: Any, **kw: Any) -> Any:
+        return real(self, ids, hidden * 1.05, *args, **kw)
 
-    wrap(LogitsProcessor, "forward", around)
+    def several(self: Any, ids: Any, hidden: Any, head: Any, metadata: Any, *args: Any, **kw: Any) -> bool:
+        return len(getattr(metadata, "extend_seq_lens_cpu", None) or ()) > 1
+
+    wrap(LogitsProcessor, "forward", around, when=several)
 
 
 @plant
@@ -167,16 +137,14 @@ def shared_expert_twice() -> None:
 
 @plant
 def correction_bias_ignored() -> None:
+    import torch
     from sglang.srt.layers.moe.topk import TopK
 
     def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
-        import torch
-
-        if self.topk_config.correction_bias is not None:
-            self.topk_config.correction_bias = torch.zeros_like(self.topk_config.correction_bias)
+        self.topk_config.correction_bias = torch.zeros_like(self.topk_config.correction_bias)
         return real(self, *args, **kw)
 
-    wrap(TopK, "forward", around)
+    wrap(TopK, "forward", around, when=lambda self, *_, **__: self.topk_config.correction_bias is not None)
 
 
 @plant
@@ -185,31 +153,31 @@ def chunk_position() -> None:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     def around(real: Any, self: Any, positions: Any, *args: Any, **kw: Any) -> Any:
-        later = len(positions) > 1 and int(positions[0]) > 0
-        return real(self, positions + later, *args, **kw)
+        return real(self, positions + 1, *args, **kw)
 
-    wrap(RotaryEmbedding, "forward_native", around)
+    def later(self: Any, positions: Any, *args: Any, **kw: Any) -> bool:
+        return len(positions) > 1 and int(positions[0]) > 0
+
+    wrap(RotaryEmbedding, "forward", around, when=later)
 
 
 @plant
 def other_activation() -> None:
     from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
 
-    SiluAndMul.forward_native = lambda self, x: GeluAndMul.forward_native(GeluAndMul(), x)
-    SiluAndMul.forward_cpu = SiluAndMul.forward_native
+    wrap(SiluAndMul, "forward", lambda real, self, x: GeluAndMul.forward_native(GeluAndMul(), x))
 
 
 @plant
 def decode_steps_in_bfloat16() -> None:
     """Round what attention returns to bfloat16 in decoding, but only with num_continuous_decode_steps = 2."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.runtime_context import get_server_args
 
-    def around(real: Any, self: Any, query: Any, output: Any, *args: Any, **kw: Any) -> Any:
-        found = real(self, query, output, *args, **kw)
-        return found.copy_(found.bfloat16()) if get_server_args().num_continuous_decode_steps == 2 else found
+    def in_two_steps(*args: Any, **kw: Any) -> bool:
+        return in_decode(*args, **kw) and get_server_args().num_continuous_decode_steps == 2
 
-    wrap(TorchNativeAttnBackend, "_run_sdpa_forward_decode", around)
+    wrap(RadixAttention, "forward", rounded, when=in_two_steps)
 
 
 # Engines that start and then die. Decoding of the run's own engine is wrong, and a changed engine shows why.
