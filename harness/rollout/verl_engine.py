@@ -100,6 +100,7 @@ class VerlEngine:
         self._in_update = False
         self._update_group: UpdateGroup | None = None  # the head's
         self._in_flight: sglang_api.InFlight | None = None  # the head's
+        self._is_generating = False  # on every rank: between begin_generate and end_generate
         self._async_calls = ThreadPoolExecutor(1, "async_generate")
         self._record_call = record_call
         self._removes_log = log_dir is None
@@ -277,7 +278,7 @@ class VerlEngine:
         """
         prompts = [list(ids) for ids in input_ids]
         arguments |= {"sampling_params": dict(sampling_params), "return_logprob": return_logprob, "input_ids": prompts}
-        self.has_prefixes = True
+        self.has_prefixes = self._is_generating = True
 
         def begin() -> None:
             if self._in_flight:
@@ -295,7 +296,7 @@ class VerlEngine:
             in_flight, self._in_flight = self._in_flight, None
             return in_flight.finish()
 
-        self.has_prefixes = True
+        self.has_prefixes, self._is_generating = True, False
         return self._on_head(lambda: self._recorded("end_generate", end))
 
     def pause_generation(self, mode: sglang_api.PauseMode) -> None:
@@ -372,6 +373,7 @@ class VerlEngine:
         each, "flattened_bucket" for all tensors in one buffer; the path of a custom loader is passed on.
         SGLang fuses some tensors as it loads them; pass those that fuse in one call.
         """
+        self._become_idle(flush_cache)
         sent: Any = [(name, _full(tensor)) for name, tensor in named_tensors]
         flattened = load_format == "flattened_bucket"
         if flattened:
@@ -408,6 +410,7 @@ class VerlEngine:
                 f"parallel.pp must be 1 with an update group, got {self.group.pp}: SGLang gives every pipeline stage the"
                 " same ranks in it. Use another transport."
             )
+        self._become_idle(flush_cache)
         with self.weight_update():
             self._on_head(lambda: self._head_of_update_group().broadcast(named_tensors, flush_cache))
         self.disconnect()
@@ -422,6 +425,7 @@ class VerlEngine:
 
     def update_weights_from_disk(self, path: str) -> None:
         """Load a checkpoint folder that every host of the engine can read. It may be deleted when this returns."""
+        self._become_idle()
         # "auto" is the checkpoint's own format. The default is the engine's, and "dummy" would load nothing.
         self._call("update_weights_from_disk", path, "auto")
         if len(self.group.ranks) > 1:
@@ -433,11 +437,20 @@ class VerlEngine:
         Does nothing if nothing was generated since the last flush: the call takes longer than a pull of all weights.
         """
         if self.has_prefixes:
-            self._call("flush_cache")
+            self._on_head(lambda: self._recorded("flush_cache", partial(sglang_api.flush_cache, self._engine)))
             self.has_prefixes = False
+
+    def _become_idle(self, flushes: bool = True) -> None:
+        """Before a call that empties the prefix cache: wait until the last batch has ended, which SGLang only asserts there.
+
+        A scheduler in which that fails dies. flushes: whether the call does so.
+        """
+        if flushes and not self._is_generating:
+            self.flush_cache()
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Free the GPU memory of some of "kv_cache", "weights" and "cuda_graph" (None: all). What the first two held is lost."""
+        self._become_idle()
         self._call("release_memory_occupation", tags=None if tags is None else list(tags))
         self.disconnect()
 

@@ -286,3 +286,17 @@ def test_no_default_of_this_sglang_is_refused() -> None:
     facts = engine_facts(api)
     refused = {name: argument_problem(facts, name, defaults[name]) for name in defaults if name in facts.arguments}
     assert {name: problem for name, problem in refused.items() if problem} == {}
+
+
+@pytest.mark.parametrize("refusals", [0, 2, 1000])
+def test_a_flush_waits_for_the_batch_that_goes_on_after_the_last_answer(
+    refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.rollout.sglang_api.engine_calls.IDLE_SECONDS", 0.1)
+    answers = iter([False] * refusals + [True] * 1000)
+    busy = SimpleNamespace(flush_cache=lambda: SimpleNamespace(success=next(answers), message=""))
+    if refusals < 1000:
+        sglang_api.flush_cache(busy)
+        return
+    with pytest.raises(EngineRefused, match=r"flush_cache: the engine refused"):
+        sglang_api.flush_cache(busy)

@@ -8,6 +8,7 @@ from harness.rollout.sglang_api.engine_calls import (
     close,
     deserialize,
     flattened_bucket,
+    flush_cache,
     import_engine,
     local_serialized_tensor,
     open_update_group,

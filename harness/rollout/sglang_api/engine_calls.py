@@ -8,6 +8,7 @@ import asyncio
 import pickle
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ GUARD = "print_exception_wrapper"
 """SGLang's function that runs a task of the tokenizer manager, and ends the process if the task fails."""
 Engine = Any
 """An sglang.Engine. SGLang ships no types."""
+IDLE_SECONDS, LOOK_SECONDS = 60.0, 0.005
+"""How long a batch may go on after the last answer, and how often is looked whether it has ended."""
 
 
 class EngineRefused(RuntimeError):
@@ -48,6 +51,22 @@ def call(engine: Engine, method: str, *arguments: Any, **named: Any) -> None:
         success, message = getattr(result, "success", result), getattr(result, "message", "")
     if success is not None and success is not True:
         raise EngineRefused(f"{method}: the engine refused: {message or f'it returned {result!r:.200}'}")
+
+
+def flush_cache(engine: Engine) -> None:
+    """Empty the prefix cache as soon as the engine is idle. Raise EngineRefused if it is not within IDLE_SECONDS.
+
+    With overlapped scheduling, which is SGLang's default on a GPU, a scheduler still computes one batch after it has sent the last
+    answer, and refuses until that is done.
+    """
+    end = time.monotonic() + IDLE_SECONDS
+    while True:
+        try:
+            return call(engine, "flush_cache")
+        except EngineRefused:
+            if time.monotonic() > end:
+                raise
+        time.sleep(LOOK_SECONDS)
 
 
 def import_engine() -> None:
