@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.tools.mismatch.operators import Compared
-from harness.weights.log_probs import FLOOR, LogProbDifference
+from harness.weights.log_probs import FLOOR, LARGEST_BASELINE, LogProbDifference, Precision
 
 MOST = 0.5
 """A source that removes at least this share of the difference is named as its source."""
@@ -19,6 +19,8 @@ NEAR = 0.75
 this part of what the broad one removes."""
 IN_DECODING = ", in decoding"
 """What is added to a change that was measured on what the engine reports while it generates."""
+ALIKE, FAR = 1.5, 5.0
+"""How many times as far from float32 as the trainer an engine may be that is as exact, and one is that must compute otherwise."""
 HEAD = "head"
 """What comes after the last module whose output is compared: the head, and the log-probs of its logits."""
 
@@ -44,10 +46,29 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rounding:
+    """How far engine and trainer, in half precision, are from a trainer that computes the same tokens in float32."""
+
+    engine: float
+    """The largest mean difference of the log-probs that the engine reported or scored."""
+    trainer: float
+
+    @property
+    def explains(self) -> bool:
+        """Whether the engine is about as exact as the trainer."""
+        return self.engine <= ALIKE * self.trainer
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the engine is so far away that rounding cannot be why."""
+        return self.engine >= FAR * self.trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """What was measured, and what follows."""
 
-    dtype: str
+    dtype: Precision
     difference: LogProbDifference
     """Of the log-probs that the engine reported while it generated, and the trainer's."""
     prefill: LogProbDifference
@@ -62,11 +83,23 @@ class Answer:
     """Fields of the model's config that differ."""
     flips: float | None = None
     """Share of (token, router) pairs that go to other experts; None without routers."""
+    rounding: Rounding | None = None
+    """None in float32, and if it was not measured."""
 
     @property
     def agrees(self) -> bool:
         """Whether engine and trainer are as close as rounding lets them be."""
+        return self.is_small or self.is_rounding
+
+    @property
+    def is_small(self) -> bool:
         return self.total <= FLOOR[self.dtype]
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether nothing is found that would explain the difference, and rounding does."""
+        is_found = self.first or self.largest_share >= MOST or self.total > LARGEST_BASELINE[self.dtype]
+        return not is_found and self.rounding is not None and self.rounding.explains
 
     @property
     def total(self) -> float:
@@ -104,15 +137,25 @@ class Answer:
             return self.largest.name
         if self.first:
             return self.first.module
-        # In half precision modules that agree may still round enough to explain it.
-        is_head = self.compared and self.dtype == "float32" and self.prefill.mean > FLOOR[self.dtype]
-        return HEAD if is_head else ""
+        return HEAD if self._is_head else ""
+
+    @property
+    def _is_head(self) -> bool:
+        if not self.compared or self.prefill.mean <= FLOOR[self.dtype]:
+            return False
+        # In half precision modules that agree may still round enough to explain it, and not all may have been compared.
+        is_beyond_rounding = self.rounding is not None and self.rounding.is_exceeded
+        return self.dtype == "float32" or (is_beyond_rounding and any(each.name == "norm" for each in self.compared))
 
     def sentence(self) -> str:
         """Return the answer in one sentence."""
         size = f"the mean difference of the log-probs, {self.total:.1e}"
-        if self.agrees:
+        if self.is_small:
             return f"engine and trainer agree: {size}, is rounding ({FLOOR[self.dtype]:.1e} or less in {self.dtype})"
+        if self.is_rounding and self.rounding:
+            own, theirs = self.rounding.trainer, self.rounding.engine
+            exact = f"from a trainer in float32 the engine is {theirs:.1e}, the trainer in {self.dtype} {own:.1e}"
+            return f"engine and trainer agree: {size}, is rounding: {exact}"
         largest, share, hint = self.largest, self.largest_share, self._hint()
         if largest and self.is_setting:
             change = f"{largest.name} ({largest.how})"

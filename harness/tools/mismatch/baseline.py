@@ -17,7 +17,7 @@ from harness.observer import RunContext
 from harness.ppo import Ppo
 from harness.rollout.engine import RolloutEngine
 from harness.tools.mismatch import operators, recording, routers
-from harness.tools.mismatch.answer import Source
+from harness.tools.mismatch.answer import Rounding, Source
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.recording import COARSE, Outputs
 from harness.tools.mismatch.scoring import SAMPLING, Call, How, calling, engine_scores, trainer_scores
@@ -70,6 +70,7 @@ class Baseline:
         self.has_routers = any(routers.routers_of(self.model))
         self.exact = dict[str, Tensor]()
         """Name of a change -> the log-probs of an engine or a trainer in which something computes in float32."""
+        self.rounding: Rounding | None = None
 
     # Log-probs
 
@@ -87,6 +88,17 @@ class Baseline:
 
     def apart(self, engine: Tensor, trainer: Tensor) -> LogProbDifference:
         return log_prob_difference(engine, trainer, self.measured.batch.response_mask)
+
+    def measure_rounding(self, exact: Tensor, exact_in_decoding: Tensor) -> None:
+        """Compare with the log-probs of a trainer in float32: at temperature 1, and at that of decoding."""
+        engine, is_at_1 = self.measured, self.decode_temperature == 1
+        prefill = (self.apart(each, exact) for each in engine.prefill.values())
+        theirs = [*prefill, self.apart(engine.decode, exact_in_decoding)]
+        ours = [
+            self.apart(self.own, exact),
+            self.apart(self.own if is_at_1 else self.at_temperature, exact_in_decoding),
+        ]
+        self.rounding = Rounding(engine=max(each.mean for each in theirs), trainer=max(each.mean for each in ours))
 
     def without_restart(self) -> list[Source]:
         """Return the sources for which neither engine nor trainer has to be built again."""

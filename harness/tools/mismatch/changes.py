@@ -123,8 +123,6 @@ class Changes:
             return source(why_not=why_not)
         else:
             scored = self._by_another_model(change)
-        if change.name == TRAINER_PRECISION:
-            base.exact[change.name] = scored
         return source(before=base.prefill, after=base.apart(base.measured.prefill["together"], scored))
 
     def _refused(self, change: TrainerChange) -> str:
@@ -151,7 +149,14 @@ class Changes:
                 base.meshes.fsdp,
                 attention=self._attention(change),
             )
-            return base.trained(model)
+            scored = base.trained(model)
+            if change.name == TRAINER_PRECISION:
+                base.exact[change.name] = scored
+                temperature = base.decode_temperature
+                base.measure_rounding(
+                    scored, scored if temperature == 1 else base.trained(model, temperature=temperature)
+                )
+            return scored
 
     def _dtype(self, change: TrainerChange) -> torch.dtype:
         name = self.baseline.run.config.model.dtype if change.dtype == "same" else change.dtype

@@ -125,6 +125,7 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving) -> Answer:
         where=where,
         fields=fields,
         flips=flips,
+        rounding=baseline.rounding,
     )
 
 

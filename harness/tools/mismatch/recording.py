@@ -19,7 +19,7 @@ Some releases of SGLang pass the residual stream from layer to layer in an objec
 ATTENTION, ROTARY, ROUTED = "attn", "rotary_emb", "topk"
 """SGLang's names of the attention itself, of what rotates its queries and keys, and of what chooses experts."""
 
-ROUTERS = ("gate", "router")
+ROUTERS, EXPERTS = ("gate", "router"), "experts"
 WITH_INPUT, INPUT = ("o_proj", "down_proj"), " input"
 """Projections at the end of a block. What reaches them is kept under their name and INPUT: what is before them may be in
 modules that only one side has, as in MLA."""
@@ -38,11 +38,15 @@ class Recorder:
     layer: int = 0
     """The decoder layer that computes now: SGLang's layers share one rotary embedding."""
     handles: list[Any] = field(default_factory=list)
+    routed: set[str] = field(default_factory=set)
+    """Names of the blocks whose router returns its choice."""
 
     def listen(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             if layer := re.fullmatch(r".*\blayers\.(\d+)", name):
                 self.handles.append(module.register_forward_pre_hook(self._enters(int(layer[1]))))
+            if name.endswith(f".{EXPERTS}"):
+                self.handles.append(module.register_forward_pre_hook(self._is_given_choices(name)))
             if short(name):
                 self.handles.append(module.register_forward_hook(self._returns(name)))
 
@@ -64,6 +68,17 @@ class Recorder:
 
         return enters
 
+    def _is_given_choices(self, name: str) -> Any:
+        """Keep the choice of experts that reaches them in transformers 5.12, where the block chooses and not its router."""
+        parent = name.rpartition(".")[0]
+
+        def is_given(module: Any, inputs: Any) -> None:
+            if parent in self.routed or len(inputs) < 3 or not isinstance(inputs[1], Tensor):
+                return
+            self.keep(f"{parent}.{ROUTED}", [chosen(inputs[2], inputs[1], module.num_experts)])
+
+        return is_given
+
     def _returns(self, name: str) -> Any:
         parent, _, last = name.rpartition(".")
 
@@ -75,6 +90,7 @@ class Recorder:
                 self.keep(f"{name}{INPUT}", [inputs[0]])
             self.keep(name, [each for each in _tensors(output) if each.is_floating_point() and each.ndim >= 2])
             if last in ROUTERS and isinstance(output, tuple) and len(output) == 3:  # as transformers' routers
+                self.routed.add(parent)
                 self.keep(f"{parent}.{ROUTED}", [chosen(output[1], output[2], output[0].shape[-1])])
 
         return returns

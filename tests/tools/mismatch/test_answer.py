@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from harness.tools.mismatch.answer import Answer, Source
+from harness.tools.mismatch.answer import HEAD, Answer, Rounding, Source
 from harness.tools.mismatch.operators import Compared
 from harness.tools.mismatch.sources import ENGINE_ROUTER, PRECISION
 from harness.weights.log_probs import LogProbDifference, PartDifference
@@ -48,3 +48,27 @@ def test_a_module_that_differs_in_another_engine_is_not_taken_for_the_runs_own()
         answer(source("decode", 0.9)), first=first, where="an engine with tensor parallelism tp 2 -> one rank"
     )
     assert found.source == "layers.1.mlp" and "seen in an engine with tensor parallelism" in found.sentence()
+
+
+def test_an_engine_that_is_as_exact_as_the_trainer_agrees_with_it_unless_something_is_found() -> None:
+    rounding = Rounding(engine=0.005, trainer=0.006)
+    small = replace(
+        answer(source("decode", 0.9)), difference=apart(0.01), prefill=apart(0.01), sources=(), rounding=rounding
+    )
+    assert small.agrees and "is rounding: from a trainer in float32 the engine is 5.0e-03" in small.sentence()
+    assert not replace(small, rounding=Rounding(engine=0.01, trainer=0.006)).agrees
+    assert not replace(small, rounding=None).agrees
+    assert not replace(small, difference=apart(0.5)).agrees, "more than any precision explains"
+    removes = Source(name="trainer attention", how="a -> b", before=apart(0.01), after=apart(0.004))
+    assert replace(small, sources=[removes]).source == "trainer attention"
+    first = Compared(name="layers.1.mlp", error=0.5, tokens=1.0, before=0.0)
+    assert replace(small, first=first).source == "layers.1.mlp"
+
+
+def test_the_head_is_named_in_half_precision_if_rounding_cannot_be_why() -> None:
+    norm = Compared(name="norm", error=0.01, tokens=0.0, before=0.01)
+    found = replace(answer(source("decode", 0.9)), compared=[norm], rounding=Rounding(engine=1.0, trainer=0.01))
+    assert found.source == HEAD
+    assert replace(found, rounding=Rounding(engine=1.0, trainer=0.5)).source == ""
+    assert replace(found, rounding=None).source == ""
+    assert replace(found, compared=[replace(norm, name="layers.0")]).source == "", "the last norm was not compared"
