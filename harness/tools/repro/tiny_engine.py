@@ -45,6 +45,8 @@ class TinyEngine:
     ) -> None:
         """Call update_weights_from_tensor, in a session where this sglang needs one. load_format: as SGLang takes it."""
         options = {"flush_cache": flush_cache, "load_format": load_format}
+        if flush_cache:
+            sglang_api.flush_cache(self.engine)  # when it is idle; SGLang's own flush of an update only asserts that
         with sglang_api.update_session(self.api, self.engine):
             sglang_api.call(self.engine, "update_weights_from_tensor", tensors, **options)
 
