@@ -122,6 +122,7 @@ class Baseline:
                 how="prompts from it -> empty",
                 before=self.apart(scored["cached prefix"], own),
                 after=self.prefill,
+                breadth=1,  # where it shows; a setting that does it says more
             ),
             Source(
                 name="batch of the trainer",
