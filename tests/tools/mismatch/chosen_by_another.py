@@ -16,8 +16,7 @@ CHOSEN = (
         module="rotary_emb",
     ),
     Planted(name="k_norm_in_bfloat16", model="qwen3", sources=("layers.1.self_attn.k_norm",), module="k_norm"),
-    # w_kc and w_vc are tensors of the engine that are not the trainer's; they are used in self_attn itself, around attn_mqa. On
-    # a GPU only decoding and a prefill with a cached prefix use them.
+    # w_kc and w_vc are tensors of the engine that are not the trainer's; they are used in self_attn itself, around attn_mqa.
     Planted(
         name="absorbed_kv_in_bfloat16",
         model="moonlight",
@@ -27,8 +26,6 @@ CHOSEN = (
             "layers.0.self_attn.attn_mqa",
             "layers.0.self_attn.attn",
             "layers.0.self_attn",
-            "decode",
-            "prefix cache",
         ),
     ),
     # Mixture of experts.
@@ -45,11 +42,11 @@ CHOSEN = (
         sources=("layers.1.mlp.experts",),
         module="mlp.experts",
     ),
-    # SGLang chooses the experts in topk, transformers in gate; transformers 5.12 in mlp itself.
+    # SGLang chooses the experts in topk, transformers in gate.
     Planted(
         name="trainer_masks_groups_with_zero",
         model="deepseek_v3",
-        sources=("layers.1.mlp.topk", "layers.1.mlp.gate", "layers.1.mlp"),
+        sources=("layers.1.mlp.topk", "layers.1.mlp.gate"),
     ),
     # Tied to an engine argument.
     Planted(
