@@ -40,7 +40,7 @@ class Serving:
     attention: Attention = "plain"
     """plain: any attention backend computes it. other: SGLang wants a backend made for it."""
     is_on_policy: bool = False
-    """Whether SGLang's class of the model obeys rl_on_policy_target."""
+    """Whether SGLang's class of the model can be served with rl_on_policy_target."""
     tokens: int = 0
     """How many tokens an engine is given at once, at most."""
 
@@ -58,9 +58,17 @@ def serving_of(run: RunContext, inputs: Inputs, tokens: int) -> Serving:
         arguments=api.engine_arguments,
         deterministic=listed(api.tree, DETERMINISTIC_MLA if attention == "mla" else DETERMINISTIC),
         attention=attention,
-        is_on_policy=ON_POLICY in api.tree.text(f"srt/models/{fields.get('model_type')}.py"),
+        is_on_policy=is_on_policy(api.tree.text(f"srt/models/{fields.get('model_type')}.py")),
         tokens=tokens,
     )
+
+
+def is_on_policy(model: str) -> bool:
+    """Return whether SGLang's file of a model works with rl_on_policy_target, whose norms return float32.
+
+    Its attention must cast that. Qwen2's casts in the MLP alone: on an H200 0.5.17 died of "Incompatible dtypes".
+    """
+    return ON_POLICY in model and "hidden_states.bfloat16()" in model
 
 
 def attention_of(fields: Mapping[str, Any]) -> Attention:

@@ -7,7 +7,15 @@ import pytest
 
 from harness.config.schema import Config, Engine, Model, Parallel
 from harness.rollout.sglang_api import probe
-from harness.tools.mismatch.serving import DETERMINISTIC, DETERMINISTIC_MLA, ON_POLICY, Serving, attention_of, listed
+from harness.tools.mismatch.serving import (
+    DETERMINISTIC,
+    DETERMINISTIC_MLA,
+    ON_POLICY,
+    Serving,
+    attention_of,
+    is_on_policy,
+    listed,
+)
 from harness.tools.mismatch.sources import EngineChange, engine_changes, other_attention, trainer_changes
 
 RELEASE = frozenset(
@@ -189,3 +197,8 @@ def test_the_backends_of_deterministic_inference_are_read_from_the_release() -> 
     assert "triton" in listed(tree, DETERMINISTIC_MLA) and "flashinfer" not in listed(tree, DETERMINISTIC_MLA)
     assert listed(tree, "NO_SUCH_LIST") == ()
     assert ON_POLICY in tree.text("srt/models/qwen3.py") and ON_POLICY not in tree.text("srt/models/qwen3_moe.py")
+
+
+@pytest.mark.parametrize(("model", "works"), [("qwen3", True), ("qwen2", False), ("llama", False)])
+def test_which_models_of_the_installed_release_follow_a_trainer(model: str, works: bool) -> None:
+    assert is_on_policy(probe().tree.text(f"srt/models/{model}.py")) == works
