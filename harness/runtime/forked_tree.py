@@ -2,9 +2,11 @@
 
 import os
 import pickle
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import IO
 
 from harness.runtime import processes
@@ -52,5 +54,18 @@ def supervise_fork(words: bytes, descriptors: Sequence[int]) -> None:
 
 def _start(server: ForkServer, function: str, argument: bytes) -> int:
     with open(os.devnull, "rb") as nothing:
-        task = Task(function, argument, new_session=True, ends_with_parent=True, gets_server=True)
+        words = pickle.dumps((function, argument))
+        task = Task(f"{__name__}:run_program", words, new_session=True, ends_with_parent=True, gets_server=True)
         return server.fork(task, [nothing.fileno(), 1, 2])
+
+
+def run_program(words: bytes, descriptors: Sequence[int]) -> None:
+    """Call the function, in the process that was forked for it, with the signal handlers that run_tree()'s command has.
+
+    A shell starts what it runs in the background with SIGINT and SIGQUIT ignored, and the fork server inherits that.
+    """
+    for number in processes.IGNORED_SIGNALS:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    function, argument = pickle.loads(words)
+    resolve_name(function)(argument, descriptors)

@@ -87,6 +87,16 @@ def test_a_program_has_a_server_and_signals_of_its_own(server: ForkServer, tmp_p
     assert run(server, fork_once_more, tmp_path)[0].code == -signal.SIGQUIT
 
 
+def test_signals_that_a_shell_ignores_in_the_background_are_the_programs_own(tmp_path: Path) -> None:
+    own = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    try:
+        server = ForkServer.start([__name__], {**os.environ, "PYTHONPATH": str(REPOSITORY)})
+        assert run(server, fork_once_more, tmp_path)[0].code == -signal.SIGQUIT
+        server.close()
+    finally:
+        signal.signal(signal.SIGQUIT, own)
+
+
 def stay(_: bytes, __: Sequence[int]) -> None:
     leave_processes()
     time.sleep(1000)
