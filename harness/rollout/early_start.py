@@ -68,7 +68,7 @@ def start_early(config: Config, device: Device, environment: Mapping[str, str]) 
 
 
 def start_servers(config: Config, device: Device, environment: Mapping[str, str]) -> list[ForkServer]:
-    """Return new servers for the engine of this config that this rank builds; none if it builds none. As start_early."""
+    """Start servers for the engine of this config, if this rank builds it; return none otherwise. Arguments as for start_early."""
     node = expected_node(config, device, environment)
     if node is None:
         return []

@@ -441,9 +441,10 @@ class VerlEngine:
             self.has_prefixes = False
 
     def _become_idle(self, flushes: bool = True) -> None:
-        """Before a call that empties the prefix cache: wait until the last batch has ended, which SGLang only asserts there.
+        """Wait until the scheduler has computed its last batch. Use it before calls that need an idle engine.
 
-        A scheduler in which that fails dies. flushes: whether the call does so.
+        SGLang does not wait in them: it asserts that the engine is idle, and the scheduler dies if it is not. flushes: False for an
+        update that leaves the prefix cache alone; SGLang asserts nothing there.
         """
         if flushes and not self._is_generating:
             self.flush_cache()

@@ -20,7 +20,8 @@ this part of what the broad one removes."""
 IN_DECODING = ", in decoding"
 """What is added to a change that was measured on what the engine reports while it generates."""
 ALIKE, FAR = 1.5, 5.0
-"""How many times as far from float32 as the trainer an engine may be that is as exact, and one is that must compute otherwise."""
+"""An engine counts as exact as the trainer if it is at most ALIKE times as far from float32. From FAR times on, it computes something
+else."""
 HEAD = "head"
 """What comes after the last module whose output is compared: the head, and the log-probs of its logits."""
 
@@ -50,8 +51,9 @@ class Rounding:
     """How far engine and trainer, in half precision, are from a trainer that computes the same tokens in float32."""
 
     engine: float
-    """The largest mean difference of the log-probs that the engine reported or scored."""
+    """The mean difference of the engine's log-probs: the largest of decoding and of every way of prefill."""
     trainer: float
+    """That of the run's own trainer."""
 
     @property
     def explains(self) -> bool:
@@ -84,7 +86,7 @@ class Answer:
     flips: float | None = None
     """Share of (token, router) pairs that go to other experts; None without routers."""
     rounding: Rounding | None = None
-    """None in float32, and if it was not measured."""
+    """None if the run computes in float32, or if no float32 trainer was built."""
 
     @property
     def agrees(self) -> bool:

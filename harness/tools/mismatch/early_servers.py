@@ -27,12 +27,15 @@ class EarlyServers:
         self._started = deque[list[ForkServer]]()
 
     def prepare(self, engines: int = AHEAD) -> None:
-        """Start the processes of that many of the next engines. Call it between engines: one ends all that is started after it."""
+        """Start the processes of that many of the next engines.
+
+        Call it while no engine runs: one that ends takes along all processes that were started after it.
+        """
         while self._changes and len(self._started) < engines:
             self._started.append(self._start(self._changes.popleft()))
 
     def take(self) -> list[ForkServer]:
-        """Return the fork servers for the next engine, after having started those that follow it."""
+        """Return the fork servers for the next engine. First start those of the engines after it."""
         self.prepare(1 + AHEAD)
         early = self._started.popleft()
         return cloned(self._run.servers) or early
@@ -45,10 +48,10 @@ class EarlyServers:
 
 
 def cloned(servers: Sequence[ForkServer]) -> list[ForkServer]:
-    """Return fork servers for one engine, and keep the originals for the next one.
+    """Return copies of these fork servers for one engine, so that the next engine can have copies too.
 
-    There are none on a GPU, where nothing can be forked, and none once an engine has died and taken them along. SGLang then
-    starts its processes itself.
+    The list is empty on a GPU, where no server can fork, and after the death of an engine, which ends the servers as well. Then
+    SGLang starts the engine's processes itself, unless they were started early.
     """
     found = []
     for server in servers:

@@ -69,7 +69,7 @@ class Recorder:
         return enters
 
     def _is_given_choices(self, name: str) -> Any:
-        """Keep the choice of experts that reaches them in transformers 5.12, where the block chooses and not its router."""
+        """Keep the choice that the experts are given. In transformers 5.12 the block makes it, and no output of the router shows it."""
         parent = name.rpartition(".")[0]
 
         def is_given(module: Any, inputs: Any) -> None:

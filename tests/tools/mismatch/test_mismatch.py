@@ -28,7 +28,7 @@ def name_of(planted: Planted) -> str:
 
 
 def reached_file(job: Job) -> Path:
-    """The file that planted code makes when it runs."""
+    """The file that shows that the planted code has run."""
     return job.folder.with_suffix(".reached")
 
 

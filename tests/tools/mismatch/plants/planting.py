@@ -45,7 +45,7 @@ def plant_in_trainer(function: Callable[[], None]) -> Callable[[], None]:
 
 @functools.cache
 def reached() -> None:
-    """Note that planted code runs. `wrap` does; whatever is planted without it must call this."""
+    """Note that planted code has run. `wrap` calls this; a plant without `wrap` calls it itself."""
     if file := os.environ.get("PLANT_REACHED"):
         Path(file).touch()
 
