@@ -142,14 +142,15 @@ MODELS = {
         *(word for key, value in DEEPSEEK.items() for word in (f"--model.overrides.{key}", str(value))),
     ],
 }  # fmt: skip
+CASES = [*((name, 2, []) for name in MODELS), ("deepseek_v3 of real widths", 4, ["--engine.args.ep_size", "4"])]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", MODELS)
-def test_a_pull_at_true_size_is_what_was_planned(name: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2 or torch.cuda.get_device_properties(0).total_memory < 75 * GIB:
-        pytest.skip("needs two GPUs of 80 GB")
-    found = pull_and_plan(tmp_path, 2, [*MODELS[name], "--parallel.tp", "2", *PULL])
+@pytest.mark.parametrize(("name", "tp", "more"), CASES)
+def test_a_pull_at_true_size_is_what_was_planned(name: str, tp: int, more: list[str], tmp_path: Path) -> None:
+    if torch.cuda.device_count() < tp or torch.cuda.get_device_properties(0).total_memory < 75 * GIB:
+        pytest.skip(f"needs {tp} GPUs of 80 GB")
+    found = pull_and_plan(tmp_path, tp, [*MODELS[name], "--parallel.tp", str(tp), *more, *PULL])
     check_parameters(found)
     plan = found.planned["run"]["sync"]["pull"]
     rates = {link: min(each["rates"][link] for each in found.done) for link in ("same_gpu", "nvlink")}
@@ -157,7 +158,7 @@ def test_a_pull_at_true_size_is_what_was_planned(name: str, tmp_path: Path) -> N
     seconds = max(each["seconds"] for each in found.done)
     nbytes = sum(each["bytes"] for each in found.planned["ranks"])
     print(
-        f"{name}: {nbytes:,} bytes of parameters; planned {plan['same_gpu']:,} own, {plan['nvlink']:,} by NVLink, read"
+        f"{name}, tp {tp} {' '.join(more)}: {nbytes:,} bytes of parameters; planned {plan['same_gpu']:,} own, {plan['nvlink']:,} by NVLink, read"
         f" {found.bytes_read()}; rates {rates}; predicted {predicted:.4f} s, took {seconds:.4f} s, {predicted / seconds - 1:+.1%}"
     )
     assert (plan["same_gpu"], plan["nvlink"]) == found.bytes_read()
