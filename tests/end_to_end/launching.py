@@ -21,9 +21,12 @@ from tests.free_port import free_port
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "HARNESS_TEST_JOB"
 QUICKSTART = "configs/cpu/quickstart.toml"
-SHARING_GPUS = ["--engine.args.enable_memory_saver", "false", "--engine.args.max_total_tokens", "16384"]
+SHARING_GPUS = [
+    *["--engine.args.enable_memory_saver", "false", "--engine.args.max_total_tokens", "16384"],
+    *["--engine.args.mem_fraction_static", "0.9"],
+]
 """For runs that share their GPUs: no memory saver, which judges a release by the free bytes of the whole GPU, and a KV cache of a
-fixed size, where an engine would take a share of what is free."""
+fixed size, where an engine would take a share of what is free. What others take while an engine loads counts against its share."""
 Launcher = Literal["forked", "plain"]
 LAUNCHERS: dict[Launcher, list[str]] = {"forked": ["launch/torchrun.py"], "plain": ["-m", "torch.distributed.run"]}
 """Python's arguments: ranks that are forked from one import, and torchrun's own. The first is sooner at a run's first step,

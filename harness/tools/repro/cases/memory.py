@@ -97,6 +97,19 @@ def memory_saver_silently_off(broken: bool) -> None:
 
 
 @Case(
+    broken="mem_fraction_static=0.0001",
+    healthy="mem_fraction_static as the harness sets it",
+    signature=(r"leave no GPU memory for the KV cache|Not enough memory\. Please try to increase",),
+    engine=True,
+)
+def no_room_for_kv_cache(broken: bool) -> None:
+    """An engine does not start if its weights take all that mem_fraction_static allows."""
+    arguments: dict[str, Any] = {"mem_fraction_static": 0.0001} if broken else {}
+    with tiny_engine(**arguments) as engine:
+        engine.generate()
+
+
+@Case(
     broken="a pool of 256 tokens",
     healthy="a pool of 2048 tokens",
     signature=(r"(Prefill|Decode) out of memory\. Try to lower your batch size|KV cache pool is full",),
