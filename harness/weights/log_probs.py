@@ -63,6 +63,8 @@ class LogProbDifference:
     """|engine log-prob - trainer log-prob| over the response tokens of all ranks, in nats; infinite if one is NaN."""
 
     mean: float
+    bulk: float
+    """Mean of the lower three quarters: few of them are tokens for which a router chose another expert."""
     largest: float
     tokens: int
     percentile_99: float
@@ -121,10 +123,11 @@ class Allowed:
 
 
 def merge(differences: Sequence[LogProbDifference]) -> LogProbDifference:
-    """Merge several rollouts into one: means of all tokens, and the worst of the rest."""
+    """Merge several rollouts into one: means of all tokens, and the worst of the rest. The bulk is the mean of theirs."""
     tokens = sum(each.tokens for each in differences)
     return LogProbDifference(
         mean=sum(each.mean * each.tokens for each in differences) / tokens,
+        bulk=sum(each.bulk * each.tokens for each in differences) / tokens,
         largest=max(each.largest for each in differences),
         tokens=tokens,
         percentile_99=max(each.percentile_99 for each in differences),
@@ -153,6 +156,7 @@ def log_prob_difference(engine: torch.Tensor, trainer: torch.Tensor, mask: torch
     log_ratios = torch.cat(gathered).clamp(min=-20, max=20)
     return LogProbDifference(
         mean=float(everything.mean()),
+        bulk=_bulk(everything),
         largest=float(everything.max()),
         tokens=len(everything),
         percentile_99=float(everything.kthvalue(math.ceil(0.99 * len(everything))).values),
@@ -165,8 +169,12 @@ def log_prob_difference(engine: torch.Tensor, trainer: torch.Tensor, mask: torch
 def _worst(parts: list[torch.Tensor]) -> PartDifference:
     found = []
     for index, gaps in enumerate(parts):
-        kept = int(len(gaps) * BULK) if len(gaps) >= JUDGED_TOKENS else 0
-        bulk = float(gaps.sort().values[:kept].mean()) if kept else 0.0
+        bulk = _bulk(gaps) if len(gaps) >= JUDGED_TOKENS else 0.0
         if len(gaps):
             found.append(PartDifference(index=index, mean=float(gaps.mean()), bulk=bulk))
     return max(found, key=BADNESS)
+
+
+def _bulk(gaps: torch.Tensor) -> float:
+    """Return the mean of the lower three quarters, of one token at least."""
+    return float(gaps.sort().values[: max(1, int(len(gaps) * BULK))].mean())

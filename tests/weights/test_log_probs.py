@@ -26,6 +26,7 @@ def difference(mean: float, sequence: float | None = None, position: float | Non
     worst, at = mean if sequence is None else sequence, mean if position is None else position
     return LogProbDifference(
         mean=mean,
+        bulk=mean,
         largest=max(mean, worst, at),
         tokens=256,
         percentile_99=worst,
@@ -143,7 +144,8 @@ def test_a_sequence_is_judged_by_its_bulk_and_a_jump_of_one_token_is_none_of_it(
     gaps[9] = 0.02
     (found,) = on_ranks(_of_gaps, 1, tmp_path, gaps)
     assert (found.sequence.index, found.sequence.bulk) == (9, pytest.approx(0.02))
-    assert found.position.bulk == pytest.approx(0.01)
+    assert found.position.bulk == found.bulk == pytest.approx(0.01)
+    assert found.mean == pytest.approx((237 * 0.01 + 3 * 0.7 + 16 * 0.02) / 256)
 
 
 def test_parts_of_few_tokens_are_shown_and_not_judged(tmp_path: Path) -> None:

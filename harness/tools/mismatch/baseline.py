@@ -98,7 +98,12 @@ class Baseline:
             self.apart(self.own, exact),
             self.apart(self.own if is_at_1 else self.at_temperature, exact_in_decoding),
         ]
-        self.rounding = Rounding(engine=max(each.mean for each in theirs), trainer=max(each.mean for each in ours))
+        self.rounding = Rounding(
+            engine=max(each.mean for each in theirs),
+            trainer=max(each.mean for each in ours),
+            engine_bulk=max(each.bulk for each in theirs),
+            trainer_bulk=max(each.bulk for each in ours),
+        )
 
     def without_restart(self) -> list[Source]:
         """Return the sources for which neither engine nor trainer has to be built again."""

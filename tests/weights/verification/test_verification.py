@@ -40,7 +40,7 @@ def verification(folder: Path, level: Level = "log_probs", **parts: Any) -> With
 def difference(mean: float) -> LogProbDifference:
     part = PartDifference(index=2, mean=mean, bulk=mean)
     spread = {"largest": 5.0, "percentile_99": 4.0, "k3": 0.1}
-    return LogProbDifference(mean=mean, tokens=256, sequence=part, position=part, **spread)
+    return LogProbDifference(mean=mean, bulk=mean, tokens=256, sequence=part, position=part, **spread)
 
 
 def test_levels_are_cumulative(tmp_path: Path) -> None:
