@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 BUCKET_BYTES = 400_000  # several buckets, even of a tiny model
+LEFT_OUT = "model.layers.0.self_attn.o_proj.weight_scale_inv"
 PROMPTS = [list(range(5, 25)), list(range(30, 47))]
 COMMON = {
     "hidden_size": 256,
@@ -178,7 +179,7 @@ def faults(sync: Any) -> dict[str, list[str]]:
         seen[name] = problems(sync)
         sync.update_engine()
         seen[f"{name} repaired"] = problems(sync)
-    converter = WithoutOne(sync.weights.converter, "model.layers.0.mlp.down_proj.weight_scale_inv")
+    converter = WithoutOne(sync.weights.converter, LEFT_OUT)
     try:
         type(sync)(sync.engine, sync.model, transport="bucket", converter=converter).update_engine()
     except WeightsRefused as refused:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.free_port import free_port
-from tests.weights.fp8_on_two_ranks import OVERRIDES, OVERRIDES_ON_GPU
+from tests.weights.fp8_on_two_ranks import LEFT_OUT, OVERRIDES, OVERRIDES_ON_GPU
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("fp8_on_two_ranks.py")
@@ -64,13 +64,14 @@ def o_proj_counts(model: str, on_gpu: bool, tp: int) -> dict[str, int]:
     return {"weight": rows * columns, "weight_scale_inv": rows // 128 * (columns // 128)}
 
 
-def check_faults(seen: dict[str, list[str]], counts: dict[str, int]) -> None:
+def check_faults(seen: dict[str, list[str]], counts: dict[str, int], tp: int = 2) -> None:
+    """The fault was made on the first rank of each engine."""
     for name, count in counts.items():
         tensor = f"model.layers.0.self_attn.o_proj.{name}"
-        assert seen[name] == [tensor, f"{tensor}: 1 of {count} elements on rank 0"]
+        places = ", ".join(f"1 of {count} elements on rank {rank}" for rank in range(0, 2, tp))
+        assert seen[name] == [tensor, f"{tensor}: {places}"]
         assert seen[f"{name} repaired"] == []
-    left_out = "model.layers.0.mlp.down_proj.weight_scale_inv"
-    assert seen["left out"] == [f"{left_out}: a parameter of the engine that nothing sent would fill"]
+    assert seen["left out"] == [f"{LEFT_OUT}: a parameter of the engine that nothing sent would fill"]
 
 
 def test_deepseek_holds_computes_and_reloads_what_was_sent_and_faults_are_named(tmp_path: Path) -> None:
@@ -97,9 +98,12 @@ def test_deepseek_holds_computes_and_reloads_what_was_sent_and_faults_are_named(
     ],
 )
 def test_every_transport(model: str, dp: int, arguments: dict[str, Any], tmp_path: Path) -> None:
-    for seen in run(tmp_path, model, dp=dp, arguments=arguments, transports=TRANSPORTS):
+    with_faults = model == "qwen3_moe"
+    for seen in run(tmp_path, model, dp=dp, arguments=arguments, transports=TRANSPORTS, faults=with_faults):
         # With DP attention single decode steps vary by rounding, reload or not.
         check(seen, model, TRANSPORTS, exact="enable_dp_attention" not in arguments)
+        if with_faults:
+            check_faults(seen["faults"], o_proj_counts(model, on_gpu=False, tp=2 // dp), tp=2 // dp)
 
 
 @pytest.mark.gpu
@@ -124,4 +128,4 @@ def test_gpus_hold_what_was_sent_and_compute_as_after_a_reload(
     for seen in run(tmp_path, model, "cuda", dp, arguments=arguments, transports=transports, faults=True):
         assert {name: seen[name] for name in transports} == {name: [[], []] for name in transports}
         assert seen["reload"] == [[], True, 0.0]
-        check_faults(seen["faults"], o_proj_counts(model, on_gpu=True, tp=2 // dp))
+        check_faults(seen["faults"], o_proj_counts(model, on_gpu=True, tp=2 // dp), tp=2 // dp)
