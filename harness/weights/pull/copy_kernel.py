@@ -26,6 +26,7 @@ def _copy_tiles(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
     aligned: tl.constexpr,
+    vector: tl.constexpr,
 ) -> None:
     tile = table + tl.program_id(0) * (4 if aligned else 5)
     source = tl.load(tile).to(tl.pointer_type(source_dtype))
@@ -35,14 +36,16 @@ def _copy_tiles(
     source_step, target_step = step & 0xFFFFFFFF, step >> 32
     row = tl.arange(0, tile_rows)[:, None]
     column = tl.arange(0, tile_columns)[None, :]
-    mask = (row < rows) & (column < columns)
     if aligned:
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
-        source_step, target_step = tl.multiple_of(source_step, 2), tl.multiple_of(target_step, 2)
-        column = tl.max_contiguous(tl.multiple_of(column, [1, 2]), [1, 2])
+        source_step, target_step = tl.multiple_of(source_step, vector), tl.multiple_of(target_step, vector)
+        column = tl.max_contiguous(tl.multiple_of(column, [1, vector]), [1, vector])
+        # With a mask that may end anywhere, the compiler would load one element at a time.
+        mask = (row < rows) & (column < tl.multiple_of(columns, vector))
         values = tl.load(source + row * source_step + column, mask=mask)
         tl.store(target + row * target_step + column, values.to(sent_dtype).to(target_dtype), mask=mask)
     else:
+        mask = (row < rows) & (column < columns)
         stride = tl.load(tile + 4)
         source_stride, target_stride = stride & 0xFFFFFFFF, stride >> 32
         values = tl.load(source + row * source_step + column * source_stride, mask=mask)
@@ -58,5 +61,6 @@ def copy_tiles(kind: TileKind, table: torch.Tensor) -> None:
         TRITON_DTYPES[kind.target_dtype],
         *kind.shape,
         kind.aligned,
+        kind.vector,
         num_warps=8,
     )

@@ -23,6 +23,8 @@ FIELDS = ("source", "target", "rows", "columns", "source_step", "target_step", "
 WIDE, NARROW = (16, 512), (64, 128)
 WORDS = (16, 8, 4, 2, 1)
 """Bytes. A word of 16 is moved as two of 8, but tells the compiler that vectors are aligned."""
+CAST_AT_ONCE = 8
+"""Elements: 16 bytes of the narrowest dtype that anything is cast to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,12 @@ class TileKind:
     shape: tuple[int, int]
     """Rows and columns of a full tile."""
     aligned: bool
-    """Addresses are multiples of 16 bytes, steps of 2 elements, and columns lie side by side."""
+    """Addresses are multiples of 16 bytes, steps and numbers of columns of `vector` elements, and columns lie side by side."""
+
+    @property
+    def vector(self) -> int:
+        """How many elements a thread may load or store at a time in an aligned tile: 16 bytes of the narrower side."""
+        return 2 if self.source_dtype == torch.int64 else CAST_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +103,8 @@ def _matrices(move: Move) -> tuple[TileKind, np.ndarray]:
         source_size = target_size = unit
         aligned = word == 16
     else:
-        steps = [step for _, *pair in axes[:-1] for step in pair]
-        aligned = source % 16 == target % 16 == 0 and all(step % 8 == 0 for step in steps)
+        steps = [axes[-1][0], *(step for _, *pair in axes[:-1] for step in pair)]
+        aligned = source % 16 == target % 16 == 0 and all(step % CAST_AT_ONCE == 0 for step in steps)
     columns = axes.pop()
     if (
         columns[0] == 1 and axes

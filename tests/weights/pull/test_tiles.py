@@ -1,6 +1,7 @@
 """Tiles cover every element of every region once; the kernel, in Triton's interpreter, copies and casts them."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -76,6 +77,19 @@ def test_tiles_cover_each_element_once(drawn: tuple[torch.Tensor, torch.Tensor, 
     assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, due.tolist()))
 
 
+@settings(max_examples=100, deadline=None)
+@given(moves())
+def test_a_vector_of_an_aligned_tile_lies_at_a_multiple_of_its_size(
+    drawn: tuple[torch.Tensor, torch.Tensor, Move],
+) -> None:
+    """Else the GPU ends the kernel: "misaligned address"."""
+    for kind, table in tile_tables([drawn[2]]).items():
+        for at, to, rows, columns, step, target_step, stride, target_stride in table.tolist() if kind.aligned else ():
+            assert at % 16 == to % 16 == 0 and (stride, target_stride) == (1, 1)
+            assert columns % kind.vector == 0
+            assert rows == 1 or step % kind.vector == target_step % kind.vector == 0
+
+
 INTERPRETED = """
 import torch
 from harness.weights.pull.copy_kernel import copy_tiles
@@ -100,6 +114,34 @@ def test_the_kernel_casts_as_copy_does() -> None:
         [sys.executable, "-c", INTERPRETED], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert done.stdout.strip() == "same", done.stderr
+
+
+COMPILED = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from harness.weights.pull.copy_kernel import TRITON_DTYPES, _copy_tiles
+from harness.weights.pull.tiles import WIDE, TileKind
+for dtypes in ((torch.int64,) * 3, (torch.float32, torch.bfloat16, torch.bfloat16)):
+    kind = TileKind(*dtypes, WIDE, aligned=True)
+    given = (*(TRITON_DTYPES[dtype] for dtype in dtypes), *kind.shape, kind.aligned, kind.vector)
+    constants = dict(zip(_copy_tiles.arg_names[1:], given, strict=True))
+    source = triton.compiler.ASTSource(
+        fn=_copy_tiles,
+        signature={"table": "*i64"} | dict.fromkeys(constants, "constexpr"),
+        constexprs={(_copy_tiles.arg_names.index(name),): value for name, value in constants.items()},
+    )
+    print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"])
+"""
+
+
+def test_on_a_gpu_a_thread_moves_sixteen_bytes_at_a_time() -> None:
+    """A mask or a stride of which the compiler knows too little makes it move single elements, which takes longer."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loads = set(re.findall(r"ld\.global\.(v\d\.b\d+)", done.stdout))
+    stores = set(re.findall(r"st\.global\.(v\d\.b\d+|b\d+)", done.stdout))
+    assert loads == {"v2.b64", "v4.b32"} and stores == {"v2.b64", "v4.b32"}
 
 
 def test_a_step_that_is_too_long_for_the_table_is_refused() -> None:
