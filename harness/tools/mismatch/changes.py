@@ -1,5 +1,6 @@
 """One setting of the engine or of the trainer changed at a time, on the same weights and tokens."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from harness.cluster.world import all_gather
+from harness.runtime.units import GIB
 from harness.tools.mismatch import routers
 from harness.tools.mismatch.answer import IN_DECODING, Source
 from harness.tools.mismatch.baseline import Baseline
@@ -27,7 +29,7 @@ from harness.tools.mismatch.sources import (
     EngineChange,
     TrainerChange,
 )
-from harness.trainer.model import Attention, build_on_meta, load_causal_lm
+from harness.trainer.model import Attention, build_on_meta, load_causal_lm, named_tensors
 from harness.weights.log_probs import FLOOR, log_prob_difference
 
 OUTPUTS = ", outputs of modules"
@@ -126,17 +128,20 @@ class Changes:
         return source(before=base.prefill, after=base.apart(base.measured.prefill["together"], scored))
 
     def _refused(self, change: TrainerChange) -> str:
-        """Return why transformers does not build the model with this change, the same on all ranks; "" if it does.
+        """Return why a model with this change is not built or has no room, the same on all ranks; "" if nothing is known.
 
-        Every rank finds that out by itself, before any waits for another one. A later failure, such as too little memory on
-        one GPU, ends the run: the other ranks are in collectives, which only their end can interrupt.
+        Every rank finds that out by itself, before any waits for another one. A later failure, such as too little memory for
+        what is computed, ends the run: the other ranks are in collectives, which only their end can interrupt.
         """
-        config = AutoConfig.from_pretrained(str(self.baseline.weights))
-        why_not = ""
+        base = self.baseline
+        config = AutoConfig.from_pretrained(str(base.weights))
         try:
-            build_on_meta(config, self._dtype(change), self._attention(change))
+            _, model = build_on_meta(config, self._dtype(change), self._attention(change))
         except (ValueError, ImportError) as error:
             why_not = f"cannot be changed alone: {error}"
+        else:
+            shard = sum(each.nbytes for _, each in named_tensors(model)) // base.meshes.fsdp.size()
+            why_not = no_room(shard, free_bytes(base.run.world.device))
         return next(filter(None, all_gather(why_not)), "")
 
     def _by_another_model(self, change: TrainerChange) -> Tensor:
@@ -194,6 +199,21 @@ class Changes:
             for name, (engine, trainer) in pairs.items()
             if engine in exact and trainer in exact
         ]
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return how much more this process can take of a GPU; inf on a CPU, where nothing ends when it is used up."""
+    if device.type != "cuda":
+        return math.inf
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def no_room(shard: int, free: float) -> str:
+    """Return why another trainer, whose shard on a rank has so many bytes, cannot be built; "" if its parameters fit."""
+    if shard <= free:
+        return ""
+    return f"its parameters need {shard / GIB:.1f} GiB of each GPU beside the run's own trainer, and {free / GIB:.1f} are free"
 
 
 @contextmanager

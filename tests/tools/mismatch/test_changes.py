@@ -1,0 +1,14 @@
+"""When another trainer is not built: what is known before any rank waits for another one."""
+
+import torch
+
+from harness.runtime.units import GIB
+from harness.tools.mismatch.changes import free_bytes, no_room
+
+
+def test_a_trainer_whose_parameters_do_not_fit_beside_the_runs_own_is_refused_with_both_sizes() -> None:
+    """A float32 trainer of a 14B model on one GPU of 80 GB, where the run's own has taken as much."""
+    assert no_room(55 * GIB, 60.0 * GIB) == ""
+    assert no_room(55 * GIB, free_bytes(torch.device("cpu"))) == ""
+    sentence = no_room(55 * GIB, 24.5 * GIB)
+    assert "55.0 GiB" in sentence and "24.5" in sentence
