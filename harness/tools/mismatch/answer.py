@@ -1,7 +1,7 @@
 """The answer: which source makes engine and trainer differ, in one sentence, as a table and as JSON."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -95,6 +95,8 @@ class Answer:
     """Share of (token, router) pairs that go to other experts; None without routers."""
     rounding: Rounding | None = None
     """None if the run computes in float32, or if no float32 trainer was built."""
+    varies: Mapping[str, float] = field(default_factory=dict)
+    """"engine" and "trainer" -> how far its log-probs of the same tokens are apart in two passes, in the mean."""
 
     @property
     def agrees(self) -> bool:
@@ -175,7 +177,7 @@ class Answer:
         largest, share, hint = self.largest, self.largest_share, self._hint()
         if largest and self.is_setting:
             change = f"{largest.name} ({largest.how})"
-            return f"SOURCE: {change}: with this change {share:.0%} of {size}, is gone{self._where()}{hint}"
+            return f"SOURCE: {change}: with this change {share:.0%} of {size}, is gone{self._left(largest)}{self._where()}{hint}"
         rest = f"no setting removes more than {share:.0%}"
         seen = f", seen in {self.where}" if self.where else ""
         if self.first:
@@ -189,12 +191,23 @@ class Answer:
         show = "show nothing" if self.compared else "could not be compared"
         return f"SOURCE: unknown: {rest} of {size}, and the outputs of modules {show}{hint}"
 
+    def _left(self, source: Source) -> str:
+        """Return what is left without a source, if that is more than rounding: there is another one then."""
+        left = source.after.mean if source.after else 0.0
+        return f", and {left:.1e} is left" if left > FLOOR[self.dtype] else ""
+
     def _where(self) -> str:
         seen = f", seen in {self.where}" if self.where else ""
         return f"; the first module that differs is {self.first.module}{seen}" if self.first else ""
 
     def _hint(self) -> str:
-        return f"; the model's config differs: {'; '.join(self.fields[:3])}" if self.fields else ""
+        fields = [f"; the model's config differs: {'; '.join(self.fields[:3])}"] if self.fields else []
+        unsteady = {side: apart for side, apart in self.varies.items() if apart > FLOOR[self.dtype]}
+        twice = [
+            f"; the {side}'s own log-probs differ by {apart:.1e} from one pass to the next"
+            for side, apart in unsteady.items()
+        ]
+        return "".join([*twice, *fields])
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self)

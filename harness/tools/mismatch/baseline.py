@@ -39,6 +39,8 @@ class Measured:
     """As the engine reported them while it generated, at the sampling temperature."""
     prefill: dict[How, Tensor]
     """As it computes them from the whole sequences, at temperature 1."""
+    again: Tensor
+    """The same as `prefill["together"]`, computed once more."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +64,11 @@ class Baseline:
         self.own = self.trained()
         self.at_temperature = self.trained(temperature=self.run.config.rollout.temperature)
         self.prefill = self.apart(self.measured.prefill["together"], self.own)
+        self.varies = {
+            "engine": self.apart(self.measured.prefill["together"], self.measured.again).mean,
+            "trainer": self.apart(self.own, self.trained()).mean,
+        }
+        """Side -> the mean difference of its log-probs from one pass to the next."""
         self.reported = self.apart(self.measured.decode, self.at_temperature)
         at_1 = self.apart(self.measured.decode, self.own)
         self.decode_temperature = 1.0 if at_1.mean < self.reported.mean else self.run.config.rollout.temperature

@@ -82,9 +82,11 @@ def measure_tokens(run: RunContext, parts: Ppo) -> tuple[Measured, list[Row]]:
             if wrong := [each for some in all_gather(found.wrong_tokens) for each in some]:
                 raise Found(f"SOURCE: tokens: engine and trainer do not score the same ones: {wrong[0]}")
             scored[how] = found.log_probs
+        again = engine_scores(parts.engine.group, calling(parts.engine), batch).log_probs
     run.events.say("tokens: the engine scored those that it was given")
     rows = [row for some in all_gather(sequences_of(batch)) for row in some]
-    return Measured(batch=batch, decode=batch.require("rollout_log_probs"), prefill=scored), rows
+    decode = batch.require("rollout_log_probs")
+    return Measured(batch=batch, decode=decode, prefill=scored, again=again), rows
 
 
 def search_sources(baseline: Baseline, parts: Ppo, serving: Serving) -> Answer:
@@ -126,6 +128,7 @@ def search_sources(baseline: Baseline, parts: Ppo, serving: Serving) -> Answer:
         fields=fields,
         flips=flips,
         rounding=baseline.rounding,
+        varies=baseline.varies,
     )
 
 

@@ -86,6 +86,20 @@ def test_a_few_tokens_that_took_other_experts_accuse_nobody() -> None:
     assert not replace(found, rounding=replace(rounding, engine_bulk=1.0e-3)).agrees
 
 
+def test_a_side_that_computes_other_numbers_each_time_is_said() -> None:
+    varies = {"engine": 1e-3, "trainer": 0.15}
+    first = Compared(name="layers.0.self_attn.attn", error=0.5, tokens=1.0, before=0.0)
+    found = replace(answer(source("decode", 0.9)), first=first, varies=varies)
+    assert "the trainer's own log-probs differ by 1.5e-01 from one pass to the next" in found.sentence()
+    assert "engine's own" not in found.sentence(), "rounding may be another one each time"
+    assert "own log-probs" not in replace(found, varies={}).sentence()
+
+
+def test_what_a_setting_leaves_is_said_if_it_is_more_than_rounding() -> None:
+    assert "is gone, and 1.0e-01 is left" in answer(source("decode", 0.1)).sentence()
+    assert "left" not in answer(source("decode", 0.001)).sentence()
+
+
 def test_the_head_is_named_in_half_precision_if_rounding_cannot_be_why() -> None:
     norm = Compared(name="norm", error=0.01, tokens=0.0, before=0.01)
     found = replace(answer(source("decode", 0.9)), compared=[norm], rounding=rounded(1.0, 0.01))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.launching import QUICKSTART, REPOSITORY, Job
+from tests.tools.mismatch.chosen_by_a_second import CHOSEN_LATER
 from tests.tools.mismatch.chosen_by_another import CHOSEN
 from tests.tools.mismatch.sources import PLANTED, Planted
 
@@ -91,7 +92,7 @@ def test_a_planted_source_is_named(planted: Planted, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "planted",
-    [each for each in (*PLANTED, *CHOSEN) if each.name not in QUICK],
+    [each for each in (*PLANTED, *CHOSEN, *CHOSEN_LATER) if each.name not in QUICK],
     ids=name_of,
 )
 def test_every_planted_source_is_named(planted: Planted, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How one source of mismatch is planted, for the two files that have them. Nothing of the harness is imported here.
+"""How one source of mismatch is planted, for the files that have them. Nothing of the harness is imported here.
 
 PLANT names what is planted. SGLang calls `register` in every process of an engine before it builds the model; whoever starts the
 trainer calls `register_in_trainer` there, before it builds its model. The first planted code that runs makes the file that
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FILES = ("planted_sources", "chosen_by_another")
+FILES = ("planted_sources", "chosen_by_another", "chosen_by_a_second")
 PLANTS: dict[str, Callable[[], None]] = {}
 TRAINER_PLANTS: dict[str, Callable[[], None]] = {}
 
