@@ -64,7 +64,7 @@ class LogProbDifference:
 
     mean: float
     bulk: float
-    """Mean of the lower three quarters: few of them are tokens for which a router chose another expert."""
+    """Mean of the three quarters that differ least. Tokens for which a router chose another expert are seldom among them."""
     largest: float
     tokens: int
     percentile_99: float
@@ -123,7 +123,7 @@ class Allowed:
 
 
 def merge(differences: Sequence[LogProbDifference]) -> LogProbDifference:
-    """Merge several rollouts into one: means of all tokens, and the worst of the rest. The bulk is the mean of theirs."""
+    """Merge several rollouts into one. Mean, bulk and k3 are averaged, weighted by tokens; of the rest the worst counts."""
     tokens = sum(each.tokens for each in differences)
     return LogProbDifference(
         mean=sum(each.mean * each.tokens for each in differences) / tokens,

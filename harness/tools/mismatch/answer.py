@@ -20,8 +20,8 @@ this part of what the broad one removes."""
 IN_DECODING = ", in decoding"
 """What is added to a change that was measured on what the engine reports while it generates."""
 ALIKE, FAR = 1.5, 5.0
-"""An engine counts as exact as the trainer if it is at most ALIKE times as far from float32. From FAR times on, it computes something
-else."""
+"""An engine that is at most ALIKE times as far from float32 as the trainer is counts as equally exact. One that is FAR times as far,
+or more, computes something else."""
 HEAD = "head"
 """What comes after the last module whose output is compared: the head, and the log-probs of its logits."""
 
@@ -51,12 +51,12 @@ class Rounding:
     """How far engine and trainer, in half precision, are from a trainer that computes the same tokens in float32."""
 
     engine: float
-    """The mean difference of the engine's log-probs: the largest of decoding and of every way of prefill."""
+    """The mean difference of the engine's log-probs, in decoding or in that way of prefill where it is largest."""
     trainer: float
     """That of the run's own trainer."""
     engine_bulk: float
     trainer_bulk: float
-    """The same of three quarters of the tokens, without those that are furthest away."""
+    """The same two, without the quarter of the tokens that are furthest away."""
 
     @property
     def explains(self) -> bool:
@@ -96,7 +96,7 @@ class Answer:
     rounding: Rounding | None = None
     """None if the run computes in float32, or if no float32 trainer was built."""
     varies: Mapping[str, float] = field(default_factory=dict)
-    """"engine" and "trainer" -> how far its log-probs of the same tokens are apart in two passes, in the mean."""
+    """How far apart two passes of the engine over the same tokens are, and two of the trainer: by side, the mean difference."""
 
     @property
     def agrees(self) -> bool:
@@ -202,10 +202,10 @@ class Answer:
 
     def _hint(self) -> str:
         fields = [f"; the model's config differs: {'; '.join(self.fields[:3])}"] if self.fields else []
-        unsteady = {side: apart for side, apart in self.varies.items() if apart > FLOOR[self.dtype]}
         twice = [
             f"; the {side}'s own log-probs differ by {apart:.1e} from one pass to the next"
-            for side, apart in unsteady.items()
+            for side, apart in self.varies.items()
+            if apart > FLOOR[self.dtype]
         ]
         return "".join([*twice, *fields])
 

@@ -69,7 +69,7 @@ class Recorder:
         return enters
 
     def _is_given_choices(self, name: str) -> Any:
-        """Keep the choice that the experts are given. In transformers 5.12 the block makes it, and no output of the router shows it."""
+        """Record which experts were chosen, from what the experts receive. In transformers 5.12 the block chooses, not the router."""
         parent = name.rpartition(".")[0]
 
         def is_given(module: Any, inputs: Any) -> None:

@@ -115,7 +115,7 @@ class OpenShards:
         self.places, self._maps, self._on_gpu = {}, [], []
 
 
-@torch.no_grad()  # else each to_local() makes a view: with detach() 2.8 ms for the 339 tensors of Qwen2-7B, without either 0.1
+@torch.no_grad()  # with gradients, and by local(), the 339 tensors of Qwen2-7B took 2.8 ms of each pull on a CPU; this takes 0.1
 def have_moved(tensors: Mapping[str, torch.Tensor], exported: RankShards) -> bool:
     """Return whether a shard is not where it was exported any more."""
 

@@ -24,7 +24,7 @@ WIDE, NARROW = (16, 512), (64, 128)
 WORDS = (16, 8, 4, 2, 1)
 """Bytes. A word of 16 is moved as two of 8, but tells the compiler that vectors are aligned."""
 CAST_AT_ONCE = 8
-"""Elements: 16 bytes of the narrowest dtype that anything is cast to."""
+"""Elements that are cast at a time: 16 bytes of a dtype of two bytes, the narrowest that anything is cast to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,12 @@ class TileKind:
     shape: tuple[int, int]
     """Rows and columns of a full tile."""
     aligned: bool
-    """Addresses are multiples of 16 bytes, steps and numbers of columns of `vector` elements, and columns lie side by side."""
+    """Both addresses are multiples of 16 bytes, columns lie side by side, and their number and the steps from row to row are
+    multiples of `vector`."""
 
     @property
     def vector(self) -> int:
-        """How many elements a thread may load or store at a time in an aligned tile: 16 bytes of the narrower side."""
+        """How many elements of an aligned tile a thread moves at a time: 16 bytes on the side with the narrower dtype."""
         return 2 if self.source_dtype == torch.int64 else CAST_AT_ONCE
 
 

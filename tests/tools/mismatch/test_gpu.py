@@ -28,7 +28,7 @@ BELOW_ROUNDING = (
     "decode_attention_in_bfloat16",
     "router_in_bfloat16",
 )
-"""On H100s these move the log-probs by no more than float16 itself. The answer that engine and trainer agree is right there."""
+"""On H100s these move the log-probs by no more than float16's rounding. That engine and trainer agree is a miss, and an expected one."""
 OF_TWO_RANKS = ("double_all_reduce", "expert_parallel_offset", "tensor_rounded_after_sync")
 """What is planted in a collective operation, in experts in parallel, or on the second rank. The others have a GPU each."""
 
@@ -86,7 +86,6 @@ def test_a_planted_source_is_named_on_gpus(planted: Planted, tmp_path: Path) -> 
     note = "" if reached_file(job).exists() else "(never ran) "
     # Also of a miss; pytest -s shows it.
     print(f"\n| {name_of(planted)} | {' or '.join(planted.sources)} | {note}{sentence} |")
-    if planted.name in BELOW_ROUNDING and answer.get("agrees"):
-        assert code == 0 and reached_file(job).exists(), job.output()[-4000:]
-    else:
-        check_answer(planted, code, answer, job)
+    if planted.name in BELOW_ROUNDING and answer.get("agrees") and reached_file(job).exists():
+        pytest.xfail(sentence)
+    check_answer(planted, code, answer, job)

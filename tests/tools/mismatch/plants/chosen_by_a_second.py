@@ -1,5 +1,4 @@
-"""Sources that a second examiner planted, without having read or run the tool before. What must be named for them is in
-tests/tools/mismatch/chosen_by_a_second.py."""
+"""Sources of mismatch that a second examiner chose, in SGLang and in transformers: see planting.py."""
 
 from typing import Any
 

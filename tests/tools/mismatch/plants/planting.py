@@ -1,4 +1,4 @@
-"""How one source of mismatch is planted, for the files that have them. Nothing of the harness is imported here.
+"""What the files with the plants have in common: how one source of mismatch is planted. It imports nothing of the harness.
 
 PLANT names what is planted. SGLang calls `register` in every process of an engine before it builds the model; whoever starts the
 trainer calls `register_in_trainer` there, before it builds its model. The first planted code that runs makes the file that
