@@ -20,7 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -553,6 +553,9 @@ def test_a_damaged_newest_checkpoint_is_refused_before_any_rank_starts(harm: str
 
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=60) | st.recursive(JSON_LEAVES, lambda each: st.dictionaries(KEYS, each) | st.lists(each)))
+@example({"step": None, "ranks": None, "optimizer_steps": None, "checksums": None})
+@example({"step": 10, "ranks": 1, "optimizer_steps": {"actor": 1}, "checksums": [1, 2]})
+@example({"step": 10, "ranks": 1, "optimizer_steps": {"actor": {}}, "checksums": {}})
 def test_whatever_is_in_its_state_is_a_sentence(content: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved_step(Path(folder), 10)

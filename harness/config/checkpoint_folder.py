@@ -38,7 +38,9 @@ class CheckpointState:
         return json.dumps(asdict(self) | {"checksum": _checksum_of(asdict(self))})
 
     def is_consistent(self) -> bool:
-        """Return whether these are numbers, and whether there is one shard for each rank of actor and critic."""
+        """Return whether the fields have their types, and whether there is one shard for each rank of actor and critic."""
+        if not isinstance(self.optimizer_steps, dict) or not isinstance(self.checksums, dict):
+            return False
         numbers = [self.step, self.ranks, *self.optimizer_steps.values(), *self.checksums.values()]
         if not all(type(number) is int and number >= 0 for number in numbers):
             return False
