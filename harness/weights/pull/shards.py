@@ -115,12 +115,12 @@ class OpenShards:
         self.places, self._maps, self._on_gpu = {}, [], []
 
 
-@torch.no_grad()  # with gradients, and by local(), the 339 tensors of Qwen2-7B took 2.8 ms of each pull on a CPU; this takes 0.1
 def have_moved(tensors: Mapping[str, torch.Tensor], exported: RankShards) -> bool:
-    """Return whether a shard is not where it was exported any more."""
+    """Return whether a shard is not where it was exported any more. Asked before each pull."""
 
     def address(tensor: torch.Tensor) -> int:
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+        # DTensor.to_local() takes ten times as long, for autograd: 0.35 ms of each pull for the 339 tensors of Qwen2-7B.
+        return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
     return any(address(tensors[name]) != place.address for name, place in exported.places.items())
 

@@ -23,8 +23,8 @@ FIELDS = ("source", "target", "rows", "columns", "source_step", "target_step", "
 WIDE, NARROW = (16, 512), (64, 128)
 WORDS = (16, 8, 4, 2, 1)
 """Bytes. A word of 16 is moved as two of 8, but tells the compiler that vectors are aligned."""
-CAST_AT_ONCE = 8
-"""Elements that are cast at a time: 16 bytes of a dtype of two bytes, the narrowest that anything is cast to."""
+AT_ONCE = 16
+"""Bytes that a thread loads or stores at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,17 @@ class TileKind:
 
     @property
     def vector(self) -> int:
-        """How many elements of an aligned tile a thread moves at a time: 16 bytes on the side with the narrower dtype."""
-        return 2 if self.source_dtype == torch.int64 else CAST_AT_ONCE
+        """How many elements of an aligned tile a thread moves at a time."""
+        return elements_at_once(self.source_dtype, self.target_dtype)
+
+
+def elements_at_once(source_dtype: torch.dtype, target_dtype: torch.dtype) -> int:
+    """Return how many elements fill one load or store on the side with the wider dtype.
+
+    With twice as many, each thread would load 32 bytes in two halves, and every 32 bytes would cross NVLink twice: float32
+    masters of Qwen2-7B on four H100 took 0.0117 s in place of 0.0081.
+    """
+    return AT_ONCE // max(source_dtype.itemsize, target_dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,8 @@ def _matrices(move: Move) -> tuple[TileKind, np.ndarray]:
         aligned = word == 16
     else:
         steps = [axes[-1][0], *(step for _, *pair in axes[:-1] for step in pair)]
-        aligned = source % 16 == target % 16 == 0 and all(step % CAST_AT_ONCE == 0 for step in steps)
+        vector = elements_at_once(move.source_dtype, move.target_dtype)
+        aligned = source % AT_ONCE == target % AT_ONCE == 0 and all(step % vector == 0 for step in steps)
     columns = axes.pop()
     if (
         columns[0] == 1 and axes

@@ -57,9 +57,10 @@ class PullTransport:
         tensors = weights.tensors
         device = next(iter(tensors.values())).device
         self.sent_bytes = 0
+        moved = self._exported is None or have_moved(tensors, self._exported)
         if device.type == "cuda":
             torch.cuda.synchronize()  # the schedulers do not wait for this rank's streams
-        if any_of(self._exported is None or have_moved(tensors, self._exported), device):
+        if any_of(moved, device):
             self._plan(weights)
         several_engines = len(self.engine.group.ranks) < dist.get_world_size()
         for index, batch in enumerate(self.batches):

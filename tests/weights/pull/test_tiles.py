@@ -131,17 +131,19 @@ for dtypes in ((torch.int64,) * 3, (torch.float32, torch.bfloat16, torch.bfloat1
         signature={"table": "*i64"} | dict.fromkeys(constants, "constexpr"),
         constexprs={(_copy_tiles.arg_names.index(name),): value for name, value in constants.items()},
     )
-    print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"])
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm
+    print(made["ttgir"], made["ptx"])
 """
 
 
-def test_on_a_gpu_a_thread_moves_sixteen_bytes_at_a_time() -> None:
-    """A mask or a stride of which the compiler knows too little makes it move single elements, which takes longer."""
+def test_on_a_gpu_a_thread_loads_sixteen_bytes_at_a_time_and_its_neighbour_the_next_sixteen() -> None:
+    """A mask or a stride of which the compiler knows too little makes it load single elements; longer vectors leave gaps."""
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loads = set(re.findall(r"ld\.global\.(v\d\.b\d+)", done.stdout))
     stores = set(re.findall(r"st\.global\.(v\d\.b\d+|b\d+)", done.stdout))
-    assert loads == {"v2.b64", "v4.b32"} and stores == {"v2.b64", "v4.b32"}
+    assert loads == {"v2.b64", "v4.b32"} and stores == {"v2.b64", "v2.b32"}
+    assert set(re.findall(r"sizePerThread = \[1, (\d+)\]", done.stdout)) == {"2", "4"}
 
 
 def test_a_step_that_is_too_long_for_the_table_is_refused() -> None:
