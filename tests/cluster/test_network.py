@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.cluster.network import HostAddress, NetworkError, agree, choose, own_address, own_interfaces, variables
-from tests.free_port import free_port
+from harness.tools.repro.local_ranks import free_port
 
 INTERFACES = {
     "lo": ["127.0.0.1", "::1"],

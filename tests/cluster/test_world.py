@@ -6,8 +6,8 @@ import torch
 
 from harness.cluster import world
 from harness.cluster.world import Launch, WorldError, choose_device
+from harness.tools.repro.local_ranks import free_port
 from tests.cluster.gloo import on_ranks
-from tests.free_port import free_port
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from harness.runtime.processes import is_alive
-from tests.free_port import free_port
+from harness.tools.repro.local_ranks import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "HARNESS_TEST_JOB"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.tools.repro.local_ranks import free_port
 from tests.end_to_end.launching import REPOSITORY
-from tests.free_port import free_port
 
 SCRIPT = """\
 from harness.config.schema import Config

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from harness.tools.command_line import parse
-from tests.free_port import free_port
+from harness.tools.repro.local_ranks import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCH = REPOSITORY / "launch"

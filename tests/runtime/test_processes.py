@@ -1,5 +1,6 @@
 """Real processes, real files in /dev/shm."""
 
+import ctypes
 import multiprocessing
 import os
 import select
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +185,18 @@ def test_end_does_not_wait_for_a_zombie_that_its_parent_never_reaps() -> None:
     assert grandchild.status() == psutil.STATUS_ZOMBIE
     end_processes({parent.pid: psutil.Process(parent.pid)})
     parent.communicate()
+
+
+def test_a_thread_that_wakes_on_time_has_no_timer_slack_and_the_others_keep_theirs() -> None:
+    def slack() -> int:
+        return int(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK, in ns
+
+    def work() -> int:
+        processes.wake_on_time()
+        return slack()
+
+    before = slack()
+    assert before > 1
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(work).result() == 1
+    assert slack() == before

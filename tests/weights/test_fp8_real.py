@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.free_port import free_port
+from harness.tools.repro.local_ranks import free_port
 from tests.weights.fp8_on_two_ranks import LEFT_OUT, OVERRIDES, OVERRIDES_ON_GPU
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -1,14 +1,17 @@
 """Ranks for cases without torchrun: forked, so that torch is imported once, or one on each of two emulated hosts."""
 
 import datetime
+import errno
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +19,9 @@ from typing import Any, NoReturn
 HOSTS_SCRIPT = str(Path(__file__).resolve().parents[3] / "launch" / "hosts.py")
 PATIENCE_SECONDS = 2.0
 """Time for the other ranks to fail too, once one has failed."""
+PORTS = range(10_000, 20_000)
+"""Below those that Linux gives to connections: a connection could take such a port before it is listened on. Below those of
+engines, too."""
 
 
 def run_ranks(work: Callable[[int], None], ranks: int = 2) -> NoReturn:
@@ -71,6 +77,11 @@ def join_group(seconds: float = 20.0, **options: Any) -> None:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Return a port that was free a moment ago. Raise OSError (EADDRINUSE) if none of many is free."""
+    # From the system's randomness, as programs that are seeded alike would choose the same.
+    for port in random.SystemRandom().choices(PORTS, k=100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError(
+        errno.EADDRINUSE, f"no port of {PORTS.start} to {PORTS.stop - 1} is free on this host; end what uses them"
+    )

@@ -18,7 +18,7 @@ from harness.config.schema import Config, Parallel
 from harness.tools.doctor import examine
 from harness.tools.doctor.facts import RankFacts, collect
 from harness.tools.doctor.job_store import JobStore, connect
-from tests.free_port import free_port
+from harness.tools.repro.local_ranks import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU; test_gpu.py has the others")
