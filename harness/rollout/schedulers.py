@@ -30,6 +30,7 @@ from harness.rollout.engine_errors import EngineFailed, PeerGone, SchedulerFaile
 from harness.rollout.engine_ranks import Group, together
 from harness.rollout.served_models import serve_together
 from harness.runtime import scratch
+from harness.runtime.processes import wake_on_time
 
 T = TypeVar("T")
 
@@ -185,6 +186,8 @@ def start_serving(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]])
 @torch.no_grad()
 def _serve(model: Any, connection: Connection) -> None:
     """Answer requests, one after the other, until the trainer rank disconnects."""
+    # After each blocking call the thread waits SWITCH_SECONDS for the interpreter. Without this a pull of 5 ms took 0.3 ms more.
+    wake_on_time()
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.set_device(device)
