@@ -26,8 +26,8 @@ class Observer:
     """Base class of all observers. Every method does nothing here; override the ones you need.
 
     A run calls its observers in the order in which they were given and waits for each call to return, so an observer
-    may delay the rank or end it. The calls come in this order: launched, phase_begins and phase_ends, met, built,
-    measured, then one of passed and failed, then finished. A rank that is killed makes no more calls. An exception in
+    may delay the rank or end it. The calls come in this order: launched, phase_begins and phase_ends or phase_fails, met,
+    built, measured, then one of passed and failed, then finished. A rank that is killed makes no more calls. An exception in
     launched, phase_begins, met, built or passed ends the run.
     """
 
@@ -42,6 +42,9 @@ class Observer:
 
     def phase_ends(self, phase: str, step: int | None) -> None:
         """React to the end of a phase that did not fail."""
+
+    def phase_fails(self, phase: str, step: int | None) -> None:
+        """React to an exception that leaves a phase. It may be caught: then the run goes on."""
 
     def built(self, name: str, part: Any) -> None:
         """React to a new part of the run: "engine", "sync", "actor" or "critic"."""

@@ -63,6 +63,7 @@ class Watcher(Protocol):
 
     def phase_begins(self, phase: str, step: int | None) -> None: ...
     def phase_ends(self, phase: str, step: int | None) -> None: ...
+    def phase_fails(self, phase: str, step: int | None) -> None: ...
     def failed(self, error: str, traceback: str) -> None: ...
 
 
@@ -130,6 +131,8 @@ class EventLog:
         except BaseException as error:
             with suppress(OSError):  # on a full disk the first failure must be raised
                 self.fact("phase_failed", phase=name, step=step, error=f"{type(error).__name__}: {error}")
+            if self.watcher:
+                self.watcher.phase_fails(name, step)
             raise
         else:
             elapsed = time.monotonic() - started

@@ -139,6 +139,9 @@ class Watcher(Observer):
     def phase_ends(self, phase: str, step: int | None) -> None:
         self.calls.append(("ends", phase))
 
+    def phase_fails(self, phase: str, step: int | None) -> None:
+        self.calls.append(("fails", phase))
+
     def failed(self, error: str, traceback: str) -> None:
         self.calls.append(("failed", error, traceback))
 
@@ -151,7 +154,8 @@ def test_observers_are_called_around_phases_and_at_a_failure_each_in_order(tmp_p
     with pytest.raises(ValueError, match="no"), log.phase("generate", 0):
         raise ValueError("no")
     log.fail("ValueError: no", traceback="where")
-    assert first.calls[1:] == [("ends", "sync"), ("begins", "generate"), ("failed", "ValueError: no", "where")]
+    assert first.calls[1:3] == [("ends", "sync"), ("begins", "generate")]
+    assert first.calls[3:] == [("fails", "generate"), ("failed", "ValueError: no", "where")]
     assert first.calls == second.calls
     last = lines(log.path)[-1]
     assert (last["event"], last["error"], last["traceback"]) == ("failed", "ValueError: no", "where")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ class Changes:
         """
         base, sources, compared, part = self.baseline, list[Source](), list[Compared](), ""
         try:
-            with self._started(change) as changed:
+            with self._started(change) as changed, self._scoring(change):
                 sources.append(self._prefill(change, changed))
                 if compare:
                     part = OUTPUTS
@@ -79,6 +79,10 @@ class Changes:
         is_used = not change.alone or base.group.rank == base.group.head
         with changed_engine(base.run, change, weights, log_dir, self.servers.take(), is_used=is_used) as changed:
             yield changed
+
+    def _scoring(self, change: EngineChange) -> AbstractContextManager[None]:
+        waiting_for = f"the engine with {change.name} {change.how} to score the same tokens; kernels may compile"
+        return self.baseline.run.events.phase("engine_scores", waiting_for=waiting_for)
 
     def _prefill(self, change: EngineChange, changed: ChangedEngine) -> Source:
         base = self.baseline

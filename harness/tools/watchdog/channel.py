@@ -63,6 +63,12 @@ class PhaseEnds(Message, tag="ends"):
     phase: str
 
 
+class PhaseFails(Message, tag="raises"):
+    """An exception left the phase; the rank may catch it."""
+
+    phase: str
+
+
 class Failed(Message, tag="failed"):
     """What is about to end the rank: an error, one that may follow from another rank's, or SIGINT."""
 
@@ -94,7 +100,7 @@ class Met(Message, tag="peers"):
             raise ValueError("own is out of range")
 
 
-_DECODER = msgspec.json.Decoder(Hello | PhaseBegins | PhaseEnds | Failed | Exits | Flush | Met)
+_DECODER = msgspec.json.Decoder(Hello | PhaseBegins | PhaseEnds | PhaseFails | Failed | Exits | Flush | Met)
 
 
 class MalformedError(ValueError):

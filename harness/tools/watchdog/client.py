@@ -173,6 +173,9 @@ class WatchdogObserver(Observer):
             self._place = Place(0, phase, step, inside=False)
         self._send(channel.PhaseEnds(phase))
 
+    def phase_fails(self, phase: str, step: int | None = None) -> None:
+        self._send(channel.PhaseFails(phase))
+
     def interrupted(self, signal_name: str) -> None:
         self._send(channel.Failed("told", f"got {signal_name}, as from Ctrl-C or a job scheduler,"))
 

@@ -80,13 +80,24 @@ class LocalRank:
         self._move(now)
 
     def end(self, name: str, now: float) -> None:
-        """Note that it ended a phase, and with it any that failed inside and was caught."""
-        if ended := [index for index, (begun, _) in enumerate(self.open) if begun.phase == name]:
-            step = self.open[ended[-1]][0].step
-            del self.open[ended[-1] :]
-            if name != RUN:
-                self.place = Place(self.place.progress, name, step, False)
+        """Note that it ended a phase."""
+        ended = self._close(name)
+        if ended and name != RUN:
+            self.place = Place(self.place.progress, name, ended.step, False)
         self._move(now)
+
+    def fail(self, name: str, now: float) -> None:
+        """Note that an exception left a phase. If it is not caught, that phase is still the place of the failure."""
+        self._close(name)
+        self.moved = now
+
+    def _close(self, name: str) -> PhaseBegins | None:
+        """Return the phase of this name that began last, which is not open any more."""
+        for index, (begun, _) in reversed(list(enumerate(self.open))):
+            if begun.phase == name:
+                del self.open[index]
+                return begun
+        return None
 
     def _move(self, now: float) -> None:
         inside = next((begun for begun, _ in reversed(self.open) if begun.phase != RUN), None)
@@ -283,6 +294,8 @@ class Watchdog:
                     self._compare_arrival(rank, now)
             case channel.PhaseEnds(phase):
                 rank.end(phase, now)
+            case channel.PhaseFails(phase):
+                rank.fail(phase, now)
             case channel.Failed(kind, error, trace):
                 named = _PID.search(error)
                 error += self._memory_kill(error, int(named[1]) if named else 0)

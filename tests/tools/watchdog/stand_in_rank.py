@@ -59,6 +59,8 @@ def main() -> None:
             client.phase_begins(phase, int(step))
         elif name == "end":
             client.phase_ends(argument)
+        elif name == "leave":
+            client.phase_fails(argument)
         elif name == "meet":
             run_folder = Path(said.get("run_folder", folder))
             meet(client, folder, said["world_size"], said.get("address", "127.0.0.1"), run_folder)

@@ -125,6 +125,21 @@ def the_rank_that_the_others_wait_for_is_named_at_the_deadline(start: Start) -> 
 
 
 @scenario(by_default=True)
+def a_phase_that_failed_and_was_caught_passes_no_deadline_later(start: Start) -> None:
+    again = "begin:sync:0 leave:sync begin:sync:0 end:sync"
+    hosts = start(ONE, {-1: f"meet {again} begin:sleep:1 wait:2.5 end:sleep bye"}, phase_timeouts={"sync": 1.0})
+    hosts.wait()
+    assert "FIRST FAILURE" not in hosts.said("host0")
+
+
+@scenario(by_default=True)
+def a_failure_is_placed_in_the_innermost_phase_that_it_left(start: Start) -> None:
+    hosts = start(ONE, {1: "meet begin:save:1 begin:sync:1 leave:sync leave:save raise:ValueError:_no", -1: HANG})
+    hosts.wait()
+    assert hosts.verdict("host0").startswith("FIRST FAILURE: rank 1 on host0 failed in sync of step 1")
+
+
+@scenario(by_default=True)
 def a_stopped_rank_is_named_at_the_deadline_and_does_not_stay(start: Start) -> None:
     hosts = start(ONE, {-1: HANG}, phase_timeouts={"sync": 2.0})
     hosts.wait_until_hanging(0, 1)
