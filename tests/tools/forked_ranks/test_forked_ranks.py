@@ -150,7 +150,8 @@ def test_a_signal_to_the_whole_group_ends_all(start: Start) -> None:
     run.ranks()
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.ended() == 1
-    assert run.screen().splitlines().count("KeyboardInterrupt") == 2  # of the ranks, to which torchrun passes it on
+    # Of the ranks, to which torchrun passes it on. They may write at once, so that both stand on one line.
+    assert run.screen().count("KeyboardInterrupt") == 2
 
 
 @both_ways

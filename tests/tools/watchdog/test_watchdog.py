@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from harness.tools.hosts import kernel
@@ -247,17 +249,25 @@ def the_end_of_a_watchdog_is_named_on_every_host(start: Start, harms: tuple[str,
     assert "rank 3 FAILED: the watchdog of host1 is gone, so this rank exits too" in hosts.said("host1")
 
 
+def wait_until_ignored(process: psutil.Process, number: signal.Signals) -> None:
+    status, end = Path(f"/proc/{process.pid}/status"), time.monotonic() + 10
+    while not int(re.findall(r"^SigIgn:\s+(\w+)$", status.read_text(), re.MULTILINE)[0], 16) >> (number - 1) & 1:
+        assert time.monotonic() < end, f"{number.name} is not ignored"
+        time.sleep(0.005)
+
+
 @scenario(by_default=True, number=signal.SIGKILL)
 @scenario(by_default=True, number=signal.SIGSTOP)
 def a_rank_that_fails_together_with_the_watchdog_is_named_by_another_one(start: Start, number: signal.Signals) -> None:
     hosts = start(ONE, {-1: HANG_WITH_CHILD.replace("flush", "scratch flush")})
     hosts.wait_until_hanging(0, 1)
     (watchdog,) = hosts.processes(kind="watchdog")
-    (first,) = [each for each in hosts.processes(kind="stand_in_rank") if each.environ()["RANK"] == "0"]
-    if number == signal.SIGSTOP:  # killed, it may report before it ends
-        first.send_signal(number)
+    first, other = sorted(hosts.processes(kind="stand_in_rank"), key=lambda each: each.environ()["RANK"])
+    first.send_signal(signal.SIGSTOP)  # or it may report before it ends
     watchdog.kill()
-    first.send_signal(number)
+    if number == signal.SIGKILL:
+        wait_until_ignored(other, signal.SIGTERM)  # which it gets as soon as the first has ended
+        first.send_signal(number)
     assert hosts.wait() < 15
     happened = "is stopped" if number == signal.SIGSTOP else "(was killed by SIGKILL|died)"
     pattern = (
