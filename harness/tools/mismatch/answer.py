@@ -20,8 +20,8 @@ this part of what the broad one removes."""
 IN_DECODING = ", in decoding"
 """What is added to a change that was measured on what the engine reports while it generates."""
 ALIKE, FAR = 1.5, 5.0
-"""An engine that is at most ALIKE times as far from float32 as the trainer is counts as equally exact. One that is FAR times as far,
-or more, computes something else."""
+"""If the engine is at most ALIKE times as far from float32 as the trainer, the two count as equally exact. If it is FAR times as
+far or more, it computes something else."""
 HEAD = "head"
 """What comes after the last module whose output is compared: the head, and the log-probs of its logits."""
 
@@ -96,7 +96,7 @@ class Answer:
     rounding: Rounding | None = None
     """None if the run computes in float32, or if no float32 trainer was built."""
     varies: Mapping[str, float] = field(default_factory=dict)
-    """How far apart two passes of the engine over the same tokens are, and two of the trainer: by side, the mean difference."""
+    """By side, engine and trainer, the mean difference between two of its passes over the same tokens."""
 
     @property
     def agrees(self) -> bool:

@@ -64,7 +64,7 @@ class PhaseEnds(Message, tag="ends"):
 
 
 class PhaseFails(Message, tag="raises"):
-    """An exception left the phase; the rank may catch it."""
+    """An exception has left the phase. The rank may still catch it."""
 
     phase: str
 

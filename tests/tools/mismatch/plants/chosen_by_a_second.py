@@ -153,7 +153,7 @@ def last_of_a_full_decode_batch_not_stored() -> None:
 
 @plant
 def residual_in_bfloat16() -> None:
-    """Round the residual that a norm hands on to bfloat16; what the norm itself returns is right."""
+    """Round the residual that a norm passes on to bfloat16. The norm's own output is right."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
@@ -168,7 +168,7 @@ def residual_in_bfloat16() -> None:
 
 @plant_in_trainer
 def trainer_rotary_in_bfloat16() -> None:
-    """Compute the trainer's cos and sin from bfloat16 frequencies, as a model cast with model.to(bfloat16) does to inv_freq."""
+    """Compute the trainer's cos and sin from frequencies in bfloat16, to which model.to(bfloat16) casts inv_freq too."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
     def around(real: Any, self: Any, *args: Any, **kw: Any) -> Any:
