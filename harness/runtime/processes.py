@@ -7,6 +7,7 @@ not import anything of harness. forked_tree.py does the same with a supervisor a
 """
 
 import ctypes
+import fcntl
 import json
 import math
 import os
@@ -55,6 +56,10 @@ _TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 _AT_FDCWD, _STATX_BTIME, _STATX_BYTES, _STATX_BTIME_OFFSET = -100, 0x800, 256, 0x50  # of statx(2)
 _PRCTL = {"PR_SET_PDEATHSIG": 1, "PR_SET_TIMERSLACK": 29, "PR_SET_CHILD_SUBREAPER": 36}
 """Linux's numbers, from <sys/prctl.h>."""
+# From <linux/pidfd.h> of Linux 6.15: the request, its flag for the exit code, and struct pidfd_info, whose first field has
+# the flags and whose last one has the code. The request's number contains the size of the structure.
+_PIDFD_INFO_EXIT, _PIDFD_INFO = 1 << 3, struct.Struct("QQ11Ii")
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class SupervisorKilled(RuntimeError):
@@ -93,6 +98,19 @@ def wait_status(pid: int) -> int | None:
     """
     fields = stat_fields(pid)
     return int(fields[_EXIT_CODE]) if fields and fields[_STATE] == "Z" else None
+
+
+def status_after_reaping(pidfd: int) -> int | None:
+    """Return the status of a process whose parent has waited for it; None before that, and before Linux 6.15.
+
+    pidfd: a descriptor from os.pidfd_open(), made while the process existed.
+    """
+    try:
+        answer = fcntl.ioctl(pidfd, _PIDFD_GET_INFO, _PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+    except OSError:  # before 6.15; or the process has ended, and nobody has waited for it
+        return None
+    flags, *_, status = _PIDFD_INFO.unpack(answer)
+    return int(status) if flags & _PIDFD_INFO_EXIT else None
 
 
 def descendants() -> dict[int, psutil.Process]:

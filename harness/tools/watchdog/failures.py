@@ -15,7 +15,7 @@ Kind = Literal[
     "echo",  # the same, but of a kind that may be the consequence of a failure elsewhere
     "ended",  # a rank got a signal that torchrun, a job scheduler or kill sends
     "told",  # a rank got SIGINT, which torchrun passes on and never sends by itself
-    "vanished",  # a rank's process is gone, and only torchrun knows how it ended
+    "vanished",  # a rank's process is gone, and only torchrun knows how it ended (rare; not from Linux 6.15 on)
     "died",  # a rank's process ended without a report
     "launcher",  # torchrun is gone
     "watchdog",  # the watchdog of a host ended, or is stopped

@@ -13,7 +13,7 @@ from signal import Signals
 import psutil
 
 from harness.runtime.errors import SPEAKS_LAST
-from harness.runtime.processes import is_alive, stat_fields, wait_status, with_variable
+from harness.runtime.processes import is_alive, stat_fields, status_after_reaping, wait_status, with_variable
 
 MARK = "HARNESS_WATCHDOG"
 """Variable with the name of the watchdog, inherited by every process that a rank starts."""
@@ -65,11 +65,11 @@ class Descendants:
 
 
 class ExitWatch:
-    """Notes how a process ends, at that moment: torchrun reaps ten times a second, and /proc forgets."""
+    """Notes how a process ends, at that moment: torchrun waits for a rank that it ends, and then /proc forgets it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.how: str | None = None  # as from how_it_ended; None while it is alive, or if that was not seen
+        self.how: str | None = None  # as from how_it_ended
         self.over = threading.Event()  # set at its end, and if it cannot be watched
         threading.Thread(target=self._wait, name=f"exit of {pid}", daemon=True).start()
 
@@ -77,14 +77,19 @@ class ExitWatch:
         with suppress(OSError):  # it has ended, or this kernel has no pidfd
             descriptor = os.pidfd_open(self.pid)
             select.select([descriptor], [], [])
-            self.how = how_it_ended(self.pid)
+            self.how = how_it_ended(self.pid, descriptor)
             os.close(descriptor)
         self.over.set()
 
 
-def how_it_ended(pid: int) -> str | None:
-    """Return "was killed by SIGKILL" or the like for a zombie; None if it is alive, or has been reaped."""
+def how_it_ended(pid: int, pidfd: int | None = None) -> str | None:
+    """Return "was killed by SIGKILL" or the like for a process that has ended; None if it is alive.
+
+    None too if its parent has waited for it, unless there is a descriptor of it, on Linux 6.15 or later.
+    """
     status = wait_status(pid)
+    if status is None and pidfd is not None:
+        status = status_after_reaping(pidfd)
     return None if status is None else describe_status(status)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +18,14 @@ import psutil
 
 from harness.runtime.processes import is_alive
 
+LINUX = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 MARK = "HARNESS_TEST_JOB"
 AGENT = Path(__file__).with_name("stand_in_agent.py")
+
+
+def ended(how: str) -> str:
+    """Return a pattern: before 6.15, Linux may forget how a rank ended before the watchdog looks."""
+    return how if LINUX >= (6, 15) else f"({how}|died)"
 
 
 @dataclass

@@ -14,6 +14,7 @@ from harness.tools.fault_spec import ANYWHERE
 from harness.tools.hosts import kernel
 from harness.tools.inject import SLOW_SECONDS
 from tests.end_to_end.launching import QUICKSTART, WAYS, Job, Launcher, both_ways
+from tests.tools.watchdog.hosts import ended
 
 pytestmark = pytest.mark.slow
 
@@ -60,17 +61,17 @@ def test_a_fault_ends_the_run_in_time_and_is_named(tmp_path: Path, kind: str, ph
         return
     named = {
         "exception": rf"rank 1 on \S+ failed {at} at .*: InjectedFault: ",
-        "kill": rf"rank 1 on \S+ (was killed by SIGKILL|died) {at} at ",
+        "kill": rf"rank 1 on \S+ {ended('was killed by SIGKILL')} {at} at ",
         "stop": rf"rank 1 on \S+ was stopped {at} \(SIGSTOP",
         # The whole job's deadline passes on both ranks at once; rank 0 is one phase further then.
         "hang": rf"deadline of 3 s passed ({at}{'|in inputs of step 0' * (phase == RUN)}): rank 1 on \S+ (was|is) ",
         "oom": rf"rank 1 on \S+ failed {at} at .*: MemoryError: ",
         "full-disk": rf"rank [01] on \S+ failed {at} at .*: OSError: \[Errno 28\] No space left on device",
     }
-    ended = check_end(job, verdict=named[kind])
+    end = check_end(job, verdict=named[kind])
     assert set(kept_codes(job)) <= {124 if deadline else 1}
     for fault in (event for event in job.events(1) if event["event"] == "injected"):
-        assert ended - fault["time"] < deadline + END_SECONDS
+        assert end - fault["time"] < deadline + END_SECONDS
 
 
 def expected_place(phase: str) -> str:
@@ -89,8 +90,8 @@ REAL = {
     "dropped-bucket@sync:1:1": r"rank [01] on \S+ failed (in|after) \w+ of step 1 at .*: WeightsDidNotArrive: step 1: .*",
     "lost-message@sync:1:1": r"deadline of 20 s passed in sync of step 1: ",
     "exception@import_sglang:1": r"rank 1 on \S+ failed in import_sglang at .*: InjectedFault",
-    "kill@start_engine:1": r"rank 1 on \S+ (was killed by SIGKILL|died) in start_engine at ",
-    "kill@generate:0:1": r"rank 0 on \S+ (was killed by SIGKILL|died) in generate of step 1 at ",
+    "kill@start_engine:1": rf"rank 1 on \S+ {ended('was killed by SIGKILL')} in start_engine at ",
+    "kill@generate:0:1": rf"rank 0 on \S+ {ended('was killed by SIGKILL')} in generate of step 1 at ",
     "hang@sync:1:1": r"deadline of 20 s passed in sync of step 1: rank 1 on \S+ is stuck in it",
     "stop@update_actor:1:1": r"rank 1 on \S+ (was|is) stopped in update_actor of step 1 ",
 }
@@ -114,21 +115,21 @@ def test_the_same_with_real_engines(tmp_path: Path, fault: str, transport: str, 
 def check_end(job: Job, verdict: str) -> float:
     """Wait for the end of a job, which must report this first failure last, and leave nothing behind. Return its time."""
     memory: set[Path] = set()
-    end = time.monotonic() + 500
+    until = time.monotonic() + 500
     while job.process.poll() is None:
-        assert time.monotonic() < end, job.output()
+        assert time.monotonic() < until, job.output()
         job.look()
         memory |= shared_memory_files(process.pid for process in job.seen)
         time.sleep(0.5)
     assert job.left_behind() == []
-    ended = time.time()
+    end = time.time()
     said = job.output().splitlines()
     first = max(index for index, line in enumerate(said) if line.startswith("FIRST FAILURE: "))
     assert re.match(f"FIRST FAILURE: {verdict}", said[first]), job.output()
     assert said[-1].startswith("  reported by the watchdog on ")
     assert not any("ChildFailedError" in line for line in said[first:])
     assert [file for file in memory if file.exists()] == []
-    return ended
+    return end
 
 
 def kept_codes(job: Job) -> list[int]:
@@ -140,7 +141,7 @@ SCHEDULER = r"engine process sglang::scheduler\S* \(pid \d+\)"
 IN_A_PULL = {
     "scheduler killed": (1, rf"rank 0 on \S+ .* in sync of step 1 at .*: {SCHEDULER} died of SIGKILL"),
     "scheduler stopped": (124, rf"{SCHEDULER} .*was stopped in sync of step 1 "),
-    "trainer killed": (1, r"rank 1 on \S+ (was killed by SIGKILL|died) in sync of step 1 at "),
+    "trainer killed": (1, rf"rank 1 on \S+ {ended('was killed by SIGKILL')} in sync of step 1 at "),
 }
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from harness.tools.hosts import kernel
-from tests.tools.watchdog.hosts import Hosts
+from tests.tools.watchdog.hosts import Hosts, ended
 
 ONE = {"host0": [0, 1]}
 TWO = {"host0": [0, 1], "host1": [2, 3]}
@@ -98,7 +98,7 @@ def a_killed_rank_is_named_with_its_signal(start: Start, number: signal.Signals)
     hosts.wait()
     for host in TWO:
         pattern = (
-            rf"FIRST FAILURE: rank 3 on host1 (was killed by {number.name}|died) in generate of step 1 at {TIME}.*"
+            rf"FIRST FAILURE: rank 3 on host1 {ended(f'was killed by {number.name}')} in generate of step 1 at {TIME}.*"
         )
         assert re.fullmatch(pattern, hosts.verdict(host))
 
@@ -107,7 +107,7 @@ def a_killed_rank_is_named_with_its_signal(start: Start, number: signal.Signals)
 def a_silent_exit_is_named_with_its_code(start: Start) -> None:
     hosts = start(ONE, {1: "meet begin:sync:0 exit:7", -1: HANG})
     hosts.wait()
-    assert re.match("FIRST FAILURE: rank 1 on host0 (ended with exit code 7|died)", hosts.verdict("host0"))
+    assert re.match(f"FIRST FAILURE: rank 1 on host0 {ended('ended with exit code 7')}", hosts.verdict("host0"))
 
 
 @scenario(by_default=True)
@@ -335,7 +335,7 @@ def a_run_that_is_told_to_end_says_so(start: Start) -> None:
     hosts.harm(signal.SIGTERM, "host0", "stand_in_rank")
     hosts.wait()
     assert re.search(
-        r"ranks? \d on host0 (was killed by SIGTERM|died).* in sync of step 1 at",
+        rf"ranks? \d on host0 {ended('was killed by SIGTERM')}.* in sync of step 1 at",
         hosts.verdict("host0"),
     )
 
