@@ -144,8 +144,7 @@ class Ppo:
         """
         config = self.config.rollout
         prompts = [prompt for prompt in self.engine_prompts(index) for _ in range(config.responses_per_prompt)]
-        sampling = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
-        own, responses, scores = self.responses(prompts, sampling, self.routed_shape)
+        own, responses, scores = self.responses(prompts, config.sampling, self.routed_shape)
         if weight_version is not None:
             check_weight_version(responses, weight_version)
         pad_id = self.tokenizer.pad_token_id or 0

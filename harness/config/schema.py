@@ -204,6 +204,11 @@ class Rollout:
         """Whether the run has an engine and a learner."""
         return not (self.load or self.only)
 
+    @property
+    def sampling(self) -> dict[str, float]:
+        """How a rollout samples, as SGLang names it."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
 
 @dataclass(kw_only=True, slots=True)
 class Validation:

@@ -4,7 +4,7 @@ import io
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -55,6 +55,8 @@ class StepTable:
     response_tokens: float
     matmul_flops: float
     """Per second, of the slowest rank."""
+    sampling_seconds: float
+    """Of SGLang's bench when it samples and returns log-probs as the rollout does; the limit of generation is greedy."""
     phases: Sequence[PhaseRow]
 
     def of(self, *names: str) -> tuple[float, float]:
@@ -100,7 +102,7 @@ class StepBench:
                 tokens.append((metrics["tokens"], metrics["response_tokens"]))
         events.say("measuring the limits")
         with events.phase("bench", waiting_for="SGLang's bench and the trainer's matrix rate"):
-            limits, rate = measure_limits(ppo, 1 + self.repeats, tokens[-1][0])
+            limits, rate, sampling_seconds = measure_limits(ppo, 1 + self.repeats, tokens[-1][0])
         shut_down(ppo)
         seconds = {phase: median(step.get(phase, 0.0) for step in steps) for phase in steps[0]}
         table = StepTable(
@@ -109,6 +111,7 @@ class StepBench:
             tokens=median(each[0] for each in tokens),
             response_tokens=median(each[1] for each in tokens),
             matmul_flops=rate,
+            sampling_seconds=sampling_seconds,
             phases=[PhaseRow(phase=phase, seconds=each, limit=limits.get(phase)) for phase, each in seconds.items()],
         )
         if events.console:
@@ -124,8 +127,8 @@ def random_prompts(prompts: Sequence[Prompt], size: int, tokens: int) -> list[Pr
     return [replace(prompt, input_ids=[draw.randrange(tokens) for _ in range(size)]) for prompt in prompts]
 
 
-def measure_limits(ppo: Ppo, index: int, tokens: float) -> tuple[dict[str, float], float]:
-    """Return the limit of each phase that has one, in seconds, and the slowest rank's FLOPs per second in matrix products.
+def measure_limits(ppo: Ppo, index: int, tokens: float) -> tuple[dict[str, float], float, float]:
+    """Return the limit of each phase that has one, in seconds, and two numbers of StepTable: matmul_flops, sampling_seconds.
 
     tokens: how many the measured steps computed. A collective call of all ranks; step `index` is rolled out for it.
     """
@@ -144,13 +147,18 @@ def measure_limits(ppo: Ppo, index: int, tokens: float) -> tuple[dict[str, float
     ppo.sync_weights(index)
     with actor.on_device():
         limits["sync"] = all_gather_row(ppo.sync.weights, ppo.world, repeats=5).seconds
-    limits["generate"] = generation_limit(ppo, index, rollout)
+    limits["generate"], sampling_seconds = (
+        sglangs_bench(ppo, index, rollout, sampling) for sampling in (None, config.rollout.sampling)
+    )
     ppo.memory.release_all()
-    return limits, min(all_gather(rate))
+    return limits, min(all_gather(rate)), sampling_seconds
 
 
-def generation_limit(ppo: Ppo, index: int, rollout: Batch) -> float:
-    """Return the seconds of SGLang's own bench with the step's prompts and lengths, on all engines at once; the slowest counts."""
+def sglangs_bench(ppo: Ppo, index: int, rollout: Batch, sampling: Mapping[str, float] | None) -> float:
+    """Return the seconds of SGLang's own bench with the step's prompts and lengths, on all engines at once; the slowest counts.
+
+    sampling: as for offline_throughput.
+    """
     repeated = [
         each.input_ids for each in ppo.engine_prompts(index) for _ in range(ppo.config.rollout.responses_per_prompt)
     ]
@@ -163,7 +171,7 @@ def generation_limit(ppo: Ppo, index: int, rollout: Batch) -> float:
     for _ in range(2):  # the first compiles kernels that only greedy sampling needs
         engine.flush_cache()
         dist.barrier()
-        seconds.append(engine.call_engine(lambda sglang_engine: offline_throughput(sglang_engine, repeated, lengths)))
+        seconds.append(engine.call_engine(lambda it: offline_throughput(it, repeated, lengths, sampling)))
         dist.barrier()
     return float(max(all_gather(min(seconds))))
 
@@ -228,7 +236,7 @@ def verdict(table: StepTable) -> str:
     rest = table.seconds - generate - learner - sync
     return (
         f"PASSED: a step of {table.seconds:.3f} s; generation {table.response_tokens / generate:.0f} tokens/s, {bench / generate:.2f}"
-        f" of SGLang's own bench; learner {least / learner:.2g} of {table.matmul_flops / 1e12:.3g} TFLOP/s a rank; sync {sync:.4f} s"
+        f" of SGLang's own bench ({table.sampling_seconds / generate:.2f} if it samples and returns log-probs too); learner {least / learner:.2g} of {table.matmul_flops / 1e12:.3g} TFLOP/s a rank; sync {sync:.4f} s"
         f" (all-gather {gather:.4f}); everything else {rest / table.seconds:.1%};"
         f" engine preset {table.preset}"
     )

@@ -20,6 +20,7 @@ TABLE = StepTable(
     tokens=1000.0,
     response_tokens=500.0,
     matmul_flops=7e14,
+    sampling_seconds=4.9,
     phases=[
         PhaseRow(phase="sync", seconds=0.5, limit=0.25),
         PhaseRow(phase="generate", seconds=5.0, limit=4.5),
@@ -32,7 +33,7 @@ TABLE = StepTable(
 
 def test_each_part_stands_beside_its_limit_and_the_rest_is_what_no_part_took() -> None:
     said = verdict(TABLE)
-    assert "generation 100 tokens/s, 0.90 of" in said
+    assert "generation 100 tokens/s, 0.90 of" in said and "(0.98 if it samples" in said
     assert "learner 0.5 of 700 TFLOP/s" in said
     assert "everything else 5.0%" in said  # 10 - 5 - 4 - 0.5, of 10
     assert said.endswith("engine preset sglang")
@@ -79,6 +80,7 @@ class Answering:
 
     def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]], **named: Any) -> list[Any]:
         assert all(each["ignore_eos"] for each in sampling_params) and isinstance(input_ids[0][0], int)
+        print(named["return_logprob"], {each["temperature"] for each in sampling_params})
         return [{"meta_info": {"completion_tokens": each["max_new_tokens"] - self.missing}} for each in sampling_params]
 
     def get_server_info(self) -> dict[str, Any]:
@@ -91,6 +93,7 @@ activate()
 from harness.tools.step_bench.sglang_bench import offline_throughput
 from tests.tools.step_bench.test_step_bench import Answering
 print(offline_throughput(Answering(0), [[1, 2], [3]], [4, 5]) >= 0)
+print(offline_throughput(Answering(0), [[1, 2], [3]], [4, 5], {"temperature": 0.7}) >= 0)
 offline_throughput(Answering(1), [[1, 2], [3]], [4, 5])
 """
 
@@ -99,7 +102,7 @@ offline_throughput(Answering(1), [[1, 2], [3]], [4, 5])
 def test_sglangs_bench_takes_token_ids_and_its_answers_are_counted() -> None:
     command = [sys.executable, "-c", SGLANGS_BENCH]  # importing sglang takes a process of its own
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["True"]
+    assert done.stdout.splitlines()[:4] == ["False {0}", "True", "True {0.7}", "True"]
     assert "SGLang's bench made 7 tokens instead of 9" in done.stderr
 
 
