@@ -42,10 +42,9 @@ from harness.config.checkpoint_folder import (
     read_state,
     shard_of,
 )
-from harness.config.layers import ConfigError, shown, to_toml
+from harness.config.layers import ConfigError, shown, to_redacted_toml
 from harness.config.run_folder import CONFIG, FOLDER_MODE
 from harness.config.schema import Config
-from harness.runtime import redact
 from harness.runtime.events import EventLog
 from harness.trainer.actor import Actor
 from harness.trainer.critic import Critic
@@ -147,7 +146,7 @@ class Checkpoints:
                 self.sync.save_model(partial, self.source)
             checksums = {name: each for of_rank in all_gather(checksums) for name, each in of_rank.items()}
             if rank == 0:
-                (partial / CONFIG).write_text(redact.text(to_toml(self.config)), encoding="utf-8")
+                (partial / CONFIG).write_text(to_redacted_toml(self.config), encoding="utf-8")
                 checksums[CONFIG] = checksum(partial / CONFIG)
                 (partial / STATE).write_text(self._state(step, checksums).to_json(), encoding="utf-8")
                 _publish(partial, target)
@@ -174,8 +173,11 @@ class Checkpoints:
         """
         with self.events.phase("load_checkpoint", waiting_for=f"all ranks to load {folder}"):
             state = read_state(folder)
-            saved_config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            now = tomllib.loads(redact.text(to_toml(self.config)))
+            try:
+                saved_config = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            except tomllib.TOMLDecodeError as error:
+                raise damaged(folder, CONFIG, "is not TOML") from error
+            now = tomllib.loads(to_redacted_toml(self.config))
             changes = list(config_changes(folder, saved_config, now))
             for learner in self.learners:
                 if learner.role not in state.optimizer_steps:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from harness.config.schema import Config
+from harness.runtime import redact
 
 COMMAND_LINE = "command line"
 KINDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
@@ -66,10 +67,30 @@ def build_config(layers: Iterable[Layer]) -> Config:
 
 def to_toml(config: Config) -> str:
     """Write the whole config as TOML that read_layer reads back to an equal Config."""
+    return _sections_as_toml(dataclasses.asdict(config))
+
+
+def to_redacted_toml(config: Config) -> str:
+    """Write the whole config as TOML, as others may see it: without the values that are secrets."""
+    return _sections_as_toml(redact.values(dataclasses.asdict(config)))
+
+
+def _sections_as_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     lines: list[str] = []
-    for section, values in dataclasses.asdict(config).items():
+    for section, values in sections.items():
         lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in values.items()), ""]
     return "\n".join(lines)
+
+
+def refuse_redacted(config: Config) -> None:
+    """Raise ConfigError for a value that was left out when the config was written, as in the config.toml of a run."""
+    for section, table in dataclasses.asdict(config).items():
+        for name, value in table.items():
+            if left_out := redact.MARK.search(toml_value(value)):
+                raise ConfigError(
+                    f"{section}.{name} has {left_out[0]} where a secret was left out when the file was written; give it with"
+                    f" --{section}.{name}."
+                )
 
 
 def digest(config: Config) -> str:

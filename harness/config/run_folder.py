@@ -10,9 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from harness.config.layers import ConfigError, shown, to_toml
+from harness.config.layers import ConfigError, shown, to_redacted_toml
 from harness.config.schema import Config
-from harness.runtime import redact
 
 CONFIG, EVENTS = "config.toml", "events"
 """A directory with one of these belongs to a run."""
@@ -64,16 +63,23 @@ def check_run_folder(given: str) -> None:
         raise ConfigError(f"run.dir = {shown(given)} holds an earlier run; give another folder, or remove it.")
     if folder.is_dir() and (why := open_to_others(folder)):
         raise ConfigError(f"run.dir = {shown(given)} cannot be used: {why}; give another folder.")
+    check_writable("run.dir", given)
+
+
+def check_writable(key: str, given: str) -> None:
+    """Raise ConfigError if a run could not make the folder that this key names, or not write to it. Do not make it."""
+    folder = Path(given).resolve()
     there = next(each for each in (folder, *folder.parents) if each.exists())
+    what = "written to" if there == folder else "made"
     if not there.is_dir():
-        raise ConfigError(f"run.dir = {shown(given)} cannot be made: {there} is a file; give another folder.")
+        raise ConfigError(f"{key} = {shown(given)} cannot be {what}: {there} is a file; give another folder.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"run.dir = {shown(given)} cannot be made: you may not write to {there}; give another folder."
+            f"{key} = {shown(given)} cannot be {what}: you may not write to {there}; give another folder."
         )
 
 
 def write_config(folder: Path, config: Config, device: Literal["cpu", "cuda"]) -> None:
     """Write the config of a run, with the device that it runs on. Written again once the config is resolved."""
     resolved = replace(config, engine=replace(config.engine, device=device))
-    (folder / CONFIG).write_text(redact.text(to_toml(resolved)), encoding="utf-8")
+    (folder / CONFIG).write_text(to_redacted_toml(resolved), encoding="utf-8")

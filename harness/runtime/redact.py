@@ -8,6 +8,7 @@ guess one.
 import hashlib
 import re
 from collections.abc import Mapping
+from typing import Any
 
 SECRET_WORD = re.compile(
     r"(KEY|TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTH|AUTHORIZATION|COOKIE|BEARER)$", re.IGNORECASE
@@ -30,10 +31,14 @@ LONGEST_USER = 15
 """A longer name before the host of a URL, without a password, is taken for a token."""
 ASSIGNED = re.compile(
     r"(?P<name>(?:(?:api|access|private|secret|account|encryption)_?key|(?:api|access|auth|hf|hub|refresh|session)_?token"
-    r"|secret|passw(?:or)?d|passphrase|credentials?)(?:_id)?[\"']?\s*[=:]\s*[\"']?)(?P<value>[^\s\"',;()\[\]{}<&]+)",
+    r"|secret|passw(?:or)?d|passphrase|credentials?)(?:_id)?\\?[\"']?\s*[=:]\s*(?:\\?[\"'])?)"
+    r"(?P<value>(?!\\)(?:[^\s\"',;()\[\]{}<&\\]|\\(?![\"']))+)",
     re.IGNORECASE,
 )
-"""NAME=value in free text, as a command line, TOML, JSON or a Python repr writes it. `name` is the end of the name."""
+"""NAME=value in free text, as a command line, TOML, JSON or a Python repr writes it, also inside another string.
+
+`name` is the end of the name. A backslash that belongs to the quotes stays, or what is left could not be read any more.
+"""
 
 
 def is_secret(name: str) -> bool:
@@ -56,6 +61,18 @@ def variable(name: str, value: str) -> str:
 def variables(given: Mapping[str, str]) -> dict[str, str]:
     """Return variables as they may be shown."""
     return {name: variable(name, value) for name, value in given.items()}
+
+
+def values(given: Any, name: str = "") -> Any:
+    """Return a value of a config, and all that is in it, as it may be written. Tables stay tables, and lists stay lists."""
+    if isinstance(given, Mapping):
+        return {key: values(each, key) for key, each in given.items()}
+    if isinstance(given, list | tuple):
+        return [values(each, name) for each in given]
+    if isinstance(given, str):
+        return variable(name, given)
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return mark(str(given)) if is_number and is_secret(name) and not HARMLESS.fullmatch(str(given)) else given
 
 
 def text(given: str) -> str:

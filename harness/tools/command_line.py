@@ -28,6 +28,7 @@ from harness.config.layers import (
     nearest,
     override_layer,
     read_layer,
+    refuse_redacted,
     toml_value,
 )
 from harness.config.resolve import SECTIONS, resolve
@@ -100,6 +101,8 @@ def parse(
         overrides = [pair for pair in overrides if pair[0] != "run.inject"]
         overrides.append(("run.inject", json.dumps(options.inject)))
     config = build_config([*base, *map(read_layer, files), override_layer(overrides)])
+    if not base:
+        refuse_redacted(config)
     resolve(config, sections=sections)
     for text in config.run.inject:
         try:

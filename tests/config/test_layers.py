@@ -1,5 +1,6 @@
 """Properties: what to_toml writes, read_layer reads back; later layers win key by key; the digest follows the values."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.layers import Layer, build_config, digest, read_layer, to_toml
+from harness.config.layers import ConfigError, Layer, build_config, digest, read_layer, to_redacted_toml, to_toml
 from harness.config.schema import Config
 from harness.tools.command_line import parse
 
@@ -30,6 +31,19 @@ def test_resolved_config_reads_back(args: dict[str, object], template: str, rate
     config.engine.args, config.task.template, config.actor.learning_rate = args, template, rate
     table = tomllib.loads(to_toml(config))
     assert build_config([Layer(source="file", table=table)]) == config
+
+
+@pytest.mark.parametrize("template", ['password="{question}"', "Secret:\n{question}", "{question}"])
+def test_what_a_run_writes_reads_back_without_its_secrets(template: str, tmp_path: Path) -> None:
+    file, args = tmp_path / "config.toml", {"api_key": "correcthorse", "page_size": 16}
+    given = ["--task.template", template, "--engine.args", json.dumps(args).replace(":", " =")]
+    file.write_text(to_redacted_toml(parse(given).config))
+    assert "correcthorse" not in file.read_text()
+    read = build_config([read_layer(str(file))])
+    assert (read.task.template, read.engine.args["page_size"]) == (template, 16)
+    with pytest.raises(ConfigError, match=r"^engine.args has \[redacted [0-9a-f]{4}\] where a secret was left out"):
+        parse([str(file)])
+    assert parse([str(file), "--engine.args.api_key", "x"]).config.engine.args["api_key"] == "x"
 
 
 def test_later_layers_win_key_by_key(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_two_secrets_get_different_marks() -> None:
         ("ServerArgs(api_key='tops3cret', tp_size=2)", "tops3cret"),
         ('{"admin_api_key": "tops3cret"}', "tops3cret"),
         ("ssl_keyfile_password: tops3cret", "tops3cret"),
+        ('run: "{\\"api_key\\": \\"tops3cret\\"}"', "tops3cret"),
         ("Authorization: Bearer abc.def-ghi12345", "abc.def-ghi12345"),
         ("pip install -i https://me:pa55w0rd@host.example/simple x", "pa55w0rd"),
         ("ValueError: bad AKIAIOSFODNN7EXAMPLE in request", "AKIAIOSFODNN7EXAMPLE"),
@@ -100,6 +102,24 @@ def test_no_file_of_a_run_has_a_secret(tmp_path: Path) -> None:
     assert sum("[redacted " in text for text in made) == 3, "report.md, report.html, export"
     for text in made:
         assert not [each for each in HIDDEN if each in text]
+
+
+@pytest.mark.parametrize(
+    "text", ['password="{question}"', "Secret:\n{question}", "it's a \"secret='x\\y\"", 'token: "a\\"']
+)
+def test_redacted_text_in_quotes_is_still_that_text_in_quotes(text: str) -> None:
+    for quoted, read in ((json.dumps(text), json.loads), (repr(text), literal_eval)):
+        assert isinstance(read(redact.text(quoted)), str)
+
+
+def test_a_table_keeps_its_shape() -> None:
+    given = {"api_key": 123456789, "hub": {"hf_token": "abcdefgh", "size": 123456789}, "stop_token_ids": [151645]}
+    given |= {"ssl": ["--password=hunter2"], "on": True, "key": None, "text": 'password="{question}"'}
+    made = redact.values(given)
+    assert (made["hub"]["size"], made["stop_token_ids"], made["on"], made["key"]) == (123456789, [151645], True, None)
+    assert made["text"] == given["text"]
+    for hidden in (made["api_key"], made["hub"]["hf_token"], made["ssl"][0].removeprefix("--password=")):
+        assert redact.MARK.fullmatch(hidden)
 
 
 @pytest.mark.parametrize("part", ["a", "x_", "secret", "eyJ-", "://a:", "token "])

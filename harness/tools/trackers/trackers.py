@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.config.layers import ConfigError, to_toml
+from harness.config.layers import ConfigError, to_redacted_toml
 from harness.config.schema import Config
 from harness.observer import Observer, RunContext
-from harness.runtime import redact
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def open_tensorboard(run: RunContext) -> Tracker:
 
     folder = run.folder / "tensorboard"
     writer = SummaryWriter(str(folder))
-    writer.add_text("config", f"```\n{redact.text(to_toml(run.config))}```")
+    writer.add_text("config", f"```\n{to_redacted_toml(run.config)}```")
 
     def write(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -57,7 +56,7 @@ def open_wandb(run: RunContext) -> Tracker:
     started = wandb.init(
         project=trackers.project or None,  # None: WANDB_PROJECT counts
         name=trackers.experiment or run.folder.name,
-        config=tomllib.loads(redact.text(to_toml(run.config))),
+        config=tomllib.loads(to_redacted_toml(run.config)),
         dir=str(run.folder),
         mode=mode,
         settings=wandb.Settings(console="off", silent=True),  # the console is the harness's
