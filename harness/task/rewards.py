@@ -21,7 +21,9 @@ MakeReward = Callable[[Iterable["Row"]], Reward]
 """(rows that it will score) -> the reward. Raises ValueError if it cannot score one of them."""
 
 _MARK = "####"
-_MARKS_AT_THE_END = re.compile(rf"(?:\s*{_MARK})+\s*$")
+# A response may be one character many thousand times, so these take time in proportion to its length: the first is matched
+# with the text backwards, from its end, and possessive quantifiers (*+) keep what they took.
+_MARKS_AT_THE_END = re.compile(rf"\s*+(?:{_MARK}\s*+)*+")
 _CURRENCY = "[$\u20ac\u00a3\u00a5\u20b9]"
 _SIGN = "[-+\u2212]"
 _NUMBER = re.compile(
@@ -29,7 +31,7 @@ _NUMBER = re.compile(
     r"(?P<digits>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 # Text after a number that would make it another number: 1,23  1.2.3  1e3  1/2  3-4  3 + 4  12:30  5 000  2 1/2
-_CONTINUES = re.compile(r"[.,][0-9]|[eE][-+]?[0-9]|[ \t]*[-+\u2212*/^:=]?[ \t]*[0-9]")
+_CONTINUES = re.compile(r"[.,][0-9]|[eE][-+]?[0-9]|[ \t]*+(?:[-+\u2212*/^:=][ \t]*+)?[0-9]")
 
 
 def extract_answer(text: str) -> Decimal | None:
@@ -42,7 +44,8 @@ def extract_answer(text: str) -> Decimal | None:
     "1.2.3", "1e3" (GSM8K has no exponents), "1/2", "3-4", "3 + 4", "12:30", "5 000". Words before the number are refused too:
     "#### about 5".
     """
-    _, mark, tail = _MARKS_AT_THE_END.sub("", text).rpartition(_MARK)
+    ending = _MARKS_AT_THE_END.match(text[::-1])
+    _, mark, tail = text[: len(text) - (ending.end() if ending else 0)].rpartition(_MARK)
     line = tail.lstrip().partition("\n")[0] if mark else ""
     match = _NUMBER.match(line)
     if match is None or _CONTINUES.match(line, match.end()):

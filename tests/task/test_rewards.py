@@ -1,4 +1,5 @@
 import json
+import time
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -131,6 +132,30 @@ def test_any_number_in_any_format_round_trips(number, commas, plus, currency, un
     digits = format(number.copy_abs(), ",f" if commas else "f")
     for written in (sign + currency + digits + unit, currency + sign + digits + unit):
         assert extract_answer(f"some 5 words\n#### 4\n#### {written}") == number
+
+
+@pytest.mark.parametrize("part", ["#", "####", "#### ", "\n", " #", "#### 5 ", "#### $ ", "#### 1,234"])
+def test_the_time_grows_with_the_length_alone(part):
+    """A response may be one token many thousand times."""
+
+    def seconds(length):
+        started = time.process_time()
+        for text in (part * length, part * length + "x", "#### 5" + part * length + "x", "#### 5" + " " * length + "x"):
+            extract_answer(text)
+        return time.process_time() - started
+
+    assert seconds(100_000) < 20 * max(seconds(12_500), 0.005)
+
+
+@given(st.text(alphabet="# 5\t\nx-+/.,$", max_size=14))
+@example("#####")
+@example("#### 5 ## ####  ")
+def test_only_whole_marks_at_the_end_are_left_out(text):
+    plain = text.rstrip()
+    while plain.endswith("####"):
+        plain = plain.removesuffix("####").rstrip()
+    assert extract_answer(text) == extract_answer(plain)
+    assert extract_answer(plain) is None or "####" in plain
 
 
 @given(st.text())
