@@ -59,7 +59,6 @@ def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
     """
     with as_config_error():
         check_weights_folder(run)
-        saved = open_saved_rollouts(run)
     config, task, held_out = run.config, run.config.task, run.config.validation
     with (
         as_config_error(),
@@ -79,6 +78,9 @@ def read_inputs(run: RunContext) -> tuple[RunContext, Inputs]:
         check_vocabulary([*usable, *validated], model_folder)
     run.events.say(f"{len(usable)} prompts of {len(rows)} rows ({', '.join(task.source)})")
     run = resolved(run, len(usable), model_folder)
+    with as_config_error():
+        resumed = checkpoint_to_resume(run.config)
+        saved = open_saved_rollouts(run, step_of(resumed) if resumed else 0)
     return run, Inputs(
         model_folder=model_folder,
         engine_folder=make_engine_folder(run, model_folder),
@@ -111,14 +113,16 @@ def resolved(run: RunContext, prompts: int, model_folder: Path) -> RunContext:
     return replace(run, config=found.config)
 
 
-def open_saved_rollouts(run: RunContext) -> SavedRollouts | None:
-    """Return the folder that rollout.save or rollout.load names. Raise ValueError on every rank if it cannot be used."""
+def open_saved_rollouts(run: RunContext, first: int) -> SavedRollouts | None:
+    """Return the folder that rollout.save or rollout.load names. Raise ValueError on every rank if it cannot be used.
+
+    first: the run's first step.
+    """
     config, problem = run.config, ""
     saved = SavedRollouts.of(config, run.world.rank)
     if saved:
-        resumed = checkpoint_to_resume(config)
         try:
-            saved.check(config.rollout, config.run.steps, step_of(resumed) if resumed else 0)
+            saved.check(config.rollout, config.run.steps, first)
         except ValueError as error:
             problem = str(error)
     if problem := next(filter(None, all_gather(problem)), ""):

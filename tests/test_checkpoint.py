@@ -452,6 +452,10 @@ def test_latest_is_by_number_and_nothing_while_there_is_none(tmp_path: Path) -> 
     assert checkpoint_to_resume(config_of(*words)) == tmp_path / "step-10", "its final check is to come"
     with pytest.raises(ConfigError, match="step-10. is from after step 9, the last one; raise run.steps"):
         checkpoint_to_resume(config_of(*words, "--run.steps", "9"))
+    epochs = config_of(*words, "--run.steps", "9", "--run.epochs", "1")
+    assert checkpoint_to_resume(epochs, steps_are_known=False) == tmp_path / "step-10"
+    with pytest.raises(ConfigError, match="is from after step 9, the last one; raise run.epochs"):
+        checkpoint_to_resume(epochs)
     assert checkpoint_to_resume(config_of()) is None
     with pytest.raises(ConfigError, match="is not a checkpoint.* it has step-9, step-10; give one"):
         checkpoint_to_resume(config_of("--checkpoint.resume", str(tmp_path)))

@@ -145,8 +145,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
-def checkpoint_to_resume(config: Config) -> Path | None:
+def checkpoint_to_resume(config: Config, *, steps_are_known: bool = True) -> Path | None:
     """Return the checkpoint that checkpoint.resume names, or None.
+
+    steps_are_known: whether run.steps is what will run; with run.epochs only the task's rows tell.
 
     Raise ConfigError if it is not a checkpoint or is damaged, if the run has fewer steps, or if this run would save into a
     folder of checkpoints that are newer. A checkpoint of the last step is fine: only the final check follows.
@@ -167,9 +169,9 @@ def checkpoint_to_resume(config: Config) -> Path | None:
             raise ConfigError(
                 f'checkpoint.resume = "{wanted.resume}" is not a checkpoint (a folder step-N with a file {STATE}); {hint}.'
             )
-    if found and step_of(found) > run.steps and not run.epochs:
+    if found and step_of(found) > run.steps and steps_are_known:
         raise ConfigError(
-            f'checkpoint.resume = "{found}" is from after step {run.steps}, the last one; raise run.steps.'
+            f'checkpoint.resume = "{found}" is from after step {run.steps}, the last one; raise run.{"epochs" if run.epochs else "steps"}.'
         )
     if wanted.every and there and there[-1] != found:
         raise ConfigError(

@@ -39,7 +39,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "a finite number",
         math.isfinite,
-        "learning_rate max_grad_norm weight_decay rollout.temperature heartbeat_timeout",
+        "learning_rate max_grad_norm weight_decay rollout.temperature validation.temperature heartbeat_timeout"
+        " kl_coefficient entropy_coefficient",
     ),
     ("at least 1", lambda value: value >= 1, _AT_LEAST_1),
     ("above 0", lambda value: value > 0, "learning_rate max_grad_norm clip_low clip_high"),

@@ -38,7 +38,7 @@ class Row:
     def text(self) -> str:
         """All text of the row, on which a tiny model's tokenizer is trained."""
         texts = [self.prompt] if isinstance(self.prompt, str) else [each["content"] for each in self.prompt]
-        return "".join([*texts, self.extra_info.get("answer") or str(self.ground_truth)])
+        return "".join([*texts, str(self.extra_info.get("answer") or self.ground_truth)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,8 @@ def tokenize_prompts(
             input_ids = tokenizer.encode(template.format(question=row.prompt))
         else:
             input_ids = _apply_chat_template(row, tokenizer)
+        if not input_ids:
+            raise ValueError(f"the prompt of {row.where} has no token: give it a text, in task.template or in the row")
         if len(input_ids) <= max_prompt_tokens:
             prompts.append(Prompt(index, input_ids, row))
         elif long_prompts == "error":
@@ -247,6 +249,8 @@ def _row(record: Any, where: str, data_source: str) -> Row:
     data_source = record.get("data_source") or data_source
     if "prompt" in record:
         extra_info = record.get("extra_info") or {}
+        if not isinstance(extra_info, Mapping):
+            raise ValueError(f"{where}: extra_info must be an object, got {_shown(extra_info)}")
         return Row(_messages(record["prompt"], where), _ground_truth(record, where), where, data_source, extra_info)
     for name in ("question", "answer"):
         if not isinstance(record.get(name), str):

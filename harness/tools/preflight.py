@@ -23,7 +23,7 @@ from harness.config.facts import Device, Facts
 from harness.config.layers import ConfigError
 from harness.config.model_fields import is_hub_model, model_fields
 from harness.config.resolve import SECTIONS, Resolved, resolve
-from harness.config.run_folder import check_run_folder
+from harness.config.run_folder import check_run_folder, check_writable
 from harness.config.schema import Config
 from harness.rollout import sglang_api
 from harness.rollout.sglang_api import source
@@ -43,6 +43,7 @@ HUB_SECONDS = 10.0  # how long the hub may take to answer
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 """In /dev: NVIDIA's, those of Windows' Linux, AMD's."""
 WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHT_INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 CAUSAL_MODELS = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 """Where transformers lists its causal language models by model_type."""
@@ -106,7 +107,7 @@ def gather_facts(
     model = model_fields(config.model.name, config.model.overrides, engine_device, download=on_hub)
     if model is None:
         unknown["model"] = "it is on the hub, and not in the cache of this machine"
-    checkpoint_to_resume(config)
+    checkpoint_to_resume(config, steps_are_known=not config.run.epochs)
     if "task" in sections:
         rows, why = count_rows(config, on_hub)
         unknown["rows"] = why
@@ -158,10 +159,22 @@ def check_rank(
     if environment["RANK"] == "0":
         check_trackers(config)
         check_run_folder(config.run.dir)
+        for key, given in written_folders(config, sections).items():
+            check_writable(key, given)
     resolved = check_here(config, sections)
     if environment["RANK"] == "0":
         for sentence in resolved.warnings:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def written_folders(config: Config, sections: Collection[str] = SECTIONS) -> dict[str, str]:
+    """Return the keys, apart from run.dir, that name a folder which rank 0 will write to, with the folder."""
+    given = {
+        "weights.folder": config.weights.folder,
+        "rollout.save": config.rollout.save,
+        "checkpoint.folder": config.checkpoint.folder if config.checkpoint.every else "",
+    }
+    return {key: folder for key, folder in given.items() if folder and key.split(".")[0] in sections}
 
 
 def no_gpu(environment: Mapping[str, str] = os.environ) -> str:
@@ -241,8 +254,26 @@ def check_model_files(config: Config, whole: bool = True) -> None:
             files = patterns[0] if len(patterns) == 1 else f"one of {', '.join(patterns)}"
             raise ConfigError(f'model.name = "{name}" has no {what}: the folder must have {files}.')
     if "weights" in needed:
+        check_index(folder)
         for file in sorted(folder.glob("*.safetensors")):
             check_safetensors(file)
+
+
+def check_index(folder: Path) -> None:
+    """Raise ConfigError unless every file of weights that the model's index names is there: a download may have been stopped."""
+    index = folder / WEIGHT_INDEX
+    if not index.is_file() or (folder / "model.safetensors").exists():  # which is read first
+        return
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(each for each in named if not (folder / each).is_file())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(f"{index} is no index of safetensors files; copy or download it again.") from None
+    if missing:
+        raise ConfigError(
+            f"{folder} lacks {len(missing)} of the {len(named)} files of weights that {index.name} names,"
+            f" {missing[0]} first; copy or download them."
+        )
 
 
 def check_safetensors(file: Path) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
+from harness.config.layers import ConfigError
 from harness.trainer.packing import PACKED_EAGER, PACKED_SDPA
 from harness.trainer.rows import own_rows
 
@@ -120,14 +121,16 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def _load_from_rank_0(model: nn.Module, path: str, dtype: torch.dtype, saved_class: type[nn.Module]) -> None:
     """Load the part of the saved model that is of this class into the shards of every rank. A collective call.
 
-    Raise ValueError if the checkpoint lacks a tensor, which transformers would fill with random values.
+    Raise ConfigError if the checkpoint lacks a tensor, which transformers would fill with random values.
     """
     whole: dict[str, Any] = {}
     if dist.get_rank() == 0:
         with _without_mtp_layers(path):
             saved, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype=dtype)
         if missing := sorted(report["missing_keys"]):
-            raise ValueError(f"{path} must have every tensor of its model, but lacks {missing[0]}")
+            raise ConfigError(
+                f"{path} must have every tensor of its model, but lacks {missing[0]}; copy or download it again."
+            )
         whole = next(module for module in saved.modules() if type(module) is saved_class).state_dict()
     set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
@@ -196,13 +199,13 @@ def _what_leaks_between_packed(config: PretrainedConfig, architecture: Any) -> s
 def decoder_layers(model: Any) -> nn.ModuleList:
     """Return the decoder layers of a transformers model: its outermost list with as many modules as num_hidden_layers.
 
-    Raise ValueError if there is none; the model then cannot be sharded layer by layer.
+    Raise ConfigError if there is none; the model then cannot be sharded layer by layer.
     """
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():  # outer ones first
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(
+    raise ConfigError(
         f"{type(model).__name__} has no list of num_hidden_layers = {count} layers, and the trainer shards a model layer by"
         " layer; use an architecture whose decoder layers are one nn.ModuleList"
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
 
+from harness.config.layers import ConfigError
 from harness.trainer.batch import Batch
 from harness.trainer.packing import align
 
@@ -30,12 +31,12 @@ class RoutingNotSeen(RuntimeError):
 def routed_shape(model_path: str) -> tuple[int, int]:
     """Return (layers, experts of a token) of a model's config: SGLang reports the experts of a token in this shape.
 
-    Layers without experts count too. Raise ValueError for a model that has no experts.
+    Layers without experts count too. Raise ConfigError for a model that has no experts.
     """
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
     if not chosen:
-        raise ValueError(f'{model_path} has no experts to choose from; set rollout.routing = "off"')
+        raise ConfigError(f'{model_path} has no experts to choose from; set rollout.routing = "off"')
     return config.num_hidden_layers, chosen
 
 

@@ -99,12 +99,17 @@ class SavedRollouts:
         """Raise ValueError if a run from step `first` to `steps` cannot load from the folder, or continue what it holds."""
         if rollout.load:
             self.load(steps - 1)
+            if missing := [file for file in map(self.file, range(first, steps)) if not file.exists()]:
+                raise ValueError(f"{missing[0]} is not there: rollout.load needs the rollouts of every step")
         elif first and self.file(first - 1).exists():
             self.load(first - 1)
         elif list(self.folder.glob("step*.safetensors")):
             raise ValueError(f'rollout.save = "{self.folder}" holds rollouts of another run; give another folder')
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f'rollout.save = "{self.folder}" cannot be made: {error.strerror}') from error
 
 
 def not_a_batch(tensors: Mapping[str, Tensor]) -> str:

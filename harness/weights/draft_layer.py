@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig
 
 from harness.config.draft_rules import sends_mtp_layer
+from harness.config.layers import ConfigError
 from harness.config.schema import Config
 from harness.trainer.rows import RowShards
 from harness.weights.converter import Converter
@@ -65,7 +66,7 @@ def read_draft_layer(model: str, trained: Converter, device: torch.device) -> Dr
     """Read this rank's rows of the MTP layers in a checkpoint: model.layers.N, numbered on from the decoder layers.
 
     model: a folder, or a hub id in the cache. trained: what is sent of the trainer. A tensor gets the dtype of its counterpart
-    in the last decoder layer, else that of the embedding. Raise ValueError if the checkpoint has no such layer.
+    in the last decoder layer, else that of the embedding. Raise ConfigError if the checkpoint has no such layer.
     """
     config = AutoConfig.from_pretrained(model).get_text_config()
     first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
@@ -73,7 +74,7 @@ def read_draft_layer(model: str, trained: Converter, device: torch.device) -> Dr
     files = {name: file for name, file in files_in_checkpoint(model).items() if prefixes and name.startswith(prefixes)}
     copies = frozenset(name for name in files if name.endswith(COPIES))
     if not files.keys() - copies:
-        raise ValueError(
+        raise ConfigError(
             f"the checkpoint in {model} must have the layer that SGLang's draft model serves, model.layers.{first}.*, and has"
             " none; use a complete checkpoint, or remove engine.args.speculative_algorithm"
         )

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
 from harness.config.fp8_rules import BLOCK
+from harness.config.layers import ConfigError
 from harness.trainer.offload import local
 from harness.trainer.rows import RowShards, own_rows
 from harness.weights.converter import Converter
@@ -139,11 +140,11 @@ class _Quantized:
 
     @classmethod
     def of_views(cls, of: str, views: Sequence[TensorView], tensor: torch.Tensor) -> "_Quantized":
-        """Lay the scales out. Raise ValueError if the matrices are neither rows of the tensor nor each within one row."""
+        """Lay the scales out. Raise ConfigError if the matrices are neither rows of the tensor nor each within one row."""
         width = RowShards.of(tensor).row_elements
         stacked = [_within_a_row(view, width) for view in views]
         if not all(stacked) and not all(_whole_rows(view, width) for view in views):
-            raise ValueError(
+            raise ConfigError(
                 f"{of}: its checkpoint tensors must be rows of it, or each within one of its rows, to be quantized in blocks;"
                 ' use model.rollout_precision = "same" or another Converter.'
             )

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 from transformers.utils import cached_file
 
+from harness.config.layers import ConfigError
 from harness.weights.tensor_view import TensorView
 
 
@@ -98,7 +99,7 @@ def names_in_checkpoint(model: str) -> frozenset[str]:
 def files_in_checkpoint(model: str) -> dict[str, str]:
     """Return the path of the safetensors file that holds each tensor of a model; empty if there are none.
 
-    model: a folder, or a hub id of which the files are in the cache. Raise ValueError for a file that is missing there.
+    model: a folder, or a hub id of which the files are in the cache. Raise ConfigError for a file that is missing there.
     """
     index = _cached(model, "model.safetensors.index.json")
     if not index:
@@ -107,7 +108,7 @@ def files_in_checkpoint(model: str) -> dict[str, str]:
     shards = json.loads(Path(index).read_text())["weight_map"]
     paths = {shard: _cached(model, shard) for shard in set(shards.values())}
     if absent := sorted(shard for shard, path in paths.items() if not path):
-        raise ValueError(f"{model} must have {absent[0]}, which its index of safetensors files names")
+        raise ConfigError(f"{model} must have {absent[0]}, which its index of safetensors files names.")
     return {name: path for name, shard in shards.items() if (path := paths[shard])}
 
 

@@ -3,6 +3,7 @@
 `pull` is in weights/pull/. It is imported only when a run asks for it.
 """
 
+import os
 import tempfile
 import time
 from contextlib import nullcontext
@@ -115,17 +116,24 @@ def check_shared(folder: Path, world: World, key: str) -> None:
 
     key: the setting to name in the message.
     """
-    note = folder / ".seen"
+    name = problem = ""
     if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        note.touch()
-    dist.barrier()
-    deadline = time.monotonic() + SHARED_FOLDER_SECONDS
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor, made = tempfile.mkstemp(prefix=".seen-", dir=folder)  # two runs may start at once
+            os.close(descriptor)
+            name = Path(made).name
+        except OSError as error:
+            problem = f"{key} must be a folder that can be written to, got {folder}: {error.strerror}."
+    name, problem = all_gather((name, problem))[0]
+    if problem:
+        raise ConfigError(problem)
+    note, deadline = folder / name, time.monotonic() + SHARED_FOLDER_SECONDS
     while not note.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     blind = sorted({host for host, found in all_gather((world.host, note.exists())) if not found})
     if world.rank == 0:
-        note.unlink()
+        note.unlink(missing_ok=True)
     if blind:
         raise ConfigError(
             f"{key} must be a folder that all hosts share, got {folder}: what rank 0 wrote there is not there on"

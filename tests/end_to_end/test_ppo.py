@@ -185,7 +185,7 @@ def test_level_full_proves_every_sync_and_changes_nothing_of_the_run(quickstart:
     report = (job.folder / "report.md").read_text()
     assert "Greedy outputs before and after the reload were equal bit for bit." in report
     assert "| readback | 4 |" in report
-    assert not list(job.folder.glob("*-reload"))
+    assert not list(job.folder.glob("*-reload-*"))
     assert job.left_behind() == []
 
 

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,9 @@ ROWS = [
     Row("How many?", "1", "first"),
     Row("How many are there, all in all?", "2", "second"),
 ]
+
+
+VERL = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "4"}}
 
 
 def write_jsonl(folder, split, records):
@@ -94,6 +98,7 @@ def test_parquet(tmp_path):
         ({"prompt": [{"role": "user", "content": "?"}]}, ": reward_model.ground_truth must be set"),
         ({"prompt": [{"role": "user", "content": "?"}], "reward_model": "rule"}, ": reward_model.ground_truth must"),
         ({"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": ""}}, ": reward_model.ground"),
+        (VERL | {"extra_info": '{"answer": "4"}'}, ": extra_info must be an object, got "),
     ],
 )
 def test_a_bad_row_names_file_line_and_field(tmp_path, bad, message):
@@ -245,6 +250,19 @@ def test_prompts_in_order():
     assert [(p.index, p.row) for p in prompts] == [*enumerate(ROWS)]
     texts = ["".join(map(chr, prompt.input_ids)) for prompt in prompts]
     assert texts == [f"Question: {row.prompt}\nAnswer: " for row in ROWS]
+
+
+def test_a_prompt_has_a_token():
+    rows = [ROWS[0], replace(ROWS[1], prompt="")]
+    with pytest.raises(ValueError, match="the prompt of second has no token"):
+        tokenize_prompts(rows, Characters(), "{question}", 100, "error")
+
+
+@pytest.mark.parametrize("answer", [4, ["4"], None, "4"])
+def test_the_text_of_a_row_has_its_answer_of_whatever_type(tmp_path, answer):
+    write_jsonl(tmp_path, "train", [VERL | {"extra_info": {"answer": answer}}])
+    (row,) = load_rows([str(tmp_path)], "train")
+    assert row.text.startswith("?") and "4" in row.text
 
 
 def test_long_prompts():

@@ -62,6 +62,8 @@ MISTAKES = {
     "--model.name {dir}/bad_config": "config.json must be a JSON object",
     "--model.name {dir}/truncated": "model.safetensors has 81 bytes, but its header says 82; copy or download it again",
     "--model.name {dir}/no_header": "model.safetensors has no valid safetensors header (3 bytes)",
+    "--model.name {dir}/part": "lacks 1 of the 2 files of weights that model.safetensors.index.json names, 2.safetensors first",
+    "--model.name {dir}/bad_index": "model.safetensors.index.json is no index of safetensors files",
     "--model.name {dir}/unknown": 'model_type = "qwen22", which the installed transformers does not know; the nearest is qwen2',
     "--model.name {dir}/gpt --parallel.pp 4": "the model has only 3 layers",
     "--task.source {dir}/nothing": 'OWNER/NAME, got "{dir}/nothing"',
@@ -119,7 +121,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("wrong")
     (path / "broken.toml").write_text("[run\nsteps = 3\n")
-    for name in ("empty", "bare", "bad_config", "gpt", "quantized", "truncated", "no_header", "unknown", "data"):
+    for name in (
+        "empty",
+        "bare",
+        "bad_config",
+        "gpt",
+        "quantized",
+        "truncated",
+        "no_header",
+        "unknown",
+        "data",
+        "part",
+        "bad_index",
+    ):
         (path / name).mkdir()
     (path / "bare" / "config.json").write_text("{}")
     for name, text in (
@@ -133,6 +147,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name / "config.json").write_text(text)
         (path / name / "tokenizer.json").touch()
         (path / name / "model.safetensors").write_bytes(NO_TENSORS)
+    for name, index in (("part", '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'), ("bad_index", "[]")):
+        (path / name / "config.json").write_text('{"model_type": "llama"}')
+        (path / name / "tokenizer.json").touch()
+        (path / name / "1.safetensors").write_bytes(NO_TENSORS)
+        (path / name / preflight.WEIGHT_INDEX).write_text(index)
     (path / "truncated" / "model.safetensors").write_bytes(ONE_TENSOR[:-1])
     (path / "no_header" / "model.safetensors").write_bytes(b"not")
     lines = {
@@ -159,6 +178,24 @@ def test_each_is_found_before_a_rank_starts(words: str, folder: Path) -> None:
         preflight.check_here(parse(asked).config)
     assert MISTAKES[words].format(dir=folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+FOLDERS = ["--weights.folder", "--rollout.save", "--checkpoint.every 1 --checkpoint.folder"]
+
+
+@pytest.mark.parametrize("key", FOLDERS)
+def test_a_folder_that_cannot_be_made_is_found_before_a_rank_starts(key: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    name = key.split()[-1].removeprefix("--")
+    for given, cannot in (("file", "written to"), ("file/inner", "made")):
+        config = parse([*key.split(), str(tmp_path / given), *CPU.split()]).config
+        with pytest.raises(
+            ConfigError, match=rf"^{name} = .* cannot be {cannot}: .*/file is a file; give another folder"
+        ):
+            preflight.check_rank(config, "launch/ppo.py", [], environment)
+    preflight.check_rank(parse([*key.split(), str(tmp_path / "new"), *CPU.split()]).config, "", [], environment)
+    assert not (tmp_path / "new").exists()
 
 
 PREPARED = {

@@ -27,7 +27,7 @@ from harness.tools.export.program import render
 from harness.tools.export.subject import read_subject
 from harness.tools.fault_spec import KINDS, Fault, parse_fault
 from harness.tools.plan.model_shapes import UnknownShape, model_shape
-from harness.tools.preflight import check_safetensors
+from harness.tools.preflight import check_index, check_safetensors
 from harness.tools.report.write_reports import write_reports
 from harness.tools.verl.shell_script import VerlCommand, command_of_script
 from harness.tools.verl.translate import translate
@@ -203,6 +203,7 @@ def test_the_config_of_a_model(content: Any) -> None:
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "model": ("config.json", lambda file: model_fields(str(file.parent), {}, "cpu")),
     "safetensors": ("model.safetensors", check_safetensors),
+    "index": ("model.safetensors.index.json", lambda file: check_index(file.parent)),
     "rows": ("rows.jsonl", lambda file: load_rows([str(file)], "train")),
     "bisect": ("state.json", lambda file: load_state(file.parent)),
 }

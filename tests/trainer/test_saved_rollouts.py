@@ -89,6 +89,24 @@ def test_rollouts_of_another_run_are_refused(words: str, said: str, tmp_path: Pa
         of(words).check(config.rollout, config.run.steps)
 
 
+def test_a_step_that_is_missing_is_found_before_the_first_one(tmp_path: Path) -> None:
+    saved = of(f"--rollout.save {tmp_path}")
+    for step in (0, 2):
+        saved.save(step, batch())
+    words = f"--rollout.load {tmp_path}"
+    config = parse(words.split()).config
+    with pytest.raises(ValueError, match="step00001-rank0001.safetensors is not there"):
+        of(words).check(config.rollout, 3)
+    of(words).check(config.rollout, 3, first=2)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = f"--rollout.save {tmp_path}/file/inner"
+    with pytest.raises(ValueError, match="cannot be made: Not a directory"):
+        of(words).check(parse(words.split()).config.rollout, 3)
+
+
 def test_the_learners_own_settings_are_free(tmp_path: Path) -> None:
     of(f"--rollout.save {tmp_path}").save(2, batch())
     free = "--rollout.truncated mask --actor.learning_rate 1 --algorithm.advantage grpo --model.packed"

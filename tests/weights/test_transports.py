@@ -85,6 +85,20 @@ def test_a_folder_that_one_host_does_not_see_is_refused_on_every_rank(tmp_path: 
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+def _shared_file(rank: int, folder: str) -> str:
+    try:
+        check_shared(Path(folder) / "file" / "inner", world_of(rank), "weights.folder")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    one, other = on_ranks(_shared_file, 2, tmp_path, str(tmp_path))
+    assert one == other and one.endswith("/file/inner: Not a directory.")
+
+
 def test_a_transport_has_a_name_and_auto_is_none() -> None:
     engine: Any = None
     with pytest.raises(ValueError, match='transport must be "bucket", "tensor", .* got "auto"'):

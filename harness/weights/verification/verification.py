@@ -11,6 +11,7 @@ An engine that cannot be asked what it holds (one behind HTTP) has no fingerprin
 log-probs are compared, and the verdict says so.
 """
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -76,6 +77,8 @@ class Verification:
     """The last comparison of fingerprints."""
     reloaded: ReloadFindings = field(default_factory=ReloadFindings)
     """What loading again showed of what fingerprints do not compare."""
+    last_saved: Path | None = None
+    """Where `save_last` wrote the last sync's weights, until `check_last` has compared them."""
     reloaded_last: bool = False
     """A reload of the last sync's weights from disk changed nothing."""
     not_covered: dict[str, None] = field(default_factory=dict)
@@ -190,7 +193,7 @@ class Verification:
 
         So a tensor that no sync brings shows even if the update left it as it was, and so does a reload that differs.
         """
-        sync, seed, folder = self.sync, self.config.run.seed * 1_000_003 + index, self.reload_folder
+        sync, seed, folder = self.sync, self.config.run.seed * 1_000_003 + index, self.make_reload_folder()
         tensors = sync.held_tensors()
         with self.timed("perturb", index):
             perturb(tensors, seed)
@@ -211,10 +214,12 @@ class Verification:
             self.memory.resume_weights()
             self.refuse_reload(found, index)
 
-    @property
-    def reload_folder(self) -> Path:
-        """Where weights are written for a reload."""
-        return self.sync.folder / f"{self.events.path.parents[1].name}-reload"
+    def make_reload_folder(self) -> Path:
+        """Make the folder where weights are written for a reload: a new one, as other runs may use the same weights.folder."""
+        made = ""
+        if self.world.rank == 0:
+            made = tempfile.mkdtemp(prefix=f"{self.events.path.parents[1].name}-reload-", dir=self.sync.folder)
+        return Path(all_gather(made)[0])
 
     @property
     def reloads_last(self) -> bool:
@@ -225,15 +230,16 @@ class Verification:
         """After the last sync, if `reloads_last`: write what was sent, as the engine loads it."""
         if self.reloads_last and index == self.config.run.steps:
             with self.timed("save", index, "rank 0 to write the quantized weights to disk"):
-                self.sync.save(self.reload_folder, self.source)
+                self.last_saved = self.make_reload_folder()
+                self.sync.save(self.last_saved, self.source)
                 dist.barrier()
 
     def check_last(self, index: int) -> None:
         """Then, once the engine can generate: raise WeightsDidNotArrive if a reload of that changes what it holds or computes."""
-        if self.reloads_last and index == self.config.run.steps:
+        if self.last_saved:
             with self.timed("reload", index, "the engine to reload the quantized weights from disk, for comparison"):
-                self.refuse_reload(compare_with_reload(self.sync.loader, self.prompts, self.reload_folder), index)
-            self.reloaded_last = True
+                self.refuse_reload(compare_with_reload(self.sync.loader, self.prompts, self.last_saved), index)
+            self.last_saved, self.reloaded_last = None, True
 
     def refuse_reload(self, found: ReloadComparison, index: int) -> None:
         """Raise WeightsDidNotArrive if a reload of the same weights changed anything."""

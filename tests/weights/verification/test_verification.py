@@ -13,6 +13,7 @@ from harness.weights.verification.fingerprint import FingerprintComparison
 from harness.weights.verification.rehearsal import ReloadComparison
 from harness.weights.verification.reload import ReloadFindings
 from harness.weights.verification.verification import Level, NoBaseline, Verification, WeightsDidNotArrive
+from tests.cluster.gloo import on_ranks
 
 
 class WithoutEngine(Verification):
@@ -51,6 +52,19 @@ def test_levels_are_cumulative(tmp_path: Path) -> None:
         [True, True, True, False],
         [True, True, True, True],
     ]
+
+
+def _reload_folders(rank: int, folder: str) -> list[str]:
+    (run := Path(folder) / f"sweep{rank}" / "seed0" / "events").mkdir(parents=True)
+    world, sync = SimpleNamespace(rank=rank), SimpleNamespace(folder=Path(folder))
+    checks = verification(run, "full", world=world, sync=sync)
+    return [str(checks.make_reload_folder()) for _ in range(2)]
+
+
+def test_runs_with_one_name_and_one_weights_folder_reload_from_folders_of_their_own(tmp_path: Path) -> None:
+    one, other = on_ranks(_reload_folders, 2, tmp_path, str(tmp_path))
+    assert one == other and len(set(one)) == 2
+    assert all(Path(each).name.startswith("seed0-reload-") and Path(each).stat().st_mode & 0o77 == 0 for each in one)
 
 
 def fp8(folder: Path, level: Level = "bytes", **parts: Any) -> WithoutEngine:
