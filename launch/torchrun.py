@@ -16,6 +16,9 @@ if __name__ == "__main__":
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(__doc__)
         sys.exit()
+    from harness.tools import environments
+
+    environments.need("torch", "psutil")
     from harness.tools.forked_ranks import run_torchrun
 
     run_torchrun()

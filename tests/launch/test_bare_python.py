@@ -52,6 +52,12 @@ def test_without_torchrun_the_line_to_paste_is_printed(script: str) -> None:
     assert done.stderr.endswith(f"--nnodes=1 {ranks} launch/{script} configs/cpu/quickstart.toml\n")
 
 
+def test_torchrun_without_torch_is_one_line() -> None:
+    done = bare("torchrun.py", "--nproc-per-node=2", "launch/ppo.py", venv="/nonexistent")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: launch/torchrun.py needs torch and psutil, which ")
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [("export.py", ()), ("report.py", ()), ("diagnose.py", ()), ("diagnose.py", ("--jsn", "x")), ("repro.py", ("rnu",)),
