@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
     """Return the exit code."""
     try:
         options = parser().parse_args(arguments)
+        environments.need("psutil")  # the cases do
         return int(options.do(options))
     except (UnknownCase, ConfigError) as error:
         return report_user_error(error, rank=0)
@@ -77,7 +78,6 @@ def show(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    environments.need("psutil")
     from harness.tools.repro import run_cases
 
     if bool(options.names) == options.all:

@@ -52,6 +52,13 @@ def test_without_torchrun_the_line_to_paste_is_printed(script: str) -> None:
     assert done.stderr.endswith(f"--nnodes=1 {ranks} launch/{script} configs/cpu/quickstart.toml\n")
 
 
+@pytest.mark.parametrize("words", [("list",), ("show", "shared-expert-summed"), ("run", "shared-expert-summed")])
+def test_repros_without_packages_are_one_line(words: tuple[str, ...]) -> None:
+    done = bare("repro.py", *words, venv="/nonexistent")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: launch/repro.py needs psutil, which ") and len(done.stderr.splitlines()) == 1
+
+
 def test_torchrun_without_torch_is_one_line() -> None:
     done = bare("torchrun.py", "--nproc-per-node=2", "launch/ppo.py", venv="/nonexistent")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1

@@ -37,12 +37,21 @@ ORDER = ("meet", "start_engine", "first_release", "build_trainer", *STEP_PHASES,
 LEARNING = ("reference_log_probs", "values", "advantages", "update_critic", "free_caches")
 ELSEWHERE = dict.fromkeys(LEARNING, "update_actor") | {
     "inputs": "meet",
+    "quantize_model": "meet",
     "import_sglang": "start_engine",
     "load_baseline": "sync",
+    "load_checkpoint": "build_trainer",
+    "validate": "generate",
+    "save_checkpoint": "update_actor",
     "verify_log_probs": "old_log_probs",
     "find_suspects": "old_log_probs",
     "readback": "sync",
     "bench": "sync",
+    "engine_scores": "generate",
+    "trainer_scores": "old_log_probs",
+    "routers": "old_log_probs",
+    "record": "old_log_probs",
+    "save_weights": "sync",
 }
 """Phases of a run that a program does not have -> the phase of the program that stands for them."""
 

@@ -1,6 +1,7 @@
 """What is exported or reported: a config that was not run, or a run directory with what happened in it."""
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from harness.tools.command_line import parse
 PASSED = "PASSED: "
 MISTAKES = {"ConfigError": 2, "UnsupportedEnvironment": 125}
 """Exit codes of the errors that end a run before it starts."""
+PPO = "launch/ppo.py"
 OUTER_PHASES = ("run",)
 """Phases that contain the others, and fail with them."""
 Event = Mapping[str, Any]
@@ -90,7 +92,8 @@ class Subject:
     nproc_per_node: int
     ranks: tuple[RankRecord, ...] = ()  # none where nothing was run
     seen: RunEnd | None = None
-    script: str = "launch/ppo.py"
+    script: str = PPO
+    options: tuple[str, ...] = ()  # the script's own, which are not in its config
     events: tuple[Event, ...] = ()
     unknown_keys: tuple[str, ...] = ()  # of its config.toml: another version of the harness wrote them
 
@@ -119,8 +122,7 @@ def read_subject(words: Sequence[str]) -> Subject:
         if not ranks:
             raise ConfigError(f"{file} is not what a run writes: it has no rank.")
         per_host = Counter(each.host for each in ranks).values()
-        # Only a sync job has these phases.
-        is_sync = {"readback", "bench"} & {each["phase"] for each in events if each["event"] == "phase_start"}
+        script, of_script = what_was_started(ranks[0].command)
         return Subject(
             words=tuple(words),
             config=command.config,
@@ -128,7 +130,8 @@ def read_subject(words: Sequence[str]) -> Subject:
             nproc_per_node=max(per_host),
             ranks=tuple(ranks),
             seen=read_end(folder, events),
-            script="launch/sync.py" if is_sync else "launch/ppo.py",
+            script=script,
+            options=of_script,
             events=tuple(events),
             unknown_keys=unknown_keys,
         )
@@ -138,6 +141,27 @@ def read_subject(words: Sequence[str]) -> Subject:
         got = f"{options.nnodes} * {nproc_per_node}"
         raise ConfigError(f"--nnodes times --nproc-per-node must be the mesh's {world_size} ranks, got {got}.")
     return Subject(words=tuple(words), config=command.config, nnodes=options.nnodes, nproc_per_node=nproc_per_node)
+
+
+def what_was_started(command: str) -> tuple[str, tuple[str, ...]]:
+    """Return the script that a shell command starts, and its options that are not in the config of its run.
+
+    launch/ppo.py where the command does not say it.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:  # somebody has edited it
+        words = []
+    at = next((at for at, word in enumerate(words) if word.endswith(".py") and Path(word).name != "torchrun.py"), None)
+    if at is None:
+        return PPO, ()
+    script, options, is_own = Path(words[at]), list[str](), True
+    for word in words[at + 1 :]:
+        if word.startswith("--"):
+            is_own = "." not in word.partition("=")[0]
+        if is_own and (word.startswith("--") or not word.endswith(".toml")):
+            options.append(word)
+    return (f"launch/{script.name}" if script.parent.name == "launch" else str(script)), tuple(options)
 
 
 def known_part(layer: Layer) -> tuple[Layer, tuple[str, ...]]:

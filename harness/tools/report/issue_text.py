@@ -4,6 +4,7 @@ Every function returns the lines of one section; an empty list leaves the sectio
 """
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ METRICS = (
 """Columns of the table of steps."""
 MOST_ROWS = 100
 """Rows of a table. An issue on GitHub has at most 65,536 characters; metrics.jsonl has all rows."""
+
+JOBS = {"launch/sync.py": "Weight sync", "launch/step_bench.py": "Timed PPO", "launch/mismatch.py": "Mismatch search"}
+"""What a script runs, in a title; the others run PPO."""
+WITHOUT_STEPS = ("launch/sync.py", "launch/mismatch.py")
+"""Scripts that do not read run.steps, and choose transports and checks themselves."""
 
 Metrics = Mapping[str, Any]
 Event = Mapping[str, Any]
@@ -61,8 +67,7 @@ def outcome_of(seen: RunEnd | None) -> str:
 def title_of(subject: Subject) -> str:
     """Return one line: the outcome, the failure if there is one, and what ran."""
     seen, parallel = subject.seen, subject.config.parallel
-    job = "Weight sync" if subject.script.endswith("sync.py") else "PPO"
-    run = f"{job} on sglang, {subject.config.model.name}, dp {parallel.dp} tp {parallel.tp} pp {parallel.pp}"
+    run = f"{JOBS.get(subject.script, 'PPO')} on sglang, {subject.config.model.name}, dp {parallel.dp} tp {parallel.tp} pp {parallel.pp}"
     if seen is None or not seen.code:
         return f"{outcome_of(seen)}: {run}"
     what = seen.error.partition(":")[0] or "failed"
@@ -114,11 +119,10 @@ def what_ran(subject: Subject) -> list[str]:
     """Return the run in one sentence, and the keys of its config that this version does not know."""
     config, ranks = subject.config, subject.ranks
     hosts = len({each.host for each in ranks})
-    lines = [
-        f"`{subject.script}`, {config.run.steps} steps: {config.model.name} in {config.model.dtype},"
-        f" {len(ranks)} rank(s) on {hosts} host(s), weights sent by {config.weights.transport}, checked by"
-        f" {config.weights.verify}."
-    ]
+    size = f"{config.model.name} in {config.model.dtype}, {len(ranks)} rank(s) on {hosts} host(s)"
+    how = f"{config.run.steps} steps, weights sent by {config.weights.transport}, checked by {config.weights.verify}"
+    parts = [size] if subject.script in WITHOUT_STEPS else [size, how]
+    lines = [f"`{shlex.join([subject.script, *subject.options])}`: {', '.join(parts)}."]
     if subject.unknown_keys:
         named = ", ".join(f"`{key}`" for key in subject.unknown_keys)
         lines += ["", f"Its config.toml has keys that this version of the harness does not know: {named}."]
@@ -205,13 +209,14 @@ def differences(ranks: Sequence[RankRecord]) -> dict[str, dict[str, str]]:
 def reproduce(subject: Subject, fold: bool) -> list[str]:
     """Return the command that runs it again, and its config."""
     config = fenced(to_toml(subject.config).rstrip().splitlines(), "toml")
+    words = [subject.script, "config.toml", *subject.options]
     folded = ["<details><summary>config.toml</summary>", "", *config, "", "</details>"]
     return section(
         "Reproduce with",
         [
             "With this harness, and config.toml as below:",
             "",
-            *fenced([f"{subject.torchrun} {subject.script} config.toml --run.dir runs/again"]),
+            *fenced([f"{subject.torchrun} {shlex.join(words)} --run.dir runs/again"]),
             "",
             "As one file that needs torch, transformers and sglang alone: `python launch/export.py RUN_DIR > repro.py`.",
             "",

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.config.layers import ConfigError
+from harness.runtime import phases
 from harness.tools.diagnose.diagnose import diagnose
-from harness.tools.export.program import Evidence, literal, missing_tensors, planted_fault, render
-from harness.tools.export.subject import RunEnd, Subject, behind, read_subject
+from harness.tools.export.program import ELSEWHERE, ORDER, Evidence, literal, missing_tensors, planted_fault, render
+from harness.tools.export.subject import RunEnd, Subject, behind, read_subject, what_was_started
 from harness.weights.fp8_checkpoint import write_quantized_model
 from tests.tools.report.fake_run import fake_run
 
@@ -135,6 +136,35 @@ def test_the_command_that_was_run_is_in_the_file(tmp_path: Path) -> None:
     ranks = json.loads(file.read_text())
     file.write_text(json.dumps([each | {"command": "torchrun launch/ppo.py --x y"} for each in ranks]))
     assert "The run was started with:\n    torchrun launch/ppo.py --x y\n" in render(read_subject([str(folder)]))
+
+
+def test_every_phase_of_a_run_has_one_in_a_program() -> None:
+    there = {*ORDER, *ELSEWHERE, phases.RUN}
+    assert [phase for phase in phases.PHASES if phase not in there and not phase.startswith("verify_")] == []
+    assert set(ELSEWHERE.values()) <= set(ORDER)
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "options"),
+    [
+        ("", "launch/ppo.py", []),
+        ("python torchrun 'unclosed", "launch/ppo.py", []),
+        ("python -m torch.distributed.run --nproc-per-node=2 launch/ppo.py a.toml", "launch/ppo.py", []),
+        (
+            "python /x/launch/torchrun.py --nnodes=1 /x/launch/sync.py --syncs 3 a.toml --bench b.toml --transports pull disk",
+            "launch/sync.py",
+            ["--syncs", "3", "--bench", "--transports", "pull", "disk"],
+        ),
+        (
+            "torchrun launch/step_bench.py a.toml --prompt-tokens 512 --model.packed --repeats=2 --parallel.dp 2 c.toml",
+            "launch/step_bench.py",
+            ["--prompt-tokens", "512", "--repeats=2"],
+        ),
+        ("torchrun my/own.py --what else", "my/own.py", ["--what", "else"]),
+    ],
+)
+def test_what_a_run_was_started_with(command: str, script: str, options: list[str]) -> None:
+    assert what_was_started(command) == (script, tuple(options))
 
 
 @pytest.mark.parametrize("server", [False, True])

@@ -48,6 +48,24 @@ def test_a_passed_run_has_its_sections_and_is_written_alike_every_time(tmp_path:
     assert all("sglang 0.5.20 on cuda, preset: sglang" in text for text in (once, html))
 
 
+@pytest.mark.parametrize(
+    ("words", "title", "ran", "again"),
+    [
+        ("launch/sync.py a.toml --bench", "Weight sync on", "`launch/sync.py --bench`: qwen3_moe", "launch/sync.py config.toml --bench"),
+        ("launch/step_bench.py --prompt-tokens 9", "Timed PPO on", ", 4 steps, weights sent by ", "config.toml --prompt-tokens 9"),
+        ("launch/mismatch.py a.toml", "Mismatch search on", "`launch/mismatch.py`: qwen3_moe", "launch/mismatch.py config.toml"),
+    ],
+)  # fmt: skip
+def test_what_ran_is_what_was_started(words: str, title: str, ran: str, again: str, tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", 1, passed=True)
+    ranks = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps([ranks[0] | {"command": f"torchrun {words}"}]))
+    markdown, _ = reports_of(folder)
+    assert markdown.startswith(f"# PASSED: {title} sglang, ")
+    assert ran in markdown and f"{again} --run.dir runs/again" in markdown
+    assert (" steps, " in markdown.split("## What ran")[1].split("##")[0]) == ("step_bench" in words)
+
+
 def test_a_hang_is_told_first_with_the_rank_that_is_behind(tmp_path: Path) -> None:
     markdown, html = reports_of(fake_run(tmp_path / "run", 64))
     assert sections(markdown) == [
