@@ -57,7 +57,14 @@ def main(arguments: list[str]) -> int:
         Path(options.out).write_text(found.toml, encoding="utf-8")
     else:
         print(found.toml, end="")
-    print(summary(found), *(f"+ {line}" for line in lines), sep="\n", file=sys.stdout if options.out else sys.stderr)
+    advice = [] if options.out else ["Save it as run.toml, or give --out run.toml; then:"]
+    print(
+        summary(found),
+        *advice,
+        *(f"+ {line}" for line in lines),
+        sep="\n",
+        file=sys.stdout if options.out else sys.stderr,
+    )
     return 0 if found.is_whole else 1
 
 

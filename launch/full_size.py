@@ -24,7 +24,7 @@ _checkout.use()
 from harness.config.layers import ConfigError
 from harness.runtime.errors import UnsupportedEnvironment, report_user_error
 from harness.tools import environments
-from harness.tools.command_line import exit_with, read_known_options
+from harness.tools.command_line import exit_with, read_known_options, unknown_option
 from harness.tools.full_size.command import run
 from harness.tools.full_size.question import Options
 
@@ -37,6 +37,8 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(
                 f"give one MODEL first, and options as --help lists them; got {' '.join(rest) or 'none'}."
             )
+        if wrong := [word for word in rest[1:] if word.startswith("--") and "." not in word.partition("=")[0]]:
+            raise unknown_option(Options, wrong[0], "--help lists what there is")
         environments.need("sglang", "transformers")
         return run(rest[0], options, rest[1:])
     except (ValueError, UnsupportedEnvironment) as error:

@@ -120,7 +120,7 @@ def read_options(kind: type[T], prog: str, description: str, words: Sequence[str
     """
     found, rest = read_known_options(kind, prog, description, words)
     if rest:
-        raise _unknown_option(kind, rest[0], f"{prog} --help lists what there is")
+        raise unknown_option(kind, rest[0], f"{prog} --help lists what there is")
     return found
 
 
@@ -206,7 +206,7 @@ def _split(words: list[str], options: type) -> tuple[list[str], list[tuple[str, 
             files.append(word)
             continue
         if "." not in key:
-            raise _unknown_option(options, word, "config keys are written --section.key VALUE")
+            raise unknown_option(options, word, "config keys are written --section.key VALUE")
         if has_value:
             value = word.partition("=")[2]
         elif kinds.get(key) is bool and (not rest or rest[0] not in ("true", "false")):
@@ -272,7 +272,8 @@ def _default_text(default: Any) -> str:
     return f" (default: {toml_value(default)})" if default is not None else ""
 
 
-def _unknown_option(kind: type, word: str, otherwise: str) -> ConfigError:
+def unknown_option(kind: type, word: str, otherwise: str) -> ConfigError:
+    """Return the error for a word that is none of the options. It names the nearest one, or says `otherwise`."""
     name, options = word.partition("=")[0], [_option(each.name) for each in fields(kind)]
     return ConfigError(f"{name} ({COMMAND_LINE}) is not an option; {nearest(name, options, otherwise)}.")
 

@@ -95,7 +95,7 @@ class Draft:
         """Say what the values of keys would change, and do not. If no override sets them, it is said of the command."""
         self.reasons += [(full(key), "unsupported", reason) for key in keys]
         if not any(self.given(key) for key in keys):
-            default = f"{full(keys[0])}={shown(self.get(keys[0]))} (verl {self.verl.release}'s default)"
+            default = f"{full(keys[0])}={shown(self.get(keys[0]))} (verl's default)"
             self.of_command.append(Verdict(override=default, fate="unsupported", text=reason))
 
     def config(self) -> Config:

@@ -4,14 +4,17 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.config.layers import ConfigError, toml_value
 from harness.config.resolve import resolve
 from harness.config.schema import Config
 from harness.runtime import redact
+from harness.tools import environments
 from harness.tools.verl.draft import FATES, Draft, Fate, Verdict
 from harness.tools.verl.mapping import translate_all
 from harness.tools.verl.overrides import (
@@ -249,7 +252,8 @@ def launch_lines(translation: Translation, file: str, hosts: int) -> list[str]:
     ranks = parallel.dp * parallel.tp * parallel.pp
     if hosts and ranks % hosts:
         raise ConfigError(f"--hosts must divide the {ranks} ranks, got {hosts}.")
-    words = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}"]
+    torchrun = environments.torchrun(environments.made() or Path(sys.executable))
+    words = [*torchrun, f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}"]
     if nodes > 1:
         words += ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST0:29400"]
     dry = ["python3", "launch/ppo.py", file, "--dry-run", "--nnodes", str(nodes)]

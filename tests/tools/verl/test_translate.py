@@ -570,6 +570,14 @@ def test_an_architecture_without_a_tiny_model_is_asked_for() -> None:
         assert translate(command, tiny="llama", environment=ENVIRONMENT).config.model.name == "llama"
 
 
+def test_a_default_that_all_releases_share_depends_on_none() -> None:
+    words = (NEEDED[0], "data.train_batch_size=1024", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4")
+    found = translate(VerlCommand(words=words), environment=ENVIRONMENT).toml
+    assert "unsupported: critic.ppo_micro_batch_size_per_gpu=null (verl's default): " in found
+    assert "depends on the release: actor.entropy_coefficient" in found
+    assert "depends on the release: critic.ppo_micro" not in found
+
+
 def test_commands_to_run_it() -> None:
     found = of_script(Path(__file__).with_name("commands") / "two-hosts-dp1-tp4.sh", tiny="auto")
     torchrun, dry, hosts = launch_lines(found, "run.toml", hosts=2)
