@@ -40,6 +40,7 @@ from harness.tools.diagnose.symptoms import (
     NEAR_LINES,
     LogFacts,
     Symptom,
+    has_zone,
     read_facts,
     seconds_of,
 )
@@ -362,4 +363,5 @@ def _order(lines: Sequence[LogLine]) -> Callable[[LogLine], tuple[float, int, in
     """Return a sort key: time if all lines have one, else file and line; within a file always the line."""
     files = {file: index for index, file in enumerate(dict.fromkeys(line.file for line in lines))}
     has_clock = len(files) > 1 and all(seconds_of(line) is not None for line in lines)
+    has_clock &= len(set(map(has_zone, lines))) == 1  # or nobody knows which of two stamps is earlier
     return lambda line: (seconds_of(line) or 0.0 if has_clock else 0.0, files[line.file], line.number)

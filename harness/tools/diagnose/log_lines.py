@@ -139,5 +139,5 @@ def _or_nothing(read: Callable[[int], bytes], size: int) -> bytes:
     """Return what is read, or nothing at the end of a gzip file that is cut off or damaged."""
     try:
         return read(size)
-    except (EOFError, zlib.error):
+    except (EOFError, zlib.error, gzip.BadGzipFile):
         return b""

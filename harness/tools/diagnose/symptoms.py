@@ -54,7 +54,7 @@ _COMPLAINT = re.compile(
     r"\b(?:ERROR\b|FATAL\b|CRITICAL\b|FAILED\b|fatal: |exited with code [1-9]|exit(?:ed with)? ?(?:code|status)\W{1,3}-?[1-9]"
     r"|exitcode ?: -?[1-9]|[A-Z]\w*(?:Error|Exception): |nccl[A-Z]\w*Error\b|[Cc]uda (?:error|failure)\b|NVRM: Xid\b|OOMKilled\b"
     r"|oom_kill event|killed (?:due to|because of) .*memory|watchdog timeout \(|Watchdog caught collective operation timeout"
-    r"|Exception raised from throw\w*Error|NCCL WARN .*(?:closed|fail|error|refused|timed? ?out))"
+    r"|Exception raised from throw\w*Error|NCCL WARN .{0,300}(?:closed|fail|error|refused|timed? ?out))"
     r"|(?<!\S)[Ee]rror:|\[(?:error|crit|alert|emerg|fatal)\]|^(?:Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\)"
 )
 _LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL|FAILED)\b")  # in the prefix
@@ -89,7 +89,7 @@ _TORCH_ERROR = re.compile(r"\[E\d{3,4} \d\d:\d\d:\d\d|\[E [^\]]*?\w\.(?:cpp|cc|c
 # A logger says that the line is no failure: healthy runs print such lines too.
 MILD = re.compile(r"(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b|\b[A-Z]?\w*Warning: |\[[WI]\d{3,4} \d\d:")
 _RANKS = re.compile(r"(?:^| )(?:TP|DP|PP|EP)\d+(?: |$)")  # in the prefix of SGLang's schedulers
-_STAMP = re.compile(r"(\d{4}[-/]\d\d[-/]\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?")
+_STAMP = re.compile(r"(\d{4}[-/]\d\d[-/]\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?(Z\b|[-+][01]\d:?\d\d\b)?")
 
 
 @dataclass(slots=True)
@@ -383,13 +383,21 @@ def _kind(line: LogLine) -> Kind | None:
     return "complaint" if may or _COMPLAINT.search(line.text) or _TORCH_ERROR.search(line.whole) else None
 
 
+def has_zone(line: LogLine) -> bool:
+    """Return whether the time of the line's stamp is given with its time zone."""
+    stamp = _STAMP.search(line.whole[:200])
+    return bool(stamp and stamp[4])
+
+
 def seconds_of(line: LogLine) -> float | None:
-    """Return the time of the line's stamp, if that has a date."""
+    """Return the time of the line's stamp in UNIX seconds, if that has a date; without a zone it is in this host's."""
     stamp = _STAMP.search(line.whole[:200])
     if stamp is None:
         return None
-    day, clock, fraction = stamp.groups()
+    day, clock, fraction, zone = stamp.groups()
     try:
-        return datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}").timestamp() + float(f"0.{fraction or 0}")
+        return datetime.fromisoformat(f"{day.replace('/', '-')}T{clock}{zone or ''}").timestamp() + float(
+            f"0.{fraction or 0}"
+        )
     except ValueError:  # a stamp of a day that there is not
         return None

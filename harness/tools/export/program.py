@@ -5,6 +5,7 @@
 
 import ast
 import builtins
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -376,10 +377,10 @@ def device_of(subject: Subject) -> Literal["cpu", "cuda"]:
 
 def literal(value: Any, name: str = "") -> str:
     """Return a Python literal in lines of WIDTH characters. value: of what TOML has; name: that it is assigned to."""
-    whole = ascii(value)
+    whole = _expression(value)
     if not isinstance(value, dict | list | tuple) or len(name) + 3 + len(whole) <= WIDTH:
         return whole
-    items = [f"{key!a}: {each!a}" for key, each in value.items()] if isinstance(value, dict) else map(ascii, value)
+    items = _items(value)
     rows = [""]
     for item in items:  # as many as fit, so that a model's shape is a paragraph and not a page
         if rows[-1] and len(rows[-1]) + len(item) + 6 > WIDTH:
@@ -388,12 +389,36 @@ def literal(value: Any, name: str = "") -> str:
     return "\n".join([whole[0], *(f"    {row}" for row in rows), whole[-1]])
 
 
+def _expression(value: Any) -> str:
+    """Return what Python reads as this value, in ASCII. Infinity and NaN have no literal."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, dict):
+        return f"{{{', '.join(_items(value))}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(_items(value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(_items(value))}{',' * (len(value) == 1)})"
+    return ascii(value)
+
+
+def _items(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> list[str]:
+    if isinstance(value, dict):
+        return [f"{key!a}: {_expression(each)}" for key, each in value.items()]
+    return [_expression(each) for each in value]
+
+
+def printable(line: str) -> str:
+    """Return a line in ASCII that can be part of a program's text: what does not print is written as its escape."""
+    text = "".join(" " if each.isspace() else each if each.isprintable() else ascii(each)[1:-1] for each in line)
+    return text.encode("ascii", "backslashreplace").decode()
+
+
 def _wrapped(lines: Iterable[str]) -> list[str]:
     """Return them in ASCII and in rows of WIDTH. What is indented by four spaces is to be pasted, and stays in one row."""
     rows = []
     for line in lines:
-        text = "".join(" " if each.isspace() else each if each.isprintable() else ascii(each)[1:-1] for each in line)
-        text = text.encode("ascii", "backslashreplace").decode()
+        text = printable(line)
         indent = " " * (len(text) - len(text.lstrip()) + 2)
         wrap = textwrap.TextWrapper(WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         rows += [text] if text.startswith("    ") else wrap.wrap(text) or [""]

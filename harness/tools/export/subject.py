@@ -1,6 +1,7 @@
 """What is exported or reported: a config that was not run, or a run directory with what happened in it."""
 
 import json
+import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,10 @@ _EVENTS = {
         "EngineFacts",
         [*_EVERY, ("version", str), ("device", str), ("preset", str), ("arguments", dict[str, Any])],
     ),
-    "log_prob_baseline": msgspec.defstruct("Baseline", [*_EVERY, ("log_prob_difference_mean", float)]),
+    "log_prob_baseline": msgspec.defstruct(
+        "Baseline", [*_EVERY, ("log_prob_difference_mean", float), ("allowed", float)]
+    ),
+    "span": msgspec.defstruct("Span", [*_EVERY, ("part", str), ("began", float), ("ended", float)]),
 }
 _OTHER = msgspec.defstruct("OtherEvent", _EVERY)
 
@@ -254,7 +258,8 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
                 with suppress(ValueError, RecursionError):  # msgspec's errors are such
                     event = msgspec.convert(json.loads(line), dict[str, Any])
                     msgspec.convert(event, _EVENTS.get(str(event.get("event")), _OTHER))
-                    events.append(event)
+                    if all(math.isfinite(event.get(name, 0.0)) for name in ("time", "began", "ended")):
+                        events.append(event)
     return sorted(events, key=lambda each: float(each["time"]))
 
 

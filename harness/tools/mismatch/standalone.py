@@ -11,7 +11,7 @@ from harness.observer import RunContext
 from harness.rollout import sglang_api
 from harness.rollout.defaults import engine_defaults
 from harness.runtime import redact
-from harness.tools.export.program import stand_in_names, templates
+from harness.tools.export.program import printable, stand_in_names, templates
 from harness.tools.mismatch.answer import IN_DECODING, Answer, Source
 from harness.tools.mismatch.baseline import SENT, WEIGHTS
 from harness.tools.mismatch.serving import Serving
@@ -29,7 +29,7 @@ def standalone_program(run: RunContext, inputs: Inputs, answer: Answer, rows: Se
     config, device = run.config, run.world.device_type
     found = arm(config, device, inputs.attention)
     values = {
-        "sentence": answer.sentence().replace('"""', "'''").replace("\\", "/"),
+        "sentence": printable(answer.sentence()).replace('"""', "'''").replace("\\", "/"),
         "versions": f"sglang {sglang_api.probe().version}",
         "folder": str(run.folder),
         "rows": [ids for ids, _ in rows[:ROWS]],

@@ -132,7 +132,7 @@ def what_ran(subject: Subject) -> list[str]:
 def steps(metrics: Sequence[Metrics]) -> list[str]:
     """Return the main metrics of each step, and the check after the last update."""
     rows = [each for each in metrics if "step" in each]
-    names = [name for name in METRICS if rows and name in rows[0]]
+    names = [name for name in METRICS if any(name in row for row in rows)]
     lines = table(
         ["step", *names], [[f"{each['step']:.0f}", *(number(each.get(name)) for name in names)] for each in rows]
     )

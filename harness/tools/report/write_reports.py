@@ -92,7 +92,12 @@ def page(markdown: str, outcome: str) -> str:
 
 def _with_links(renderer: object, tokens: Sequence[Any], index: int, options: object, env: object) -> str:
     """Render one text token of Markdown, with http addresses as links."""
-    return _LINK.sub(lambda found: f'<a href="{found[0]}">{found[0]}</a>', escape(tokens[index].content))
+    text, parts, at = tokens[index].content, [], 0
+    for found in _LINK.finditer(text):
+        address = escape(found[0])
+        parts += [escape(text[at : found.start()]), f'<a href="{address}">{address}</a>']
+        at = found.end()
+    return "".join([*parts, escape(text[at:])])
 
 
 if __name__ == "__main__":

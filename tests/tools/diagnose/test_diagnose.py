@@ -223,6 +223,41 @@ def test_gzip_invalid_utf8_and_long_lines(tmp_path: Path) -> None:
     assert found.finding and found.finding.line.number == 2
 
 
+def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    whole = gzip.compress(b"[torch_memory_saver.cpp] CUresult error: 2 (out of memory) func=cu_mem_create\n")
+    for damaged in (whole + b"garbage", whole[:-8] + bytes(8), whole[:-3]):
+        (tmp_path / "a.log.gz").write_bytes(damaged)
+        assert slug(diagnose([str(tmp_path / "a.log.gz")])) == "tms-cumemcreate-oom"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "first"),
+    [
+        ("2026-01-01T12:00:00+09:00", "2026-01-01T04:00:00Z", "ours"),
+        ("2026-01-01T12:00:00.5+0900", "2026-01-01T02:00:00.25-01:00", "theirs"),
+        ("2026-01-01 04:00:01", "2026-01-01 04:00:00", "theirs"),
+        ("2026-01-01 04:00:01", "2026-01-01T04:00:00Z", "ours"),  # not comparable: the order of the files
+    ],
+)
+def test_of_two_files_the_earlier_failure_is_first_in_any_time_zone(
+    ours: str, theirs: str, first: str, tmp_path: Path
+) -> None:
+    names = {"ours": ours, "theirs": theirs}
+    for name, stamp in names.items():
+        (tmp_path / f"{name}.log").write_text(f"{stamp} ERROR {name} broke\n")
+    found = diagnose([str(tmp_path / f"{name}.log") for name in names])
+    assert found.suspicious and found.suspicious.text.endswith(f"{first} broke")
+
+
+def test_the_time_for_a_long_line_grows_with_its_length_alone(tmp_path: Path) -> None:
+    def seconds(count: int) -> float:
+        began = time.process_time()
+        diagnosed(tmp_path, "NCCL WARN " * count)
+        return time.process_time() - began
+
+    assert seconds(8_000) < 16 * max(seconds(1_000), 0.02)
+
+
 def test_a_run_directory(tmp_path: Path) -> None:
     for name in ("engines", "events"):
         (tmp_path / name).mkdir()

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -449,6 +450,9 @@ def test_literals_are_python_and_not_long() -> None:
     value = {"a": 1.5, "b": [1, None], "c": {"d": 'say "x"', "e": True}} | {f"name_{each}": each for each in range(30)}
     text = literal(value, "value")
     assert eval(text) == value and max(map(len, text.splitlines())) <= 120
+    odd = {"a": float("inf"), "b": [float("-inf"), (1,), ()], "c": {"nan": [True, "\u00e9\x00"]}}
+    assert eval(literal(odd)) == odd and literal(odd).isascii()
+    assert math.isnan(eval(literal(float("nan"))))
 
 
 def test_what_is_no_run_is_a_mistake(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def test_what_a_program_printed_is_text_on_the_page() -> None:
     html = page(markdown, "FAILED")
     assert "<script" not in html and "<img" not in html and "__init__" in html
     assert re.findall(r'href="([^"]*)"', html) == ["http://x/y.png", "https://a.example/issue"]
+    quoted = page('see "https://a.example/?a=1&b=2", or <https://b.example>', "FAILED")
+    assert re.findall(r'href="([^"]*)"', quoted) == ["https://a.example/?a=1&amp;b=2", "https://b.example"]
 
 
 def test_a_fence_in_a_log_does_not_end_the_block(tmp_path: Path) -> None:
@@ -118,6 +120,15 @@ def test_validations_have_a_table(tmp_path: Path) -> None:
             file.write(json.dumps(row) + "\n")
     markdown, _ = reports_of(folder)
     assert "| updates | accuracy | accuracy/gsm8k | rows |" in markdown and "| 3 | 0.5 | 0.5 | 8 |" in markdown
+
+
+def test_a_metric_that_the_first_step_lacks_has_a_column(tmp_path: Path) -> None:
+    """With algorithm.critic_warmup the actor is updated later."""
+    folder = fake_run(tmp_path / "run", 1, passed=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[0] = {name: value for name, value in rows[0].items() if not name.startswith("actor/")}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "| actor/loss |" in reports_of(folder)[0]
 
 
 def test_a_long_run_has_its_last_steps_and_takes_seconds(tmp_path: Path) -> None:
@@ -184,6 +195,13 @@ def test_a_torn_or_foreign_file_keeps_nobody_from_the_rest_of_a_run(foreign: str
         file.write(
             '{"time": 1e9, "rank": 0, "host": "h", "event": "phase_start", "phase": 7, "step": "\\"; import os"}\n'
         )
+        for more in (
+            '"event": "span"',
+            '"event": "log_prob_baseline", "log_prob_difference_mean": 1.0',
+            '"event": "say", "text": ""',
+        ):
+            file.write(f'{{"time": 1e999, "rank": 0, "host": "h", {more}}}\n')
+        file.write('{"time": 1.0, "rank": 0, "host": "h", "event": "span"}\n')
     assert reports_of(folder)[0] == before
 
 
