@@ -15,16 +15,15 @@ import _checkout
 
 _checkout.use()
 
-from harness.config.layers import ConfigError
 from harness.config.schema import Config
-from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.tools import preflight
-from harness.tools.command_line import parse
+from harness.tools.command_line import parse, refuse_plan_options
 
 
 def main(arguments: list[str]) -> int:
     """Return the exit code; what is wrong with the command line is known before anything heavy is imported."""
-    rank = int(os.environ.get("RANK") or "0")
+    rank = rank_in(os.environ)
     if {"-h", "--help"} & set(arguments):
         if rank == 0:
             print(__doc__)
@@ -40,9 +39,7 @@ def main(arguments: list[str]) -> int:
 def read(words: list[str], world_size: str) -> Config:
     """Return the config of the run to come; if it names no mesh, one engine of all ranks."""
     command = parse(words)
-    given = command.options
-    if given.dry_run or given.check or given.cuda_visible_devices or given.nnodes != 1:
-        raise ConfigError("--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out.")
+    refuse_plan_options(command.options)
     names_mesh = any(word.endswith(".toml") or word.startswith("--parallel.") for word in words)
     if not names_mesh and world_size.isdecimal():
         command.config.parallel.tp = int(world_size)

@@ -20,10 +20,10 @@ _checkout.use()
 
 from harness.rollout.early_start import start_early
 from harness.runtime import kernel_caches
-from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.fork_server import collecting_nothing
 from harness.tools import preflight
-from harness.tools.command_line import parse, read_known_options
+from harness.tools.command_line import parse, read_known_options, refuse_plan_options
 
 
 @dataclass(kw_only=True)
@@ -33,17 +33,13 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Return the exit code. A wrong command line is reported before anything heavy is imported."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = rank_in(os.environ)
     if rank and {"-h", "--help"} & set(arguments):
         return 0
     try:
         _, rest = read_known_options(Options, "launch/mismatch.py", __doc__ or "", arguments)
         command = parse(rest, Options)
-        asked = command.options
-        if asked.dry_run or asked.check or asked.cuda_visible_devices or asked.nnodes != 1:
-            raise ValueError(
-                "--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out."
-            )
+        refuse_plan_options(command.options)
         if not command.config.rollout.has_both:
             raise ValueError("rollout.load and rollout.only run half of what is to be compared; leave them out.")
     except ValueError as error:

@@ -22,7 +22,7 @@ from harness.config.layers import ConfigError
 from harness.config.run_folder import check_run_folder
 from harness.rollout.early_start import start_early
 from harness.runtime import kernel_caches
-from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.fork_server import collecting_nothing
 from harness.tools import preflight
 from harness.tools.command_line import Command, exit_with, parse, print_help
@@ -44,7 +44,7 @@ def plan(command: Command) -> int:
 
 def main(arguments: list[str]) -> int:
     """Return the exit code; what is wrong is known before anything heavy is imported."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = rank_in(os.environ)
     if {"-h", "--help"} & set(arguments):
         if rank == 0:
             print_help("launch/ppo.py", __doc__ or "")

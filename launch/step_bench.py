@@ -20,10 +20,10 @@ _checkout.use()
 from harness.observer import RunContext
 from harness.rollout.early_start import start_early
 from harness.runtime import kernel_caches
-from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.fork_server import collecting_nothing
 from harness.tools import preflight
-from harness.tools.command_line import parse, read_known_options
+from harness.tools.command_line import parse, read_known_options, refuse_plan_options
 
 
 @dataclass(kw_only=True)
@@ -40,14 +40,16 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Return the exit code. A wrong command line is reported before anything heavy is imported."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = rank_in(os.environ)
     if rank and {"-h", "--help"} & set(arguments):
         return 0
     try:
         options, rest = read_known_options(Options, "launch/step_bench.py", __doc__ or "", arguments)
         if options.repeats < 1:
             raise ValueError(f"--repeats = {options.repeats} must be at least 1.")
-        config = parse([*rest, "--run.steps", str(options.repeats + 1)], Options).config
+        command = parse([*rest, "--run.steps", str(options.repeats + 1)], Options)
+        refuse_plan_options(command.options)
+        config = command.config
         if options.prompt_tokens and not 0 < options.prompt_tokens <= config.task.max_prompt_tokens:
             raise ValueError(
                 f"--prompt-tokens = {options.prompt_tokens} must be 1 to task.max_prompt_tokens = {config.task.max_prompt_tokens}."

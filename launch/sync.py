@@ -23,10 +23,10 @@ from harness.config.schema import TransportName
 from harness.observer import RunContext
 from harness.rollout.early_start import start_early
 from harness.runtime import kernel_caches
-from harness.runtime.errors import UnsupportedEnvironment, report_user_error
+from harness.runtime.errors import UnsupportedEnvironment, rank_in, report_user_error
 from harness.runtime.fork_server import collecting_nothing
 from harness.tools import preflight
-from harness.tools.command_line import parse, read_known_options
+from harness.tools.command_line import parse, read_known_options, refuse_plan_options
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Return the exit code. A wrong command line is reported before anything heavy is imported."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = rank_in(os.environ)
     if rank and {"-h", "--help"} & set(arguments):
         return 0
     try:
@@ -53,11 +53,7 @@ def main(arguments: list[str]) -> int:
         if options.syncs < 1 or options.repeats < 1:
             raise ValueError(f"--syncs = {options.syncs} and --repeats = {options.repeats} must each be at least 1.")
         command = parse(rest, Options, SYNC_SECTIONS)
-        asked = command.options
-        if asked.dry_run or asked.check or asked.cuda_visible_devices or asked.nnodes != 1:
-            raise ValueError(
-                "--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out."
-            )
+        refuse_plan_options(command.options)
     except ValueError as error:
         return report_user_error(error, rank)
     try:

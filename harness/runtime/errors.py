@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +38,12 @@ class Stopped(Exception):
 
 class Found(Exception):
     """The failure that a tool looks for has appeared; the sentence says what it is."""
+
+
+def rank_in(environment: Mapping[str, str]) -> int:
+    """Return the rank that torchrun gave this process; 0 if it gave none, or what is no number, which is refused later."""
+    rank = environment.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
 
 
 def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:

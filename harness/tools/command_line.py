@@ -113,6 +113,12 @@ def parse(
     return Command(config, options)
 
 
+def refuse_plan_options(options: RunOptions) -> None:
+    """Raise ConfigError for options by which only launch/ppo.py plans a run."""
+    if options.dry_run or options.check or options.cuda_visible_devices or options.nnodes != 1:
+        raise ConfigError("--dry-run, --check and what belongs to them are options of launch/ppo.py; leave them out.")
+
+
 def read_options(kind: type[T], prog: str, description: str, words: Sequence[str]) -> T:
     """Return the options that a command line gives; the others have their defaults. --help prints them and exits.
 
@@ -228,6 +234,7 @@ def _check_options(options: RunOptions, config: Config) -> None:
     each = f"must be given once, or once for each of --nnodes {hosts}, got {lists}"
     for kept, option, text in (
         (options.dry_run or not memory, "gpu-memory-gib", unused),
+        (options.dry_run or options.check or not lists, "cuda-visible-devices", unused),
         (hosts >= 1, "nnodes", f"must be at least 1, got {hosts}"),
         (options.nproc_per_node >= 0, "nproc-per-node", f"must be at least 0, got {options.nproc_per_node}"),
         (0 <= memory < math.inf, "gpu-memory-gib", f"must be above 0, such as 80, got {memory}"),

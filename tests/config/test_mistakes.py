@@ -84,6 +84,7 @@ MISTAKES = [
     ("--dry-rnu", "--dry-rnu", "is not an option", "nearest is --dry-run"),
     ("--zzz", "--zzz", "is not an option", "--section.key VALUE"),
     ("--gpu-memory-gib 80", "--gpu-memory-gib", "--dry-run"),
+    ("--cuda-visible-devices 0,1", "--cuda-visible-devices", "is for --dry-run; add it"),
     ("--dry-run=yes", "--dry-run", "yes"),
     ("--dry-run --nnodes two", "--nnodes must be an integer", "got 'two'"),
     ("--dry-run --nnodes 0", "--nnodes must be at least 1", "got 0"),

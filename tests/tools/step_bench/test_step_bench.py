@@ -112,6 +112,7 @@ def test_sglangs_bench_takes_token_ids_and_its_answers_are_counted() -> None:
         (["--repeats", "0"], "--repeats = 0"),
         (["--prompt-tokens", "400"], "--prompt-tokens = 400"),
         (["--rollout.load", "x"], "rollout.load"),
+        (["--dry-run"], "--dry-run, --check and what belongs to them are options of launch/ppo.py"),
     ],
 )
 def test_mistakes_exit_2_with_one_sentence(words: list[str], wrong: str) -> None:
