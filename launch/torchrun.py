@@ -1,9 +1,11 @@
-"""torchrun, except that the ranks of a host share their imports: they are forked from a process that has done them.
+"""torchrun, except that the imports of a host's ranks begin at once, and are made only once where they can be shared.
 
     .venv/bin/python launch/torchrun.py --nproc-per-node=2 launch/ppo.py configs/cpu/quickstart.toml
 
-Takes torchrun's options and is torchrun; only the start of a rank differs. It pays on a machine without a GPU, where cores
-are few and most of a run's start is to import torch, transformers and SGLang. With a GPU it starts ranks as torchrun does.
+Takes torchrun's options and is torchrun; only the start of a rank differs. Without a GPU, one process imports torch,
+transformers and SGLang, and all ranks of the host are forked from it. With a GPU the imports cannot be shared. The ranks of
+ppo.py and mismatch.py are then processes that begin their imports while torchrun starts, if this host runs all ranks; all
+other ranks are started as torchrun starts them.
 """
 
 import sys

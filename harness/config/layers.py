@@ -34,7 +34,9 @@ def read_layer(path: str) -> Layer:
     """Read one TOML file. Raise ConfigError if it is missing or not TOML."""
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"{path} is not a file; give the path of a TOML file, such as configs/cpu/quickstart.toml.")
+        searched = "" if file.is_absolute() else f" It was looked for in the current folder, {Path.cwd()}."
+        what = "give the path of a TOML file, such as configs/cpu/quickstart.toml"
+        raise ConfigError(f"{path} is not a file; {what}.{searched}")
     try:
         return Layer(path, tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -243,7 +243,9 @@ def check_model_files(config: Config, whole: bool = True) -> None:
     if not folder.is_dir():
         nearest = difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)[0]
         hint = f", a hub id (OWNER/NAME) or a tiny model; the nearest tiny model is {nearest}"
-        raise ConfigError(f'model.name = "{name}" is not a folder here{"" if "/" in name else hint}.')
+        if "/" in name:
+            hint = f"; give a folder that exists, a hub id (OWNER/NAME), or a tiny model: {', '.join(ARCHITECTURES)}"
+        raise ConfigError(f'model.name = "{name}" is not a folder here{hint}.')
     needed: dict[str, tuple[str, ...]] = {"config.json": ("config.json",)}
     if whole:
         needed["tokenizer"] = TOKENIZERS

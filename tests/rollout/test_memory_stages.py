@@ -16,7 +16,6 @@ import pytest
 from harness.rollout.memory_stages import MIB, MemoryDidNotMove, MemoryStages, WrongStage, wrong_move
 
 SIZES = {"weights": 1000 * MIB, "kv_cache": 3000 * MIB, "cuda_graph": 100 * MIB}
-TAGS = tuple(SIZES)
 LOST = (SIZES["kv_cache"], 151 * MIB, -200 * MIB)
 
 

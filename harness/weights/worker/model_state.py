@@ -1,4 +1,4 @@
-"""The tensors of a scheduler's model: which there are, 64-bit fingerprints of what they hold, and a sentinel fill.
+"""The tensors of a scheduler's model: which there are, 64-bit fingerprints of what they hold, and a fill with garbage.
 
 A fingerprint is computed where the weights are. The element at place p of a tensor counts bits * BASE**p, modulo 2**64.
 Such sums add up: the sums of an engine's ranks, each over its part of a tensor, make the sum of the whole tensor, and the

@@ -79,12 +79,6 @@ class Hosts:
             assert time.monotonic() < end, {host: self.said(host) for host in self.ranks_by_host}
             time.sleep(0.02)
 
-    def wait_until_said(self, host: str, words: str) -> None:
-        end = time.monotonic() + 40
-        while words not in self.said(host):
-            assert time.monotonic() < end, self.said(host)
-            time.sleep(0.02)
-
     def processes(self, host: str | None = None, kind: str = "") -> list[psutil.Process]:
         """Those that live: of one host, and with a word of that kind in their command line."""
         found = []
