@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from harness.runtime import redact
 from harness.runtime.tracebacks import Traceback
 from harness.tools.bisection.answer import Answer, describe_confirmation, sentences
-from harness.tools.bisection.candidates import Candidate, git
+from harness.tools.bisection.candidates import Candidate, git, git_lines
 from harness.tools.bisection.failures import frames_of, relative_file, traceback_at
 from harness.tools.bisection.installation import module_of, package_root, package_sources
 from harness.tools.bisection.question import SCRIPT, command_of, is_of_this_repository
@@ -135,7 +135,7 @@ def _upstream(state: State, before: Record, after: Record) -> Iterator[str]:
         repository, tags = origin[1] if origin else "", f"{before.name}...{after.name}"
     yield from (f"- https://github.com/{repository}/compare/{tags}", "") if repository else ()
     if options.git:
-        merged = git(Path(options.git), "log", "--format=- %h %s", f"{before.name}..{after.name}").splitlines()
+        merged = git_lines(Path(options.git), "log", "--format=- %h %s", f"{before.name}..{after.name}")
         more = [f"- and {len(merged) - MOST_SUBJECTS} more"] if len(merged) > MOST_SUBJECTS else []
         yield from (*merged[:MOST_SUBJECTS], *more, "")
 
@@ -217,7 +217,8 @@ def reproduce_commands(state: State, record: Record, candidate: Candidate, folde
     environment, made = record.environment, []
     if options.git:
         made = [f"git -C {quote(options.git)} worktree add --detach {place} {candidate.name}"]
-        paths = tuple(each.replace(each.partition("/files")[0] + "/files", place) for each in environment.paths)
+        # The last /files is the folder into which the commit was unpacked; the cache's own path may have one too.
+        paths = tuple(place + each.rpartition("/files")[2] for each in environment.paths)
         environment = replace(environment, paths=paths)
     elif options.only_package:
         words = ["uv", "pip", "install", "--no-deps", "--target", place, "--python", environment.python]

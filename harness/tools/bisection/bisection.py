@@ -1,4 +1,4 @@
-"""A bisect from its ends to its answer: one install and one run at a time, with the state saved after every verdict."""
+"""A bisect from its ends to its answer: one install and one run at a time, with the state saved after every run."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from pathlib import Path
 from statistics import median
 
 from packaging.utils import canonicalize_name
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from harness.runtime import redact
 from harness.tools.bisection.answer import Answer, answer_of, edge_to_confirm, next_for_cause
-from harness.tools.bisection.candidates import Candidate, CannotRevert
+from harness.tools.bisection.candidates import Candidate, CannotRevert, is_build_of
 from harness.tools.bisection.classify import LOG, Run, import_failure, run_once
-from harness.tools.bisection.confidence import Rerun, next_rerun
+from harness.tools.bisection.confidence import Rerun, last_good, next_rerun
 from harness.tools.bisection.installation import Commits, Environment, Provider, Unavailable
 from harness.tools.bisection.question import AUTO, WrongQuestion, parse_seconds
 from harness.tools.bisection.search import Edge, Verdict, find_edges, next_candidate, untested
@@ -59,6 +59,14 @@ def describe_left(state: State) -> str:
         return "no candidates left"
     minutes = f", about {steps * median(ran) / 60:.0f} min" if ran and steps * median(ran) > 30 else ""
     return f"{sum(left)} candidate{'s' * (sum(left) > 1)} left, at most {steps} step{'s' * (steps > 1)}{minutes}"
+
+
+def _is_version(seen: str, wanted: str) -> bool:
+    """Return whether an installed version is the one wanted; metadata may hold anything, such as "unknown"."""
+    try:
+        return is_build_of(Version(seen), Version(wanted))
+    except InvalidVersion:
+        return False
 
 
 @dataclass
@@ -135,13 +143,15 @@ class Bisection:
         except (CannotRevert, Unavailable) as problem:
             confirmation.problem = str(problem).rstrip(".")
         else:
-            runs = len(state.record(edge.before).attempts)  # as many as made the neighbour's verdict sure
+            # As many as made the good neighbour's verdict sure: the bad one stopped at its first failure.
+            runs = len(state.record(last_good(state, edge)).attempts)
             confirmation.reverted = self._judge(without, environment, runs)
             self._tell(confirmation.reverted, without)
             if confirmation.reverted.verdict == state.record(0).verdict:
                 confirmation.control = self._judge(tip, state.record(len(state.candidates) - 1).environment, runs)
                 self._tell(confirmation.control, tip)
         state.confirmation = confirmation
+        state.unfinished.clear()
         self._save()
 
     def _run_again(self, rerun: Rerun) -> None:
@@ -150,10 +160,10 @@ class Bisection:
             made = self._run(candidate, record.environment, len(record.attempts) + 1)
             record.attempts.append(made)
             record.verdict, record.reason = self._combine(record.attempts)
+            self._save()
             failures += made.verdict != "good"
             if failures == rerun.failures:
                 break
-        self._save()
         self._tell(record, candidate)
 
     def _test(self, index: int) -> None:
@@ -166,16 +176,16 @@ class Bisection:
             reason = f"cannot be installed: {problem}"
             record = Record(name=candidate.name, verdict="skip", reason=reason, environment=Environment(python=""))
         self.state.records.append(record)
+        self.state.unfinished.clear()
         self._save()
         self._tell(record, candidate)
 
     def _judge(self, candidate: Candidate, environment: Environment, runs: int) -> Record:
-        """Run it up to so many times, until it fails."""
-        attempts: list[Attempt] = []
-        for number in range(1, runs + 1):
-            attempts.append(self._run(candidate, environment, number))
-            if attempts[-1].verdict != "good":
-                break
+        """Run it up to so many times, until it fails. Runs from before a bisect was resumed count."""
+        attempts = self.state.unfinished.setdefault(candidate.name, [])
+        while len(attempts) < runs and all(each.verdict == "good" for each in attempts):
+            attempts.append(self._run(candidate, environment, len(attempts) + 1))
+            self._save()
         verdict, reason = self._combine(attempts)
         if verdict == "bad" and self.state.question.kind == "failure":
             run = self._run_in(self.folder / Path(attempts[-1].log).parent, candidate, environment)
@@ -191,7 +201,7 @@ class Bisection:
         options, environment = self.state.question.options, self.provider.make(candidate)
         seen = environment.freeze.get(canonicalize_name(options.package), "")
         # A commit's version says little, and a prepared folder may hold the bare module without its metadata.
-        if not options.git and (seen or not options.environments) and Version(seen or "0") != Version(candidate.name):
+        if not options.git and (seen or not options.environments) and not _is_version(seen, candidate.name):
             raise Unavailable(f"its environment has {options.package} {seen} (PYTHONPATH may hide it).")
         return environment
 

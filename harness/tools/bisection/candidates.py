@@ -3,6 +3,7 @@
 uv and pip do not say when a release was published, so this module reads the indexes itself.
 """
 
+import base64
 import json
 import os
 import re
@@ -17,14 +18,16 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from html import unescape
+from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
+from harness.runtime import redact
 from harness.tools.bisection.question import Options, Pause, Question, WrongQuestion
 from harness.tools.environments import uv_sources
 
@@ -131,6 +134,11 @@ def _version(text: str) -> Version:
         raise WrongQuestion(f"an end must be a version such as 0.5.9 or 0.5.5.post3, got {text!r}.") from error
 
 
+def is_build_of(found: Version, wanted: Version) -> bool:
+    """Return whether `found` is the version wanted. 2.9.0+cpu is a build of 2.9.0, as for pip; 2.9.0 is none of 2.9.0+cpu."""
+    return found == wanted or (not wanted.local and Version(found.public) == wanted)
+
+
 def _exchanged(options: Options, older: str, newer: str) -> str:
     names, remedy = ("bad", "good"), "leave out --find-fix"
     if not options.find_fix:
@@ -186,9 +194,12 @@ def releases_of(package: str, files: Iterable[Mapping[str, Any]]) -> dict[Versio
 
 
 def files_of_page(text: str, is_json: bool) -> list[Mapping[str, Any]]:
-    """Return the files of a project's page, in either form of the simple repository API."""
+    """Return the files of a project's page, in either form of the simple repository API. Raises ValueError."""
     if is_json:
-        return list(json.loads(text)["files"])
+        try:
+            return [file for file in json.loads(text)["files"] if file["filename"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError("its JSON lists no files") from error
     files: list[Mapping[str, Any]] = []
     for tag in re.findall(r"<a\s([^>]*)>", text):
         given = {name: unescape(value) for name, value in re.findall(r'([\w-]+)="([^"]*)"', tag)}
@@ -199,19 +210,38 @@ def files_of_page(text: str, is_json: bool) -> list[Mapping[str, Any]]:
 
 
 def _files_of_index(index: str, package: str) -> list[Mapping[str, Any]]:
+    """Return a package's files; none if the index does not have it. Raises Pause, which does not show the index's login."""
     address = f"{index.rstrip('/')}/{canonicalize_name(package)}/"
-    if urlsplit(index).scheme == "file":  # a mirror in folders, which pip and uv read too
+    try:
+        address, authorization = _without_login(address)
+        return _files_at(address, authorization)
+    except (OSError, HTTPException, ValueError) as error:  # URLError is an OSError; a bad address, encoding or JSON
+        if isinstance(error, urllib.error.HTTPError) and error.code == 404:
+            return []
+        reason = " ".join(str(getattr(error, "reason", error)).split())
+        raise Pause(redact.text(f"the index {address} could not be read ({reason}).")) from error
+
+
+def _without_login(address: str) -> tuple[str, str]:
+    """Return the address without its USER:PASSWORD@, and the value of the header that gives them; "" without a login."""
+    parts = urlsplit(address)
+    login, _, host = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    given = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
+    return urlunsplit(parts._replace(netloc=host)), f"Basic {given}" if login else ""
+
+
+def _files_at(address: str, authorization: str) -> list[Mapping[str, Any]]:
+    """Return the files that a project's page lists. Raises OSError, HTTPException, ValueError."""
+    if urlsplit(address).scheme == "file":  # a mirror in folders, which pip and uv read too
         page = Path(unquote(urlsplit(address).path)) / "index.html"
         return files_of_page(page.read_text(), is_json=False) if page.is_file() else []
     request = urllib.request.Request(address, headers={"Accept": _ACCEPT})
+    if authorization:  # not for another host, to which the index may redirect
+        request.add_unredirected_header("Authorization", authorization)
     certificates = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
-    try:
-        with urllib.request.urlopen(request, timeout=INDEX_SECONDS, context=certificates) as answer:
-            return files_of_page(answer.read().decode(), answer.headers.get_content_type().endswith("json"))
-    except OSError as error:  # URLError is one
-        if isinstance(error, urllib.error.HTTPError) and error.code == 404:
-            return []
-        raise Pause(f"the index {address} could not be read ({getattr(error, 'reason', error)}).") from error
+    with urllib.request.urlopen(request, timeout=INDEX_SECONDS, context=certificates) as answer:
+        return files_of_page(answer.read().decode(), answer.headers.get_content_type().endswith("json"))
 
 
 # Commits of a local checkout, which is only read.
@@ -222,24 +252,36 @@ def commit_of(checkout: Path, name: str) -> str:
     for each in (f"v{name}", name):
         if found := git(checkout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{each}^{{commit}}"):
             return found
-    if not git(checkout, "rev-parse", "--git-dir"):
-        raise WrongQuestion(f"--git must be a git checkout, got {checkout}.")
+    check_checkout("--git", checkout)
     raise WrongQuestion(f"{checkout} has no commit or tag {name}; fetch its tags.")
+
+
+def check_checkout(option: str, folder: Path) -> None:
+    """Raise WrongQuestion unless the folder that an option names is a git checkout."""
+    if not git(folder, "rev-parse", "--git-dir"):
+        raise WrongQuestion(f"{option} must be a git checkout, got {folder}.")
 
 
 def _commits_between(checkout: Path, older: str, newer: str) -> list[Candidate]:
     """Return first-parent commits from `older` to `newer`, both included."""
     form = "--format=%H %s"
-    own = git(checkout, "log", "-1", form, older)
-    listed = git(checkout, "log", "--first-parent", "--ancestry-path", "--reverse", form, f"{older}..{newer}")
-    return [Candidate(name=line[:40], title=line[41:]) for line in (own, *listed.splitlines())]
+    own = git_lines(checkout, "log", "-1", form, older)
+    words = ["log", "--first-parent", "--ancestry-path", "--reverse", form, f"{older}..{newer}"]
+    parts = [line.partition(" ") for line in (*own, *git_lines(checkout, *words))]
+    return [Candidate(name=commit, title=" ".join(subject.split())) for commit, _, subject in parts]
 
 
 def export_commit(checkout: Path, commit: str, folder: Path) -> None:
+    """Unpack a commit into a new folder. Raises Pause."""
     folder.mkdir(parents=True)
-    archive = subprocess.Popen(["git", "-C", str(checkout), "archive", commit], stdout=subprocess.PIPE)
-    unpack = subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, capture_output=True, text=True)
-    if archive.wait() or unpack.returncode:
+    words, untar = ["git", "-C", str(checkout), "archive", commit], ["tar", "-x", "-C", str(folder)]
+    # At its end `with` closes this process's end of the pipe, and then waits: git would write for ever to a tar that is gone.
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as archive:
+        try:
+            unpack = subprocess.run(untar, stdin=archive.stdout, capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise Pause("commits are unpacked by tar, which is not on PATH; install it.") from error
+    if archive.returncode or unpack.returncode:
         raise Pause(f"git archive of {commit[:12]} could not be unpacked: {unpack.stderr.strip()}.")
 
 
@@ -255,7 +297,7 @@ def export_reverted(checkout: Path, commit: str, tip: str, folder: Path) -> None
         is_merge = git(Path(clone), "rev-parse", "--verify", "--quiet", f"{commit}^2")
         words = ["revert", "--no-commit", *(["--mainline", "1"] if is_merge else []), commit]
         run = _run_git(Path(clone), *words)
-        if conflicts := git(Path(clone), "diff", "--name-only", "--diff-filter=U").splitlines():
+        if conflicts := git_lines(Path(clone), "diff", "--name-only", "--diff-filter=U"):
             raise CannotRevert(f"it conflicts with later commits in {', '.join(conflicts)}")
         if run.returncode:
             raise CannotRevert(run.stderr.strip().rpartition("\n")[2])
@@ -277,9 +319,19 @@ def git(checkout: Path, *arguments: str) -> str:
     return run.stdout.strip() if run.returncode == 0 else ""
 
 
+def git_lines(checkout: Path, *arguments: str) -> list[str]:
+    """Return the lines that git prints. Not by splitlines, because a subject may hold other separators, such as U+2028."""
+    return [line for line in git(checkout, *arguments).split("\n") if line]
+
+
 def _run_git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["git", "-C", str(checkout), "-c", "core.hooksPath=/dev/null", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    try:  # not text=True, which would end a line at a carriage return in a subject
+        run = subprocess.run(command, capture_output=True)
+    except FileNotFoundError as error:
+        raise WrongQuestion("commits are read by git, which is not on PATH; install it.") from error
+    said, problem = (each.decode(errors="replace") for each in (run.stdout, run.stderr))
+    return subprocess.CompletedProcess(command, run.returncode, said, problem)
 
 
 def _git_or_refuse(checkout: Path, *arguments: str) -> None:

@@ -81,7 +81,7 @@ def next_rerun(state: State) -> Rerun | None:
     more = 1
     while more < left and _confidence(state, edges[0], rate, more) < WANTED:
         more += 1
-    return Rerun(_last_good(state, edges[0]), more)
+    return Rerun(last_good(state, edges[0]), more)
 
 
 def runs_spent(state: State) -> int:
@@ -94,7 +94,7 @@ def _extra_runs(state: State, index: int) -> int:
 
 def _confidence(state: State, edge: Edge, rate: FailureRate, more: int = 0) -> float:
     """Return the confidence after `more` further passes of the last good candidate."""
-    wrong, passed, last = 0.0, more, _last_good(state, edge)
+    wrong, passed, last = 0.0, more, last_good(state, edge)
     for index in range(last, state.good_end, 1 if state.good_end > last else -1):
         if state.verdicts.get(index) == "good":
             passed += len(state.record(index).attempts)
@@ -102,7 +102,8 @@ def _confidence(state: State, edge: Edge, rate: FailureRate, more: int = 0) -> f
     return len(edge.answer) / (len(edge.answer) + wrong)
 
 
-def _last_good(state: State, edge: Edge) -> int:
+def last_good(state: State, edge: Edge) -> int:
+    """Return the good candidate of the edge."""
     return edge.before if state.verdicts[edge.before] == "good" else edge.after
 
 

@@ -23,19 +23,26 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from harness.rollout.cpu_mode import cpu_environment
 from harness.runtime.cpu_standins import STANDINS
 from harness.runtime.processes import run_tree
-from harness.tools.bisection.candidates import Candidate, export_commit, export_reverted, index_arguments, releases
+from harness.tools.bisection.candidates import (
+    Candidate,
+    export_commit,
+    export_reverted,
+    index_arguments,
+    is_build_of,
+    releases,
+)
 from harness.tools.bisection.question import Options, Pause, Question, WrongQuestion, is_of_this_repository
 from harness.tools.environments import REPOSITORY, cpu_torch, uv_environment
 
 _FREEZE = """
 import importlib.metadata as m, json, re
 found = {d.metadata["Name"]: d.version for d in reversed(list(m.distributions()))}
-print(json.dumps({re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found.items() if name}))
+print(json.dumps({re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found.items() if name and version}))
 """
 OWN_NEEDS = ("accelerate", "datasets", "jinja2", "msgspec", "psutil", "rich", "safetensors")
 """What a script of this repository imports besides SGLang and its dependencies."""
@@ -224,6 +231,7 @@ class Commits(Provider):
     """--git: each commit of a checkout, unpacked, first on the path of one Python."""
 
     checkout: Path
+    package: str
 
     def make(self, candidate: Candidate) -> Environment:
         return self._unpacked(
@@ -237,9 +245,19 @@ class Commits(Provider):
 
     def _unpacked(self, key: str, unpack: Callable[[Path], None]) -> Environment:
         folder = keep(self.store, f"{key}-{_digest(str(self.checkout))}", lambda new: unpack(new / "files"))
-        files = folder / "files"
-        path = next((files / name for name in ("python", "src") if (files / name).is_dir()), files)
+        path = _import_root(folder / "files", self.package)
         return Environment(python=self.python, paths=(str(path),)).with_freeze()
+
+
+def _import_root(files: Path, package: str) -> Path:
+    """Return the folder of a commit's files from which the package is imported: python/, src/, or the files' own.
+
+    python/ and src/ may hold something else, such as C++: on the path they would leave the installed package to be tested.
+    If the module of the package's name is nowhere, its name may be another one: return the first folder with any package.
+    """
+    folders = [folder for folder in (files / "python", files / "src", files) if folder.is_dir()]
+    own = [folder for folder in folders if _holds(folder, module_of(package))]
+    return next(iter([*own, *(folder for folder in folders if any(folder.glob("*/__init__.py"))), *folders]))
 
 
 @dataclass(kw_only=True)
@@ -364,7 +382,7 @@ def provider_of(question: Question, folder: Path, no_gpu: bool) -> Provider:
     if options.environments:
         return Prepared(store=store, python=python)
     if options.git:
-        return Commits(store=store, checkout=Path(options.git), python=python)
+        return Commits(store=store, checkout=Path(options.git), package=options.package, python=python)
     sources = package_sources(options)
     if options.only_package:
         return Overlay(store=store, package=options.package, python=python, sources=sources)
@@ -401,12 +419,19 @@ def _held(question: Question) -> tuple[str, ...]:
 
 
 def _published(requirement: str) -> str:
-    if not (match := re.search(r"==\s*([\w.]+)", requirement)):
+    """Return when the release that a requirement pins was published; "" if it pins none. Raises WrongQuestion, Pause."""
+    asked = Requirement(requirement)
+    pins = [each.version for each in asked.specifier if each.operator in ("==", "===")]
+    if not pins:
         return ""
-    found = releases(Requirement(requirement).name).get(Version(match[1]))
-    if found is None:
+    try:
+        wanted = Version(Version(pins[0]).public)
+    except InvalidVersion as error:
+        raise WrongQuestion(f"--hold needs NAME==VERSION, such as sglang==0.5.23, got {requirement}.") from error
+    found = [each.time for version, each in releases(asked.name).items() if is_build_of(version, wanted)]
+    if not found:
         raise WrongQuestion(f"--hold {requirement}: there is no such release.")
-    return found.time
+    return max(found)
 
 
 def unmet_requirements(environment: Environment, package: str) -> dict[str, tuple[str, str]]:
@@ -428,4 +453,8 @@ def package_root(environment: Environment, package: str) -> Path | None:
     """Return the folder that holds the package's module in an environment, if it is still there."""
     module, roots = module_of(package), [Path(each) for each in environment.paths]
     roots += sorted(Path(environment.python).parent.parent.glob("lib/python3*/site-packages"))
-    return next((r for r in roots if (r / module / "__init__.py").is_file() or (r / f"{module}.py").is_file()), None)
+    return next((root for root in roots if _holds(root, module)), None)
+
+
+def _holds(folder: Path, module: str) -> bool:
+    return (folder / module / "__init__.py").is_file() or (folder / f"{module}.py").is_file()

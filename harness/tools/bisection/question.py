@@ -24,7 +24,11 @@ _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(kw_only=True)
 class Options:
-    """Put the command after --. A script runs with the candidate's Python, and BISECT_CANDIDATE names the candidate."""
+    """Put the command after --. A script runs with the candidate's Python, and BISECT_CANDIDATE names the candidate.
+
+    --resume [FOLDER] continues a bisect that was stopped, by default the newest one in bisects/. It takes no command, and of
+    the options below --then-git alone.
+    """
 
     good: str = ""
     """The end that works: a version, or a commit with --git. It is older than --bad, unless --find-fix is given."""
@@ -111,6 +115,13 @@ def _refuse_if(wrong: object, sentence: str) -> None:
         raise WrongQuestion(sentence)
 
 
+def existing_folder(option: str, given: str) -> str:
+    """Return the folder that an option names as an absolute path. Raises WrongQuestion."""
+    folder = Path(given).expanduser()
+    _refuse_if(not folder.is_dir(), f"{option} must be an existing folder, got {folder}.")
+    return str(folder.resolve())
+
+
 def parse_seconds(text: str) -> float:
     """Return the seconds of "90", "90s", "10m" or "2h"; 0 for "auto". Raises WrongQuestion."""
     if text == AUTO:
@@ -130,9 +141,7 @@ def ask(options: Options, command: Sequence[str], folder: Path) -> Question:
     _refuse_if(alone, "--only-package keeps all other packages: it cannot go with --hold, --git or --environments.")
     _refuse_if(options.then_git and options.git, "--then-git is for releases, and --git bisects commits; give one.")
     for name in (*sources, *(["then_git"] if options.then_git else [])):
-        given = Path(getattr(options, name)).expanduser()
-        _refuse_if(not given.is_dir(), f"{_flag(name)} must be an existing folder, got {given}.")
-        setattr(options, name, str(given.resolve()))
+        setattr(options, name, existing_folder(_flag(name), getattr(options, name)))
     for name, least in (("repeat", 1), ("confirm", 0)):
         value = getattr(options, name)
         _refuse_if(value < least, f"{_flag(name)} must be {least} or more, got {value}.")

@@ -97,6 +97,8 @@ class State:
     question: Question
     candidates: list[Candidate]
     records: list[Record] = field(default_factory=list)
+    unfinished: dict[str, list[Attempt]] = field(default_factory=dict)
+    """Runs of a candidate that has no verdict yet, by its name: with --repeat it takes several."""
     confirmation: Confirmation | None = None
     """Of a bisect over commits that found one."""
     wall_seconds: float = 0.0

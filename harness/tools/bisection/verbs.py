@@ -11,13 +11,14 @@ from shlex import join
 from typing import IO, Any
 
 from harness.config.layers import ConfigError
+from harness.runtime import redact
 from harness.runtime.errors import report_user_error
 from harness.tools.bisection.answer import EXIT_CODES, Answer
 from harness.tools.bisection.bisect_report import write_report
 from harness.tools.bisection.bisection import Bisection, Progress
-from harness.tools.bisection.candidates import commit_of, find_candidates, settle
+from harness.tools.bisection.candidates import check_checkout, commit_of, find_candidates, settle
 from harness.tools.bisection.installation import provider_of
-from harness.tools.bisection.question import SCRIPT, Options, Pause, Question, WrongQuestion, ask
+from harness.tools.bisection.question import SCRIPT, Options, Pause, Question, WrongQuestion, ask, existing_folder
 from harness.tools.bisection.search import Edge
 from harness.tools.bisection.state import STATE, State, latest_folder, load_state, lock_folder
 from harness.tools.command_line import read_known_options, read_options
@@ -34,17 +35,25 @@ def main(arguments: list[str], description: str) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     words, command = arguments[:split], arguments[split + 1 :]
     try:
-        if words[:1] == ["--resume"]:
-            rest = words[1:]
-            folder = Path(rest.pop(0)) if rest and not rest[0].startswith("--") else latest_folder(FOLDER)
+        if "--resume" in words:
+            at = words.index("--resume")
+            rest = words[:at] + words[at + 1 :]
+            named = len(rest) > at and not rest[at].startswith("--")
+            folder = Path(rest.pop(at)) if named else latest_folder(FOLDER)
             options = read_options(Options, SCRIPT, description, rest)
-            return _bisect(load_state(folder), folder, options.then_git)
+            _refuse_another_question(rest, command)
+            return resume(folder, options.then_git)
         return begin(_read_options(words, description), command)
     except (WrongQuestion, ConfigError) as error:
-        return report_user_error(error, rank=0)
+        return _report(error)
     except Pause as error:
-        report_user_error(error, rank=0)
+        _report(error)
         return PAUSED
+
+
+def _report(error: Exception) -> int:
+    """Print the error's sentence without secrets; return the exit code of a user's mistake."""
+    return report_user_error(WrongQuestion(redact.text(str(error))), rank=0)
 
 
 def _read_options(words: Sequence[str], description: str) -> Options:
@@ -54,9 +63,40 @@ def _read_options(words: Sequence[str], description: str) -> Options:
     return read_options(Options, SCRIPT, description, words) if rest else options
 
 
+def _refuse_another_question(words: Sequence[str], command: Sequence[str]) -> None:
+    """Raise WrongQuestion if --resume comes with more than --then-git. words: the command line without --resume FOLDER."""
+    named = [option for word in words if (option := word.partition("=")[0]).startswith("--") and option != "--then-git"]
+    extra = named[0] if named else f"the command {join(command)}" if command else ""
+    if extra:
+        kept = "a resumed bisect keeps its question, and only --then-git can be added"
+        raise WrongQuestion(f"{extra} cannot go with --resume: {kept}; leave it out, or start a new bisect.")
+
+
+def resume(folder: Path, then_git: str) -> int:
+    """Go on with the bisect in a folder. Raises WrongQuestion, Pause."""
+    state, inner = load_state(folder), folder / COMMITS_FOLDER
+    if then_git and state.question.options.git:
+        raise WrongQuestion(f"--then-git is for releases, and the bisect in {folder} is one of commits; leave it out.")
+    checkout = _checkout(then_git)
+    if checkout and (inner / STATE).exists() and (kept := load_state(inner).question.options.git) != checkout:
+        remedy = f"give --then-git {kept}, or move that folder away"
+        raise WrongQuestion(f"{inner} holds a bisect of {kept}, got --then-git {checkout}; {remedy}.")
+    return _bisect(state, folder, checkout)
+
+
+def _checkout(given: str) -> str:
+    """Return the checkout that --then-git names, as an absolute path; "" for none. Raises WrongQuestion."""
+    if not given:
+        return ""
+    folder = existing_folder("--then-git", given)
+    check_checkout("--then-git", Path(folder))
+    return folder
+
+
 def begin(options: Options, words: Sequence[str]) -> int:
     """Start a new bisect. Raises WrongQuestion, Pause."""
     question = settle(ask(options, words, Path.cwd()))
+    _checkout(question.options.then_git)
     state = State(question=question, candidates=find_candidates(question))
     folder = Path(options.dir or FOLDER / f"{datetime.now():%Y%m%d-%H%M%S}-{question.options.package}")
     if (folder / STATE).exists():
@@ -82,7 +122,7 @@ def _bisect(state: State, folder: Path, then_git: str) -> int:
         return EXIT_CODES[found.kind]
     inner = folder / COMMITS_FOLDER
     try:
-        question = _question_of_commits(state, found.edges[0], Path(checkout).expanduser().resolve(), inner)
+        question = _question_of_commits(state, found.edges[0], Path(checkout), inner)
         candidates = find_candidates(question)
     except WrongQuestion as error:
         print(f"The commit was not found: {error} The cause may be a dependency or the build.", flush=True)
@@ -130,7 +170,7 @@ def _run_to_answer(state: State, folder: Path, lock: int) -> Answer | int:
     except KeyboardInterrupt:
         why, code = "interrupted", INTERRUPTED
     except Pause as error:
-        why, code = f"paused: {error}", PAUSED
+        why, code = redact.text(f"paused: {error}"), PAUSED
     except OSError as error:
         why, code = f"paused: {folder} cannot be used: {error.strerror or error}.", PAUSED
     kept = f"{len(state.records)} verdicts are kept; continue with: python3 {SCRIPT} --resume {folder}"

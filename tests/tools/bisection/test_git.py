@@ -1,12 +1,16 @@
 """Commits of a local checkout."""
 
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
+from harness.tools.bisection.candidates import export_commit, find_candidates, git_lines, settle
+from harness.tools.bisection.question import Options, Pause, Question
 from tests.tools.bisection.bisecting import Bench, bare_python
 
 COMMITS, FIRST_BAD = 100, 63
@@ -66,6 +70,84 @@ def test_from_the_release_to_the_commit_between_its_tags(tmp_path: Path) -> None
     assert "commit 5; the last good one is" in run.stdout
     asked = bench.state("found/commits")["question"]["options"]
     assert asked["bad"] == git(folder, "rev-parse", "main") and asked["package"] == "moving"
+
+    copy = tmp_path / "copy"
+    git(tmp_path, "clone", "-q", str(folder), str(copy))
+    for words, sentence in (
+        (("found", "--then-git", "copy"), f"found/commits holds a bisect of {folder}, got --then-git {copy};"),
+        (("found/commits", "--then-git", "checkout"), "the bisect in found/commits is one of commits"),
+        (("found", "--then-git", "/nonexistent"), "--then-git must be an existing folder, got /nonexistent."),
+        (("found", "--then-git", "sites"), "--then-git must be a git checkout, got "),
+    ):
+        run = bench.bisect("--resume", *words)
+        assert run.returncode == 2 and sentence in run.stderr, run.stdout + run.stderr
+        assert run.stderr.count("\n") == 1 and not run.stdout
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+@pytest.mark.parametrize(
+    ("other", "package", "named"),
+    [
+        ("src/engine.cpp", "moving/__init__.py", "moving"),
+        ("python/setup.cfg", "src/moving.py", "moving"),
+        ("src/engine.cpp", "moving/__init__.py", "python-moving"),
+    ],
+)
+def test_the_package_is_found_where_it_is(tmp_path: Path, other: str, package: str, named: str) -> None:
+    """Beside a python/ or src/ with something else in it; the installed package is another one."""
+    bench, folder = Bench(tmp_path), tmp_path / "checkout"
+    for code in range(2):
+        for name, text in ((other, ""), (package, f"code = {code}\n")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        git(folder, "init", "-q", "-b", "main")
+        git(folder, "add", "--all")
+        git(folder, "commit", "-q", "-m", f"commit {code}")
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "moving.py").write_text("code = 0\n")
+    bench.environment["PYTHONPATH"] = str(tmp_path / "installed")
+    asked = ["--git", "checkout", "--package", named, "--good", "main~1", "--bad", "main", "--python", bare_python()]
+    script = bench.script("import moving\nif moving.code: raise ValueError('broken')")
+    run = bench.bisect(*asked, "--match", "ValueError", "--", script)
+    assert run.returncode == 0 and "commit 1; the last good one is" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_a_subject_is_one_line_whatever_it_holds(tmp_path: Path) -> None:
+    folder = made(tmp_path / "checkout", ["code = 0\n"])
+    for subject in ("a\u2028b".encode(), b"c\rd", b"e\xfff"):
+        commit = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "commit", "-q", "--allow-empty", "-F", "-"]
+        subprocess.run(commit, input=subject, cwd=folder, check=True, capture_output=True)
+    options = Options(git=str(folder), good="main~3", bad="main", package="moving")
+    found = find_candidates(settle(Question(options=options, command=("true",), folder="/")))
+    assert [each.name for each in found] == git(folder, "rev-list", "--reverse", "main").split()
+    assert [each.title for each in found[:3]] == ["commit 0", "a b", "c d"]
+    assert len(git_lines(folder, "log", "--format=- %h %s")) == 4
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_a_tar_that_ends_early_pauses(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    made(tmp_path / "checkout", [f"code = {code}  # {'x' * 300_000}\n" for code in range(2)])  # more than a pipe holds
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tar").write_text("#!/bin/sh\necho no space left >&2\nexit 2\n")
+    (tmp_path / "bin" / "tar").chmod(0o755)
+    bench.environment["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    asked = ["--git", "checkout", "--package", "moving", "--good", "main~1", "--bad", "main", "--python", bare_python()]
+    run = bench.bisect(*asked, "--", bench.script(""), timeout=60)
+    assert run.returncode == 4 and "could not be unpacked: no space left." in run.stderr, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_a_missing_tar_pauses_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = made(tmp_path / "checkout", [f"# {'x' * 300_000}\n"])
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "git").symlink_to(str(shutil.which("git")))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    before = {each.pid for each in psutil.Process().children()}
+    with pytest.raises(Pause, match="tar, which is not on PATH"):
+        export_commit(checkout, "main", tmp_path / "files")
+    assert {each.pid for each in psutil.Process().children()} <= before
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")

@@ -62,6 +62,35 @@ def test_killed_at_random_moments(tmp_path: Path, kills: int, seed: int) -> None
     assert done >= kills // 2
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_what_a_candidate_has_passed_is_kept(tmp_path: Path, how: signal.Signals) -> None:
+    """Stopped in its third run of three, it is run once more and not three times."""
+    bench, good, bad = Bench(tmp_path), "1.0", "1.1"
+    sites = bench.sites(["code = 0", "code = 1"])
+    script = (
+        "import moving, pathlib, sys, time\nfolder = pathlib.Path(__file__).parent\n"
+        "third = (folder / 'ran').read_text().split().count('1.0') == 3\n"
+        "if third and not (folder / 'calm').exists(): (folder / 'third').touch(); time.sleep(600)\n"
+        "sys.exit(moving.code)"
+    )
+    words = ["--package", "moving", "--environments", str(sites), "--python", bare_python(), "--dir", "found"]
+    words += ["--repeat", "3", "--confirm", "0", "--good", good, "--bad", bad, "--", bench.script(script)]
+    process = subprocess.Popen(
+        bench.command(*words), cwd=tmp_path, env=bench.variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "third").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(how)
+    process.communicate(timeout=30)
+    (tmp_path / "calm").touch()
+    run = bench.bisect("--resume", "found")
+    assert run.returncode in (0, 1) and "1.1; the last good one is 1.0." in run.stdout, run.stdout + run.stderr
+    assert bench.ran() == [good] * 4 + [bad], "the run that it was in is made again, and no other"
+    state = bench.state()
+    assert [len(record["attempts"]) for record in state["records"]] == [3, 1] and not state["unfinished"]
+
+
 @pytest.mark.slow
 def test_interrupted_it_says_how_to_go_on_and_leaves_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)

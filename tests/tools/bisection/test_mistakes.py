@@ -1,15 +1,18 @@
 """What is asked wrongly ends in one sentence and exit code 2; what is missing for a while, in a pause."""
 
+import base64
 import http.server
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from harness.tools.bisection import candidates, verbs
+from harness.tools.bisection.question import Pause
 from tests.tools.bisection.bisecting import Bench, bare_python
 from tests.tools.bisection.wheels import make_wheel
 
@@ -53,7 +56,14 @@ ENDS = "--good 1.0 --bad 1.3"
         (f"--git . --then-git . {ENDS} -- script.py", "--then-git is for releases"),
         (f"--git . {ENDS} -- script.py", "--git must be a git checkout, got "),
         (f"--wheels sites {ENDS} -- script.py", "there is no release of sglang in "),
+        (f"{SITES} {ENDS} --then-git sites -- script.py", "--then-git must be a git checkout, got "),
         ("--resume sites", "there is no bisect in sites"),
+        ("--resume sites --repeat 12", "--repeat cannot go with --resume: a resumed bisect keeps its question"),
+        ("--confirm=400 --resume sites --then-git .", "--confirm cannot go with --resume"),
+        ("--resume sites --find-fix", "--find-fix cannot go with --resume"),
+        ("--resume sites -- script.py x", "the command script.py x cannot go with --resume"),
+        ("--resume sites --repat 12", "is not an option"),
+        ("--then-git . --resume sites", "there is no bisect in sites"),
     ],
 )
 def test_one_sentence_and_exit_code_2(
@@ -67,10 +77,120 @@ def test_one_sentence_and_exit_code_2(
     assert sentence in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
 
 
+def test_a_checkout_without_git(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(bench.folder)
+    monkeypatch.setenv("PATH", str(bench.folder))
+    assert verbs.main(f"--git . {ENDS} -- script.py".split(), "") == 2
+    assert "git, which is not on PATH; install it." in capfd.readouterr().err
+
+
 def test_a_bad_end_that_passes_ends_the_bisect(bench: Bench) -> None:
     run = bench.bisect("--python", bare_python(), *SITES.split(), "--good", "1.0", "--bad", "1.1", "--", "script.py")
     assert run.returncode == 2, run.stdout + run.stderr
     assert run.stderr.startswith("error: the bad end 1.1 is not bad: it passed") and run.stderr.count("\n") == 1
+
+
+LOGIN = f"Basic {base64.b64encode(b'user:s3cr@t').decode()}"
+LISTED = "application/vnd.pypi.simple.v1+json"
+PAGES: dict[str, tuple[str, bytes]] = {
+    "plain": (LISTED, b'{"files": [{"filename": "plain-1.0.tar.gz"}, {"filename": "plain-1.1.tar.gz"}]}'),
+    "no-json": (LISTED, b"<html>"),
+    "no-files": (LISTED, b'{"message": "moved"}'),
+    "no-names": (LISTED, b'{"files": [{"url": "x"}]}'),
+    "no-table": (LISTED, b"[]"),
+    "no-utf8": ("text/html", b"\xff\xfe"),
+}
+
+
+class ClosedIndex(http.server.BaseHTTPRequestHandler):
+    """Has PAGES for who gives LOGIN; `elsewhere` redirects to another name of this host, and notes what it is told."""
+
+    told: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        package = self.path.strip("/").rpartition("/")[2]
+        host = self.headers["Host"]
+        if host.startswith("localhost"):
+            self.told.append(self.headers["Authorization"])
+        if self.headers["Authorization"] != LOGIN and not host.startswith("localhost"):
+            self._answer(401, {"WWW-Authenticate": 'Basic realm="index"'})
+        elif package == "elsewhere":
+            self._answer(302, {"Location": f"http://{host.replace('127.0.0.1', 'localhost')}/plain/"})
+        elif package == "garbled":
+            self.wfile.write(b"no status line\r\n\r\n")
+        elif package in PAGES:
+            kind, body = PAGES[package]
+            self._answer(200, {"Content-Type": kind}, body)
+        else:
+            self._answer(404, {})
+
+    def _answer(self, code: int, headers: Mapping[str, str], body: bytes = b"") -> None:
+        self.send_response(code)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        """Nothing is said."""
+
+
+@pytest.fixture
+def closed_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """HOST:PORT of an index that asks for a login; pip is configured with the right one."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), ClosedIndex)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    host = f"127.0.0.1:{server.server_port}"
+    for name, value in {
+        "PIP_INDEX_URL": f"http://user:s3cr%40t@{host}/simple",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_EXTRA_INDEX_URL": "",
+        "NO_PROXY": "127.0.0.1,localhost",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield host
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_index_with_a_login(closed_index: str) -> None:
+    assert list(map(str, candidates.releases("plain"))) == ["1.0", "1.1"] and not candidates.releases("absent")
+    ClosedIndex.told.clear()
+    assert list(map(str, candidates.releases("elsewhere"))) == []  # the files there are of another package
+    assert ClosedIndex.told == [None], "the login is for its own host alone"
+
+
+@pytest.mark.parametrize("package", ["no-json", "no-files", "no-names", "no-table", "no-utf8", "garbled"])
+def test_an_index_that_answers_wrongly_pauses(closed_index: str, package: str) -> None:
+    with pytest.raises(Pause, match=f"the index http://{closed_index}/simple/{package}/ could not be read"):
+        candidates.releases(package)
+
+
+@pytest.mark.parametrize("address", ["simple", "http://[::1", "http://127.0.0.1:port"])
+def test_an_address_that_is_none_pauses(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setattr(candidates, "index_arguments", lambda: ["--index-url", address])
+    with pytest.raises(Pause, match="could not be read"):
+        candidates.releases("moving")
+
+
+def test_a_wrong_login_is_not_shown_and_neither_is_a_right_one(tmp_path: Path, closed_index: str) -> None:
+    bench = Bench(tmp_path)
+    asked = ["--package", "plain", "--good", "1.0", "--bad", "1.1", "--hold", "plain==1.*", "--dir", "found"]
+    run = bench.bisect(*asked, "--", bench.script(""))
+    assert run.returncode == 2 and "--hold needs NAME==VERSION, such as sglang==0.5.23, got plain==1.*." in run.stderr
+    assert run.stderr.count("\n") == 1, run.stderr
+    bench.environment["PIP_INDEX_URL"] = f"http://user:another-s3cret@{closed_index}/simple"
+    run = bench.bisect(*asked, "--", "script.py")
+    assert run.returncode == 4 and f"the index http://{closed_index}/simple/plain/ could not be read (Una" in run.stderr
+    assert "s3cret" not in run.stdout + run.stderr and run.stderr.count("\n") == 1
+
+
+def test_certificates_that_are_missing_pause(closed_index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CERT", "/nowhere.pem")
+    with pytest.raises(Pause, match="could not be read"):
+        candidates.releases("plain")
 
 
 class SlowIndex(http.server.BaseHTTPRequestHandler):

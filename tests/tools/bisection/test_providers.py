@@ -12,7 +12,7 @@ from harness.tools.bisection.installation import Overlay, Pinned, Prepared, Unav
 from harness.tools.bisection.question import Options, Question, WrongQuestion
 from harness.tools.bisection.state import STATE, load_state
 
-TIMES = {"0.5.20": "2026-09-18T00:00:00Z"}
+TIMES = {"0.5.20": "2026-09-18T00:00:00Z", "2.9.0+cpu": "2026-10-01T00:00:00Z"}
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,14 @@ def test_what_is_held_is_in_every_environment(tmp_path: Path) -> None:
     assert isinstance(made, Pinned) and made.requirements == ("sglang==0.5.20",) and made.cpu_mode
 
 
+@pytest.mark.parametrize("asked", ["torch==2.9.0", "torch==2.9", "torch === 2.9.0+cpu", "torch==2.9.0+cu128,>=2"])
+def test_any_build_tells_when_what_is_held_was_published(tmp_path: Path, asked: str) -> None:
+    made = provider(tmp_path, package="transformers", hold=(asked,))
+    assert isinstance(made, Pinned) and made.held_since == TIMES["2.9.0+cpu"]
+    made = provider(tmp_path, package="transformers", hold=("torch>=2", "torch!=2.9.0"))
+    assert isinstance(made, Pinned) and made.held_since == ""
+
+
 def test_each_source_has_its_provider(tmp_path: Path) -> None:
     assert isinstance(provider(tmp_path, package="moving", only_package=True), Overlay)
     made = provider(tmp_path, package="moving", environments=str(tmp_path))
@@ -51,6 +59,8 @@ def test_each_source_has_its_provider(tmp_path: Path) -> None:
     [
         ({"hold": ("sglang==9.9",)}, "there is no such release"),
         ({"hold": ("==",)}, "--hold must be requirements"),
+        ({"hold": ("torch==2.9.*",)}, r"--hold needs NAME==VERSION, such as sglang==0.5.23, got torch==2.9.\*."),
+        ({"hold": ("torch===x",)}, "--hold needs NAME==VERSION, such as sglang==0.5.23, got torch===x."),
         ({"python": "3.99"}, "--python must be an interpreter of this machine"),
         ({"python": "/no/python"}, "--python must be an interpreter of this machine"),
     ],

@@ -69,7 +69,7 @@ def test_a_revert_that_passes_and_a_bad_end_that_fails_again_confirm_the_commit(
 
 def test_the_commands_of_the_report_show_the_revert(tmp_path: Path) -> None:
     commits = [{"__init__.py": "", "sync.py": WORKS}, {"sync.py": RAISES}, {"other.py": "x = 1\n"}]
-    bench, said, code = bisect(tmp_path, commits)
+    bench, said, code = bisect(tmp_path / "files", commits)  # the cache's path has the name of the folder of a commit
     assert code == 0, said
     block = bench.report().partition("## The commit reverted")[2].split("```")[1]
     commands = block.replace("/tmp/moving-", f"{tmp_path}/moving-")
@@ -143,6 +143,21 @@ def test_a_fix_reverted_on_top_of_the_good_end_fails_again(tmp_path: Path) -> No
         "Confirmed: with # reverted on top of the good end #, it fails; the good end # itself, run again right after"
     )
     assert f"{confirmed}, passes as before." in said_of(said), said
+
+
+def test_a_fix_of_a_flaky_failure_is_reverted_as_often_as_the_good_neighbour_was_run(tmp_path: Path) -> None:
+    """Every bad commit fails at once, but the good end without the fix fails in its second run only."""
+    script = (
+        "import moving, pathlib\nname = os.environ['BISECT_CANDIDATE']\n"
+        "count = pathlib.Path(__file__).with_name('count-' + name)\n"
+        "with count.open('a') as file: file.write('x')\n"
+        "if moving.breaks and len(count.read_text()) > ('-without-' in name): raise ValueError('broken')"
+    )
+    commits = [{"__init__.py": "breaks = True\n"}, {}, {"__init__.py": "breaks = False\n"}, {"other.py": ""}]
+    bench, said, code = bisect(tmp_path, commits, "--find-fix", "--repeat", "3", "--confirm", "12", script=script)
+    assert code in (0, 1) and "Confirmed: with # reverted on top of the good end #, it fails" in said_of(said), said
+    reverted = bench.state()["confirmation"]["reverted"]
+    assert [each["verdict"] for each in reverted["attempts"]] == ["good", "bad"]
 
 
 def test_a_merge_is_reverted_against_its_first_parent(tmp_path: Path) -> None:

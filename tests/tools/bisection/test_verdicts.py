@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
+from harness.tools.bisection.candidates import is_build_of
 from tests.tools.bisection.bisecting import Bench, bare_python
 
 GOOD, BROKEN = "", "raise_here = True"
@@ -36,6 +38,25 @@ def test_two_bare_asserts_of_one_script_are_two_causes(bench: Bench) -> None:
     assert run.returncode == 3 and "There are two causes" in run.stdout, run.stdout + run.stderr
     assert "script.py:<module>: assert moving.size == 1" in run.stdout
     assert "script.py:<module>: assert moving.name == 'a'" in run.stdout
+
+
+def test_a_local_build_is_its_release_and_an_unknown_version_is_none(bench: Bench) -> None:
+    sites = bench.sites(["code = 0", "code = 0", "code = 1", "code = 1"])
+    for minor, version in enumerate(("1.0+cpu", "unknown", "1.2.0+cu128", "1.3")):
+        metadata = sites / f"1.{minor}" / f"moving-1.{minor}.dist-info" / "METADATA"
+        metadata.write_text(f"Metadata-Version: 2.1\nName: moving\nVersion: {version}\n")
+    asked = ["--package", "moving", "--environments", "sites", "--good", "1.0", "--bad", "1.3", "--dir", "found"]
+    run = bench.bisect(
+        *asked, "--python", bare_python(), "--", bench.script("import moving, sys; sys.exit(moving.code)")
+    )
+    assert run.returncode == 1 and "is one of 2: 1.1, 1.2." in run.stdout, run.stdout + run.stderr
+    assert "SKIP  1.1: cannot be installed: its environment has moving unknown" in run.stdout
+
+
+@pytest.mark.parametrize(("found", "is_one"), [("2.9.0", False), ("2.9.0+cu128", False), ("2.9.0+cpu", True)])
+def test_a_candidate_with_a_local_part_is_that_build_alone(found: str, is_one: bool) -> None:
+    assert is_build_of(Version(found), Version("2.9.0+cpu")) is is_one
+    assert is_build_of(Version(found), Version("2.9"))
 
 
 def test_a_hang_counts_and_nothing_of_it_is_left(bench: Bench) -> None:
