@@ -51,11 +51,11 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(f"--hosts must be at least 1, got {options.hosts}.")
         found = translate(command, options.release, options.tiny)
         lines = launch_lines(found, options.out or "run.toml", options.hosts)
+        if options.out:
+            write(options.out, found.toml)
     except (ValueError, OSError) as error:
         return report_user_error(error, rank=0)
-    if options.out:
-        Path(options.out).write_text(found.toml, encoding="utf-8")
-    else:
+    if not options.out:
         print(found.toml, end="")
     advice = [] if options.out else ["Save it as run.toml, or give --out run.toml; then:"]
     print(
@@ -108,6 +108,15 @@ def script_text(name: str) -> str:
         return Path(name).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}; give a script, or a command after --.") from error
+
+
+def write(name: str, text: str) -> None:
+    """Write the config. Raise ConfigError if the file cannot be written."""
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        where = "give --out a file in a folder that exists and may be written"
+        raise ConfigError(f"--out {name} cannot be written: {error.strerror}; {where}.") from error
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def main(arguments: list[str]) -> int:
     try:
         given = parser.parse_args(arguments)
         out = given.out.expanduser()
+        if given.updates < 1:
+            raise ValueError(f"--updates must be at least 1, got {given.updates}.")
         if given.dataset == "addition":
             environments.need("torch", "transformers")
             print(", ".join(f"{out / split}.jsonl: {rows} rows" for split, rows in prepare_addition(out).items()))

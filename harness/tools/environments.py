@@ -62,7 +62,8 @@ def made() -> Path | None:
     """Return the interpreter of the environment, or None if there is no environment or HARNESS_VENV is none."""
     folder = _folder()
     python = folder / "bin" / "python" if folder else None
-    return python if python and python.exists() else None
+    # Not Path.exists, which raises OSError for a folder that must not be read, or a name that is too long.
+    return python if python and os.path.exists(python) else None
 
 
 def need(*packages: str) -> None:
@@ -109,6 +110,15 @@ def ensure(*, tests: bool = False, run_here: bool = True) -> Path:
     folder = _folder()
     if folder is None:
         return _this_interpreter(("torch", "sglang", "pytest") if tests else ("torch", "sglang"))
+    try:
+        return _ensure_in(folder, tests, run_here)
+    except OSError as error:
+        reason = error.strerror or error
+        raise Unusable(2, f"HARNESS_VENV = {folder} cannot be written: {reason}; set it to another folder") from error
+
+
+def _ensure_in(folder: Path, tests: bool, run_here: bool) -> Path:
+    """Do what ensure() does, in this folder. Raise OSError too, if the folder cannot be read or written."""
     installed = _read_stamp(folder)
     asked = os.environ.get("HARNESS_ENVIRONMENT")
     files = _pin_files(asked or _made_of(installed) or (DEFAULT_WITH_GPU if has_gpu() else DEFAULT_WITHOUT_GPU), tests)

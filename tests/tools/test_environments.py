@@ -179,6 +179,15 @@ def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize(("script", "start"), [(SCRIPT, "environment"), (QUICKSTART, "error")])
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, script: Path, start: str) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("/proc/x", str(tmp_path / "file"), str(tmp_path / "file" / "venv"), f"/{300 * 'x'}"):
+        run = command(script=script, HARNESS_VENV=folder)
+        assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
+        assert run.stderr.startswith(f"{start}: HARNESS_VENV = {folder} cannot be written"), run.stderr
+
+
 def test_an_unknown_environment_is_refused(tmp_path: Path) -> None:
     run = command(HARNESS_ENVIRONMENT="cuda-torch1.0", HARNESS_VENV=str(tmp_path / "venv"))
     assert run.returncode == 2

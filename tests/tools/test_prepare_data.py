@@ -110,6 +110,15 @@ def test_a_wrong_command_line_is_one_sentence(capfd: pytest.CaptureFixture[str])
     assert "invalid choice: 'gsm9k'" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("updates", ["0", "-1"])
+def test_a_start_without_updates_is_refused_before_anything_is_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], updates: str
+) -> None:
+    assert prepare_data.main(["addition", str(tmp_path / "out"), "--updates", updates]) == 2
+    assert f"--updates must be at least 1, got {updates}" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_additions_are_held_out_and_scored_by_their_digits(tmp_path: Path) -> None:
     assert prepare_data.main(["addition", str(tmp_path), "--updates", "1"]) == 0
     train, test = (load_rows([str(tmp_path)], split) for split in ("train", "test"))

@@ -5,9 +5,10 @@ One Unix socket for each host, in a folder of mode 0700: it crosses network name
 
 import contextlib
 import json
+import os
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness.observer import Observer
@@ -17,6 +18,16 @@ PHASE_SOCKET = "HARNESS_EMULATOR"
 """Variable: the socket that launch/hosts.py serves; set only where a host is to fail at a phase."""
 GO = b"go"
 REPORT_BYTES = 1 << 12
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yield another path of a socket: its own may have more than the 107 bytes of a Unix address, below a long TMPDIR."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 class EmulatedHost(Observer):
@@ -32,7 +43,8 @@ class EmulatedHost(Observer):
             return  # the other hosts cannot know of it yet
         self.flush()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-            server.connect(self.path)
+            with _short(Path(self.path)) as path:
+                server.connect(path)
             server.send(json.dumps([phase, step]).encode())
             if server.recv(len(GO)) != GO:
                 raise ConnectionError(f"launch/hosts.py closed {self.path} without an answer to phase {phase}.")
@@ -44,7 +56,8 @@ class PhaseServer:
     def __init__(self, path: Path, selector: selectors.BaseSelector, begins: Callable[[str, int | None], None]) -> None:
         self._selector, self._begins = selector, begins
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
+        with _short(path) as name:
+            self._listener.bind(name)
         self._listener.listen(1024)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 

@@ -68,13 +68,24 @@ class Draft:
         """Return whether the command is for this release of verl or a newer one."""
         return RELEASES.index(self.verl.release) >= RELEASES.index(release)
 
-    def integer(self, key: str) -> int:
-        """Return verl's value of a key. Raise ConfigError unless it is an integer."""
-        return int(of_type(int, self.get(key), key))
+    def integer(self, key: str, otherwise: int | None = None, least: int | None = None) -> int:
+        """Return verl's value of a key. Raise ConfigError unless it is an integer, and not below `least`."""
+        value = int(of_type(int, self.get(key, otherwise), key))
+        if least is not None and value < least:
+            raise ConfigError(f"{full(key)} must be at least {least}, got {value}.")
+        return value
+
+    def integer_or(self, otherwise: int, key: str, least: int | None = None) -> int:
+        """Return verl's value of a key as integer() does; `otherwise` if it is null, or the release has no such key."""
+        return otherwise if self.get(key) is None else self.integer(key, least=least)
 
     def number(self, key: str, otherwise: float | None = None) -> float:
         """Return verl's value of a key. Raise ConfigError unless it is a number."""
         return float(of_type(float, self.get(key, otherwise), key))
+
+    def number_or(self, otherwise: float, key: str) -> float:
+        """Return verl's value of a key as number() does; `otherwise` if it is null or false, or the release has no such key."""
+        return otherwise if self.get(key) in (None, False) else self.number(key)
 
     def put(self, key: str, value: Any, *sources: str, note: str = "") -> None:
         """Set a harness key, whose value comes from these keys of verl. Raise ConfigError for a value of another type."""

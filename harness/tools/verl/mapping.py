@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from harness.config.layers import ConfigError
+from harness.config.layers import ConfigError, shown
 from harness.config.rules import DERIVED_ENGINE_ARGUMENTS
 from harness.config.schema import KlEstimator, LossAggregation
-from harness.tools.verl.draft import Draft, counterparts, full
+from harness.tools.verl.draft import Draft, counterparts, full, of_type
 
 MASTER_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 DTYPES = MASTER_DTYPES | {"float16": "float16", "fp16": "float16", "half": "float16"}
@@ -81,10 +81,10 @@ def choose(draft: Draft, key: str, source: str, choices: Mapping[Any, str], othe
 
 def parallel(draft: Draft) -> None:
     """Set [parallel]: engines of tp x pp ranks on all GPUs."""
-    nodes, gpus = draft.integer("trainer.nnodes"), draft.integer("trainer.n_gpus_per_node")
+    nodes, gpus = draft.integer("trainer.nnodes", least=1), draft.integer("trainer.n_gpus_per_node", least=1)
     key, stages = "@.rollout.tensor_model_parallel_size", "@.rollout.pipeline_model_parallel_size"
-    tp, pp = draft.integer(key), draft.get(stages) or 1
-    if tp < 1 or nodes * gpus % (tp * pp):
+    tp, pp = draft.integer(key, least=1), draft.integer_or(1, stages, least=1)
+    if nodes * gpus % (tp * pp):
         what = f"{full(key)} x pipeline stages = {tp * pp}"
         raise ConfigError(f"{what} must divide trainer.nnodes x trainer.n_gpus_per_node = {nodes * gpus}.")
     sources = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -167,7 +167,7 @@ def engine(draft: Draft) -> None:
 def expert_parallel(draft: Draft) -> None:
     """Set engine.args.ep_size, which must divide tp here; verl may spread experts over several engines."""
     key = "@.rollout.expert_parallel_size"
-    experts, tp = draft.get(key) or 1, draft.entries["parallel.tp"].value
+    experts, tp = draft.integer_or(1, key, least=1), draft.entries["parallel.tp"].value
     possible = math.gcd(experts, tp)
     if possible != experts:
         draft.lose(f"experts over {experts} ranks; here over {possible} of the {tp} of one engine", key)
@@ -200,7 +200,7 @@ def reward(draft: Draft, environment: Mapping[str, str]) -> None:
         draft.ignore("there is no penalty for long responses: its enable is not true", *penalty, *dapo)
     paths = ("custom_reward_function.path", "reward.custom_reward_function.path")
     names = ("custom_reward_function.name", "reward.custom_reward_function.name")
-    path = next((draft.get(key) for key in paths if draft.get(key)), None)
+    path = next((str(draft.get(key)) for key in paths if draft.get(key)), None)
     if path:
         name = next((draft.get(key) for key in names if draft.get(key)), "compute_score")
         draft.put("task.reward", f"{with_home(path, environment)}:{name}", *paths, *names)
@@ -249,7 +249,7 @@ def validation_sampling(draft: Draft) -> None:
 
 def some_rows(draft: Draft, section: str, key: str) -> None:
     """Set how many rows to use. verl takes the first ones only if data.shuffle is false."""
-    if (rows := draft.get(key, -1)) <= 0:
+    if (rows := draft.integer(key, -1)) <= 0:
         return
     draft.put(f"{section}.rows", rows, key)
     if draft.get("data.shuffle"):
@@ -275,13 +275,14 @@ def with_home(path: str, environment: Mapping[str, str]) -> str:
 
 def rollout(draft: Draft) -> None:
     """Set [rollout]: how long responses are and how they are sampled, and memory.resume."""
-    length = draft.get("@.rollout.response_length") if draft.given("@.rollout.response_length") else None
-    sources = ("data.max_response_length", "@.rollout.response_length")
-    draft.put("rollout.max_response_tokens", length or draft.get("data.max_response_length"), *sources)
-    draft.put("rollout.top_k", draft.get("@.rollout.top_k") or -1, "@.rollout.top_k")
-    longest = draft.get("@.rollout.max_model_len")
-    needed = draft.integer("data.max_prompt_length") + draft.entries["rollout.max_response_tokens"].value + 1
-    if longest is not None and longest < needed and draft.since("0.6"):  # SGLang's server in verl, from then on
+    own_length, length = "@.rollout.response_length", draft.integer("data.max_response_length", least=1)
+    if draft.given(own_length):
+        length = draft.integer_or(length, own_length, least=1)
+    draft.put("rollout.max_response_tokens", length, "data.max_response_length", own_length)
+    draft.put("rollout.top_k", draft.integer_or(0, "@.rollout.top_k") or -1, "@.rollout.top_k")
+    needed = draft.integer("data.max_prompt_length") + length + 1
+    longest = draft.integer_or(needed, "@.rollout.max_model_len")
+    if longest < needed and draft.since("0.6"):  # SGLang's server in verl, from then on
         cut = f"responses that end where prompt and response have {longest} tokens; here each may have its full length"
         draft.lose(cut, "@.rollout.max_model_len")
     else:
@@ -289,8 +290,9 @@ def rollout(draft: Draft) -> None:
     for name in ("stop", "stop_token_ids"):  # in no config of verl; 0.3 to 0.6 hand them to SGLang
         if (value := draft.get(f"@.rollout.{name}")) is not None:
             draft.put(f"rollout.{name}", value if isinstance(value, list) else [value], f"@.rollout.{name}")
-    shorter, own = draft.get("@.rollout.prompt_length"), draft.integer("data.max_prompt_length")
-    if draft.given("@.rollout.prompt_length") and shorter is not None and shorter < own:
+    own = draft.integer("data.max_prompt_length")
+    shorter = draft.integer_or(own, "@.rollout.prompt_length")
+    if draft.given("@.rollout.prompt_length") and shorter < own:
         draft.lose(f"prompts that are cut to {shorter} tokens", "@.rollout.prompt_length")
     wake_up = "@.rollout.multi_stage_wake_up"
     staged = draft.since("0.6") or bool(draft.get(wake_up, False))
@@ -357,22 +359,24 @@ def importance_sampling(draft: Draft) -> None:
     elif draft.get(level):
         draft.lose("importance weights of whole sequences; here they are of tokens", level)
     draft.ignore(f"{level} is off", cap)
-    value = draft.get(ratio_cap) or (draft.get(older_cap) if draft.get(older_level) in (True, "token") else None)
+    value = draft.number_or(0.0, ratio_cap)
+    if not value and draft.get(older_level) in (True, "token"):
+        value = draft.number_or(0.0, older_cap)
     if any(map(draft.given, (ratio_cap, older_level, older_cap))):
-        draft.put("algorithm.importance_cap", max(0.0, float(value or 0)), ratio_cap, older_level, older_cap)
+        draft.put("algorithm.importance_cap", max(0.0, value), ratio_cap, older_level, older_cap)
 
 
 def batches(draft: Draft, section: str, prefix: str) -> None:
     """Set minibatches and microbatches. verl counts a minibatch in prompts; the critic's in sequences before 0.4."""
-    key, responses = f"{prefix}.ppo_mini_batch_size", draft.integer("@.rollout.n")
+    key, responses = f"{prefix}.ppo_mini_batch_size", draft.integer("@.rollout.n", least=1)
     if section == "critic" and not draft.since("0.8"):  # 0.4 to 0.7 multiply by rollout_n, by default rollout.n
-        responses = draft.integer("critic.rollout_n") if draft.since("0.4") else 1
+        responses = draft.integer("critic.rollout_n", least=1) if draft.since("0.4") else 1
     note = f"x {responses} responses" if responses > 1 else ""
-    draft.put(f"{section}.minibatch_size", draft.integer(key) * responses, key, note=note)
+    draft.put(f"{section}.minibatch_size", draft.integer(key, least=1) * responses, key, note=note)
     dynamic, budget = f"{prefix}.use_dynamic_bsz", f"{prefix}.ppo_max_token_len_per_gpu"
     per_rank, over_ranks = f"{prefix}.ppo_micro_batch_size_per_gpu", f"{prefix}.ppo_micro_batch_size"
     if draft.get(dynamic):
-        tokens, note = token_budget(draft, prefix, draft.get(budget) or 16384)
+        tokens, note = token_budget(draft, prefix, draft.integer_or(16384, budget, least=1))
         draft.put(f"{section}.tokens_per_microbatch", tokens, dynamic, budget, note=note)
         draft.ignore(f"{full(dynamic)} is true", per_rank, over_ranks)
         return
@@ -380,10 +384,10 @@ def batches(draft: Draft, section: str, prefix: str) -> None:
     draft.ignore(f"{full(dynamic)} is false", budget)
     ranks = draft.integer("trainer.nnodes") * draft.integer("trainer.n_gpus_per_node")
     if draft.get(over_ranks) is not None:
-        size = max(1, draft.integer(over_ranks) // ranks)
+        size = max(1, draft.integer(over_ranks, least=1) // ranks)
         draft.put(f"{section}.microbatch_size", size, over_ranks, note=f"over {ranks} GPUs")
     elif draft.get(per_rank) is not None:
-        draft.put(f"{section}.microbatch_size", draft.get(per_rank), per_rank)
+        draft.put(f"{section}.microbatch_size", draft.integer(per_rank, least=1), per_rank)
     else:
         draft.put(f"{section}.microbatch_size", 1, note=f"verl refuses to start without {full(per_rank)}")
         draft.lose("verl refuses to start without it; 1 is used", per_rank)
@@ -393,7 +397,7 @@ def token_budget(draft: Draft, prefix: str, budget: int) -> tuple[int, str]:
     """Return the tokens of one rank's microbatch, and a note. In verl, ranks may share a sequence; here one rank takes it."""
     ulysses = "ulysses_sequence_parallel_size"
     names = (ulysses, f"fsdp_config.{ulysses}", "megatron.context_parallel_size", "veomni.ulysses_parallel_size")
-    ranks = max(draft.get(f"{prefix}.{name}") or 1 for name in names)
+    ranks = max(draft.integer_or(1, f"{prefix}.{name}", least=1) for name in names)
     longest = draft.integer("data.max_prompt_length") + draft.entries["rollout.max_response_tokens"].value
     if budget < longest <= budget * ranks:
         return longest, f"one sequence, which verl splits over {ranks} ranks"
@@ -404,15 +408,14 @@ def optimizer(draft: Draft, section: str, prefix: str) -> None:
     """Set AdamW, its schedule and gradient clipping."""
     optim, megatron = f"{prefix}.optim", draft.verl.trainer == "megatron"
     draft.put(f"{section}.weight_decay", draft.get(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
-    betas = draft.get(f"{optim}.betas") or [0.9, 0.999]
-    draft.put(f"{section}.betas", [float(beta) for beta in betas], f"{optim}.betas")
+    draft.put(f"{section}.betas", betas(draft, f"{optim}.betas"), f"{optim}.betas")
     clip, other_clip = f"{prefix}.grad_clip", f"{optim}.clip_grad"
     if megatron or has_engine_workers(draft):
         clip, other_clip = other_clip, clip
     draft.put(f"{section}.max_grad_norm", draft.get(clip, 1.0), clip)
     draft.ignore(f"verl reads {full(clip)}", other_clip)
     styles = (f"{optim}.warmup_style", f"{optim}.lr_decay_style" if megatron else f"{optim}.lr_scheduler_type")
-    style = next((draft.get(key) for key in styles if draft.get(key)), "constant")
+    style = next((str(draft.get(key)) for key in styles if draft.get(key)), "constant")
     if style not in SCHEDULES:
         draft.lose(f"the schedule {style}; constant is used", *styles)
     schedule, is_warm = SCHEDULES.get(style, "constant"), warmup(draft, section, prefix)
@@ -420,6 +423,14 @@ def optimizer(draft: Draft, section: str, prefix: str) -> None:
         schedule = "constant_with_warmup" if is_warm else schedule
         draft.ignore("a constant schedule has no decay", f"{optim}.min_lr*", f"{optim}.num_cycles")
     draft.put(f"{section}.schedule", schedule, *styles)
+
+
+def betas(draft: Draft, key: str) -> list[float]:
+    """Return AdamW's betas. Raise ConfigError unless they are two numbers."""
+    found = draft.get(key) or [0.9, 0.999]
+    if not isinstance(found, list) or len(found) != 2:
+        raise ConfigError(f"{full(key)} must be two numbers, as [0.9,0.999], got {shown(found)}.")
+    return [float(of_type(float, beta, key)) for beta in found]
 
 
 def has_engine_workers(draft: Draft) -> bool:
@@ -433,25 +444,32 @@ def warmup(draft: Draft, section: str, prefix: str) -> bool:
     verl counts it in PPO steps, each of which has one learning rate; the harness counts optimizer steps.
     """
     steps_key, ratio_key = f"{prefix}.optim.lr_warmup_steps", f"{prefix}.optim.lr_warmup_steps_ratio"
-    steps, ratio = draft.get(steps_key), float(draft.get(ratio_key) or 0.0)
-    steps = -1 if steps is None else steps
+    steps, ratio = draft.integer_or(-1, steps_key), draft.number_or(0.0, ratio_key)
     # FSDP's older workers take 0 as "no warm-up", the engine as "not given".
     if steps > 0 or (steps == 0 and not has_engine_workers(draft) and draft.verl.trainer == "fsdp"):
         draft.ignore("lr_warmup_steps comes first", ratio_key)
         source = steps_key
     else:
         draft.ignore("not above 0: lr_warmup_steps_ratio counts", steps_key)
-        total, source = draft.get("trainer.total_training_steps"), ratio_key
-        if total is None:
+        total, source = "trainer.total_training_steps", ratio_key
+        if draft.get(total) is None:
             draft.put(f"{section}.warmup_ratio", ratio, ratio_key)
             return ratio > 0
-        steps = int(ratio * total)
+        steps = product(ratio, draft.integer(total), f"{full(ratio_key)} x {total}")
     sequences = draft.integer("data.train_batch_size") * draft.integer("@.rollout.n")
     minibatches = sequences // draft.entries[f"{section}.minibatch_size"].value
     each = minibatches * draft.integer(f"{prefix}.ppo_epochs")
     note = f"{steps} PPO steps x {each} optimizer steps" if steps else ""
     draft.put(f"{section}.warmup_steps", steps * each, source, note=note)
     return steps > 0
+
+
+def product(ratio: float, total: int, name: str) -> int:
+    """Return a share of a number of steps, rounded down. Raise ConfigError for inf, nan, and what is too large for a float."""
+    try:
+        return int(ratio * total)
+    except (OverflowError, ValueError):
+        raise ConfigError(f"{name} must be a number of steps, got {ratio} x {total}.") from None
 
 
 def clipping(draft: Draft) -> None:
@@ -511,7 +529,7 @@ def checkpoints(draft: Draft, environment: Mapping[str, str]) -> None:
         draft.ignore("actor and critic are in one checkpoint", "trainer.max_critic_ckpt_to_keep")
     for key in filter(re.compile(r".*\.checkpoint\.(save_|load_)?contents").fullmatch, draft.verl.given):
         value = draft.get(key)
-        if isinstance(value, list) and not {"model", "optimizer", "extra"} <= set(value):
+        if isinstance(value, list) and not all(name in value for name in ("model", "optimizer", "extra")):
             draft.lose("a resumed run without the optimizer, the schedule or the model; here with all of them", key)
     folder, mode = "trainer.default_local_dir", "trainer.resume_mode"
     saves = draft.given(folder) or every > 0

@@ -18,9 +18,11 @@ RELEASES: tuple[str, ...] = get_args(Release)[1:]
 Trainer = Literal["fsdp", "megatron"]
 ABSENT = object()
 """Stands for the value of a key in a release that does not have the key."""
+LONGEST = 10_000
+"""The most characters of a text whose references are replaced."""
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[\w.@/\-]+)(?P<equals>=)?(?P<value>.*)", re.DOTALL)
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?(?P<key>[\w.]+)(?:\s*,\s*(?P<default>[^{}]*))?\}")
-_NUMBER = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?(?P<key>[\w.]+)(?:\s*+,\s*+(?P<default>[^{}]*))?\}")
+_NUMBER = re.compile(r"[-+]?(\d(_?\d)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?(inf|nan)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +47,16 @@ def parse_override(word: str) -> Override:
 def parse_value(text: str, word: str = "") -> Any:
     """Return the value that hydra reads: null, a boolean, a number, a quoted or bare text, a list or a table.
 
-    A reference ${key} stays text. Raise ConfigError for a bracket or quote that is not closed, and for a sweep (a,b).
+    A reference ${key} stays text. Raise ConfigError for a bracket or quote that is not closed, for brackets in hundreds of
+    levels, and for a sweep (a,b).
     """
-    value, rest = _value(text.strip(), word or text)
+    try:
+        value, rest = _value(text.strip(), word or text)
+    except RecursionError:
+        start = (word or text)[:60]
+        raise ConfigError(
+            f'"{start}..." has brackets in too many levels; give at most 100, as [[a]] has two.'
+        ) from None
     if rest.strip():
         several = rest.lstrip().startswith(",")
         what = "gives several values (a sweep)" if several else f"has {rest.strip()!r} after its value"
@@ -58,7 +67,8 @@ def parse_value(text: str, word: str = "") -> Any:
 def _value(text: str, word: str) -> tuple[Any, str]:
     """Return the value at the start of a text, and the rest of the text."""
     if text[:1] in "'\"" and text:
-        match = re.match(r"""(['"])((?:\\.|(?!\1).)*)\1""", text, re.DOTALL)
+        # Possessive, and no character fits two alternatives: the time grows with the length of the text, closed or not.
+        match = re.match(r"""(['"])((?:\\.|(?!\1)[^\\])*+)\1""", text, re.DOTALL)
         if not match:
             raise ConfigError(f'"{word}" has a quote that is not closed.')
         return re.sub(r"\\(.)", r"\1", match[2]), text[match.end() :]
@@ -78,21 +88,32 @@ def _sequence(text: str, word: str) -> tuple[list[Any], str]:
             raise ConfigError(f'"{word}" has a list that is not closed; end it with ].')
         item, rest = _value(rest, word)
         items.append(item)
-        rest = rest.lstrip()
-        rest = rest[1:].lstrip() if rest.startswith(",") else rest
+        rest = _after_comma(rest, "]", word)
     return items, rest[1:]
 
 
 def _table(text: str, word: str) -> tuple[dict[str, Any], str]:
     table, rest = {}, text[1:].lstrip()
     while not rest.startswith("}"):
-        match = re.match(r"""\s*(['"]?)((?:\\.|[^'":,{}\[\]\\])+)\1\s*:\s*""", rest)
+        match = re.match(r"""(['"]?)((?:\\.|[^'":,{}\[\]\\])++)\1\s*+:\s*+""", rest)
         if not match:
             raise ConfigError(f'"{word}" has a table that is not of the form {{key: value, ...}}.')
         table[re.sub(r"\\(.)", r"\1", match[2].strip())], rest = _value(rest[match.end() :], word)
-        rest = rest.lstrip()
-        rest = rest[1:].lstrip() if rest.startswith(",") else rest
+        rest = _after_comma(rest, "}", word)
     return table, rest[1:]
+
+
+def _after_comma(rest: str, end: str, word: str) -> str:
+    """Return what follows an item: the text after its comma, or from the bracket that ends the list or table.
+
+    Raise ConfigError for anything else, so that each round of the callers' loops takes at least one character.
+    """
+    rest = rest.lstrip()
+    if rest.startswith(","):
+        return rest[1:].lstrip()
+    if rest and not rest.startswith(end):
+        raise ConfigError(f'"{word}" has {rest[0]!r} where a comma or {end} must be; quote a text that has brackets.')
+    return rest
 
 
 def _bare(text: str) -> Any:
@@ -192,9 +213,15 @@ class VerlConfig:
         return self.resolve(value, key)
 
     def resolve(self, value: Any, key: str, depth: int = 0) -> Any:
-        """Replace the references ${key} and ${oc.select:key,default} by their values; other resolvers stay text."""
+        """Replace the references ${key} and ${oc.select:key,default} by their values; other resolvers stay text.
+
+        Raise ConfigError if the text gets too long: references to references multiply, and two that name each other have no end.
+        """
         if not isinstance(value, str) or "${" not in value or depth > 8:
             return value
+        if len(value) > LONGEST:
+            what = f"{key} has references to references, which together give more than {LONGEST} characters"
+            raise ConfigError(f"{what}; write its value without them.")
 
         def target(match: re.Match[str]) -> Any:
             name = match["key"]

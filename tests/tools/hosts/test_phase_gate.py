@@ -13,11 +13,14 @@ def turn(selector: selectors.BaseSelector) -> None:
         key.data()
 
 
-def test_a_rank_waits_until_the_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["short", 200 * "x"], ids=["short", "longer-than-an-address"])
+def test_a_rank_waits_until_the_answer(tmp_path: Path, folder: str) -> None:
     selector = selectors.DefaultSelector()
     heard: list[tuple[str, int | None, bool]] = []
-    PhaseServer(tmp_path / "phases", selector, lambda phase, step: heard.append((phase, step, rank.is_alive())))
-    begins = EmulatedHost(str(tmp_path / "phases"), lambda: None).phase_begins
+    path = tmp_path / folder / "phases"
+    path.parent.mkdir()
+    PhaseServer(path, selector, lambda phase, step: heard.append((phase, step, rank.is_alive())))
+    begins = EmulatedHost(str(path), lambda: None).phase_begins
 
     def phases() -> None:
         begins("run", None)

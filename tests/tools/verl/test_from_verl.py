@@ -56,6 +56,9 @@ def test_standard_input_and_tiny(tiny: list[str]) -> None:
         (["--releas", "0.4", "--", *WORDS], "--releas is not an option"),
         (["--", *WORDS, "data.train_batch_size=1,2"], "sweep"),
         (["--hosts", "3", SCRIPT], "--hosts must divide the 4 ranks"),
+        (["--out", "/no/such/run.toml", "--", *WORDS], "--out /no/such/run.toml cannot be written"),
+        (["--out", "/", "--", *WORDS], "--out / cannot be written: Is a directory"),
+        (["--", *WORDS, "data.train_max_samples=null"], "data.train_max_samples must be an integer, got null"),
     ],
 )
 def test_mistakes_are_one_sentence(words: list[str | Path], sentence: str) -> None:

@@ -1,5 +1,7 @@
 """Hydra's grammar, verl's keys by release, and which release a command is of."""
 
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +20,20 @@ from harness.tools.verl.overrides import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _seconds() -> Iterator[None]:
+    """End a test that reads one word for ten seconds: a loop over it has no end then, and may fill the memory."""
+
+    def end(signum: int, frame: object) -> None:
+        raise TimeoutError("the word is still being read")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(10)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -32,6 +48,8 @@ from harness.tools.verl.overrides import (
         ("", ""),
         ("Qwen/Qwen2-7B", "Qwen/Qwen2-7B"),
         ("0.4.3.post2", "0.4.3.post2"),
+        ("1_024", 1024),
+        ("2024_", "2024_"),
         ("['a', \"b, c\", 3, null]", ["a", "b, c", 3, None]),
         ("[]", []),
         (r"{a.\{*\}: {}, b\:c: 1}", {"a.{*}": {}, "b:c": 1}),
@@ -53,11 +71,27 @@ def test_values(text: str, value: Any) -> None:
         ("a='x", "quote"),
         ("data.x", "not a hydra override"),
         ("a=b}", "after its value"),
+        ("a=[b}", "where a comma or ] must be"),
+        ("a=[b\\", "where a comma or ] must be"),
+        ("a=[}", "where a comma or ] must be"),
+        ('a=["b"}]', "where a comma or ] must be"),
+        ("a={b: [1}", "where a comma or ] must be"),
+        ("a={b: 1]", "where a comma or } must be"),
+        ("a={b: 1", "table"),
+        ("a=" + 3000 * "[", "too many levels"),
+        ("a=" + 3000 * "{b: ", "too many levels"),
     ],
 )
 def test_what_hydra_would_not_read(word: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse_override(word)
+
+
+@pytest.mark.parametrize(("start", "again"), [("'", r"\a"), ('"', r"\\"), ("{b", " "), ("{'b", " ")])
+def test_the_time_to_refuse_a_value_grows_with_its_length_alone(start: str, again: str) -> None:
+    """Where it grows with the square, or worse, this takes from a minute to centuries."""
+    with pytest.raises(ConfigError):
+        parse_value(f"{start}{again * 50_000}]")
 
 
 def test_marks_and_tables() -> None:
@@ -100,6 +134,13 @@ def test_references_follow_overrides_then_defaults() -> None:
         assert found.get("actor_rollout_ref.rollout.response_length") == 512
     own = config("0.9", "trainer.project_name=p", "x.y=${trainer.project_name}/${oc.select:no.where,z}")
     assert own.get("x.y") == "p/z" and own.get("trainer.default_local_dir") == "checkpoints/p/gsm8k"
+
+
+def test_references_that_multiply_are_refused() -> None:
+    found = config("0.9", "x.a=" + 12 * "${x.b}", "x.b=" + 12 * "${x.a}", "x.c=${x.c}")
+    with pytest.raises(ConfigError, match=r"x\.a has references to references"):
+        found.get("x.a")
+    assert found.get("x.c") == "${x.c}"
 
 
 def test_the_releases_that_take_a_command() -> None:

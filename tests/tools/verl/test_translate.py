@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from harness.config.resolve import resolve
 from harness.config.schema import Config
 from harness.tools.environments import REPOSITORY
 from harness.tools.preflight import check_plan
-from harness.tools.verl.draft import row_of
+from harness.tools.verl.draft import Draft, full, row_of
 from harness.tools.verl.overrides import RELEASES, Trainer, defaults, parse_override
 from harness.tools.verl.shell_script import VerlCommand, command_of_script
 from harness.tools.verl.translate import Translation, launch_lines, translate
@@ -523,6 +524,66 @@ def test_every_key_of_every_release_has_a_verdict_and_a_default_that_changes_not
             each.override for each in silent.of("unsupported")
         }
         assert not extra, (release, extra)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("trainer.nnodes=0", "must be at least 1, got 0"),
+        ("trainer.n_gpus_per_node=0", "must be at least 1, got 0"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=x", "must be an integer"),
+        ("actor_rollout_ref.rollout.expert_parallel_size=x", "must be an integer"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=0", "must be at least 1, got 0"),
+        ("critic.ppo_mini_batch_size=0", "must be at least 1, got 0"),
+        ("data.val_max_samples=null", "must be an integer"),
+        ("actor_rollout_ref.actor.optim.betas=0.9", "must be two numbers"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=[1]", "must be a number"),
+    ],
+)
+def test_a_value_that_verl_refuses_is_named(word: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} {reason}"):
+        translate(VerlCommand(words=(*NEEDED, word)), "0.9", "qwen2", ENVIRONMENT)
+
+
+def test_an_endless_warmup_is_refused() -> None:
+    for ratio in ("inf", "nan"):
+        with pytest.raises(ConfigError, match="must be a number of steps"):
+            of("trainer.total_training_steps=9", f"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio={ratio}")
+
+
+def test_other_types_than_verls_are_read_or_refused() -> None:
+    assert of("custom_reward_function.path=1", release="0.7").config.task.reward == "1:compute_score"
+    schedule = "actor_rollout_ref.actor.optim.lr_scheduler_type=[1]"
+    assert schedule in [each.override for each in of(schedule).of("unsupported")]
+    contents = "actor_rollout_ref.actor.checkpoint.contents=[[1]]"
+    assert contents in [each.override for each in of(contents).of("unsupported")]
+
+
+FUZZED = ((), ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=9", "trainer.save_freq=1"))
+"""Settings that between them lead to every key that has an integer or null by default."""
+
+
+def test_no_value_of_an_integer_key_ends_in_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ConfigError is one sentence and exit code 2; anything else that is raised fails the test."""
+    get, read = Draft.get, set[str]()
+
+    def recorded(draft: Draft, key: str, otherwise: Any = None) -> Any:
+        value = get(draft, key, otherwise)
+        if value is None or type(value) is int:
+            read.add(full(key))
+        return value
+
+    monkeypatch.setattr(Draft, "get", recorded)
+    for words, dynamic in zip(FUZZED, ("True", "False"), strict=True):
+        command = (NEEDED[0], f"actor_rollout_ref.actor.use_dynamic_bsz={dynamic}", *words)
+        read.clear()
+        translate(VerlCommand(words=command), "0.7", environment=ENVIRONMENT)
+        assert {"trainer.nnodes", "data.train_max_samples", "actor_rollout_ref.actor.ppo_mini_batch_size"} <= read
+        for key in sorted(read):
+            for value in ("x", "null", "0", "-1", "1.5", "[]", "{}"):
+                with suppress(ConfigError):
+                    found = translate(VerlCommand(words=(*command, f"++{key}={value}")), "0.7", "qwen2", ENVIRONMENT)
+                    launch_lines(found, "run.toml", 0)
 
 
 @pytest.mark.parametrize(("release", "size"), [("0.3", 256), ("0.4", 1280)])
