@@ -62,7 +62,7 @@ TOOLS = {
     "step_bench": {"sync"},
     "sync": set(),
     "trackers": set(),
-    "verl": set(),
+    "verl": {"environments"},
     "watchdog": {"diagnose"},
 }
 """Tools -> the other tools that each may import; the reference is open to all."""

@@ -6,14 +6,11 @@ one of them. All ranks of a stage run the same code and differ in their number a
 it does with the first of its kind, the other ranks' loaders do too, and a layer that is unlike it is given to all of them.
 """
 
-import multiprocessing
 import re
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import torch
 from harness.rollout.sglang_api import meta_model
 from harness.rollout.sglang_api.absent_hardware import AssumedGpu, tells_what_is_absent
 from harness.runtime.errors import UnsupportedEnvironment
+from harness.tools.full_size.forks import ForkEnded, in_forks
 from harness.weights.fusing import FusingGroup
 from harness.weights.tensor_view import span
 from harness.weights.worker.coverage import LoadCoverage, LoaderCopy, LoaderTrace
@@ -343,51 +341,23 @@ def _pattern(copy: LoaderCopy) -> tuple[Any, ...]:
 
 def _in_processes(jobs: Mapping[int, Job], processes: int) -> dict[int, EngineRank]:
     """Examine each rank in a forked process, so many at the same time. Raise RankFailed at the first that fails."""
-    fork = multiprocessing.get_context("fork")
-    waiting, found = sorted(jobs), dict[int, EngineRank]()
-    running: dict[Any, tuple[int, Any]] = {}  # the reading end of its pipe -> the rank and its process
     try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                rank = waiting.pop(0)
-                reader, writer = fork.Pipe(duplex=False)
-                child = fork.Process(target=_answer, args=(writer, *jobs[rank]), daemon=True)
-                child.start()
-                writer.close()
-                running[reader] = rank, child
-            for ready in wait(list(running)):
-                rank, child = running.pop(ready)
-                found[rank] = _answer_of(ready, rank, child)
-    finally:
-        for _, child in running.values():
-            child.kill()
-    return found
+        return in_forks(_examine_in_fork, jobs, processes)
+    except ForkEnded as error:
+        ended = f"engine rank {error.number} ended with exit code {error.code} before it answered"
+        raise RankFailed(ended) from None
 
 
-def _answer_of(reader: Any, rank: int, child: Any) -> EngineRank:
-    try:
-        answer = reader.recv()  # from our own fork, through a pipe that has no name
-    except EOFError:
-        child.join()
-        raise RankFailed(f"engine rank {rank} ended with exit code {child.exitcode} before it answered") from None
-    child.join()
-    if isinstance(answer, UnsupportedEnvironment):
-        raise answer
-    if isinstance(answer, str):
-        if tells_what_is_absent(answer):
-            raise UnsupportedEnvironment(f"SGLang cannot build engine rank {rank} here: {answer}")
-        raise RankFailed(f"engine rank {rank}: {answer}")
-    assert isinstance(answer, EngineRank)
-    return answer
-
-
-def _answer(writer: Connection, *job: *Job) -> None:
-    """Send what examine_rank returns, or the last line of what SGLang raised; its traceback goes to standard error."""
+def _examine_in_fork(*job: *Job) -> EngineRank:
+    """Return what examine_rank does. Raise RankFailed with what SGLang raised, or UnsupportedEnvironment."""
     torch.set_num_threads(1)  # threads that torch started before the fork are not here, and would be waited for
+    _, rank, *_ = job
     try:
-        writer.send(examine_rank(*job))
-    except UnsupportedEnvironment as error:
-        writer.send(error)
+        return examine_rank(*job)
+    except UnsupportedEnvironment:
+        raise
     except Exception as error:  # whatever SGLang raises while it builds a model: it is the answer
-        traceback.print_exc()
-        writer.send(f"{type(error).__name__}: {error}")
+        said = f"{type(error).__name__}: {error}"
+        if tells_what_is_absent(said):
+            raise UnsupportedEnvironment(f"SGLang cannot build engine rank {rank} here: {said}") from error
+        raise RankFailed(f"engine rank {rank}: {said}") from error

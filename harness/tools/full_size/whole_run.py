@@ -5,7 +5,6 @@ what CUDA, NCCL and SGLang keep beside (`tools/plan`).
 """
 
 import json
-import multiprocessing
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,10 @@ import torch
 
 from harness.cluster.mesh import ParallelDims
 from harness.config.schema import Config, TransportName
+from harness.runtime.errors import UnsupportedEnvironment
 from harness.runtime.units import GIB, MIB
 from harness.tools.full_size.engine_ranks import NO_LAYER, EngineRank, by_layer
+from harness.tools.full_size.forks import ForkEnded, in_forks
 from harness.tools.full_size.sync_plan import TRANSPORTS, Rates, RunShape, SyncPlan, SyncPlanner
 from harness.tools.full_size.trainer_memory import Execution, Role, TrainerPeaks, trainer_peaks
 from harness.tools.full_size.trainer_names import TrainerNames, trainer_class
@@ -164,11 +165,16 @@ def measure_trainer(folder: Path, config: Config, processes: int) -> dict[Role, 
     ranks = ParallelDims.of(config.parallel).world_size
     executions = [Execution(model_config=model_config, config=config, ranks=ranks, role=role) for role in roles]
     jobs = [replace(each, layers=layers) for each in executions for layers in each.layers_to_execute()]
-    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-        found = pool.map(Execution.run, jobs, chunksize=1)
+    try:
+        found = in_forks(Execution.run, {number: (job,) for number, job in enumerate(jobs)}, processes)
+    except ForkEnded as error:
+        raise UnsupportedEnvironment(
+            f"the process that measures the trainer's {jobs[error.number].role} ended with exit code {error.code}; if that is -9,"
+            " this machine may have too little memory for so many processes at once: allow fewer cores (taskset)"
+        ) from None
     by_role: dict[Role, list[TrainerPeaks]] = {role: [] for role in roles}
-    for job, peaks in zip(jobs, found, strict=True):
-        by_role[job.role].append(peaks)
+    for number, job in enumerate(jobs):
+        by_role[job.role].append(found[number])
     return {each.role: trainer_peaks(each, by_role[each.role]) for each in executions}
 
 

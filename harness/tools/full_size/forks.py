@@ -1,0 +1,72 @@
+"""Do pieces of work in forked processes, each in one of its own: what it leaves behind, such as a process group, ends with it."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+from harness.runtime.errors import UnsupportedEnvironment
+
+T = TypeVar("T")
+
+
+class ForkEnded(Exception):
+    """A process ended before it had answered: it was killed, perhaps by the kernel for lack of memory."""
+
+    def __init__(self, number: int, code: int | None) -> None:
+        super().__init__(f"the process of job {number} ended with exit code {code} before it answered")
+        self.number, self.code = number, code
+
+
+def in_forks(work: Callable[..., T], jobs: Mapping[int, tuple[Any, ...]], processes: int) -> dict[int, T]:
+    """Return what work returns for the arguments of each job, so many of them at the same time.
+
+    Raise what work raises, for the first job that fails, and ForkEnded.
+    """
+    fork = multiprocessing.get_context("fork")
+    waiting, found = sorted(jobs), dict[int, T]()
+    running: dict[Any, tuple[int, Any]] = {}  # the reading end of its pipe -> the job and its process
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                number = waiting.pop(0)
+                reader, writer = fork.Pipe(duplex=False)
+                child = fork.Process(target=_answer, args=(writer, work, jobs[number]), daemon=True)
+                child.start()
+                writer.close()
+                running[reader] = number, child
+            for ready in wait(list(running)):
+                number, child = running.pop(ready)
+                found[number] = _answer_of(ready, number, child)
+    finally:
+        for _, child in running.values():
+            child.kill()
+    return found
+
+
+def _answer(writer: Connection, work: Callable[..., Any], job: tuple[Any, ...]) -> None:
+    """Send what work returns, or what it raises; the traceback of that goes to standard error."""
+    try:
+        answer: tuple[Any, Exception | None] = work(*job), None
+    except UnsupportedEnvironment as error:  # its sentence says all
+        answer = None, error
+    except Exception as error:
+        traceback.print_exc()
+        answer = None, error
+    try:
+        writer.send(answer)
+    except Exception as error:  # an exception of another package need not be picklable
+        writer.send((None, RuntimeError(f"{answer[1] or error}")))
+
+
+def _answer_of(reader: Any, number: int, child: Any) -> Any:
+    try:
+        answer, error = reader.recv()  # from our own fork, through a pipe that has no name
+    except EOFError:
+        child.join()
+        raise ForkEnded(number, child.exitcode) from None
+    child.join()
+    if error is not None:
+        raise error
+    return answer
