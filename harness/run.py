@@ -127,6 +127,8 @@ def run(
                 code = report_user_error(error, world.rank)
             else:
                 code = _run_job(job, context)
+    except WorldError as error:  # on every rank
+        code = report_user_error(error, launch.rank)
     except Exception as error:  # the ranks did not meet, or one of them ended before all were ready
         _end_failed(launch.rank, error, observer)
     observer.finished(code)

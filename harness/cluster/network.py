@@ -61,9 +61,15 @@ def route_to_master(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def own_address(environment: Mapping[str, str]) -> str:
-    """Return this host's address for other hosts: of GLOO_SOCKET_IFNAME if set, or on the route to MASTER_ADDR."""
+    """Return this host's address for other hosts: of GLOO_SOCKET_IFNAME if set, or on the route to MASTER_ADDR.
+
+    Of several addresses of the interface, the one that the hosts have agreed on (SGLANG_HOST_IP) or that has the route.
+    """
     route, _ = route_to_master(environment)
     name = environment.get(INTERFACE_VARIABLE, "").partition(",")[0]
+    for address in (environment.get(ADDRESS_VARIABLES[0], ""), route):
+        if name and address in own_interfaces().get(name, ()):
+            return address
     return choose(name, "", own_interfaces(), route, []).address if name else route
 
 
@@ -98,13 +104,13 @@ def agree(store: "Store", rank: int, world_size: int, identity: str, wanted: str
     """
     route, master = route_to_master(os.environ)
     store.set(f"route/{rank}", json.dumps([identity, master]))
-    routes = [json.loads(value) for value in _of_all(store, "route", world_size)]
+    routes = [json.loads(value) for value in of_all(store, "route", world_size)]
     reached = [address for other, address in routes if other != identity]
     variable = os.environ.get(INTERFACE_VARIABLE, "")
     own = choose(wanted, variable, own_interfaces(), route, list(dict.fromkeys(reached)))
     store.set(f"address/{rank}", json.dumps(asdict(own)))
     hosts: dict[str, HostAddress] = {}
-    for (host, _), address in zip(routes, _of_all(store, "address", world_size), strict=True):
+    for (host, _), address in zip(routes, of_all(store, "address", world_size), strict=True):
         hosts.setdefault(host, HostAddress(**json.loads(address)))
     return hosts
 
@@ -145,12 +151,12 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _of_all(store: "Store", what: str, world_size: int) -> list[bytes]:
+def of_all(store: "Store", what: str, world_size: int) -> list[bytes]:
     """Return the value that each rank stored under a key, by rank."""
     keys = [f"{what}/{rank}" for rank in range(world_size)]
     try:
         store.wait(keys)
     except RuntimeError as error:  # DistStoreError: its timeout
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise TimeoutError(f"these of {world_size} ranks did not report their address in time: {missing}") from error
+        raise TimeoutError(f"these of {world_size} ranks did not report in time: {missing}") from error
     return [bytes(value) for value in store.multi_get(keys)]

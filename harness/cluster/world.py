@@ -1,10 +1,11 @@
 """Ranks, hosts, the default process group, and the environment for child processes."""
 
+import json
 import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from harness.cluster import network
 from harness.cluster.network import HostAddress
-from harness.cluster.placement import RankLocation, engine_gpu_of, parse_visible
+from harness.cluster.placement import RankLocation, engine_gpu_of, host_name, parse_visible
 from harness.runtime import redact
 
 BEHAVIOUR_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "SGL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_")
@@ -140,6 +141,7 @@ def open_world(
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     location = own_location(device.type == "cpu", colocate)
+    check_devices(dist.PrefixStore("harness-device", store), rank, world_size, device.type, location.host)
     addresses = network.agree(dist.PrefixStore("harness-network", store), rank, world_size, location.host, interface)
     if len(addresses) > 1:
         os.environ.update(network.variables(addresses[location.host], os.environ))
@@ -159,14 +161,32 @@ def open_world(
         dist.destroy_process_group()
 
 
+def check_devices(store: dist.Store, rank: int, world_size: int, device: str, host: str) -> None:
+    """Raise WorldError on every rank if some have a GPU and others not: their communicators would not fit together.
+
+    store: open on every rank and used for nothing else. A collective call of all ranks, before any communicator.
+    """
+    store.set(f"device/{rank}", json.dumps([device, host_name(host)]))
+    first: dict[str, str] = {}
+    for other, value in enumerate(network.of_all(store, "device", world_size)):
+        kind, where = json.loads(value)
+        first.setdefault(kind, f"rank {other} on {where}")
+    if len(first) > 1:
+        raise WorldError(
+            f"{first['cpu']} finds no GPU that works, and {first['cuda']} does: mend the first one's GPUs, or set"
+            ' engine.device = "cpu"'
+        )
+
+
 def hard_exit(code: int) -> NoReturn:
     """End this process now, without Python's teardown.
 
     While Python 3.11 shuts down, a thread of torch or gloo that asks for the interpreter's lock aborts the process
     ("terminate called without an active exception"). So ranks that had passed failed, twice in some hundred test runs.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a full disk, or a pipe that nobody reads
+            stream.flush()
     os._exit(code)
 
 

@@ -28,7 +28,10 @@ def make_run_folder(given: str, now: datetime | None = None) -> str | None:
     for number in itertools.count(1):
         suffix = f"-{number}" if number > 1 else ""
         folder = Path(given or f"runs/{now or datetime.now():%Y%m%d-%H%M%S}{suffix}").resolve()
-        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+        # Each by itself: with parents=True the folders above it would get the mode that the umask leaves.
+        for missing in reversed([each for each in folder.parents if not each.exists()]):
+            missing.mkdir(FOLDER_MODE, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
         if why := open_to_others(folder):
             raise PermissionError(errno.EPERM, why, str(folder))
         with suppress(FileExistsError):

@@ -38,6 +38,7 @@ from harness.rollout.host_engine import HostEngine
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, seed_sampling
 from harness.rollout.update_group import UpdateGroup
 from harness.runtime.cpu_standins import activate
+from harness.runtime.errors import say
 from harness.runtime.fork_server import ForkServer
 
 T = TypeVar("T")
@@ -137,6 +138,9 @@ class VerlEngine:
                 self._host.start(arguments, self._environment(), servers, serves=self.is_head)
             except Exception as error:
                 failure = error
+                if self.nnodes > 1:  # the other hosts may wait in SGLang's own start for minutes, and cannot hear of it
+                    what = f"this host's part of the engine did not start: {in_one_line(error)}"
+                    say(f"rank {self.group.rank}: {what}; waiting for the engine's other hosts\n")
         for rank, message in self.group.all_gather(failure and in_one_line(failure)).items():
             if message:
                 raise EngineFailed(f"engine start failed on rank {rank}: {message}") from failure

@@ -64,7 +64,12 @@ def report_user_error(error: Exception, rank: int, alone: bool = False) -> int:
 def say(text: str, screen: int = STANDARD_ERROR) -> None:
     """Print a block in one write, so that no line of another process comes between; ignore a screen that is gone."""
     with suppress(OSError):
-        os.write(screen, text.encode())
+        os.write(screen, in_utf8(text).encode())
+
+
+def in_utf8(text: str) -> str:
+    """Return the text with escapes for what no other program takes: half a surrogate pair, which an error may quote, and NUL."""
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
 
 
 def say_twice(text: str) -> None:
@@ -100,10 +105,14 @@ def screen_of(pid: int) -> int:
 
 
 def launcher_pid() -> int:
-    """Return the pid of torchrun: the nearest ancestor that is neither a rank nor a wrapper of one."""
-    pid = os.getppid()
+    """Return the pid of torchrun: the nearest ancestor that is neither a rank nor a wrapper of one.
+
+    Told by a variable that torchrun gives to its ranks alone. LOCAL_RANK may be in the shell that started torchrun too; it
+    counts only where something else starts the ranks.
+    """
+    pid, of_ranks = os.getppid(), "TORCHELASTIC_RUN_ID" if "TORCHELASTIC_RUN_ID" in os.environ else "LOCAL_RANK"
     with suppress(PermissionError):  # another user's process is not a rank of ours
-        while pid > 1 and b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+        while pid > 1 and f"\0{of_ranks}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     return pid
 
@@ -117,7 +126,7 @@ def _say_below_torchrun(text: str) -> None:
         return  # torchrun has died before its ranks, or everything ends together with it because it is a container's process 1
     with suppress(OSError):  # no memory, or no /proc: the text stands above torchrun's report then
         subprocess.run(
-            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-S", "-E", __file__, str(torchrun), text],
+            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-S", "-E", __file__, str(torchrun), in_utf8(text)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=os.environ | {SPEAKS_LAST: "1"},

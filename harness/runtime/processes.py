@@ -170,8 +170,15 @@ def end_processes(processes: Mapping[int, psutil.Process], stop: Callable[[], No
     The files that they made in /dev/shm (25 MB for each engine) go too, except those that this process uses itself.
     """
     files = _made_by(processes)  # stop() may end processes without removing them
-    if stop:
-        stop()
+    try:
+        if stop:
+            stop()
+    finally:
+        _kill(processes, files)
+
+
+def _kill(processes: Mapping[int, psutil.Process], files: set[Path]) -> None:
+    """Kill what is left of these processes, and remove these files and those that they made since."""
     alive = [process for process in processes.values() if is_alive(process)]
     _signal_all(alive, signal.SIGSTOP)  # from now on none makes a new file, or reacts to the end of another one
     files |= _made_by(processes)
@@ -184,7 +191,7 @@ def end_processes(processes: Mapping[int, psutil.Process], stop: Callable[[], No
 
 def _signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
-        with suppress(psutil.NoSuchProcess):  # it has just ended
+        with suppress(psutil.Error):  # it has just ended, or has become another user's (sudo)
             process.send_signal(number)
 
 
@@ -214,8 +221,11 @@ def _made_by(pids: Iterable[int]) -> set[Path]:
     """Return the files in /dev/shm that these processes use and that are younger than one of those that use them.
 
     Any other is somebody else's, such as a model that a user keeps there. Both times are known up to a tick of the kernel;
-    a file that was made in the same tick is the process's own if it writes to it.
+    a file that was made in the same tick is the process's own if it writes to it. If the clock has been set since this
+    process began, it is not known which is younger: then none counts, because a file that stays is the smaller harm.
     """
+    if abs(_booted() - _BOOTED) > 2 * _TICK_SECONDS:
+        return set()
     there, found = {Path(_SHARED_MEMORY, name): inode for name, inode in _shared_files()}, set()
     for pid in pids:
         used, written = _used_by([pid]), _used_by([pid], for_writing=True)
@@ -242,8 +252,15 @@ def start_time(pid: int) -> float:
     """Return when the process was started, in UNIX seconds, up to a tick too early. Raise ValueError if it has ended."""
     if not (fields := stat_fields(pid)):
         raise ValueError(f"process {pid} has ended")
-    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return booted + int(fields[_START]) * _TICK_SECONDS
+    return _booted() + int(fields[_START]) * _TICK_SECONDS
+
+
+def _booted() -> float:
+    """Return when this machine was started, in UNIX seconds, by the clock as it is set now."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+_BOOTED = _booted()
 
 
 def _used_by(pids: Iterable[int], for_writing: bool = False) -> set[int]:

@@ -58,7 +58,7 @@ def enter_run_folder(name: str) -> Path:
 
 
 def remove_run_folders(name: str) -> None:
-    """Remove this user's folders of the run, from a process that does not use one itself."""
+    """Remove this user's folders of the run, from a process that makes no more temporary files."""
     for folder in Path(_base_of_run(name)).glob(f"{_prefix(name)}*"):
         with suppress(FileNotFoundError):  # a process that is ending removes its own
             found = folder.lstat()
@@ -94,4 +94,5 @@ def _prefix(name: str) -> str:
 
 
 def _base_of_run(name: str) -> str:
-    return base_for(len(f"/{_prefix(name)}12345678") + OF_ENGINE)
+    # Not tempfile's own: a rank that has a folder of the run, and removes those of others, would look in its own.
+    return base_for(len(f"/{_prefix(name)}12345678") + OF_ENGINE, str(shared()))

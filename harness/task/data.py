@@ -246,6 +246,12 @@ def _row(record: Any, where: str, data_source: str) -> Row:
     """Return a record as a Row. Raise ValueError that says which field is wrong and what it must be."""
     if not isinstance(record, Mapping):
         raise ValueError(f"{where} must be an object with question and answer, or with prompt, got {_shown(record)}")
+    try:
+        json.dumps(record, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{where} has half of a surrogate pair, which no tokenizer takes: write whole characters"
+        ) from None
     data_source = record.get("data_source") or data_source
     if "prompt" in record:
         extra_info = record.get("extra_info") or {}

@@ -5,6 +5,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from harness.cluster import network
 from harness.cluster.network import HostAddress, NetworkError, agree, choose, own_address, own_interfaces, variables
 from harness.tools.repro.local_ranks import free_port
 
@@ -84,6 +85,19 @@ def test_the_own_address_for_a_loopback_master_is_loopback(address: str) -> None
     assert own_address(master | {"GLOO_SOCKET_IFNAME": "lo"}) in ("127.0.0.1", "::1")
 
 
+@pytest.mark.parametrize(
+    ("published", "expected"), [("10.0.0.6", "10.0.0.6"), ("10.9.9.9", "10.0.0.5"), ("", "10.0.0.5")]
+)
+def test_of_two_addresses_of_an_interface_the_one_that_was_agreed_on_counts(
+    published: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = {"eth0": ["192.168.1.5", "10.0.0.5", "10.0.0.6"]}
+    monkeypatch.setattr(network, "own_interfaces", lambda: addresses)
+    monkeypatch.setattr(network, "route_to_master", lambda environment: ("10.0.0.5", "10.0.0.1"))
+    environment = {"GLOO_SOCKET_IFNAME": "eth0", "SGLANG_HOST_IP": published}
+    assert own_address(environment) == expected
+
+
 def test_ranks_agree_on_every_hosts_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -103,5 +117,5 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
     store.set("route/2", '["host1/b/n", "10.77.0.1"]')
-    with pytest.raises(TimeoutError, match=r"these of 4 ranks did not report their address in time: \[1, 3\]"):
+    with pytest.raises(TimeoutError, match=r"these of 4 ranks did not report in time: \[1, 3\]"):
         agree(store, 0, 4, "host0/a/n", "")

@@ -1,11 +1,16 @@
+import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.cluster import world
-from harness.cluster.world import Launch, WorldError, choose_device
+from harness.cluster.world import Launch, WorldError, check_devices, choose_device
 from harness.tools.repro.local_ranks import free_port
 from tests.cluster.gloo import on_ranks
 
@@ -60,6 +65,35 @@ def test_apart_needs_gpus(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(WorldError, match=r"parallel.colocate = false but rank 1 has no GPU to use; set it to"):
         choose_device(wanted, Launch.from_environment(TORCHRUN), colocate=False)
+
+
+def test_a_host_without_a_gpu_among_others_is_named_on_every_rank() -> None:
+    store = dist.HashStore()
+    for rank, device in ((0, "cuda"), (1, "cpu")):
+        store.set(f"device/{rank}", json.dumps([device, f"host{rank}"]))
+    for rank, device in ((0, "cuda"), (1, "cpu")):
+        with pytest.raises(
+            WorldError, match="^rank 1 on host1 finds no GPU that works, and rank 0 on host0 does: mend"
+        ):
+            check_devices(store, rank, 2, device, f"host{rank}/x/y")
+    check_devices(dist.HashStore(), 0, 1, "cpu", "host0/x/y")
+
+
+@pytest.mark.parametrize("stream", ["/dev/full", "closed"])
+def test_an_exit_is_an_exit_although_what_was_printed_cannot_be_written(stream: str) -> None:
+    code = "from harness.cluster.world import hard_exit; print('x' * 99); hard_exit(7)"
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdout=full if stream == "/dev/full" else writing,
+            timeout=120,
+        )
+    os.close(writing)
+    assert done.returncode == 7
 
 
 def test_apart_needs_two_visible_gpus_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Run directories of processes that start at the same time in one working directory."""
 
+import os
 import stat
 import subprocess
 import sys
@@ -48,6 +49,17 @@ def test_of_runs_that_are_given_one_directory_one_has_it(tmp_path: Path) -> None
     taken = taken_at_once(tmp_path, "mine")
     assert sorted(taken) == sorted([str(tmp_path / "mine"), *["None"] * (RUNS - 1)])
     assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
+
+
+def test_folders_that_are_made_above_a_run_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = make_run_folder(str(tmp_path / "a" / "b" / "run"))
+    finally:
+        os.umask(before)
+    assert made
+    folders = (tmp_path / "a", tmp_path / "a" / "b", Path(made))
+    assert {stat.S_IMODE(each.stat().st_mode) for each in folders} == {0o700}
 
 
 @pytest.mark.parametrize("why", ["mode", "link"])

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from harness.runtime import errors
-from harness.runtime.errors import report_user_error
+from harness.runtime.errors import report_user_error, say
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_rank_0_says_one_sentence_at_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +47,34 @@ print("report", file=sys.stderr, flush=True)
     clean = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
     done = subprocess.run([sys.executable, "-c", launcher], env=clean, capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines() == ["error: no", "report", "error: no"]
+
+
+LAUNCHER = """
+import os, subprocess, sys
+# As torchrun does: a variable for the rank alone. The shell above has a LOCAL_RANK from somewhere else.
+rank = [sys.executable, "-c", "from harness.runtime.errors import launcher_pid; print(launcher_pid())"]
+wrapper = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)", *rank]
+print(os.getpid(), flush=True)
+subprocess.run(wrapper, env=os.environ | {"LOCAL_RANK": "0", **({"TORCHELASTIC_RUN_ID": "1"} if len(sys.argv) > 1 else {})})
+"""
+
+
+@pytest.mark.parametrize(("arguments", "exported"), [(["torchrun"], {"LOCAL_RANK": "0"}), (["torchrun"], {}), ([], {})])
+def test_the_launcher_is_found_above_a_wrapper_whatever_its_shell_exports(
+    arguments: list[str], exported: dict[str, str]
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"} | exported
+    command = [sys.executable, "-c", LAUNCHER, *arguments]
+    done = subprocess.run(
+        command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60
+    )
+    launcher, found = done.stdout.split()
+    assert found == launcher
+
+
+def test_what_no_other_program_takes_is_said_in_escapes(capfd: pytest.CaptureFixture[str]) -> None:
+    say("half \ud83d, nothing \0, whole \U0001f600\n")
+    assert capfd.readouterr().err == "half \\ud83d, nothing \\0, whole \U0001f600\n"
 
 
 def test_the_report_of_torchrun_shows_the_error(tmp_path: Path) -> None:

@@ -206,6 +206,29 @@ def test_a_thread_that_wakes_on_time_has_no_timer_slack_and_the_one_that_started
         assert pool.submit(starter).result() == (1, 50_000)
 
 
+def test_processes_are_ended_although_stopping_them_failed() -> None:
+    process = psutil.Process(python(SLEEPER).pid)
+
+    def stop() -> None:
+        raise RuntimeError("no answer")
+
+    with pytest.raises(RuntimeError, match="no answer"):
+        end_processes({process.pid: process}, stop)
+    assert not process.is_running()
+
+
+def test_after_the_clock_was_set_nobodys_file_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set back, a file that a user made before the process began would look younger than it."""
+    file = Path("/dev/shm/harness_test_clock")
+    process = psutil.Process(holder(file).pid)
+    monkeypatch.setattr(processes, "_booted", lambda: processes._BOOTED - 60)
+    try:
+        end_processes({process.pid: process})
+        assert file.exists() and not process.is_running()
+    finally:
+        file.unlink()
+
+
 @pytest.mark.skipif(LINUX < (6, 15), reason="this kernel forgets how a process ended once its parent has waited for it")
 @pytest.mark.parametrize(
     ("code", "status"), [(SLEEPER, signal.SIGTERM), ("raise SystemExit(7)", 7 << 8)], ids=["a_signal", "an_exit_code"]

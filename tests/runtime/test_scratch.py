@@ -127,3 +127,17 @@ def test_a_folder_that_disappears_meanwhile_causes_no_error(base: Path, monkeypa
     monkeypatch.setattr(Path, "glob", lambda *_: [base / f"{NAME}.tmp-gone", Path(folder)])
     scratch.remove_run_folders(NAME)
     assert not Path(folder).exists()
+
+
+def test_a_rank_with_a_folder_of_its_own_removes_those_of_the_others_too() -> None:
+    """As it does in the place of a lost watchdog; the folder for temporary files is not /tmp."""
+    code = (
+        "from harness.runtime import scratch\n"
+        f"made = [scratch.enter_run_folder({NAME!r})]\n"
+        f"scratch.remove_run_folders({NAME!r})\n"
+        "print(made[0], made[0].exists())"
+    )
+    environment = os.environ | {"TMPDIR": "/var/tmp"}
+    environment.pop(scratch.SHARED, None)
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, text=True)
+    assert said.startswith("/var/tmp/") and said.split()[1] == "False"

@@ -98,6 +98,7 @@ def test_parquet(tmp_path):
         ({"prompt": [{"role": "user", "content": "?"}]}, ": reward_model.ground_truth must be set"),
         ({"prompt": [{"role": "user", "content": "?"}], "reward_model": "rule"}, ": reward_model.ground_truth must"),
         ({"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": ""}}, ": reward_model.ground"),
+        ('{"question": "half \\ud83d", "answer": "#### 1"}\n', " has half of a surrogate pair"),
         (VERL | {"extra_info": '{"answer": "4"}'}, ": extra_info must be an object, got "),
     ],
 )

@@ -23,7 +23,7 @@ import psutil
 
 from harness.observer import Observer, RunContext
 from harness.runtime import scratch
-from harness.runtime.errors import launcher_pid, say
+from harness.runtime.errors import in_utf8, launcher_pid, say
 from harness.runtime.phases import RUN
 from harness.tools.watchdog import channel
 from harness.tools.watchdog.channel import LONGEST_MESSAGE, WatchdogSettings
@@ -184,7 +184,7 @@ class WatchdogObserver(Observer):
 
         Return if there is no watchdog, or no order in time.
         """
-        line = " ".join(error.split())
+        line, traceback = " ".join(in_utf8(error).split()), in_utf8(traceback)
         echo = self._line is not None and is_echo(line, self.own.rank)
         if self._send(channel.Failed("echo" if echo else "exception", line[:ERROR_LENGTH], trace_end(traceback))):
             time.sleep(self._order_seconds)

@@ -90,6 +90,14 @@ def an_exception_is_named_on_every_host(start: Start) -> None:
     assert kept["first"]["host"] == "host1"
 
 
+@scenario(by_default=True)
+def an_error_that_quotes_half_a_character_is_reported_too(start: Start) -> None:
+    hosts = start(ONE, {1: "meet begin:generate:1 wait:1 raise:ValueError:_half_\ud83d", -1: HANG})
+    hosts.wait()
+    pattern = rf"FIRST FAILURE: rank 1 on host0 failed in generate of step 1 at {TIME}: ValueError: half \\ud83d"
+    assert re.fullmatch(pattern, hosts.verdict("host0"))
+
+
 @scenario(by_default=True, number=signal.SIGKILL)
 @scenario(number=signal.SIGSEGV)
 def a_killed_rank_is_named_with_its_signal(start: Start, number: signal.Signals) -> None:
