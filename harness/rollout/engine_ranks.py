@@ -1,5 +1,6 @@
 """The ranks of one engine: the order in which it numbers them, their hosts, and how a failure of one reaches all."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeVar, cast
@@ -14,6 +15,8 @@ from harness.cluster.world import all_gather, own_location
 from harness.rollout.engine_errors import EngineFailed, PeerGone, in_one_line
 
 T = TypeVar("T")
+ALONE_SECONDS = 30.0
+"""How long a rank on which the engine did not start waits for the engine's other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +75,29 @@ class Group:
             return []
         by_rank = dict(zip(sorted(self.ranks), received, strict=True))
         return [cast(T, by_rank[rank]) for rank in self.ranks]
+
+
+def gather_failures(
+    group: Group, failure: Exception | None, give_up: Callable[[str], None] | None
+) -> dict[int, str | None]:
+    """Return why the engine did not start, by world rank; None for a rank on which it did. A collective call of the group.
+
+    give_up: called on a thread, with a message, if this rank has a failure and others do not come here within
+    ALONE_SECONDS. They may wait in SGLang's own start, for minutes, for the part of the engine that has failed here.
+    """
+    if failure is None or give_up is None:
+        return group.all_gather(in_one_line(failure) if failure else None)
+    message = in_one_line(failure)
+    said = (
+        f"EngineFailed: engine start failed on rank {group.rank}: {message}; the engine's other ranks still wait for it"
+    )
+    alone = threading.Timer(ALONE_SECONDS, give_up, [said])
+    alone.daemon = True
+    alone.start()
+    try:
+        return group.all_gather(message)
+    finally:
+        alone.cancel()
 
 
 def together(work: Callable[[], T], process_group: dist.ProcessGroup | None = None, what: str = "") -> T:

@@ -110,13 +110,16 @@ class HostEngine:
         self._lease.close()
 
     def _report_death(self, name: str, pid: int, signal_name: str) -> None:
-        self._fail(self.log.death(name, pid, signal_name))
+        self.fail(self.log.death(name, pid, signal_name))
 
     def _report_task(self, task: str, error: Exception) -> None:
-        self._fail(self.log.task_failure(task, error))
+        self.fail(self.log.task_failure(task, error))
 
-    def _fail(self, message: str) -> None:
-        """Report the failure first: ending the processes may take seconds, in which this rank may be ended too."""
+    def fail(self, message: str) -> None:
+        """Report a failure, on a thread, and end the engine's processes. By default end this process too.
+
+        Report it first: ending the processes may take seconds, in which this rank may be ended too.
+        """
         if self._on_death:
             self._on_death(message)
         else:

@@ -31,14 +31,13 @@ from harness.rollout.defaults import Preset, engine_defaults
 from harness.rollout.early_start import variables_of_engine
 from harness.rollout.engine import NamedTensors
 from harness.rollout.engine_errors import EngineFailed, in_one_line
-from harness.rollout.engine_ranks import Group, locate_ranks
+from harness.rollout.engine_ranks import Group, gather_failures, locate_ranks
 from harness.rollout.forked_processes import Starts
 from harness.rollout.graph_memory import holds_graphs, variables_of_graphs
 from harness.rollout.host_engine import HostEngine
 from harness.rollout.schedulers import LOADER, SchedulerChannel, load_own, seed_sampling
 from harness.rollout.update_group import UpdateGroup
 from harness.runtime.cpu_standins import activate
-from harness.runtime.errors import say
 from harness.runtime.fork_server import ForkServer
 
 T = TypeVar("T")
@@ -138,10 +137,8 @@ class VerlEngine:
                 self._host.start(arguments, self._environment(), servers, serves=self.is_head)
             except Exception as error:
                 failure = error
-                if self.nnodes > 1:  # the other hosts may wait in SGLang's own start for minutes, and cannot hear of it
-                    what = f"this host's part of the engine did not start: {in_one_line(error)}"
-                    say(f"rank {self.group.rank}: {what}; waiting for the engine's other hosts\n")
-        for rank, message in self.group.all_gather(failure and in_one_line(failure)).items():
+        give_up = self._host.fail if self._host and self.nnodes > 1 else None
+        for rank, message in gather_failures(self.group, failure, give_up).items():
             if message:
                 raise EngineFailed(f"engine start failed on rank {rank}: {message}") from failure
 

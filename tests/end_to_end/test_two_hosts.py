@@ -1,8 +1,10 @@
 """The main job across two emulated hosts of two ranks: real SGLang, torchrun on each host, a network between them."""
 
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,25 @@ def test_an_engine_on_each_host(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     output = ppo(folder, "ipv4", "--parallel.dp", "2", "--parallel.tp", "2", "--model.name", "qwen3_moe")
     check(folder, output, "10.77.0.2", ["engine 0 node 0: ranks 0, 1 on host0", "engine 1 node 0: ranks 2, 3 on host1"])
+
+
+@pytest.mark.long
+def test_a_part_of_the_engine_that_fails_alone_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    """The other host is in SGLang's own start then, where it would wait for the part that failed until the deadline."""
+    folder = tmp_path / "run"
+    folder.mkdir(0o700)
+    (folder / "engines" / "engine-rank2.log").mkdir(parents=True)  # where the log of the second host's part would be
+    command = [sys.executable, "launch/hosts.py", "--hosts", "2", "--ranks-per-host", "2", "--network", "ipv4"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*command, "--", "launch/ppo.py", QUICKSTART, "--run.dir", str(folder), "--parallel.tp", "4"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 1 and time.monotonic() - began < 300, done.stdout[-6000:]
+    for host in ("host0", "host1"):
+        first = rf"^{host} \| FIRST FAILURE: rank 2 on host1 failed in start_engine at .*: EngineFailed: engine start failed on"
+        assert re.search(rf"{first} rank 2: IsADirectoryError", done.stdout, re.M), done.stdout[-6000:]

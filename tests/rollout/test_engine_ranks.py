@@ -1,0 +1,47 @@
+"""Real gloo ranks: an engine that starts on some of its ranks and not on others."""
+
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from harness.rollout import engine_ranks
+from harness.rollout.engine_ranks import Group, gather_failures
+from tests.cluster.gloo import on_ranks
+
+
+def _group(rank: int) -> Group:
+    everyone = dist.new_group([0, 1], backend="gloo")
+    assert everyone is not None
+    return Group(process_group=everyone, ranks=(0, 1), rank=rank, tp=2, pp=1)
+
+
+def _one_waits_in_its_start(rank: int, folder: str) -> tuple[dict[int, str | None], str]:
+    """Rank 0 is in SGLang's start, as it seems, until rank 1 has given up."""
+    engine_ranks.ALONE_SECONDS = 0.3
+    group, said = _group(rank), Path(folder) / "said"
+    end = time.monotonic() + 60
+    while rank == 0 and not said.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    failure = RuntimeError("no kernel image") if rank else None
+    return gather_failures(group, failure, said.write_text), said.read_text()
+
+
+def test_a_rank_whose_part_of_the_engine_failed_gives_up_while_the_others_wait_for_it(tmp_path: Path) -> None:
+    for found, said in on_ranks(_one_waits_in_its_start, 2, tmp_path, str(tmp_path)):
+        assert found == {0: None, 1: "RuntimeError: no kernel image"}
+        assert said.startswith(
+            "EngineFailed: engine start failed on rank 1: RuntimeError: no kernel image; the engine's other"
+        )
+
+
+def _all_come(rank: int, folder: str) -> dict[int, str | None]:
+    engine_ranks.ALONE_SECONDS = 20.0
+    return gather_failures(_group(rank), ValueError(f"no {rank}"), (Path(folder) / "said").write_text)
+
+
+def test_ranks_that_fail_together_do_not_give_up(tmp_path: Path) -> None:
+    found = on_ranks(_all_come, 2, tmp_path, str(tmp_path))
+    assert found == [{0: "ValueError: no 0", 1: "ValueError: no 1"}] * 2
+    assert not (tmp_path / "said").exists()
